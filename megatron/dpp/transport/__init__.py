@@ -1,0 +1,1 @@
+"""Moving tensors between pipeline ranks: channels, and the kinds that carry them."""

@@ -1,0 +1,179 @@
+"""The contract that every transport kind keeps.
+
+A *channel* is a one-way first-in-first-out queue between two ranks. It belongs to one (chunk, direction) of the
+receiving rank. Order inside a channel is fixed; order between channels is free, and that freedom is what lets a
+pipeline schedule be dynamic. This room knows nothing of schedules: it moves tensors and says what has arrived.
+
+The executor in ``runtime/`` is the caller. It opens one transport per process, keeps it for the whole run, and uses
+``poll``/``put``/``take``/``wait`` from one thread.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+
+class Direction(enum.IntEnum):
+    """Which way a message travels along the pipeline."""
+
+    FORWARD = 0
+    BACKWARD = 1
+
+
+@dataclass(frozen=True)
+class ChannelSpec:
+    """One channel: who sends, who receives, what it carries, and the room it has.
+
+    Args:
+        source: global rank of the sender.
+        destination: global rank of the receiver.
+        chunk: model chunk *on the receiving rank*.
+        direction: ``FORWARD`` carries stage inputs, ``BACKWARD`` their gradients.
+        slot_bytes: largest payload of one message, in bytes.
+        depth: number of messages the receiver can hold before the sender's next one stays pending.
+    """
+
+    source: int
+    destination: int
+    chunk: int
+    direction: Direction
+    slot_bytes: int
+    depth: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.direction.name.lower()} of chunk {self.chunk}, rank {self.source} -> {self.destination}"
+
+
+class Message(NamedTuple):
+    """What ``take`` returns. ``tensor`` is fresh: it never shares storage with a slot.
+
+    ``part``/``num_parts``: a stage boundary that carries several tensors sends one message per tensor.
+    ``sent_ns`` is the sender's ``CLOCK_MONOTONIC`` when ``put`` was called and ``arrived_ns`` the receiver's when the
+    message was first seen to be complete; two hosts' clocks are not the same clock.
+    """
+
+    tensor: torch.Tensor
+    iteration: int
+    microbatch: int
+    part: int
+    num_parts: int
+    sent_ns: int
+    arrived_ns: int
+
+
+@dataclass(frozen=True)
+class LinkInfo:
+    """How one peer is reached, and why in that way (printed once at start)."""
+
+    peer: int
+    kind: str
+    reason: str
+
+
+class Board(abc.ABC):
+    """A small block shared by the ranks of one pipeline stage, with which they agree on one order of tasks.
+
+    Member 0 is the leader. Each member posts its own counters (they only grow); the leader reads their element-wise
+    minimum and appends words, which every other member reads in the same order. No collective, no lock. A change
+    made by any member ends the ``wait`` of the transport that the board was opened with.
+    """
+
+    index: int
+    size: int
+
+    @abc.abstractmethod
+    def post(self, counters: Sequence[int]) -> None:
+        """Publish this member's counters."""
+
+    @abc.abstractmethod
+    def common(self) -> Sequence[int]:
+        """Element-wise minimum of all members' counters (leader)."""
+
+    @abc.abstractmethod
+    def append(self, word: int) -> None:
+        """Publish the next word, 0 <= word < 2**63 (leader). Waits, with the transport's deadline, for a reader that lags a full ring."""
+
+    @abc.abstractmethod
+    def next(self) -> int | None:
+        """The next word that this member has not read yet, or None (followers)."""
+
+
+class Transport(abc.ABC):
+    """Channels of one rank, of one or several kinds.
+
+    ``outgoing`` and ``incoming`` list this rank's channels; methods name a channel by its index in those lists.
+    After the first failure every method but ``close`` raises that failure (a :class:`~megatron.dpp.errors.TransportError`).
+    """
+
+    rank: int
+    outgoing: Sequence[ChannelSpec]
+    incoming: Sequence[ChannelSpec]
+    board: Board | None = None
+
+    @abc.abstractmethod
+    def put(
+        self,
+        channel: int,
+        tensor: torch.Tensor,
+        *,
+        iteration: int,
+        microbatch: int,
+        part: int = 0,
+        num_parts: int = 1,
+    ) -> None:
+        """Send ``tensor`` (contiguous, any dtype and shape up to ``slot_bytes``). Never blocks.
+
+        Without a free slot the message stays pending and is progressed later. The transport keeps the tensor's
+        storage alive until its copy is done; the caller may drop it (or set its ``.data``) but must not overwrite it.
+        On a GPU the copy is ordered after the work queued so far on the current stream.
+        """
+
+    @abc.abstractmethod
+    def poll(self) -> Sequence[int]:
+        """Messages that have arrived in full on each incoming channel since the transport was opened. Cheap; drops tensors whose copy is done."""
+
+    @abc.abstractmethod
+    def take(self, channel: int) -> Message:
+        """Copy the head message of an incoming channel into a fresh tensor on this rank's device and free its slot.
+
+        Work queued on the current stream afterwards sees the data. Raises ``ProtocolError`` when the header does not
+        fit the channel, and ``IndexError`` when nothing has arrived.
+        """
+
+    @abc.abstractmethod
+    def wait(self, seconds: float) -> bool:
+        """Sleep until something arrives, a board changes, or ``seconds`` pass. True if something may have changed. Releases the GIL."""
+
+    @abc.abstractmethod
+    def pending(self) -> int:
+        """Puts whose copy is not done yet."""
+
+    @abc.abstractmethod
+    def flush(self, seconds: float) -> None:
+        """Wait until ``pending() == 0``; ``TransferTimeout`` after ``seconds``."""
+
+    @abc.abstractmethod
+    def links(self) -> Sequence[LinkInfo]:
+        """One entry per peer, in rank order."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Free everything within 5 s. May be called twice, and after a failure."""
+
+    def __enter__(self) -> Transport:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
