@@ -1,0 +1,290 @@
+"""Recording what one rank does, cheaply enough to leave on.
+
+The executor (and the wrapper around megatron-core's static schedules) calls a :class:`Recorder`
+from its one thread. A call reads a clock, or records two pooled CUDA events, and appends a tuple to
+a bounded queue; a thread of the recorder turns tuples into lines of the file. Nothing here waits
+for a device, formats text or writes on the caller's thread. When the queue is full, events are
+dropped and counted; the file says how many.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Collection, Iterator
+from types import TracebackType
+from typing import Any, Protocol
+
+from megatron.dpp.trace.clock import DeviceClock, HostClock, clock_for
+from megatron.dpp.trace.schema import TraceLayout
+from megatron.dpp.trace.writer import TraceWriter
+
+QUEUE_EVENTS = 1 << 16
+"""Events that may wait for the writing thread; about 20 MB when full, seconds of work of a busy
+rank.
+"""
+
+
+class TakenMessage(Protocol):
+    """The part of :class:`megatron.dpp.transport.base.Message` that a trace needs."""
+
+    @property
+    def microbatch(self) -> int: ...
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def sent_ns(self) -> int: ...
+    @property
+    def arrived_ns(self) -> int: ...
+
+
+class Recorder(abc.ABC):
+    """What the executor tells a trace. Used from one thread; every method but ``close`` is cheap
+    and never raises.
+
+    Times are ``time.monotonic_ns()`` of this host. A *channel* is a
+    :class:`~megatron.dpp.transport.base.ChannelSpec` or any text that names one.
+    """
+
+    enabled: bool
+
+    @abc.abstractmethod
+    def begin_iteration(self, iteration: int) -> None:
+        """A training iteration starts; it is recorded if ``iterations`` and ``interval`` ask for
+        it.
+        """
+
+    @abc.abstractmethod
+    def end_iteration(self) -> None:
+        """The iteration is over, optimizer step included."""
+
+    @abc.abstractmethod
+    def begin_task(self, kind: str, chunk: int, microbatch: int, piece: int = 0) -> None:
+        """A task starts: ``kind`` is ``F``, ``B`` or ``W``; ``piece`` counts the parts of one split
+        task.
+        """
+
+    @abc.abstractmethod
+    def end_task(self) -> None:
+        """The task begun last is over (on a GPU: its work is queued)."""
+
+    @abc.abstractmethod
+    def gap(self, start_ns: int, end_ns: int, cause: str, detail: str = "") -> None:
+        """The executor did not compute from ``start_ns`` to ``end_ns``; ``cause`` is one of
+        ``schema.CAUSES``.
+        """
+
+    @abc.abstractmethod
+    def put(self, channel: object, microbatch: int, num_bytes: int, kind: str) -> None:
+        """A message was handed to the transport; ``kind`` is the transport's, such as ``shm``."""
+
+    @abc.abstractmethod
+    def taken(self, channel: object, message: TakenMessage) -> None:
+        """A message was taken. Its ``sent_ns`` is on the sender's clock, its ``arrived_ns`` on this
+        one.
+        """
+
+    @abc.abstractmethod
+    def span(self, name: str, group: str = "") -> contextlib.AbstractContextManager[None]:
+        """Other work: ``optimizer``, ``grad-sync``, ``data``, ``checkpoint``.
+
+        ``group`` says that no rank can leave the block before every rank of its ``data``,
+        ``tensor``, ``pipeline`` group or of the ``world`` has entered it; such spans help to align
+        the clocks of hosts without messages.
+        """
+
+    @abc.abstractmethod
+    def counter(self, name: str, value: float) -> None:
+        """A quantity has changed, for example ``held`` activations or ``memory`` in bytes."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Write what is left and end the file. May be called twice."""
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class NullRecorder(Recorder):
+    """Records nothing; what a run without ``--trace`` uses."""
+
+    enabled = False
+
+    def begin_iteration(self, iteration: int) -> None:
+        pass
+
+    def end_iteration(self) -> None:
+        pass
+
+    def begin_task(self, kind: str, chunk: int, microbatch: int, piece: int = 0) -> None:
+        pass
+
+    def end_task(self) -> None:
+        pass
+
+    def gap(self, start_ns: int, end_ns: int, cause: str, detail: str = "") -> None:
+        pass
+
+    def put(self, channel: object, microbatch: int, num_bytes: int, kind: str) -> None:
+        pass
+
+    def taken(self, channel: object, message: TakenMessage) -> None:
+        pass
+
+    def span(self, name: str, group: str = "") -> contextlib.AbstractContextManager[None]:
+        return _NOTHING
+
+    def counter(self, name: str, value: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class FileRecorder(Recorder):
+    """Records into one rank's file. Open it with :func:`open_recorder`."""
+
+    enabled = True
+
+    def __init__(
+        self,
+        writer: TraceWriter,
+        queue: deque[tuple[Any, ...]],
+        clock: HostClock | DeviceClock,
+        *,
+        iterations: Collection[int] | None,
+        interval: int,
+    ) -> None:
+        self._writer = writer
+        self._queue = queue
+        self._clock = clock
+        self._iterations = iterations
+        self._interval = interval
+        self._recording = False
+        self._iteration = 0
+        self._iteration_start: Any = None
+        self._task: tuple[str, int, int, int] | None = None
+        self._task_start: Any = None
+
+    def _append(self, *event: Any) -> None:
+        if len(self._queue) < QUEUE_EVENTS:
+            self._queue.append(event)
+        else:
+            self._writer.dropped += 1
+
+    def begin_iteration(self, iteration: int) -> None:
+        self._iteration = iteration
+        chosen = self._iterations is None or iteration in self._iterations
+        self._recording = chosen and iteration % self._interval == 0
+        if self._recording:
+            self._iteration_start = self._clock.mark()
+
+    def end_iteration(self) -> None:
+        if self._recording:
+            self._append("I", self._iteration_start, self._clock.mark(), self._iteration)
+        self._recording = False
+
+    def begin_task(self, kind: str, chunk: int, microbatch: int, piece: int = 0) -> None:
+        if self._recording:
+            self._task = (kind, chunk, microbatch, piece)
+            self._task_start = self._clock.mark()
+
+    def end_task(self) -> None:
+        if self._task is not None:
+            self._append("T", self._task_start, self._clock.mark(), self._iteration, *self._task)
+            self._task = None
+
+    def gap(self, start_ns: int, end_ns: int, cause: str, detail: str = "") -> None:
+        if self._recording:
+            self._append("G", start_ns, end_ns, self._iteration, cause, detail)
+
+    def put(self, channel: object, microbatch: int, num_bytes: int, kind: str) -> None:
+        if self._recording:
+            now = time.monotonic_ns()
+            self._append("P", now, now, self._iteration, channel, microbatch, num_bytes, kind)
+
+    def taken(self, channel: object, message: TakenMessage) -> None:
+        if self._recording:
+            now = time.monotonic_ns()
+            arrived, sent = message.arrived_ns, message.sent_ns
+            num_bytes = getattr(getattr(message, "tensor", None), "nbytes", 0)
+            part = getattr(message, "part", 0)
+            self._append(
+                "A",
+                arrived,
+                now,
+                message.iteration,
+                channel,
+                message.microbatch,
+                sent,
+                num_bytes,
+                part,
+            )
+
+    @contextlib.contextmanager
+    def _timed(self, name: str, group: str) -> Iterator[None]:
+        start = self._clock.mark()
+        try:
+            yield
+        finally:
+            self._append("S", start, self._clock.mark(), self._iteration, name, group)
+
+    def span(self, name: str, group: str = "") -> contextlib.AbstractContextManager[None]:
+        return self._timed(name, group) if self._recording else _NOTHING
+
+    def counter(self, name: str, value: float) -> None:
+        if self._recording:
+            now = time.monotonic_ns()
+            self._append("C", now, now, self._iteration, name, value)
+
+    def close(self) -> None:
+        self._recording = False
+        self._writer.close()
+
+
+def open_recorder(
+    directory: str | os.PathLike[str],
+    *,
+    rank: int,
+    layout: TraceLayout,
+    device: Any = "cpu",
+    iterations: Collection[int] | None = None,
+    interval: int = 1,
+    run: str | None = None,
+) -> Recorder:
+    """Start the trace file of this rank.
+
+    Args:
+        directory: the trace directory; the file is ``layout.path(directory)`` and replaces one of
+            an earlier run. rank: global rank. layout: coordinates and sizes. device: a
+            ``torch.device``, or its text; on ``cuda`` tasks are timed with events of the current
+            stream. iterations: the only ones to record (default: all). interval: record every
+            ``interval``-th iteration. run: text that all ranks of this run share and no other run
+            has (default: what torchrun says of itself).
+
+    Raises:
+        ValueError: ``interval`` is not positive.
+        OSError: the directory cannot be made or the file cannot be written.
+    """
+    if interval < 1:
+        raise ValueError(f"trace interval {interval}: must be at least 1")
+    clock = clock_for(str(device))
+    queue: deque[tuple[Any, ...]] = deque()
+    writer = TraceWriter(
+        layout.path(directory), queue, clock, rank=rank, layout=layout, device=str(device), run=run
+    )
+    return FileRecorder(writer, queue, clock, iterations=iterations, interval=interval)
