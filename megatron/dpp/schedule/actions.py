@@ -1,0 +1,140 @@
+"""The words a schedule is written in: actions, and the shape of the pipeline they belong to.
+
+An :class:`Action` is one task of one rank; a schedule is a list of them. They can be printed, parsed, drawn and
+compared (``1F3`` = chunk 1, forward, microbatch 3), and packed into one integer for a shared-memory block. Used by
+everything in ``schedule``, by the simulator and by the executor. What an action may follow is ``state.py``'s business.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.dpp.errors import ConfigError, ScheduleError
+
+
+class Kind(enum.IntEnum):
+    """What a task computes."""
+
+    F = 0
+    """Forward of one chunk for one microbatch."""
+    B = 1
+    """Backward for the input gradient; with a fused backward, for the weight gradients too."""
+    W = 2
+    """Backward for (a piece of) the weight gradients, deferred from its ``B``."""
+
+
+_NOTATION = re.compile(r"(\d+)([FBW])(\d+)(?:\.(\d+))?")
+_PIECE_BITS, _MICROBATCH_BITS, _CHUNK_BITS = 16, 24, 16
+
+
+class Action(NamedTuple):
+    """One task of one rank. ``piece`` counts the pieces of a ``W`` and is 0 for ``F`` and ``B``.
+
+    >>> str(Action(Kind.F, 1, 3)), str(Action(Kind.W, 0, 12, 2))
+    ('1F3', '0W12.2')
+    """
+
+    kind: Kind
+    chunk: int
+    microbatch: int
+    piece: int = 0
+
+    def __str__(self) -> str:
+        piece = f".{self.piece}" if self.piece else ""
+        return f"{self.chunk}{Kind(self.kind).name}{self.microbatch}{piece}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action that ``str`` printed; :class:`ScheduleError` for any other text."""
+        match = _NOTATION.fullmatch(text)
+        if match is None:
+            raise ScheduleError(
+                f"{text!r} is no action: expected chunk, F, B or W, microbatch, and for a W an optional piece, "
+                "as in 1F3 or 0W2.1"
+            )
+        chunk, kind, microbatch, piece = match.groups()
+        return cls(Kind[kind], int(chunk), int(microbatch), int(piece or 0))
+
+    def word(self) -> int:
+        """This action as one integer below 2**63, never 0 (so that 0 can mean "nothing yet")."""
+        word = int(self.kind) + 1
+        word = word << _CHUNK_BITS | self.chunk
+        word = word << _MICROBATCH_BITS | self.microbatch
+        return word << _PIECE_BITS | self.piece
+
+    @classmethod
+    def from_word(cls, word: int) -> Action:
+        """The action that :meth:`word` packed; :class:`ScheduleError` when ``word`` is not one."""
+        piece = word & (1 << _PIECE_BITS) - 1
+        microbatch = word >> _PIECE_BITS & (1 << _MICROBATCH_BITS) - 1
+        chunk = word >> _PIECE_BITS + _MICROBATCH_BITS & (1 << _CHUNK_BITS) - 1
+        kind = (word >> _PIECE_BITS + _MICROBATCH_BITS + _CHUNK_BITS) - 1
+        if kind not in (0, 1, 2):
+            raise ScheduleError(f"{word:#x} is no packed action: its kind is {kind}, not 0 .. 2")
+        return cls(Kind(kind), chunk, microbatch, piece)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of one iteration as one rank sees it. Stage ``s = chunk * num_ranks + rank``, as Megatron numbers them.
+
+    Args:
+        num_ranks: pipeline ranks, ``p``.
+        rank: this pipeline rank, ``0 .. p-1``.
+        num_chunks: model chunks (virtual stages) of each rank, ``v``.
+        num_microbatches: microbatches of this iteration, ``m``; any number from 1.
+        forward_only: no backward is owed (evaluation).
+        group: Megatron's ``microbatch_group_size_per_vp_stage``; ``None`` is ``num_ranks``, Megatron's default.
+        w_pieces: pieces of each chunk's ``W`` when the backward is split; ``None`` is one each. A chunk with 0 pieces
+            defers nothing.
+
+    Raises:
+        ConfigError: a number that is out of range, named with its rule.
+    """
+
+    num_ranks: int
+    rank: int
+    num_chunks: int
+    num_microbatches: int
+    forward_only: bool = False
+    group: int | None = None
+    w_pieces: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "num_chunks", "num_microbatches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1")
+        if not 0 <= self.rank < self.num_ranks:
+            raise ConfigError(f"rank {self.rank}: must be in 0 .. {self.num_ranks - 1}")
+        if self.group is not None and self.group < self.num_ranks:
+            raise ConfigError(
+                f"microbatch group size {self.group} (--microbatch-group-size-per-virtual-pipeline-stage): "
+                f"must be at least the number of pipeline ranks, {self.num_ranks}"
+            )
+        pieces = self.w_pieces
+        if pieces is not None and (len(pieces) != self.num_chunks or min(pieces) < 0):
+            raise ConfigError(
+                f"w_pieces {pieces}: expected {self.num_chunks} numbers, one per chunk, none below 0"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Consecutive microbatches of one chunk before the next chunk's turn, in depth-first order."""
+        return self.num_ranks if self.group is None else self.group
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds stage 0 (its chunk 0), whose inputs come from the data iterator."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage (its last chunk), whose gradient comes from the loss."""
+        return self.rank == self.num_ranks - 1
+
+    def pieces(self, chunk: int) -> int:
+        """Pieces of the ``W`` of ``chunk`` when the backward is split."""
+        return 1 if self.w_pieces is None else self.w_pieces[chunk]

@@ -1,0 +1,122 @@
+"""How many chunk activations a rank may hold: what ``--dpp-activation-cap`` means.
+
+One unit is the activation of one chunk for one microbatch. A cap below the peak of Megatron's own order on the rank
+(``I_r``) could stop the pipeline, so it is refused. Used by the executor at start (it logs :attr:`Cap.text`) and by the
+simulator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.schedule.actions import Geometry
+from megatron.dpp.schedule.reference import peak_in_flight
+
+_UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_FLAG = "--dpp-activation-cap"
+
+
+@dataclass(frozen=True)
+class Cap:
+    """What one rank may hold.
+
+    Args:
+        chunks: in chunk activations; a float, since the share that a deferred ``W`` keeps is one.
+        text: a sentence for the log.
+        needs_measuring: the cap was given in bytes and the size of an activation is not known yet; ``chunks`` is the
+            default until it is, then :func:`parse_cap` is to be called again with the size.
+    """
+
+    chunks: float
+    text: str
+    needs_measuring: bool = False
+
+
+def parse_cap(
+    text: str, geometry: Geometry, bytes_per_chunk_activation: float | None = None
+) -> Cap:
+    """The cap that ``text`` (``auto``, ``megatron``, ``strict``, ``1.5p`` or ``20GiB``) means for ``geometry``'s rank.
+
+    Args:
+        bytes_per_chunk_activation: measured bytes of one chunk's activation for one microbatch; only a cap in bytes
+            needs it. Where chunks differ, the largest.
+
+    Raises:
+        ConfigError: ``text`` is none of these, or is less than Megatron's own schedule needs on this rank.
+    """
+    word = text.strip()
+    if word == "auto":
+        word = "1.5p" if geometry.num_chunks == 1 else "megatron"
+        cap = _named_cap(word, geometry)
+        return dataclasses.replace(cap, text=f"{cap.text} (auto)")
+    size = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]+)", word)
+    if size and size[2].upper() in _UNITS:
+        return _bytes_cap(word, geometry, _number(size[1], text), size, bytes_per_chunk_activation)
+    return _named_cap(word, geometry)
+
+
+def default_cap(geometry: Geometry) -> Cap:
+    """The cap of ``--dpp-activation-cap auto``."""
+    return parse_cap("auto", geometry)
+
+
+def worst_peak(geometry: Geometry) -> int:
+    """The peak of Megatron's order on its worst rank, rank 0 (``I0``), in chunk activations."""
+    return peak_in_flight(dataclasses.replace(geometry, rank=0))
+
+
+def _named_cap(word: str, geometry: Geometry) -> Cap:
+    per_p = re.fullmatch(r"([0-9.]+)p", word)
+    if word == "megatron":
+        return _checked(worst_peak(geometry), geometry, "as Megatron's worst rank does")
+    if word == "strict":
+        return _checked(peak_in_flight(geometry), geometry, "as in Megatron's own schedule")
+    if per_p:
+        chunks = _number(per_p[1], word) * geometry.num_ranks * geometry.num_chunks
+        return _checked(chunks, geometry, f"{word} whole-model activations")
+    raise ConfigError(
+        f"{_FLAG} {word}: expected auto, megatron, strict, a multiple of the pipeline size like 1.5p, "
+        "or bytes like 20GiB"
+    )
+
+
+def _bytes_cap(
+    word: str,
+    geometry: Geometry,
+    amount: float,
+    size: re.Match[str],
+    bytes_per_chunk_activation: float | None,
+) -> Cap:
+    if bytes_per_chunk_activation is None:
+        default = default_cap(geometry)
+        text = f"{default.text}; {word} takes its place once an activation's size is measured"
+        return Cap(default.chunks, text, needs_measuring=True)
+    if bytes_per_chunk_activation <= 0:
+        raise ConfigError(
+            f"{_FLAG} {word}: a chunk's activation was measured as {bytes_per_chunk_activation} bytes"
+        )
+    chunks = amount * _UNITS[size[2].upper()] / bytes_per_chunk_activation
+    each = f"{bytes_per_chunk_activation / (1 << 20):.1f} MiB"
+    return _checked(chunks, geometry, f"{word} at {each} each")
+
+
+def _number(digits: str, text: str) -> float:
+    try:
+        return float(digits)
+    except ValueError:
+        raise ConfigError(f"{_FLAG} {text}: {digits!r} is no number") from None
+
+
+def _checked(chunks: float, geometry: Geometry, why: str) -> Cap:
+    least = peak_in_flight(geometry)
+    if chunks < least:
+        raise ConfigError(
+            f"{_FLAG}: {why} is {chunks:g} chunk activations on rank {geometry.rank}, but Megatron's own order needs "
+            f"{least} there; less could stop the pipeline. Give at least "
+            f"{least / (geometry.num_ranks * geometry.num_chunks):.3g}p, or strict"
+        )
+    return Cap(chunks, f"rank {geometry.rank} may hold {chunks:g} chunk activations ({why})")

@@ -1,0 +1,77 @@
+"""Megatron's own order of forwards and backwards on a rank: the order a dynamic rank must always be able to return to.
+
+The order is that of megatron-core 0.16.1 (``get_schedule_table`` and ``get_pp_rank_microbatches`` in
+``pipeline_parallel/schedules.py``): warm-up forwards, then forward and backward in turn, then the backwards that are
+left. Where megatron-core refuses a number of microbatches, the order is that of the next number it accepts with the
+surplus microbatches left out; leaving whole microbatches out keeps an order free of deadlocks and adds no memory.
+
+Called by ``state.py`` (the safe rule), ``caps.py`` (the peak of this order) and the simulator's static baselines.
+"""
+
+from __future__ import annotations
+
+from megatron.dpp.schedule.actions import Action, Geometry, Kind
+
+
+def padded_microbatches(geometry: Geometry) -> int:
+    """The least number of microbatches, from ``geometry``'s own, whose interleaved order megatron-core accepts.
+
+    megatron-core wants at least one whole group, and a remainder of 0 or at least ``num_ranks`` microbatches.
+    """
+    num, group = geometry.num_microbatches, geometry.group_size
+    if geometry.num_chunks == 1:
+        return num
+    if num < group:
+        return group
+    remainder = num % group
+    return num if remainder == 0 else num + max(0, geometry.num_ranks - remainder)
+
+
+def schedule_table(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[int, int]]:
+    """``(chunk, microbatch)`` in depth-first order: each group of microbatches through chunk 0, then chunk 1, ..."""
+    return [
+        (chunk, microbatch)
+        for first in range(0, num_microbatches, group)
+        for chunk in range(num_chunks)
+        for microbatch in range(first, min(first + group, num_microbatches))
+    ]
+
+
+def num_warmup(geometry: Geometry) -> int:
+    """Forwards that rank runs before its first backward, not counting the one right before it."""
+    p, v = geometry.num_ranks, geometry.num_chunks
+    behind = p - 1 - geometry.rank
+    warmup = behind if v == 1 else 2 * behind + (v - 1) * geometry.group_size
+    return min(warmup, padded_microbatches(geometry) * v)
+
+
+def reference_order(geometry: Geometry) -> list[Action]:
+    """Megatron's order of every ``F`` and ``B`` of this rank (only ``F`` when ``forward_only``).
+
+    >>> print(*reference_order(Geometry(num_ranks=2, rank=0, num_chunks=1, num_microbatches=3)))
+    0F0 0F1 0B0 0F2 0B1 0B2
+    """
+    v, padded = geometry.num_chunks, padded_microbatches(geometry)
+    table = schedule_table(padded, v, geometry.group_size)
+    forwards = [Action(Kind.F, chunk, i) for chunk, i in table]
+    if geometry.forward_only:
+        order = forwards
+    else:
+        backwards = [Action(Kind.B, v - 1 - chunk, i) for chunk, i in table]
+        warmup = num_warmup(geometry)
+        order = forwards[:warmup]
+        for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+            order += (forward, backward)
+        order += backwards[len(forwards) - warmup :]
+    return [action for action in order if action.microbatch < geometry.num_microbatches]
+
+
+def peak_in_flight(geometry: Geometry) -> int:
+    """Most chunk activations this rank holds at once in :func:`reference_order` (``I_r``); 0 when ``forward_only``."""
+    if geometry.forward_only:
+        return 0
+    held = peak = 0
+    for action in reference_order(geometry):
+        held += 1 if action.kind is Kind.F else -1
+        peak = max(peak, held)
+    return peak

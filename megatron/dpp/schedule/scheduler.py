@@ -1,0 +1,262 @@
+"""The scheduler of one rank: told what has arrived, asked what to run.
+
+It joins a :class:`~megatron.dpp.schedule.state.RankState` (what may run) and a policy (what shall run), checks every
+decision, and explains a stall. The executor holds one per iteration, the simulator one per simulated rank; neither
+decides anything itself.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from megatron.dpp.errors import ConfigError, ScheduleError
+from megatron.dpp.schedule.actions import Action, Geometry, Kind
+from megatron.dpp.schedule.caps import default_cap
+from megatron.dpp.schedule.policies import Policy, check_room, find_policy
+from megatron.dpp.schedule.reference import peak_in_flight
+from megatron.dpp.schedule.state import RankState, Reference, View
+
+FORWARD, GRADIENT = 0, 1
+"""Directions of a channel: inputs of forwards, output gradients of backwards."""
+
+
+class Cause(enum.Enum):
+    """Why a rank has nothing to run."""
+
+    WARMUP = "warm-up"
+    """Nothing has run yet: the pipeline fills."""
+    WAIT_FORWARD = "waiting for an input"
+    WAIT_BACKWARD = "waiting for a gradient"
+    MEMORY_CAP = "memory cap"
+    """A forward is here, but only a backward may make room for it (or for Megatron's order behind it)."""
+    COOLDOWN = "cool-down"
+    """All forwards have run; gradients are to come: the pipeline drains."""
+    POLICY = "policy"
+    """Something may run, and the policy chose to wait."""
+    DONE = "done"
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Why nothing runs. ``channels`` are the ``(direction, chunk)`` whose next message would allow something."""
+
+    cause: Cause
+    text: str
+    channels: tuple[tuple[int, int], ...] = ()
+
+
+class Scheduler:
+    """Picks the tasks of one rank in one iteration.
+
+    Args:
+        geometry: the iteration as this rank sees it.
+        policy: a name (see :func:`~megatron.dpp.schedule.policies.find_policy`) or a policy.
+        cap: chunk activations that may be held; ``None`` is the default cap. Ignored when ``forward_only``.
+        split_backward: emit ``W`` actions; otherwise a ``B`` includes its ``W``.
+        beta: measured share of an activation that ``B`` frees, 0 .. 1; ``W`` frees the rest.
+
+    Raises:
+        ConfigError: a cap below what Megatron's own order needs, a beta outside 0 .. 1, an unknown policy, or
+            breadth-first without room for it.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        policy: str | Policy = "dynamic",
+        cap: float | None = None,
+        split_backward: bool = True,
+        beta: float = 0.0,
+    ) -> None:
+        if cap is None:
+            cap = default_cap(geometry).chunks
+        least = peak_in_flight(geometry)
+        if cap < least:
+            raise ConfigError(
+                f"rank {geometry.rank} may hold {cap:g} chunk activations, but Megatron's own order needs {least}; "
+                "raise --dpp-activation-cap"
+            )
+        if not 0.0 <= beta <= 1.0:
+            raise ConfigError(f"beta {beta}: the share that B frees must be in 0 .. 1")
+        self.geometry = geometry
+        self.policy = find_policy(policy) if isinstance(policy, str) else policy
+        check_room(self.policy, geometry, cap)
+        self._settings = (cap, split_backward, beta)
+        self._reference = Reference(geometry)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all counts, for another iteration of the same shape (cheaper than a new scheduler)."""
+        cap, split_backward, beta = self._settings
+        self._state = RankState(
+            self.geometry,
+            cap=cap,
+            split_backward=split_backward,
+            beta=beta,
+            reference=self._reference,
+        )
+
+    @property
+    def view(self) -> View:
+        """What the policy sees."""
+        return self._state
+
+    @property
+    def done(self) -> bool:
+        """Whether every task of this iteration has been handed out or reported as run."""
+        return self._state.done
+
+    @property
+    def held(self) -> float:
+        """Chunk activations held now."""
+        return self._state.held
+
+    @property
+    def peak_held(self) -> float:
+        """Most chunk activations held so far; never above the cap."""
+        return self._state.peak_held
+
+    @property
+    def num_out_of_order(self) -> int:
+        """Forwards and backwards that were not the next of Megatron's order when they ran."""
+        return self._state.num_out_of_order
+
+    def arrived(self, direction: int, chunk: int, total: int) -> None:
+        """``total`` messages of a channel have arrived in this iteration.
+
+        Stage 0's inputs and the last stage's gradients are implied and must not be reported.
+
+        Args:
+            direction: :data:`FORWARD` or :data:`GRADIENT`.
+            chunk: of this rank.
+            total: since the start of the iteration; it only grows.
+
+        Raises:
+            ScheduleError: the count shrinks, exceeds the microbatches, or the channel does not exist.
+        """
+        geometry = self.geometry
+        first = direction == FORWARD and geometry.is_first and chunk == 0
+        last = direction == GRADIENT and geometry.is_last and chunk == geometry.num_chunks - 1
+        if first or last:
+            what = "inputs come from the data" if first else "gradients come from the loss"
+            raise ScheduleError(
+                f"rank {geometry.rank}, chunk {chunk}: its {what}, not from a channel"
+            )
+        if not 0 <= chunk < geometry.num_chunks:
+            raise ScheduleError(
+                f"chunk {chunk}: rank {geometry.rank} has 0 .. {geometry.num_chunks - 1}"
+            )
+        self._state.arrive(direction, chunk, total)
+
+    def next(self) -> Action | None:
+        """Choose what runs now and count it as run; None when nothing may (see :meth:`stall`) or the policy waits.
+
+        Raises:
+            ScheduleError: the policy returned an action that may not run.
+        """
+        action = self.policy(self._state)
+        if action is not None:
+            self.run(action)
+        return action
+
+    def run(self, action: Action) -> None:
+        """Count as run an action that was decided elsewhere (by a leader, a recording).
+
+        Raises:
+            ScheduleError: it may not run; says why.
+        """
+        state = self._state
+        if action.kind == Kind.F:
+            allowed = state.forward(action.chunk)
+        elif action.kind == Kind.B:
+            allowed = state.backward(action.chunk)
+        else:
+            allowed = state.weight()
+        if allowed is not action and allowed != action:
+            raise ScheduleError(
+                f"rank {self.geometry.rank}: {action} may not run: {self.refusal(action)}"
+            )
+        state.apply(action)
+
+    def refusal(self, action: Action) -> str | None:
+        """Why ``action`` may not run now, as a sentence; None when it may."""
+        state, geometry = self._state, self.geometry
+        chunk = action.chunk
+        if not 0 <= chunk < geometry.num_chunks:
+            return f"this rank has chunks 0 .. {geometry.num_chunks - 1}"
+        if action.kind == Kind.W:
+            expected = state.weight()
+            if expected == action:
+                return None
+            return (
+                "no weight gradient is left to run"
+                if expected is None
+                else f"{expected} is the oldest weight gradient and comes first"
+            )
+        forward = action.kind == Kind.F
+        run = (state.forwards_run if forward else state.backwards_run)[chunk]
+        if action.microbatch != run:
+            word = "forward" if forward else "backward"
+            return f"{run} {word}s of chunk {chunk} have run, so microbatch {run} comes next"
+        if not forward:
+            return self._backward_refusal(chunk)
+        if run >= state.forwards_arrived[chunk]:
+            return "its input has not arrived"
+        if not state.forward_fits(chunk):
+            return (
+                f"{state.held:g} of {state.cap:g} chunk activations are held, and Megatron's order of the tasks left "
+                "would not fit behind it"
+            )
+        return None
+
+    def _backward_refusal(self, chunk: int) -> str | None:
+        state = self._state
+        if state.backwards_run[chunk] >= state.forwards_run[chunk]:
+            return "its forward has not run"
+        if state.backwards_run[chunk] >= state.gradients_arrived[chunk]:
+            return "its gradient has not arrived"
+        return None
+
+    def stall(self) -> Stall:
+        """Why :meth:`next` returned None, and whose arrival would change that."""
+        state = self._state
+        if state.done:
+            return Stall(Cause.DONE, "all tasks have run")
+        chunks = range(self.geometry.num_chunks)
+        ready = [state.forward(c) or state.backward(c) for c in chunks] + [state.weight()]
+        if any(ready):
+            return Stall(Cause.POLICY, f"{next(a for a in ready if a)} may run; the policy waits")
+        total = self.geometry.num_microbatches
+        inputs = [
+            (FORWARD, c)
+            for c in chunks
+            if state.forwards_arrived[c] == state.forwards_run[c] < total
+        ]
+        blocked = [c for c in chunks if state.forwards_arrived[c] > state.forwards_run[c]]
+        gradients = [
+            (GRADIENT, c) for c in chunks if state.backwards_run[c] < state.forwards_run[c]
+        ]
+        if self.geometry.forward_only:
+            gradients = []
+        cause = self._cause(inputs, blocked)
+        channels = tuple(inputs + gradients)
+        names = ", ".join(
+            f"{'gradient' if way else 'input'} {state.backwards_run[c] if way else state.forwards_run[c]} of chunk {c}"
+            for way, c in channels
+        )
+        held = f"{state.held:g} of {state.cap:g} chunk activations held"
+        return Stall(cause, f"{cause.value}: next would be {names}; {held}", channels)
+
+    def _cause(self, inputs: list[tuple[int, int]], blocked: list[int]) -> Cause:
+        state = self._state
+        if state.last_kind is None:
+            return Cause.WARMUP
+        if blocked:
+            return Cause.MEMORY_CAP
+        if not inputs:
+            return Cause.COOLDOWN
+        expected = state.next_in_reference()
+        forward = expected is not None and expected.kind is Kind.F
+        return Cause.WAIT_FORWARD if forward else Cause.WAIT_BACKWARD

@@ -1,0 +1,272 @@
+"""The state of one rank: five counters per chunk, what they allow, and how they change.
+
+This is mechanism: it says which tasks *may* run and applies the one that does. Which of them *shall* run is a policy's
+choice (``policies.py``), which sees it through the read-only :class:`View`. The safe rule and its proof are in
+``docs/policies.md``. Called by :class:`~megatron.dpp.schedule.scheduler.Scheduler` alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from megatron.dpp.errors import ScheduleError
+from megatron.dpp.schedule.actions import Action, Geometry, Kind
+from megatron.dpp.schedule.reference import reference_order
+
+_SLACK = 1e-6
+"""Shares of an activation are sums of fractions; a difference this small is rounding, not memory."""
+
+
+class View(Protocol):
+    """What a policy may look at. The lists are indexed by chunk and must not be changed."""
+
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def cap(self) -> float: ...
+    @property
+    def held(self) -> float: ...
+    @property
+    def last_kind(self) -> Kind | None:
+        """Kind of the last ``F`` or ``B`` that ran."""
+        ...
+
+    @property
+    def forwards_run(self) -> list[int]: ...
+    @property
+    def forwards_arrived(self) -> list[int]: ...
+    @property
+    def backwards_run(self) -> list[int]: ...
+    @property
+    def gradients_arrived(self) -> list[int]: ...
+
+    def forward(self, chunk: int) -> Action | None:
+        """The next forward of ``chunk`` if it may run now (its input is here, memory and the safe rule allow it)."""
+        ...
+
+    def backward(self, chunk: int) -> Action | None:
+        """The next backward of ``chunk`` if it may run now."""
+        ...
+
+    def weight(self) -> Action | None:
+        """The oldest weight gradient that is left, or None."""
+        ...
+
+    def first_forward(self) -> Action | None:
+        """The forward that may run and comes first in depth-first order."""
+        ...
+
+    def first_backward(self) -> Action | None:
+        """The backward that may run and comes first in depth-first order."""
+        ...
+
+    def next_in_reference(self) -> Action | None:
+        """The first task of Megatron's order that has not run, whether it may run or not."""
+        ...
+
+
+class Reference:
+    """Megatron's order of one rank, indexed. Immutable, so that every iteration of one shape can share it."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        v, m, g = geometry.num_chunks, geometry.num_microbatches, geometry.group_size
+        self.order = reference_order(geometry)
+        self.steps = [1 if action.kind is Kind.F else -1 for action in self.order]
+        self.places = [[[-1] * m for _ in range(v)] for _ in (Kind.F, Kind.B)]
+        for place, action in enumerate(self.order):
+            self.places[action.kind][action.chunk][action.microbatch] = place
+        # Depth-first index of the i-th forward of chunk c: ((i // g) * v + c) * g + i % g; backwards mirror c.
+        self.depth_first = [[(i // g * v + c) * g + i % g for i in range(m)] for c in range(v)]
+
+
+class RankState:
+    """The counters of one rank in one iteration. Implements :class:`View`.
+
+    Args:
+        cap: chunk activations that may be held.
+        split_backward: ``W`` is owed apart from ``B``.
+        beta: share of a chunk's activation that ``B`` frees; ``W`` frees the rest.
+        reference: of the same geometry.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        cap: float,
+        split_backward: bool,
+        beta: float,
+        reference: Reference,
+    ) -> None:
+        v = geometry.num_chunks
+        self.geometry = geometry
+        self.cap = cap
+        self.forwards_run = [0] * v
+        self.forwards_arrived = [0] * v
+        self.backwards_run = [0] * v
+        self.gradients_arrived = [0] * v
+        self.last_kind: Kind | None = None
+        self.in_flight = 0
+        self.peak_held = 0.0
+        self.num_out_of_order = 0
+        self._reference = reference
+        split = split_backward and not geometry.forward_only
+        self._pieces = [geometry.pieces(c) if split else 0 for c in range(v)]
+        self._kept_per_piece = [(1.0 - beta) / n if n else 0.0 for n in self._pieces]
+        self._kept = 0.0
+        self._deferred: deque[tuple[int, int]] = deque()
+        self._next_piece = 0
+        self._left = geometry.num_microbatches * v * (1 if geometry.forward_only else 2)
+        # The unrun tasks of the reference as a doubly linked list; the last entry is its head and tail.
+        end = len(reference.order)
+        self._after = [*range(1, end + 1), 0]
+        self._before = [end, *range(end)]
+        if geometry.is_first:
+            self.forwards_arrived[0] = geometry.num_microbatches
+
+    # What may run
+
+    @property
+    def held(self) -> float:
+        """Chunk activations held now: forwards without their backward, and what deferred ``W`` still keep."""
+        return self.in_flight + self._kept
+
+    @property
+    def num_deferred(self) -> int:
+        """Backwards whose weight gradients are not finished."""
+        return len(self._deferred)
+
+    @property
+    def done(self) -> bool:
+        return self._left == 0 and not self._deferred
+
+    def forward(self, chunk: int) -> Action | None:
+        i = self.forwards_run[chunk]
+        if i < self.forwards_arrived[chunk] and self.forward_fits(chunk):
+            return self._reference.order[self._reference.places[0][chunk][i]]
+        return None
+
+    def backward(self, chunk: int) -> Action | None:
+        i = self.backwards_run[chunk]
+        if i < self.gradients_arrived[chunk] and i < self.forwards_run[chunk]:
+            return self._reference.order[self._reference.places[1][chunk][i]]
+        return None
+
+    def weight(self) -> Action | None:
+        if not self._deferred:
+            return None
+        chunk, microbatch = self._deferred[0]
+        return Action(Kind.W, chunk, microbatch, self._next_piece)
+
+    def first_forward(self) -> Action | None:
+        if self.in_flight + self._kept + 1 > self.cap + _SLACK and not self.geometry.forward_only:
+            return None
+        best, best_index = -1, -1
+        arrived, indices = self.forwards_arrived, self._reference.depth_first
+        for chunk, i in enumerate(self.forwards_run):
+            if i < arrived[chunk]:
+                index = indices[chunk][i]
+                if (best < 0 or index < best_index) and self.forward_fits(chunk):
+                    best, best_index = chunk, index
+        if best < 0:
+            return None
+        reference = self._reference
+        return reference.order[reference.places[0][best][self.forwards_run[best]]]
+
+    def first_backward(self) -> Action | None:
+        best, best_index = -1, -1
+        arrived, forwards = self.gradients_arrived, self.forwards_run
+        indices, last = self._reference.depth_first, len(forwards) - 1
+        for chunk, i in enumerate(self.backwards_run):
+            if i < arrived[chunk] and i < forwards[chunk]:
+                index = indices[last - chunk][i]
+                if best < 0 or index < best_index:
+                    best, best_index = chunk, index
+        if best < 0:
+            return None
+        reference = self._reference
+        return reference.order[reference.places[1][best][self.backwards_run[best]]]
+
+    def next_in_reference(self) -> Action | None:
+        place = self._after[-1]
+        return self._reference.order[place] if place < len(self._reference.order) else None
+
+    def forward_fits(self, chunk: int) -> bool:
+        """Whether the next forward of ``chunk`` fits now, and Megatron's order of all that is left still fits behind.
+
+        The walk visits the tasks that Megatron's order has before this one and that have not run: none on the way of
+        Megatron's order, a few away from it.
+        """
+        if self.geometry.forward_only:
+            return True
+        limit = self.cap + _SLACK
+        if self.in_flight + self._kept + 1 > limit:
+            return False
+        target = self._reference.places[0][chunk][self.forwards_run[chunk]]
+        after, steps = self._after, self._reference.steps
+        held, place = self.in_flight + 1, after[-1]
+        while place != target:
+            held += steps[place]
+            if held > limit:
+                return False
+            place = after[place]
+        return True
+
+    # What changes
+
+    def arrive(self, direction: int, chunk: int, total: int) -> None:
+        """``total`` inputs (``direction`` 0) or gradients (1) of ``chunk`` are here."""
+        counts = self.gradients_arrived if direction else self.forwards_arrived
+        if not counts[chunk] <= total <= self.geometry.num_microbatches:
+            what = "gradients" if direction else "inputs"
+            raise ScheduleError(
+                f"rank {self.geometry.rank}, chunk {chunk}: {total} {what} reported after {counts[chunk]}; the number "
+                f"only grows, to {self.geometry.num_microbatches} microbatches"
+            )
+        counts[chunk] = total
+
+    def apply(self, action: Action) -> None:
+        """Count ``action``, which may run, as run."""
+        kind, chunk, microbatch, _ = action
+        if kind == Kind.W:
+            self._apply_weight(chunk)
+            return
+        if kind == Kind.F:
+            self._apply_forward(chunk)
+        else:
+            self._apply_backward(chunk, microbatch)
+        self.last_kind = kind
+        self._left -= 1
+        place = self._reference.places[kind][chunk][microbatch]
+        after, before = self._after, self._before
+        if after[-1] != place:
+            self.num_out_of_order += 1
+        behind, ahead = before[place], after[place]
+        after[behind] = ahead
+        before[ahead] = behind
+
+    def _apply_forward(self, chunk: int) -> None:
+        self.forwards_run[chunk] += 1
+        if self.geometry.forward_only:
+            return
+        if self.geometry.is_last and chunk == self.geometry.num_chunks - 1:
+            self.gradients_arrived[chunk] += 1
+        self.in_flight += 1
+        self.peak_held = max(self.peak_held, self.in_flight + self._kept)
+
+    def _apply_backward(self, chunk: int, microbatch: int) -> None:
+        self.backwards_run[chunk] += 1
+        self.in_flight -= 1
+        if self._pieces[chunk]:
+            self._deferred.append((chunk, microbatch))
+            self._kept += self._kept_per_piece[chunk] * self._pieces[chunk]
+
+    def _apply_weight(self, chunk: int) -> None:
+        self._kept -= self._kept_per_piece[chunk]
+        self._next_piece += 1
+        if self._next_piece == self._pieces[chunk]:
+            self._deferred.popleft()
+            self._next_piece = 0
+        if not self._deferred:
+            self._kept = 0.0
