@@ -1,0 +1,325 @@
+"""Writes the sample corpora of ``datasets_gpt/`` and ``datasets_bert/`` and their vocabularies.
+
+The text is produced by the grammar below from a seed, so it is nobody else's and can be made again
+byte for byte. It describes a small invented world: three hundred people who each have one job,
+town, animal and favourite dish. Portraits, sums, errands, recipes, diaries and timetables keep
+coming back to them, so a model of a few layers lowers its loss first on spelling and phrases, then
+on the facts and the sums.
+
+The committed files are the output of::
+
+    python tools/make_sample_data.py gpt --output-dir datasets_gpt
+    python tools/make_sample_data.py bert --output-dir datasets_bert
+
+Each run also trains a vocabulary with the ``tokenizers`` package. WordPiece training breaks ties at
+random: a new ``vocab.txt`` may differ from the committed one, the other files are the same again.
+Preprocessing is left to ``tools/preprocess_data.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+END_OF_TEXT = "<|endoftext|>"
+BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def _words(text: str, separator: str | None = None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(separator))
+
+
+GIVEN_NAMES = _words("""
+    Ada Bela Cyra Dora Edda Frida Gita Hella Irma Jana Kira Lena Mira Nora Orla Petra Runa Selma
+    Tova Ursula Vera Wanda Xena Yara Zita Arno Bruno Carlo Diego Ernst Faro Guido Hugo Igor Jaro
+    Karl Lano Marco Nilo Oskar Pavo Quentin Rufus Silo Timo Udo Viktor Wilm Xavier Yaro
+""")
+FAMILY_NAMES = _words("""
+    Ashdown Birkett Corran Dunmore Elland Farrow Garrick Holloway Ingram Jessop Kendrick Lockhart
+    Merriman Norwood Ormond Penrose Quayle Rowntree Sedgwick Thackeray Underhill Venables Whitlock
+""")
+JOBS = _words("""
+    baker barber beekeeper blacksmith bookbinder brewer carpenter chimneysweep clockmaker cobbler
+    cooper ferryman fisherman gardener glazier hatter innkeeper lamplighter librarian locksmith
+    mason miller musician nurse painter postman potter printer ropemaker saddler shepherd surveyor
+    tailor teacher thatcher tinker weaver wheelwright
+""")
+TOWNS = _words("""
+    Oakford Millbridge Stonehaven Larkfield Westerby Fenmoor Harrowgate Coldwell Brackenridge
+    Saltmarsh Eastmere Thornbury Ravensholm Greyfield Applecross Dunwich Kettleby Marlow Netherby
+    Pendle Quarrington Swanmere Tidewell Wolverton
+""")
+ANIMALS = _words(
+    """grey cat, black dog, small goat, brown hen, white goose, lame pony, tame crow, spotted pig,
+    old mule, green parrot, blind owl, fat rabbit, young fox, noisy duck, old tomcat, shy lamb""",
+    ",",
+)
+GOODS = _words("""
+    apples candles letters bricks lanterns barrels books nails ribbons bottles baskets blankets
+    buttons cups feathers hammers keys kettles ladders mirrors needles onions pears ropes shovels
+    spoons stamps stones tiles wheels
+""")
+PLACES = _words(
+    """market, mill, harbour, library, bridge, old tower, orchard, town hall, station, chapel,
+    brewery, school, lighthouse, quarry""",
+    ",",
+)
+WEATHERS = _words("rain snow fog wind sunshine frost hail thunder drizzle")
+DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+MONTHS = _words("""
+    January February March April May June July August September October November December
+""")
+INGREDIENTS = {
+    "barley soup": ("barley", "carrots", "salt"),
+    "apple cake": ("apples", "flour", "honey"),
+    "fried fish": ("fish", "butter", "parsley"),
+    "onion bread": ("onions", "flour", "yeast"),
+    "lentil stew": ("lentils", "garlic", "vinegar"),
+    "plum tart": ("plums", "butter", "sugar"),
+    "mushroom pie": ("mushrooms", "flour", "thyme"),
+    "egg noodles": ("eggs", "flour", "pepper"),
+    "cabbage rolls": ("cabbage", "rice", "cumin"),
+    "pear pudding": ("pears", "milk", "cinnamon"),
+    "pea soup": ("peas", "bacon", "mint"),
+    "walnut bread": ("walnuts", "rye", "syrup"),
+}
+DISHES = tuple(INGREDIENTS)
+NUM_PEOPLE = 300
+WOMEN = frozenset(GIVEN_NAMES[:25])
+
+
+@dataclass(frozen=True)
+class Person:
+    """One inhabitant; every document that mentions the name agrees with these facts."""
+
+    name: str
+    she: bool
+    job: str
+    town: str
+    animal: str
+    dish: str
+
+    @property
+    def he(self) -> str:
+        return "she" if self.she else "he"
+
+    @property
+    def his(self) -> str:
+        return "her" if self.she else "his"
+
+
+def make_people(rng: random.Random) -> list[Person]:
+    """Draws ``NUM_PEOPLE`` different names, and facts for each."""
+    pairs = [(given, family) for given in GIVEN_NAMES for family in FAMILY_NAMES]
+    return [
+        Person(
+            name=f"{given} {family}",
+            she=given in WOMEN,
+            job=rng.choice(JOBS),
+            town=rng.choice(TOWNS),
+            animal=rng.choice(ANIMALS),
+            dish=rng.choice(DISHES),
+        )
+        for given, family in rng.sample(pairs, NUM_PEOPLE)
+    ]
+
+
+def capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def portrait(rng: random.Random, people: list[Person]) -> list[str]:
+    """Who somebody is."""
+    who = rng.choice(people)
+    sentences = [
+        f"{who.name} is a {who.job} in {who.town}.",
+        f"{capital(who.he)} has a {who.animal} and likes {who.dish} more than anything else.",
+        f"Everyone in {who.town} knows {who.name}, because {who.he} is the best {who.job} there.",
+        f"On {rng.choice(DAYS)} {who.he} takes {who.his} {who.animal} to the {rng.choice(PLACES)}.",
+    ]
+    if rng.random() < 0.5:
+        sentences.append(f"In the evening {who.he} cooks {who.dish} and reads a book.")
+    return sentences
+
+
+def shopping_sum(rng: random.Random, people: list[Person]) -> list[str]:
+    """Additions and subtractions whose results are always right."""
+    who = rng.choice(people)
+    goods = rng.choice(GOODS)
+    count = rng.randint(2, 30)
+    sentences = [f"{who.name} the {who.job} has {count} {goods}."]
+    for _ in range(rng.randint(2, 5)):
+        change = rng.randint(2, 12)
+        if rng.random() < 0.5 and change <= count - 2:
+            other = rng.choice(people)
+            count -= change
+            sentences.append(
+                f"{capital(who.he)} gives {change} {goods} to {other.name} of {other.town}."
+            )
+        else:
+            count += change
+            sentences.append(
+                f"{capital(who.he)} buys {change} more {goods} at the {rng.choice(PLACES)}."
+            )
+        sentences.append(f"Now {who.he} has {count} {goods}.")
+    return sentences
+
+
+def errand(rng: random.Random, people: list[Person]) -> list[str]:
+    """Two people, a thing that is carried and a journey."""
+    sender, receiver = rng.sample(people, 2)
+    goods = rng.choice(GOODS)
+    weather = rng.choice(WEATHERS)
+    sentences = [
+        f"{sender.name}, the {sender.job} of {sender.town}, had some {goods} for {receiver.name}.",
+        f"The road to {receiver.town} was long, and there was {weather} all day.",
+        f'"I will go myself," said {sender.name}, and took {sender.his} {sender.animal} along.',
+        f"In {receiver.town} {receiver.name} the {receiver.job} opened the door.",
+        f'"You came through the {weather}!" said {receiver.name}.',
+        f'"Sit down and have some {receiver.dish}."',
+        f"The {sender.animal} and the {receiver.animal} slept by the fire.",
+    ]
+    if rng.random() < 0.5:
+        sentences.append(
+            f"The next morning {sender.name} went home to {sender.town} without the {goods}."
+        )
+    return sentences
+
+
+def recipe(rng: random.Random, people: list[Person]) -> list[str]:
+    """A dish always has the same ingredients in the same order."""
+    who = rng.choice(people)
+    first, second, third = INGREDIENTS[who.dish]
+    minutes = rng.choice((10, 15, 20, 30, 45))
+    return [
+        f"This is how {who.name} of {who.town} makes {who.dish}.",
+        f"First {who.he} takes the {first} and washes the bowl.",
+        f"Then {who.he} adds the {second} and stirs slowly.",
+        f"At last {who.he} adds the {third} and waits for {minutes} minutes.",
+        f"Then the {who.dish} is ready, and {who.his} {who.animal} gets the rest.",
+    ]
+
+
+def diary(rng: random.Random, people: list[Person]) -> list[str]:
+    """A run of consecutive days in a month."""
+    who = rng.choice(people)
+    day, month = rng.randrange(7), rng.choice(MONTHS)
+    date = rng.randint(1, 22)
+    sentences = [f"A week in {month}, written down by {who.name} the {who.job}."]
+    for step in range(rng.randint(3, 6)):
+        task = rng.choice(
+            (
+                f"I went to the {rng.choice(PLACES)}",
+                f"I cooked {who.dish}",
+                f"there was {rng.choice(WEATHERS)} in {who.town}",
+                f"my {who.animal} ran away and came back",
+                f"I counted {rng.randint(2, 30)} {rng.choice(GOODS)}",
+            )
+        )
+        sentences.append(f"{DAYS[(day + step) % 7]}, {month} {date + step}: {task}.")
+    return sentences
+
+
+def timetable(rng: random.Random, people: list[Person]) -> list[str]:
+    """A coach that stops at neighbouring towns at even intervals."""
+    start, stride = rng.randrange(len(TOWNS)), rng.choice((5, 10, 15, 20))
+    minute, hour = 0, rng.randint(6, 15)
+    driver = rng.choice(people)
+    sentences = [f"The coach of {driver.name} leaves {TOWNS[start]} at {hour}:00."]
+    for stop in range(1, rng.randint(4, 7)):
+        minute += stride
+        town = TOWNS[(start + stop) % len(TOWNS)]
+        sentences.append(f"It stops in {town} at {hour + minute // 60}:{minute % 60:02d}.")
+    sentences.append(f"The way takes {minute} minutes, {stride} from one town to the next.")
+    return sentences
+
+
+KINDS: tuple[Callable[[random.Random, list[Person]], list[str]], ...] = (
+    portrait,
+    shopping_sum,
+    errand,
+    recipe,
+    diary,
+    timetable,
+)
+
+
+def make_documents(num_documents: int, seed: int) -> Iterator[dict[str, str]]:
+    """Yields documents with the fields ``src``, ``text``, ``type``, ``id`` and ``title``."""
+    rng = random.Random(seed)
+    people = make_people(rng)
+    for number in range(num_documents):
+        kind = rng.choice(KINDS)
+        text = " ".join(kind(rng, people))
+        yield {
+            "src": "megatron-dpp-sample",
+            "text": text,
+            "type": "Eng",
+            "id": str(number),
+            "title": f"{kind.__name__.replace('_', ' ')} {number}",
+        }
+
+
+def write_jsonl(path: Path, documents: list[dict[str, str]]) -> None:
+    lines = [json.dumps(document, ensure_ascii=False) + "\n" for document in documents]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def train_gpt_vocabulary(texts: list[str], output_dir: Path, vocab_size: int) -> None:
+    """Byte-level BPE; writes ``vocab.json`` and ``merges.txt`` as GPT-2 has them."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size=vocab_size - 1, show_progress=False)
+    tokenizer.save_model(str(output_dir))
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    vocabulary[END_OF_TEXT] = len(vocabulary)
+    ordered = dict(sorted(vocabulary.items(), key=lambda item: item[1]))
+    (output_dir / "vocab.json").write_text(json.dumps(ordered) + "\n", encoding="utf-8")
+
+
+def train_bert_vocabulary(texts: list[str], output_dir: Path, vocab_size: int) -> None:
+    """Lower-cased WordPiece; writes ``vocab.txt`` with BERT's special tokens first."""
+    from tokenizers import BertWordPieceTokenizer
+
+    tokenizer = BertWordPieceTokenizer(lowercase=True)
+    tokenizer.train_from_iterator(
+        texts,
+        vocab_size=vocab_size,
+        show_progress=False,
+        special_tokens=list(BERT_SPECIAL_TOKENS),
+    )
+    tokenizer.save_model(str(output_dir))
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", choices=("gpt", "bert"), help="whose sample to write")
+    parser.add_argument(
+        "--output-dir", type=Path, required=True, help="folder for corpus and vocabulary"
+    )
+    parser.add_argument("--num-documents", type=int, help="default: 5000 for gpt, 2500 for bert")
+    parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument("--seed", type=int, help="default: 1 for gpt, 2 for bert")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    is_gpt = args.model == "gpt"
+    num_documents = args.num_documents or (5000 if is_gpt else 2500)
+    seed = args.seed if args.seed is not None else (1 if is_gpt else 2)
+    documents = list(make_documents(num_documents, seed))
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    write_jsonl(args.output_dir / "dataset.json", documents)
+    train = train_gpt_vocabulary if is_gpt else train_bert_vocabulary
+    train([document["text"] for document in documents], args.output_dir, args.vocab_size)
+    print(f"{num_documents} documents and their vocabulary written to {args.output_dir}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,484 @@
+"""Turns JSON lines into the token files that training reads (megatron-core's ``IndexedDataset``).
+
+The flags and the output are those of Megatron-LM's script of this name, byte for byte. What differs
+is what happens when something is wrong: a bad line is named with its file and number, missing NLTK
+data ends the run at once, sentences are split in the same single run, a dead worker is noticed, and
+the output gets its names only when all of it is written.
+
+Used by people and by ``run_single_*.sh``. Tokenizers come from ``megatron.dpp.train.tokenizers``,
+sentence splitting from ``sentence_splitters.py``, the file format from megatron-core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import glob
+import gzip
+import importlib
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+# Run as a script from a clone: the folder above tools/ holds megatron/dpp.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+from megatron.dpp.errors import ConfigError, DataError, DppError
+from megatron.dpp.train.tokenizers import TOKENIZER_TYPES, build_tokenizer
+
+_BATCH_LINES = 64
+_BATCH_BYTES = 1 << 20
+_BATCHES_PER_WORKER = 4
+_MOST_BAD_LINES_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class EncoderOptions:
+    """Everything a worker needs to build its tokenizer and splitter."""
+
+    tokenizer_type: str
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int | None = None
+    vocab_extra_ids: int = 0
+    json_keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    splitter: str | None = None
+    language: str = "english"
+    keep_newlines: bool = False
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One document of one key: its token ids (int32, one axis) and the length of each sentence."""
+
+    ids: np.ndarray
+    lengths: list[int]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Consecutive lines of one input file; ``consumed`` is the part of the file read so far."""
+
+    path: str
+    first_number: int
+    lines: list[bytes]
+    consumed: int
+
+
+@dataclass
+class Totals:
+    """What went into the output."""
+
+    documents: int = 0
+    sentences: int = 0
+    tokens: int = 0
+    bad_lines: list[str] = field(default_factory=list)
+
+
+class BadLine(Exception):
+    """A line cannot be used; the text says why."""
+
+
+class Encoder:
+    """Turns a line into token ids.
+
+    Raises:
+        DppError: at construction, when vocabulary, tokenizer or sentence data are not usable.
+    """
+
+    def __init__(self, options: EncoderOptions) -> None:
+        self._options = options
+        self._tokenizer = build_tokenizer(
+            options.tokenizer_type,
+            options.vocab_file,
+            options.merge_file,
+            vocab_size=options.vocab_size,
+            vocab_extra_ids=options.vocab_extra_ids,
+        )
+        self.vocab_size = self._tokenizer.vocab_size
+        self._split = None
+        if options.splitter is not None:
+            from sentence_splitters import make_splitter
+
+            self._split = make_splitter(options.splitter, options.language, options.keep_newlines)
+
+    def encode_line(self, line: bytes) -> dict[str, Encoded]:
+        """Encodes each of the asked keys of one JSON line; raises :class:`BadLine`."""
+        document = _parse_line(line)
+        return {key: self._encode(_text_of(document, key)) for key in self._options.json_keys}
+
+    def _encode(self, text: str | list[str]) -> Encoded:
+        ids: list[int] = []
+        lengths: list[int] = []
+        for sentence in self._sentences(text):
+            try:
+                sentence_ids = self._tokenizer.tokenize(sentence)
+            except (ValueError, TypeError) as error:
+                raise BadLine(f"cannot be tokenized: {error}") from error
+            if sentence_ids:
+                ids.extend(sentence_ids)
+                lengths.append(len(sentence_ids))
+        if ids and self._options.append_eod:
+            ids.append(self._tokenizer.eod)
+            lengths[-1] += 1
+        array = np.asarray(ids, dtype=np.int32)
+        if array.size and not 0 <= array.min() <= array.max() < self.vocab_size:
+            raise BadLine(f"token {array.max()} is outside a vocabulary of {self.vocab_size}")
+        return Encoded(array, lengths)
+
+    def _sentences(self, text: str | list[str]) -> list[str]:
+        if isinstance(text, list):
+            return text
+        return self._split(text) if self._split else [text]
+
+
+def _parse_line(line: bytes) -> dict[str, Any]:
+    if not line.strip():
+        raise BadLine("empty line")
+    try:
+        document = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadLine(f"not UTF-8: {error.reason} at byte {error.start}") from error
+    except (ValueError, RecursionError) as error:
+        raise BadLine(f"not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise BadLine(f"expected a JSON object, found {type(document).__name__}")
+    return document
+
+
+def _text_of(document: dict[str, Any], key: str) -> str | list[str]:
+    if key not in document:
+        raise BadLine(f'no key "{key}" (it has {", ".join(sorted(document)) or "none"})')
+    text = document[key]
+    parts = text if isinstance(text, list) else [text]
+    if not all(isinstance(part, str) for part in parts):
+        raise BadLine(f'"{key}" holds neither a text nor a list of texts')
+    try:
+        "".join(parts).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadLine(f'"{key}" holds half a surrogate pair at {error.start}') from error
+    return text
+
+
+@functools.cache
+def _encoder(options: EncoderOptions) -> Encoder:
+    """The encoder of this process: building one reads a vocabulary, so a worker does it once."""
+    return Encoder(options)
+
+
+def encode_batch(options: EncoderOptions, lines: list[bytes]) -> list[dict[str, Encoded] | str]:
+    """Encodes lines in a worker; a bad line becomes the text that says why it is bad."""
+    encoder = _encoder(options)
+    results: list[dict[str, Encoded] | str] = []
+    for line in lines:
+        try:
+            results.append(encoder.encode_line(line))
+        except BadLine as error:
+            results.append(str(error))
+    return results
+
+
+def find_inputs(pattern: str) -> list[str]:
+    """The files that ``--input`` names, in sorted order when it is a glob pattern."""
+    paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
+    if not paths:
+        raise DataError(f"--input {pattern}: no such file")
+    for path in paths:
+        if not os.path.isfile(path):
+            raise DataError(f"--input {path}: not a file")
+    return paths
+
+
+def read_batches(paths: list[str]) -> Iterator[Batch]:
+    """Cuts the files into batches of lines, in order; ``.gz`` files are decompressed."""
+    for path in paths:
+        with open(path, "rb") as raw:
+            stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw
+            consumed, number = 0, 1
+            while True:
+                try:
+                    lines = _next_lines(stream)
+                except (OSError, EOFError) as error:
+                    raise DataError(f"{path}, behind line {number - 1}: {error}") from error
+                if not lines:
+                    break
+                yield Batch(path, number, lines, raw.tell() - consumed)
+                consumed = raw.tell()
+                number += len(lines)
+
+
+def _next_lines(stream: IO[bytes]) -> list[bytes]:
+    lines: list[bytes] = []
+    num_bytes = 0
+    while len(lines) < _BATCH_LINES and num_bytes < _BATCH_BYTES:
+        line = stream.readline()
+        if not line:
+            break
+        lines.append(line)
+        num_bytes += len(line)
+    return lines
+
+
+def encode_all(
+    options: EncoderOptions, batches: Iterator[Batch], workers: int
+) -> Iterator[tuple[Batch, list[dict[str, Encoded] | str]]]:
+    """Encodes batches in ``workers`` processes and yields them in their order.
+
+    At most ``_BATCHES_PER_WORKER`` batches per worker are in flight, so memory stays bounded.
+    """
+    if workers == 1:
+        for batch in batches:
+            yield batch, encode_batch(options, batch.lines)
+        return
+    # A fork server has no threads and has imported the tokenizers once for all its children.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megatron.dpp.train.tokenizers"])
+    with ProcessPoolExecutor(workers, mp_context=context) as executor:
+        window: deque[tuple[Batch, Future[list[dict[str, Encoded] | str]]]] = deque()
+        try:
+            for batch in itertools.chain(batches, itertools.repeat(None)):
+                if batch is not None:
+                    window.append((batch, executor.submit(encode_batch, options, batch.lines)))
+                if batch is None or len(window) > _BATCHES_PER_WORKER * workers:
+                    if not window:
+                        return
+                    oldest, future = window.popleft()
+                    yield oldest, future.result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a worker process died (killed by the system for want of memory?): "
+                f"try fewer than --workers {workers}"
+            ) from error
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
+def _indexed_dataset() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it recommends Transformer Engine, which nothing here uses
+        return importlib.import_module("megatron.core.datasets.indexed_dataset")
+
+
+class Writer:
+    """The ``.bin`` and ``.idx`` files of all keys, under temporary names until :meth:`publish`.
+
+    The temporary folder lies beside the output (renaming stays within one file system) and goes
+    away on leaving the ``with`` block, whatever happened.
+    """
+
+    def __init__(self, prefix: str, keys: tuple[str, ...], level: str, dtype: Any) -> None:
+        self._targets = {key: Path(f"{prefix}_{key}_{level}") for key in keys}
+        self._dtype = dtype
+        self._builders: dict[str, Any] = {}
+
+    def __enter__(self) -> Writer:
+        first = next(iter(self._targets.values()))
+        first.parent.mkdir(parents=True, exist_ok=True)
+        self._folder = tempfile.TemporaryDirectory(
+            prefix=f".{first.name}.partial-", dir=first.parent
+        )
+        for key, target in self._targets.items():
+            path = self._partial(target, ".bin")
+            self._builders[key] = _indexed_dataset().IndexedDatasetBuilder(
+                str(path), dtype=self._dtype
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for builder in self._builders.values():
+            builder.data_file.close()
+        self._folder.cleanup()
+
+    def add(self, encoded: dict[str, Encoded]) -> None:
+        for key, document in encoded.items():
+            self._builders[key].add_document(document.ids, document.lengths)
+
+    def publish(self) -> list[Path]:
+        """Gives all files their names and returns these; each ``.idx`` comes after its ``.bin``.
+
+        Old indices go first: a crash in between leaves files without an index, which nothing
+        takes for a data set, and never an old index beside new data.
+        """
+        for key, target in self._targets.items():
+            self._builders[key].finalize(str(self._partial(target, ".idx")))
+        for target in self._targets.values():
+            Path(f"{target}.idx").unlink(missing_ok=True)
+        published = []
+        for target in self._targets.values():
+            for suffix in (".bin", ".idx"):
+                os.replace(self._partial(target, suffix), f"{target}{suffix}")
+                published.append(Path(f"{target}{suffix}"))
+        return published
+
+    def _partial(self, target: Path, suffix: str) -> Path:
+        return Path(self._folder.name) / f"{target.name}{suffix}"
+
+
+def _progress_bar(total_bytes: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(
+        total=total_bytes,
+        unit="B",
+        unit_scale=True,
+        mininterval=0.2 if sys.stderr.isatty() else 10.0,
+        bar_format="{percentage:3.0f}%|{bar:20}| {rate_fmt}, {remaining} left{postfix}",
+    )
+
+
+def preprocess(
+    options: EncoderOptions, paths: list[str], prefix: str, workers: int, skip_bad_lines: bool
+) -> tuple[Totals, list[Path]]:
+    """Encodes all documents of ``paths`` into ``PREFIX_KEY_{document,sentence}.{bin,idx}``.
+
+    Returns:
+        What was written, and the files.
+
+    Raises:
+        DataError: a bad line without ``skip_bad_lines``, no document at all, or a broken input.
+    """
+    level = "sentence" if options.splitter else "document"
+    # Before megatron-core's slow import, so that a missing vocabulary is named at once.
+    vocab_size = _encoder(options).vocab_size
+    dtype = _indexed_dataset().DType.optimal_dtype(vocab_size)
+    totals = Totals()
+    bar = _progress_bar(sum(os.path.getsize(path) for path in paths))
+    with bar, Writer(prefix, options.json_keys, level, dtype) as writer:
+        for batch, results in encode_all(options, read_batches(paths), workers):
+            _take_batch(batch, results, writer, totals, skip_bad_lines)
+            bar.set_postfix_str(f"{totals.documents} documents", refresh=False)
+            bar.update(batch.consumed)
+        if not totals.sentences:
+            raise DataError(f"{', '.join(paths)}: {totals.documents} documents and not one token")
+        return totals, writer.publish()
+
+
+def _take_batch(
+    batch: Batch,
+    results: list[dict[str, Encoded] | str],
+    writer: Writer,
+    totals: Totals,
+    skip_bad_lines: bool,
+) -> None:
+    for number, result in enumerate(results, batch.first_number):
+        if isinstance(result, str):
+            message = f"{batch.path}, line {number}: {result}"
+            if not skip_bad_lines:
+                raise DataError(f"{message} (--skip-bad-lines leaves such lines out)")
+            totals.bad_lines.append(message)
+            continue
+        writer.add(result)
+        totals.documents += 1
+        for document in result.values():
+            totals.sentences += len(document.lengths)
+            totals.tokens += document.ids.size
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Reads Megatron-LM's flags and ours; flags without an effect here are accepted and named."""
+    parser = argparse.ArgumentParser(
+        description="Turns JSON lines into the token files that training reads.",
+        allow_abbrev=False,
+    )
+    data = parser.add_argument_group("input and output")
+    data.add_argument("--input", required=True, help="JSON lines; .gz and glob patterns too")
+    data.add_argument("--json-keys", nargs="+", default=["text"], help="keys to encode")
+    data.add_argument("--output-prefix", required=True, help="path of the output, no suffix")
+    data.add_argument("--skip-bad-lines", action="store_true", help="leave bad lines out")
+    tokens = parser.add_argument_group("tokenizer")
+    tokens.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
+    tokens.add_argument("--vocab-file")
+    tokens.add_argument("--merge-file")
+    tokens.add_argument("--vocab-size", type=int, help="for NullTokenizer")
+    tokens.add_argument("--vocab-extra-ids", type=int, default=0)
+    tokens.add_argument("--append-eod", action="store_true", help="end documents with a token")
+    sentences = parser.add_argument_group("sentences (BERT)")
+    sentences.add_argument("--split-sentences", action="store_true")
+    sentences.add_argument(
+        "--sentence-splitter",
+        choices=("nltk", "rules"),
+        default="nltk",
+        help="NLTK's Punkt model (its data must be installed) or built-in rules for English",
+    )
+    sentences.add_argument("--keep-newlines", action="store_true")
+    sentences.add_argument("--lang", default="english", help="language of the Punkt model")
+    runtime = parser.add_argument_group("runtime")
+    runtime.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    for flag in ("--keep-sequential-samples", "--legacy-tokenizer"):
+        runtime.add_argument(flag, action="store_true", help="always so here")
+    for flag in ("--partitions", "--log-interval"):
+        runtime.add_argument(flag, type=int, help="not needed here; has no effect")
+    args = parser.parse_args(argv)
+    _check_arguments(args)
+    return args
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    if args.workers < 1:
+        raise ConfigError(f"--workers {args.workers}: must be at least 1")
+    if len(set(args.json_keys)) != len(args.json_keys):
+        raise ConfigError(f"--json-keys {' '.join(args.json_keys)}: a key is named twice")
+    for name in ("partitions", "log_interval"):
+        if getattr(args, name) not in (None, 1):
+            flag = "--" + name.replace("_", "-")
+            print(f"warning: {flag} has no effect: one run writes one output", file=sys.stderr)
+    if args.tokenizer_type.startswith("Bert") and not args.split_sentences:
+        print("warning: BERT's data needs --split-sentences", file=sys.stderr)
+
+
+def options_from(args: argparse.Namespace) -> EncoderOptions:
+    return EncoderOptions(
+        tokenizer_type=args.tokenizer_type,
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
+        vocab_size=args.vocab_size,
+        vocab_extra_ids=args.vocab_extra_ids,
+        json_keys=tuple(args.json_keys),
+        append_eod=args.append_eod,
+        splitter=args.sentence_splitter if args.split_sentences else None,
+        language=args.lang,
+        keep_newlines=args.keep_newlines,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the script; returns its exit status."""
+    start = time.monotonic()
+    try:
+        args = parse_arguments(argv)
+        options = options_from(args)
+        paths = find_inputs(args.input)
+        totals, files = preprocess(
+            options, paths, args.output_prefix, args.workers, args.skip_bad_lines
+        )
+    except (DppError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for message in totals.bad_lines[:_MOST_BAD_LINES_SHOWN]:
+        print(f"skipped: {message}", file=sys.stderr)
+    print(
+        f"{totals.documents} documents, {totals.sentences} sequences, {totals.tokens} tokens in "
+        f"{time.monotonic() - start:.1f} s, {len(totals.bad_lines)} bad lines skipped: "
+        + ", ".join(str(path) for path in files)
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
