@@ -6,6 +6,7 @@ Two ways: NLTK's Punkt model, which Megatron-LM uses, and a handful of rules tha
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 
@@ -95,7 +96,7 @@ def _keeping_white_space(spans: Callable[[str], object]) -> Splitter:
 
     def split(text: str) -> list[str]:
         starts = [start for start, _ in spans(text)]
-        return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
+        return [text[a:b] for a, b in itertools.pairwise([*starts, len(text)])]
 
     return split
 

@@ -1,0 +1,87 @@
+"""What all tests share: which of them this machine can run, and where the reference data lies.
+
+A test marked ``gpu``, ``multigpu`` or ``rdma`` is skipped with its reason where the device is not
+there; ``DPP_REQUIRE=gpu,rdma`` (what ``tools/test.sh --gpu --rdma`` sets) turns that skip into a
+failure. Tests marked ``slow`` run with ``--long`` only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the tests marked slow too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reasons: dict[str, str | None] = {}
+    for item in items:
+        for marker, probe in _PROBES.items():
+            if item.get_closest_marker(marker) is None:
+                continue
+            if marker not in reasons:
+                reasons[marker] = probe(config)
+            if reasons[marker] is not None:
+                item.add_marker(_missing(marker, reasons[marker]))
+
+
+def _missing(marker: str, reason: str) -> pytest.MarkDecorator:
+    required = os.environ.get("DPP_REQUIRE", "").split(",")
+    if marker in required:
+        return pytest.mark.usefixtures("fail_for_missing_device")
+    return pytest.mark.skip(reason=reason)
+
+
+@pytest.fixture
+def fail_for_missing_device() -> None:
+    pytest.fail(f"DPP_REQUIRE={os.environ['DPP_REQUIRE']} asks for a device that is not here")
+
+
+def _no_long(config: pytest.Config) -> str | None:
+    return None if config.getoption("--long") else "slow: runs with --long"
+
+
+def _cuda_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _no_gpu(_: pytest.Config) -> str | None:
+    return None if _cuda_devices() >= 1 else "torch finds no CUDA device"
+
+
+def _no_gpus(_: pytest.Config) -> str | None:
+    found = _cuda_devices()
+    return None if found >= 2 else f"needs 2 CUDA devices, torch finds {found}"
+
+
+def _no_rdma(_: pytest.Config) -> str | None:
+    devices = Path("/sys/class/infiniband")
+    has_device = devices.is_dir() and any(devices.iterdir())
+    return None if has_device else "no RDMA device in /sys/class/infiniband"
+
+
+_PROBES: dict[str, Callable[[pytest.Config], str | None]] = {
+    "slow": _no_long,
+    "gpu": _no_gpu,
+    "multigpu": _no_gpus,
+    "rdma": _no_rdma,
+}
+
+
+@pytest.fixture(scope="session")
+def reference() -> Path:
+    """Folder with Megatron-LM's corpus, vocabularies and numbers; skips where it is absent."""
+    default = REPOSITORY.parent / "shared" / "reference"
+    folder = Path(os.environ.get("DPP_REFERENCE", default))
+    if not (folder / "expected.json").is_file():
+        pytest.skip(f"no reference data in {folder} (DPP_REFERENCE names another folder)")
+    return folder
