@@ -36,9 +36,9 @@ class TakenMessage(Protocol):
     @property
     def iteration(self) -> int: ...
     @property
-    def sent_ns(self) -> int: ...
+    def sent_ns(self) -> int | None: ...
     @property
-    def arrived_ns(self) -> int: ...
+    def arrived_ns(self) -> Any: ...
 
 
 class Recorder(abc.ABC):
@@ -72,8 +72,14 @@ class Recorder(abc.ABC):
         """The task begun last is over (on a GPU: its work is queued)."""
 
     @abc.abstractmethod
-    def gap(self, start_ns: int, end_ns: int, cause: str, detail: str = "") -> None:
-        """The executor did not compute from ``start_ns`` to ``end_ns``; ``cause`` is one of
+    def mark(self) -> Any:
+        """This point of the device's work, for ``gap`` and ``Message.arrived_ns`` where work is
+        queued in order.
+        """
+
+    @abc.abstractmethod
+    def gap(self, start: Any, end: Any, cause: str, detail: str = "") -> None:
+        """No task ran from ``start`` to ``end``, two times in ns or two marks; ``cause`` is one of
         ``schema.CAUSES``.
         """
 
@@ -89,7 +95,8 @@ class Recorder(abc.ABC):
 
     @abc.abstractmethod
     def span(self, name: str, group: str = "") -> contextlib.AbstractContextManager[None]:
-        """Other work: ``optimizer``, ``grad-sync``, ``data``, ``checkpoint``.
+        """Other work: ``optimizer``, ``grad-sync``, ``data``, ``checkpoint``; also between two
+        iterations.
 
         ``group`` says that no rank can leave the block before every rank of its ``data``,
         ``tensor``, ``pipeline`` group or of the ``world`` has entered it; such spans help to align
@@ -136,7 +143,10 @@ class NullRecorder(Recorder):
     def end_task(self) -> None:
         pass
 
-    def gap(self, start_ns: int, end_ns: int, cause: str, detail: str = "") -> None:
+    def mark(self) -> Any:
+        return 0
+
+    def gap(self, start: Any, end: Any, cause: str, detail: str = "") -> None:
         pass
 
     def put(self, channel: object, microbatch: int, num_bytes: int, kind: str) -> None:
@@ -175,6 +185,7 @@ class FileRecorder(Recorder):
         self._iterations = iterations
         self._interval = interval
         self._recording = False
+        self._spans = False
         self._iteration = 0
         self._iteration_start: Any = None
         self._task: tuple[str, int, int, int] | None = None
@@ -189,7 +200,7 @@ class FileRecorder(Recorder):
     def begin_iteration(self, iteration: int) -> None:
         self._iteration = iteration
         chosen = self._iterations is None or iteration in self._iterations
-        self._recording = chosen and iteration % self._interval == 0
+        self._recording = self._spans = chosen and iteration % self._interval == 0
         if self._recording:
             self._iteration_start = self._clock.mark()
 
@@ -208,32 +219,25 @@ class FileRecorder(Recorder):
             self._append("T", self._task_start, self._clock.mark(), self._iteration, *self._task)
             self._task = None
 
-    def gap(self, start_ns: int, end_ns: int, cause: str, detail: str = "") -> None:
+    def mark(self) -> Any:
+        return self._clock.mark() if self._recording else None
+
+    def gap(self, start: Any, end: Any, cause: str, detail: str = "") -> None:
         if self._recording:
-            self._append("G", start_ns, end_ns, self._iteration, cause, detail)
+            self._append("G", start, end, self._iteration, cause, detail)
 
     def put(self, channel: object, microbatch: int, num_bytes: int, kind: str) -> None:
         if self._recording:
-            now = time.monotonic_ns()
-            self._append("P", now, now, self._iteration, channel, microbatch, num_bytes, kind)
+            called, ready = time.monotonic_ns(), self._clock.mark()
+            self._append("P", called, ready, self._iteration, channel, microbatch, num_bytes, kind)
 
     def taken(self, channel: object, message: TakenMessage) -> None:
         if self._recording:
-            now = time.monotonic_ns()
-            arrived, sent = message.arrived_ns, message.sent_ns
+            arrived = message.arrived_ns
+            taken = time.monotonic_ns() if isinstance(arrived, int) else self._clock.mark()
             num_bytes = getattr(getattr(message, "tensor", None), "nbytes", 0)
-            part = getattr(message, "part", 0)
-            self._append(
-                "A",
-                arrived,
-                now,
-                message.iteration,
-                channel,
-                message.microbatch,
-                sent,
-                num_bytes,
-                part,
-            )
+            what = (channel, message.microbatch, message.sent_ns, num_bytes)
+            self._append("A", arrived, taken, message.iteration, *what, getattr(message, "part", 0))
 
     @contextlib.contextmanager
     def _timed(self, name: str, group: str) -> Iterator[None]:
@@ -244,7 +248,7 @@ class FileRecorder(Recorder):
             self._append("S", start, self._clock.mark(), self._iteration, name, group)
 
     def span(self, name: str, group: str = "") -> contextlib.AbstractContextManager[None]:
-        return self._timed(name, group) if self._recording else _NOTHING
+        return self._timed(name, group) if self._spans else _NOTHING
 
     def counter(self, name: str, value: float) -> None:
         if self._recording:
@@ -252,7 +256,7 @@ class FileRecorder(Recorder):
             self._append("C", now, now, self._iteration, name, value)
 
     def close(self) -> None:
-        self._recording = False
+        self._recording = self._spans = False
         self._writer.close()
 
 

@@ -1,0 +1,198 @@
+"""Reading the trace files of a run, one line at a time.
+
+Checks that a directory holds one readable file per rank of one run before anybody draws conclusions
+from it, and yields events without ever holding a whole file. ``align`` and ``merge`` (for pictures)
+and ``model`` (for analysis) are the callers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.errors import DataError
+from megatron.dpp.trace.schema import HEADER_NAME, SCHEMA_VERSION, TraceLayout
+
+FILE_PATTERN = "benchmark-data-*-pipeline-*-tensor-*.json"
+_SAME_START_NS = 600 * 10**9
+_NAMED = 8
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceFile:
+    """One rank's file and what its header says; times are nanoseconds.
+
+    ``start_ns`` is the rank's monotonic time that ``ts`` 0 stands for; equal ``clock`` texts name
+    one clock.
+    """
+
+    path: Path
+    rank: int
+    layout: TraceLayout
+    device: str
+    host: str
+    clock: str
+    run: str
+    start_ns: int
+    start_unix_ns: int
+    complete: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file, for progress bars."""
+        return self.path.stat().st_size
+
+    def time_ns(self, event: Event) -> int:
+        """When an event began, on this rank's monotonic clock."""
+        return self.start_ns + round(float(event["ts"]) * 1000)
+
+    def duration_ns(self, event: Event) -> int:
+        """How long an event took."""
+        return round(float(event.get("dur", 0)) * 1000)
+
+
+def _is_complete(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 256))
+        return b'"name":"end"' in file.read()
+
+
+def read_header(path: Path) -> TraceFile:
+    """The header of one file.
+
+    Raises:
+        DataError: the file is empty, no trace of this project, or of another schema version.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            first, second = file.readline(), file.readline()
+        head = json.loads(second.rstrip().rstrip(","))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not a readable trace file ({error})") from None
+    if first.strip() != "[" or not isinstance(head, dict) or head.get("name") != HEADER_NAME:
+        raise DataError(f"{path}: not a trace file of this project (no {HEADER_NAME} header)")
+    args = head["args"]
+    if args.get("schema") != SCHEMA_VERSION:
+        raise DataError(
+            f"{path}: schema version {args.get('schema')}, this program reads {SCHEMA_VERSION}; "
+            "record the run again or use the version that wrote it"
+        )
+    try:
+        layout = TraceLayout(**{f.name: args[f.name] for f in fields(TraceLayout)})
+        names = ("rank", "device", "host", "clock", "run", "start_ns", "start_unix_ns")
+        values = {name: args[name] for name in names}
+    except KeyError as error:
+        raise DataError(f"{path}: the header lacks {error}") from None
+    return TraceFile(path=path, layout=layout, complete=_is_complete(path), **values)
+
+
+def read_events(file: TraceFile) -> Iterator[Event]:
+    """Every event after the header. A last line cut short by a crash is left out.
+
+    Raises:
+        DataError: another line is not JSON; the message names file and line.
+    """
+    with file.path.open(encoding="utf-8", errors="replace") as lines:
+        broken: int | None = None
+        for number, line in enumerate(lines, 1):
+            if number <= 2 or line in ("]\n", "]"):
+                continue
+            if broken is not None:
+                raise DataError(f"{file.path}: line {broken} is not an event; the file is damaged")
+            try:
+                event = json.loads(line.rstrip().rstrip(","))
+            except ValueError:
+                broken = number
+                continue
+            if event["ph"] != "M":
+                yield event
+    if broken is not None and file.complete:
+        raise DataError(f"{file.path}: line {broken} is not an event; the file is damaged")
+
+
+def _names(paths: list[str]) -> str:
+    rest = len(paths) - _NAMED
+    return ", ".join(paths[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _expected(layout: TraceLayout) -> set[str]:
+    return {
+        f"benchmark-data-{d}-pipeline-{p}-tensor-{t}.json"
+        for d in range(layout.data_size)
+        for p in range(layout.pipeline_size)
+        for t in range(layout.tensor_size)
+    }
+
+
+def _sizes(file: TraceFile) -> tuple[object, ...]:
+    layout = file.layout
+    return (
+        layout.data_size,
+        layout.pipeline_size,
+        layout.tensor_size,
+        layout.num_chunks,
+        layout.schedule,
+    )
+
+
+def _check_one_run(files: list[TraceFile]) -> None:
+    first = files[0]
+    others = [
+        file.path.name
+        for file in files
+        if _sizes(file) != _sizes(first)
+        or file.run != first.run
+        or abs(file.start_unix_ns - first.start_unix_ns) > _SAME_START_NS
+    ]
+    if others:
+        raise DataError(
+            f"{first.path.parent}: files of several runs are mixed; not of the run of "
+            f"{first.path.name}: {_names(others)}. Remove the directory and record again"
+        )
+    seen: dict[int, str] = {}
+    for file in files:
+        if file.rank in seen:
+            raise DataError(f"rank {file.rank} has two files: {seen[file.rank]}, {file.path.name}")
+        seen[file.rank] = file.path.name
+
+
+def open_run(directory: str | os.PathLike[str], *, allow_missing: bool = False) -> list[TraceFile]:
+    """The files of a run in rank order, checked.
+
+    Args:
+        directory: ``benchmark/data-...``, or its parent when that holds a single run.
+        allow_missing: accept a run some of whose ranks have no file.
+
+    Raises:
+        DataError: no files, broken, missing, mixed or old ones; the message names them.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise DataError(f"{root}: no such directory")
+    paths = sorted(root.glob(FILE_PATTERN))
+    if not paths:
+        runs = sorted({path.parent for path in root.glob(f"*/{FILE_PATTERN}")})
+        if len(runs) == 1:
+            return open_run(runs[0], allow_missing=allow_missing)
+        what = f"several runs, name one: {_names([str(r) for r in runs])}" if runs else "no trace"
+        raise DataError(f"{root}: {what} (files are called {FILE_PATTERN})")
+    files = sorted((read_header(path) for path in paths), key=lambda file: file.rank)
+    _check_one_run(files)
+    missing = sorted(_expected(files[0].layout) - {path.name for path in paths})
+    if missing and not allow_missing:
+        raise DataError(f"{root}: {len(missing)} of the run's files are missing: {_names(missing)}")
+    return files
+
+
+def find_directory(name: str | os.PathLike[str], root: Path) -> Path:
+    """A directory given relative to the working directory or, failing that, to the repository's
+    ``root``.
+    """
+    path = Path(name)
+    return path if path.is_dir() or path.is_absolute() else root / path
