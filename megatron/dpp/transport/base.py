@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import torch
 
+from megatron.dpp.errors import PeerDead, TransferTimeout, TransportError
+
 
 class Direction(enum.IntEnum):
     """Which way a message travels along the pipeline."""
@@ -167,6 +169,25 @@ class Transport(abc.ABC):
     def close(self) -> None:
         """Free everything within 5 s. May be called twice, and after a failure."""
 
+    def overdue(
+        self, channel: int, seconds: float, *, iteration: int, microbatch: int
+    ) -> TransportError:
+        """The error to raise when an incoming message is not there after ``seconds``: its sender is alive, or left."""
+        spec = self.incoming[channel]
+        what = f"microbatch {microbatch} of iteration {iteration} ({spec}) has not arrived after {seconds:g} s"
+        if self.departed(spec.source):
+            return PeerDead(
+                f"rank {self.rank}: {what}, and rank {spec.source} has closed its transport"
+            )
+        return TransferTimeout(
+            f"rank {self.rank}: {what}; rank {spec.source} is alive: it is slow, stopped or waiting itself "
+            f"(--dpp-timeout sets how long to wait)"
+        )
+
+    def departed(self, peer: int) -> bool:
+        """Whether ``peer`` has closed its transport in good order (a dead one is a failure instead)."""
+        return False
+
     def __enter__(self) -> Transport:
         return self
 
@@ -177,3 +198,16 @@ class Transport(abc.ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def check_payload(tensor: torch.Tensor, spec: ChannelSpec) -> None:
+    """Refuse what cannot travel on a channel: the caller's mistake, so a ``ValueError``."""
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{spec}: tensor of shape {tuple(tensor.shape)} is not contiguous; call .contiguous()"
+        )
+    if tensor.nbytes > spec.slot_bytes:
+        raise ValueError(
+            f"{spec}: tensor of shape {tuple(tensor.shape)} and {tensor.dtype} has {tensor.nbytes} bytes, "
+            f"the channel's slots have {spec.slot_bytes}"
+        )

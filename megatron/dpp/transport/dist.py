@@ -1,0 +1,328 @@
+"""The reference kind: ``torch.distributed`` send and receive over gloo. Slow, simple, and what the others must equal.
+
+Every pair of ranks gets a two-rank gloo group of its own over the job's store, so neither a default process group nor
+the other ranks take part. One thread per channel and end does the blocking calls: gloo's receive cannot be polled.
+CUDA tensors are staged through the CPU.
+
+A message is one buffer of the channel's fixed size: a line of JSON, padded, then the payload.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+from megatron.dpp.errors import (
+    PeerDead,
+    ProtocolError,
+    SetupError,
+    TransferTimeout,
+    TransportError,
+    TransportUnavailable,
+)
+from megatron.dpp.transport.base import (
+    ChannelSpec,
+    LinkInfo,
+    Message,
+    Transport,
+    check_payload,
+)
+from megatron.dpp.transport.options import TransportOptions
+
+_HEADER_BYTES = 512
+_CLOSE_SECONDS = 5.0
+
+
+class _Incoming:
+    """Receives one channel in a thread; keeps at most ``depth`` messages."""
+
+    def __init__(self, owner: DistTransport, spec: ChannelSpec, group: Any, peer: int, tag: int):
+        self.spec = spec
+        self.messages: deque[tuple[torch.Tensor, int]] = deque()
+        self.num_arrived = 0
+        self.credit = threading.Semaphore(spec.depth)
+        self._owner, self._group, self._peer, self._tag = owner, group, peer, tag
+        self.thread = threading.Thread(
+            target=self._run, name=f"dpp-dist-in-{spec.source}-{tag}", daemon=True
+        )
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self.credit.acquire()
+                buffer = torch.empty(_HEADER_BYTES + self.spec.slot_bytes, dtype=torch.uint8)
+                self._group.recv([buffer], self._peer, self._tag).wait()
+                if buffer[0] == 0:
+                    self._owner.note_departed(self.spec.source)
+                    return
+                with self._owner.changed:
+                    self.messages.append((buffer, time.monotonic_ns()))
+                    self.num_arrived += 1
+                self._owner.ring()
+        except RuntimeError as error:
+            self._owner.fail_link(self.spec, error)
+
+
+class _Outgoing:
+    """Sends one channel in a thread, in order."""
+
+    def __init__(self, owner: DistTransport, spec: ChannelSpec, group: Any, peer: int, tag: int):
+        self.spec = spec
+        self.puts: queue.Queue[tuple[bytes, torch.Tensor] | None] = queue.Queue()
+        self.num_pending = 0
+        self._owner, self._group, self._peer, self._tag = owner, group, peer, tag
+        self.thread = threading.Thread(
+            target=self._run, name=f"dpp-dist-out-{spec.destination}-{tag}", daemon=True
+        )
+        self.thread.start()
+
+    def _run(self) -> None:
+        buffer = torch.zeros(_HEADER_BYTES + self.spec.slot_bytes, dtype=torch.uint8)
+        try:
+            while (item := self.puts.get()) is not None:
+                header, payload = item
+                buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+                if payload.nbytes:
+                    flat = payload.reshape(-1).view(torch.uint8)
+                    buffer[_HEADER_BYTES : _HEADER_BYTES + payload.nbytes].copy_(flat)
+                self._group.send([buffer], self._peer, self._tag).wait()
+                with self._owner.changed:
+                    self.num_pending -= 1
+                self._owner.ring()
+            buffer[0] = 0
+            self._group.send([buffer], self._peer, self._tag).wait()
+        except RuntimeError as error:
+            self._owner.fail_link(self.spec, error)
+
+
+class DistTransport(Transport):
+    """One rank's channels over gloo. See :func:`megatron.dpp.transport.open_transport` for the arguments."""
+
+    def __init__(
+        self,
+        channels: Sequence[ChannelSpec],
+        *,
+        rank: int,
+        store: Store,
+        device: torch.device,
+        options: TransportOptions,
+        board_ranks: Sequence[int] | None = None,
+        board_counters: int = 0,
+    ) -> None:
+        self.rank = rank
+        self.outgoing = [spec for spec in channels if spec.source == rank]
+        self.incoming = [spec for spec in channels if spec.destination == rank]
+        self.changed = threading.Condition()
+        self._device = device
+        self._seen = self._version = 0
+        self._failure: TransportError | None = None
+        self._departed: set[int] = set()
+        self._closed = False
+        self._bell = None
+        if board_ranks:
+            self._bell = _open_bell(rank, store, device, options, board_ranks, board_counters)
+            self.board = self._bell.board
+        try:
+            self._groups = self._connect(store, options)
+        except BaseException:
+            if self._bell:
+                self._bell.close()
+            raise
+        self._incoming = [
+            _Incoming(self, spec, *self._address(spec, spec.source)) for spec in self.incoming
+        ]
+        self._outgoing = [
+            _Outgoing(self, spec, *self._address(spec, spec.destination)) for spec in self.outgoing
+        ]
+
+    def _connect(self, store: Store, options: TransportOptions) -> dict[int, Any]:
+        opened = store.add(f"dpp/{options.name}/dist/opened/{self.rank}", 1)
+        peers = {spec.source for spec in self.incoming} | {s.destination for s in self.outgoing}
+        groups = {}
+        for peer in sorted(peers):
+            pair = sorted((self.rank, peer))
+            prefix = f"dpp/{options.name}/dist/{opened}/{pair[0]}-{pair[1]}"
+            try:
+                groups[peer] = ProcessGroupGloo(
+                    PrefixStore(prefix, store),
+                    pair.index(self.rank),
+                    2,
+                    timedelta(seconds=options.setup_timeout),
+                )
+            except RuntimeError as error:
+                raise SetupError(
+                    f"rank {self.rank}: no gloo connection with rank {peer}: {error}"
+                ) from error
+        return groups
+
+    def _address(self, spec: ChannelSpec, peer: int) -> tuple[Any, int, int]:
+        tag = 2 * spec.chunk + spec.direction
+        return self._groups[peer], int(peer > self.rank), tag
+
+    # Called by the threads.
+
+    def ring(self) -> None:
+        """Something changed: end ``wait``."""
+        with self.changed:
+            self._version += 1
+            self.changed.notify_all()
+        if self._bell:
+            self._bell.ring()
+
+    def note_departed(self, peer: int) -> None:
+        """A peer said that it closes."""
+        self._departed.add(peer)
+        self.ring()
+
+    def fail_link(self, spec: ChannelSpec, error: RuntimeError) -> None:
+        """gloo gave up on a link: its process ended."""
+        peer = spec.destination if spec.source == self.rank else spec.source
+        if not self._closed and peer not in self._departed and self._failure is None:
+            text = str(error).splitlines()[0]
+            self._failure = PeerDead(f"rank {self.rank}: rank {peer} is gone ({spec}): {text}")
+        self.ring()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise TransportUnavailable(f"rank {self.rank}: the transport is closed")
+
+    def put(
+        self,
+        channel: int,
+        tensor: torch.Tensor,
+        *,
+        iteration: int,
+        microbatch: int,
+        part: int = 0,
+        num_parts: int = 1,
+    ) -> None:
+        self._check()
+        out = self._outgoing[channel]
+        check_payload(tensor, out.spec)
+        labels = [iteration, microbatch, part, num_parts, time.monotonic_ns()]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        header = json.dumps({"labels": labels, "dtype": dtype, "shape": list(tensor.shape)})
+        with self.changed:
+            out.num_pending += 1
+        out.puts.put((header.encode().ljust(_HEADER_BYTES), tensor.detach().to("cpu")))
+
+    def poll(self) -> Sequence[int]:
+        self._check()
+        with self.changed:
+            self._seen = self._version
+            return [channel.num_arrived for channel in self._incoming]
+
+    def take(self, channel: int) -> Message:
+        self._check()
+        source = self._incoming[channel]
+        with self.changed:
+            if not source.messages:
+                raise IndexError(f"rank {self.rank}: nothing has arrived on {source.spec}")
+            buffer, arrived_ns = source.messages.popleft()
+        source.credit.release()
+        try:
+            header = json.loads(bytes(buffer[:_HEADER_BYTES].tolist()))
+            payload, labels = _payload(buffer, header), header["labels"]
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            self._failure = ProtocolError(f"rank {self.rank}: broken header on {source.spec}")
+            raise self._failure from error
+        return Message(payload.to(self._device), *labels, arrived_ns)
+
+    def wait(self, seconds: float) -> bool:
+        self._check()
+        if self._bell:
+            # The bell covers the board too; arrivals ring it as well.
+            changed = self._seen != self._version or self._bell.wait(seconds)
+            self._bell.poll()
+        else:
+            with self.changed:
+                changed = self.changed.wait_for(lambda: self._seen != self._version, seconds)
+        self._check()
+        return changed
+
+    def pending(self) -> int:
+        self._check()
+        with self.changed:
+            return sum(channel.num_pending for channel in self._outgoing)
+
+    def flush(self, seconds: float) -> None:
+        def done() -> bool:
+            return self._failure is not None or not any(c.num_pending for c in self._outgoing)
+
+        self._check()
+        with self.changed:
+            finished = self.changed.wait_for(done, seconds)
+        self._check()
+        if not finished:
+            raise TransferTimeout(
+                f"rank {self.rank}: {self.pending()} puts are still pending after {seconds:g} s"
+            )
+
+    def links(self) -> Sequence[LinkInfo]:
+        return [
+            LinkInfo(peer, "dist", "asked for: torch.distributed over gloo")
+            for peer in self._groups
+        ]
+
+    def departed(self, peer: int) -> bool:
+        return peer in self._departed
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        deadline = time.monotonic() + _CLOSE_SECONDS / 2
+        for out in self._outgoing:
+            out.puts.put(None)
+        for channel in self._incoming:
+            channel.credit.release()
+        for end in (*self._outgoing, *self._incoming):
+            end.thread.join(max(0.0, deadline - time.monotonic()))
+        # A thread that still waits for a peer is a daemon and ends with the group's sockets or the process.
+        self._groups.clear()
+        if self._bell:
+            self._bell.close()
+
+
+def _payload(buffer: torch.Tensor, header: dict[str, Any]) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, header["dtype"])
+    result = torch.empty(header["shape"], dtype=dtype)
+    if result.nbytes:
+        body = buffer[_HEADER_BYTES : _HEADER_BYTES + result.nbytes]
+        result.view(-1).view(torch.uint8).copy_(body)
+    return result
+
+
+def _open_bell(
+    rank: int,
+    store: Store,
+    device: torch.device,
+    options: TransportOptions,
+    board_ranks: Sequence[int],
+    board_counters: int,
+) -> Any:
+    """A transport of the native kind without channels: its board and its bell."""
+    from megatron.dpp.transport.native import open_native
+
+    return open_native(
+        (),
+        rank=rank,
+        store=store,
+        device=device,
+        kind="shm",
+        options=options,
+        board_ranks=board_ranks,
+        board_counters=board_counters,
+    )

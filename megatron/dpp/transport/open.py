@@ -1,0 +1,89 @@
+"""Opens a transport of the kinds that suit each link. The one door of this room besides ``FakeNetwork``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed import Store
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.transport.base import ChannelSpec, Transport
+from megatron.dpp.transport.fake import FakeNetwork
+from megatron.dpp.transport.options import TransportOptions
+
+
+def open_transport(
+    channels: Sequence[ChannelSpec],
+    *,
+    rank: int,
+    store: Store | None,
+    device: torch.device | str = "cpu",
+    kind: str = "auto",
+    options: TransportOptions | None = None,
+    board_ranks: Sequence[int] | None = None,
+    board_counters: int = 0,
+) -> Transport:
+    """Open this rank's side of its channels; returns when all of its peers have opened theirs.
+
+    Args:
+        channels: every channel that this rank sends or receives; both ends must name equal specs.
+        rank: this process's global rank.
+        store: where the ranks of the job find each other; None when every channel stays in this process.
+        device: where ``take`` puts tensors.
+        kind: ``auto`` chooses per link and says why in ``links()``; any other kind is used or is an error.
+        options: see :class:`TransportOptions`; equal on all ranks.
+        board_ranks: the global ranks of one pipeline stage, leader first, all on one host; gives ``transport.board``.
+        board_counters: how many counters each member of the board posts.
+
+    Raises:
+        ConfigError: ``channels`` do not concern ``rank``, or ``kind`` is unknown.
+        TransportUnavailable: ``kind`` is not possible on a link; the message says why.
+        SetupError, AuthError, VersionMismatch: see ``errors.py``.
+    """
+    options = options or TransportOptions()
+    for spec in channels:
+        if rank not in (spec.source, spec.destination):
+            raise ConfigError(f"rank {rank} neither sends nor receives on the channel {spec}")
+    if store is None:
+        return _open_in_process(channels, rank, board_ranks, board_counters)
+    if kind == "dist":
+        from megatron.dpp.transport.dist import DistTransport
+
+        return DistTransport(
+            channels,
+            rank=rank,
+            store=store,
+            device=torch.device(device),
+            options=options,
+            board_ranks=board_ranks,
+            board_counters=board_counters,
+        )
+    from megatron.dpp.transport.native import open_native
+
+    return open_native(
+        channels,
+        rank=rank,
+        store=store,
+        device=torch.device(device),
+        kind=kind,
+        options=options,
+        board_ranks=board_ranks,
+        board_counters=board_counters,
+    )
+
+
+def _open_in_process(
+    channels: Sequence[ChannelSpec],
+    rank: int,
+    board_ranks: Sequence[int] | None,
+    board_counters: int,
+) -> Transport:
+    others = {spec.source for spec in channels} | {spec.destination for spec in channels}
+    if others - {rank} or set(board_ranks or ()) - {rank}:
+        raise ConfigError(
+            f"rank {rank} has channels with other ranks; open_transport needs a store to find them"
+        )
+    return FakeNetwork(channels).transport(
+        rank, board_ranks=board_ranks, board_counters=board_counters
+    )

@@ -1,0 +1,45 @@
+"""What a caller may set when it opens a transport. Checked once, here; nothing below checks again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.dpp.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportOptions:
+    """Settings of one transport; every rank of a job gives the same ones.
+
+    Args:
+        timeout: seconds that a wait inside the transport (a lagging board reader, a full queue of puts) may last.
+        setup_timeout: seconds in which all peers must have opened their side.
+        checksum: send a CRC32C with every payload and check it in ``take``.
+        workload: elements per chunk where a kind stages tensors through host memory.
+        node_ips: this host's address that links to other hosts are bound to; None lets no other host in.
+        name: tells transports apart that one job opens over one store.
+        token_file: file (mode 0600) with the job's secret; None agrees on a random one through the store.
+        max_pending: puts that may be waiting for credit on one channel before ``put`` itself waits.
+        spin: spin before sleeping in ``wait``; None decides from the cores that are free.
+    """
+
+    timeout: float = 600.0
+    setup_timeout: float = 60.0
+    checksum: bool = False
+    workload: int = 1 << 20
+    node_ips: str | None = None
+    name: str = "main"
+    token_file: str | None = None
+    max_pending: int = 1024
+    spin: bool | None = None
+
+    def __post_init__(self) -> None:
+        for field, least in (("timeout", 0.001), ("setup_timeout", 0.001), ("workload", 1)):
+            if getattr(self, field) < least:
+                raise ConfigError(
+                    f"transport option {field} is {getattr(self, field)}; the least is {least}"
+                )
+        if self.max_pending < 1 or self.max_pending & (self.max_pending - 1):
+            raise ConfigError(
+                f"transport option max_pending is {self.max_pending}; give a power of two"
+            )
