@@ -50,6 +50,7 @@ class Recorder(abc.ABC):
     """
 
     enabled: bool
+    iteration: int
 
     @abc.abstractmethod
     def begin_iteration(self, iteration: int) -> None:
@@ -130,6 +131,7 @@ class NullRecorder(Recorder):
     """Records nothing; what a run without ``--trace`` uses."""
 
     enabled = False
+    iteration = 0
 
     def begin_iteration(self, iteration: int) -> None:
         pass
@@ -186,7 +188,7 @@ class FileRecorder(Recorder):
         self._interval = interval
         self._recording = False
         self._spans = False
-        self._iteration = 0
+        self.iteration = 0
         self._iteration_start: Any = None
         self._task: tuple[str, int, int, int] | None = None
         self._task_start: Any = None
@@ -198,7 +200,7 @@ class FileRecorder(Recorder):
             self._writer.dropped += 1
 
     def begin_iteration(self, iteration: int) -> None:
-        self._iteration = iteration
+        self.iteration = iteration
         chosen = self._iterations is None or iteration in self._iterations
         self._recording = self._spans = chosen and iteration % self._interval == 0
         if self._recording:
@@ -206,7 +208,7 @@ class FileRecorder(Recorder):
 
     def end_iteration(self) -> None:
         if self._recording:
-            self._append("I", self._iteration_start, self._clock.mark(), self._iteration)
+            self._append("I", self._iteration_start, self._clock.mark(), self.iteration)
         self._recording = False
 
     def begin_task(self, kind: str, chunk: int, microbatch: int, piece: int = 0) -> None:
@@ -216,7 +218,7 @@ class FileRecorder(Recorder):
 
     def end_task(self) -> None:
         if self._task is not None:
-            self._append("T", self._task_start, self._clock.mark(), self._iteration, *self._task)
+            self._append("T", self._task_start, self._clock.mark(), self.iteration, *self._task)
             self._task = None
 
     def mark(self) -> Any:
@@ -224,12 +226,12 @@ class FileRecorder(Recorder):
 
     def gap(self, start: Any, end: Any, cause: str, detail: str = "") -> None:
         if self._recording:
-            self._append("G", start, end, self._iteration, cause, detail)
+            self._append("G", start, end, self.iteration, cause, detail)
 
     def put(self, channel: object, microbatch: int, num_bytes: int, kind: str) -> None:
         if self._recording:
             called, ready = time.monotonic_ns(), self._clock.mark()
-            self._append("P", called, ready, self._iteration, channel, microbatch, num_bytes, kind)
+            self._append("P", called, ready, self.iteration, channel, microbatch, num_bytes, kind)
 
     def taken(self, channel: object, message: TakenMessage) -> None:
         if self._recording:
@@ -245,7 +247,7 @@ class FileRecorder(Recorder):
         try:
             yield
         finally:
-            self._append("S", start, self._clock.mark(), self._iteration, name, group)
+            self._append("S", start, self._clock.mark(), self.iteration, name, group)
 
     def span(self, name: str, group: str = "") -> contextlib.AbstractContextManager[None]:
         return self._timed(name, group) if self._spans else _NOTHING
@@ -253,7 +255,7 @@ class FileRecorder(Recorder):
     def counter(self, name: str, value: float) -> None:
         if self._recording:
             now = time.monotonic_ns()
-            self._append("C", now, now, self._iteration, name, value)
+            self._append("C", now, now, self.iteration, name, value)
 
     def close(self) -> None:
         self._recording = self._spans = False
