@@ -1,7 +1,7 @@
 """What a user may set, as frozen dataclasses that check themselves once.
 
-The command line flags of the ``--dpp-*`` family are generated from these fields (``train/`` does that), so a default
-or a help text exists in one place. Nothing here imports torch.
+The command line flags of the ``--dpp-*`` family are generated from these fields (``train/`` does
+that), so a default or a help text exists in one place. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 from megatron.dpp.errors import ConfigError
 
 TRANSPORT_KINDS = ("auto", "shm", "cuda_ipc", "staged", "rdma", "tcp", "dist")
-"""Names that ``--dpp-transport`` accepts. ``fake`` exists for tests and is opened from Python only."""
+"""Names that ``--dpp-transport`` accepts. ``fake`` exists for tests and is opened from Python only.
+"""
 
 POLICY_NAMES = ("dynamic", "depth-first", "breadth-first", "megatron")
 """Built-in names that ``--dpp-policy`` accepts, beside a user's own ``module:function``."""
@@ -27,17 +28,19 @@ def _option(default: Any, help_text: str) -> Any:
 class DppConfig:
     """Settings of the dynamic pipeline and its transport.
 
-    Every field ``x`` is also the flag ``--dpp-x`` of the training scripts (underscores become dashes), except
-    ``workload``, which keeps its older name ``--workload``.
+    Every field ``x`` is also the flag ``--dpp-x`` of the training scripts (underscores become
+    dashes), except ``workload``, which keeps its older name ``--workload``.
     """
 
     policy: str = _option(
         "dynamic",
-        "which ready task runs next: dynamic, depth-first, breadth-first, megatron, or your own as module:function",
+        "which ready task runs next: dynamic, depth-first, breadth-first, megatron, or your own "
+        "as module:function",
     )
     activation_cap: str = _option(
         "auto",
-        "activations a rank may hold: auto, megatron (its worst rank's peak), strict (its peak rank by rank), "
+        "activations a rank may hold: auto, megatron (its worst rank's peak), strict (its peak "
+        "rank by rank), "
         "a multiple of the pipeline size like 1.5p, or bytes like 20GiB",
     )
     split_backward: bool = _option(
@@ -55,12 +58,13 @@ class DppConfig:
     )
     timeout: float = _option(600.0, "seconds that a rank waits for a message before it gives up")
     lookahead: float = _option(
-        1.0,
-        "on a GPU: tasks' worth of work that may be queued when the next task is chosen (0 waits for the device)",
+        0.5,
+        "on a GPU: milliseconds of the running task that may be left when the next task is chosen",
     )
     task_rng: bool = _option(
         True,
-        "derive the random state of a task from seed, iteration, microbatch and stage, not from execution order",
+        "derive the random state of a task from seed, iteration, microbatch and stage, not from "
+        "execution order",
     )
     checksum: bool = _option(False, "send a CRC32C with every message and check it")
     record: str | None = _option(
@@ -69,7 +73,8 @@ class DppConfig:
     replay: str | None = _option(None, "file written by --dpp-record whose decisions are run again")
     inject: str | None = _option(
         None,
-        "slow things down on purpose, for measurements: jitter:0.3, transient:2x:20%%, slow-rank:1:1.5, slow-link:0-1:5ms",
+        "slow things down on purpose, for measurements: jitter:0.3, transient:2x:20%%, "
+        "slow-rank:1:1.5, slow-link:0-1:5ms",
     )
 
     def __post_init__(self) -> None:
@@ -79,7 +84,8 @@ class DppConfig:
             )
         if self.policy not in POLICY_NAMES and ":" not in self.policy:
             raise ConfigError(
-                f"--dpp-policy {self.policy}: expected one of {', '.join(POLICY_NAMES)} or your own as module:function"
+                f"--dpp-policy {self.policy}: expected one of {', '.join(POLICY_NAMES)} or your "
+                "own as module:function"
             )
         for name, least in (("slots", 1), ("workload", 1), ("timeout", 0.001), ("lookahead", 0.0)):
             value = getattr(self, name)
@@ -87,7 +93,8 @@ class DppConfig:
                 raise ConfigError(f"{flag_of(name)} {value}: must be at least {least}")
         if self.record and self.record == self.replay:
             raise ConfigError(
-                f"--dpp-record and --dpp-replay both name {self.record}: a replay must not overwrite its source"
+                f"--dpp-record and --dpp-replay both name {self.record}: a replay must not "
+                "overwrite its source"
             )
 
 
@@ -101,5 +108,7 @@ def flag_of(field_name: str) -> str:
 
 
 def option_fields() -> tuple[dataclasses.Field[Any], ...]:
-    """The fields of :class:`DppConfig`, with ``metadata["help"]``, in the order in which flags are listed."""
+    """The fields of :class:`DppConfig`, with ``metadata["help"]``, in the order in which flags are
+    listed.
+    """
     return dataclasses.fields(DppConfig)

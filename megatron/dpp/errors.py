@@ -1,8 +1,8 @@
 """The exceptions of this project, in one tree.
 
-Everything a user can meet derives from :class:`DppError`, so ``except DppError`` is enough at the edge of a program.
-Each message says what failed, with which values, which rule was broken and what to do about it. ``assert`` is kept
-for our own mistakes and never for a user's.
+Everything a user can meet derives from :class:`DppError`, so ``except DppError`` is enough at the
+edge of a program. Each message says what failed, with which values, which rule was broken and what
+to do about it. ``assert`` is kept for our own mistakes and never for a user's.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ class DppError(Exception):
 
 
 class ConfigError(DppError, ValueError):
-    """A setting, flag or combination of them cannot work; the message names the flag and the nearest choice."""
+    """A setting, flag or combination of them cannot work; the message names the flag and the
+    nearest choice.
+    """
 
 
 class DataError(DppError, ValueError):
-    """An input file (corpus, vocabulary, index, checkpoint, trace) is missing, broken or of the wrong kind."""
+    """An input file (corpus, vocabulary, index, checkpoint, trace) is missing, broken or of the
+    wrong kind.
+    """
 
 
 class ScheduleError(DppError):
-    """A schedule is impossible: a policy chose a task that may not run, or nothing can ever run again."""
+    """A schedule is impossible: a policy chose a task that may not run, or nothing can ever run
+    again.
+    """
 
 
 class ReplayError(ScheduleError):
@@ -33,11 +39,13 @@ class TransportError(DppError):
 
 
 class SetupError(TransportError):
-    """The machine refused a resource at set-up: memory, locked memory, descriptors, device files."""
+    """The machine refused a resource at set-up: memory, descriptors, device files."""
 
 
 class TransportUnavailable(TransportError):
-    """A transport kind is not possible on a link; the message says why and what would make it possible."""
+    """A transport kind is not possible on a link; the message says why and what would make it
+    possible.
+    """
 
 
 class AuthError(TransportError):
@@ -45,7 +53,9 @@ class AuthError(TransportError):
 
 
 class VersionMismatch(TransportError):
-    """Two ranks run different versions, or were started with different settings; both values are named."""
+    """Two ranks run different versions, or were started with different settings; both values are
+    named.
+    """
 
 
 class PeerDead(TransportError):
@@ -53,11 +63,15 @@ class PeerDead(TransportError):
 
 
 class TransferTimeout(TransportError):
-    """A message did not arrive before the deadline although its sender is alive; the oldest missing one is named."""
+    """A message did not arrive before the deadline although its sender is alive; the oldest missing
+    one is named.
+    """
 
 
 class ProtocolError(TransportError):
-    """A peer sent something that does not fit the agreed geometry; it is not listened to any longer."""
+    """A peer sent something that does not fit the agreed geometry; it is not listened to any
+    longer.
+    """
 
 
 class UsedAfterFork(TransportError):

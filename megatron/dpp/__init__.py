@@ -1,0 +1,68 @@
+"""MegatronDPP: megatron-core training with a dynamic pipeline and a transport of its own.
+
+    from megatron.dpp import DppConfig, DppSchedule
+
+    with DppSchedule(DppConfig()) as forward_backward:      # in the place of
+    get_forward_backward_func()
+        losses = forward_backward(forward_step_func=..., data_iterator=..., model=..., ...)
+
+Names are loaded when they are first used, so that the schedule and the simulator work without
+PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.dpp.config import DppConfig
+    from megatron.dpp.errors import ConfigError, DataError, DppError, ScheduleError, TransportError
+    from megatron.dpp.runtime.schedule import DppSchedule
+    from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler
+    from megatron.dpp.trace import open_recorder
+    from megatron.dpp.transport import open_transport
+
+_HOME = {
+    "Action": "schedule",
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "DppConfig": "config",
+    "DppError": "errors",
+    "DppSchedule": "runtime.schedule",
+    "Geometry": "schedule",
+    "Kind": "schedule",
+    "ScheduleError": "errors",
+    "Scheduler": "schedule",
+    "TransportError": "errors",
+    "open_recorder": "trace",
+    "open_transport": "transport",
+}
+
+__version__ = "0.1.0"
+__all__ = [
+    "Action",
+    "ConfigError",
+    "DataError",
+    "DppConfig",
+    "DppError",
+    "DppSchedule",
+    "Geometry",
+    "Kind",
+    "ScheduleError",
+    "Scheduler",
+    "TransportError",
+    "__version__",
+    "open_recorder",
+    "open_transport",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

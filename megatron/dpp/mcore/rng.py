@@ -1,0 +1,81 @@
+"""The random state of a task, derived from what the task is and not from when it runs.
+
+Megatron draws dropout masks from generators that advance from task to task, so the masks depend on
+the order of execution. A dynamic schedule has no fixed order. ``TaskRng`` therefore seeds every
+forward from (seed, iteration, microbatch, stage), for the dynamic and the static schedules alike:
+both then draw the same masks. Recomputation in a backward is not touched, because megatron-core
+saves and restores the states that its forward used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+
+class TaskRng:
+    """Seeds the generators before each forward.
+
+    Args:
+        seed: the run's seed, equal on all ranks of a pipeline.
+        num_ranks: pipeline size p; a stage's number is ``chunk * p + rank``.
+        rank: this process's place in the pipeline.
+    """
+
+    def __init__(self, seed: int, num_ranks: int, rank: int) -> None:
+        self._seed, self._num_ranks, self._rank = seed, num_ranks, rank
+
+    def wrap(self, forward_step_func: Callable[..., Any], iteration: int) -> Callable[..., Any]:
+        """``forward_step_func`` with seeding before it; counts each chunk's microbatches, which run
+        in order.
+        """
+        run_so_far: dict[int, int] = defaultdict(int)
+
+        def seeded(data_iterator: Any, model: torch.nn.Module, *rest: Any) -> Any:
+            chunk = _chunk_of(model)
+            stage = chunk * self._num_ranks + self._rank
+            self._enter(iteration, run_so_far[chunk], stage)
+            run_so_far[chunk] += 1
+            return forward_step_func(data_iterator, model, *rest)
+
+        return seeded
+
+    def _enter(self, iteration: int, microbatch: int, stage: int) -> None:
+        task = (self._seed, iteration, microbatch, stage)
+        tracker = get_cuda_rng_tracker()
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        for name, state in tracker.states_.items():
+            seed = _derive(*task, tp_rank, name=name)
+            if isinstance(state, torch.Generator):
+                state.manual_seed(seed)
+            else:
+                torch.cuda.manual_seed(seed)
+                tracker.states_[name] = torch.cuda.get_rng_state()
+        torch.cuda.manual_seed(_derive(*task))
+
+
+def needs_task_rng(model: list[torch.nn.Module]) -> bool:
+    """Whether a forward of this model draws random numbers (dropout in training)."""
+    config = get_model_config(model[0])
+    return bool(config.hidden_dropout > 0.0 or config.attention_dropout > 0.0)
+
+
+def _derive(*numbers: int, name: str = "") -> int:
+    """A 63-bit seed, equal on every machine, from integers and a name."""
+    packed = struct.pack(f"<{len(numbers)}q", *numbers) + name.encode()
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+def _chunk_of(model: torch.nn.Module) -> int:
+    try:
+        return get_attr_wrapped_model(model, "vp_stage", allow_none=False) or 0
+    except RuntimeError:
+        return 0

@@ -1,0 +1,236 @@
+"""Layer specs: which modules a transformer layer of megatron-core is built from.
+
+Three implementations exist for GPT and BERT. ``torch`` (ours) uses PyTorch's scaled-dot-product
+attention and norms that carry sequence-parallel marks; it needs neither Transformer Engine nor
+Apex. ``megatron`` is megatron-core's own local spec, kept for parity with Megatron-LM.
+``transformer_engine`` is megatron-core's, where that package is installed. The training layer and
+the benchmarks are the callers; parameter names are the same in all of them, so checkpoints move
+between ``torch`` and ``megatron``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.dpp.errors import ConfigError
+
+IMPLEMENTATIONS = ("torch", "megatron", "transformer_engine")
+
+
+class TorchNorm:
+    """PyTorch's LayerNorm or RMSNorm whose parameters carry Megatron's ``sequence_parallel`` mark.
+
+    megatron-core's ``WrappedTorchNorm`` refuses ``sequence_parallel``: its weights lack the mark by
+    which ``finalize_model_grads`` sums their gradients over the tensor-parallel ranks. That mark is
+    all that is missing.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> torch.nn.Module:
+        if config.layernorm_zero_centered_gamma:
+            raise ConfigError(
+                "--apply-layernorm-1p needs --transformer-impl transformer_engine: "
+                "PyTorch's norms have no zero-centred weight"
+            )
+        norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+        if config.normalization not in norms:
+            raise ConfigError(
+                f"--normalization {config.normalization}: expected one of {', '.join(norms)}"
+            )
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        norm: torch.nn.Module = norms[config.normalization](
+            hidden_size, eps=eps, device=device, dtype=config.params_dtype
+        )
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+class SdpaAttention(MegatronModule):
+    """Core attention by ``torch.nn.functional.scaled_dot_product_attention``.
+
+    Same constructor and call as megatron-core's ``DotProductAttention``; query [sq, b, np, hn], key
+    and value [sk, b, ng, hn], result [sq, b, np * hn], where np and ng count this rank's heads and
+    query groups.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        _check_sdpa_can(config)
+        self.attn_mask_type = attn_mask_type
+        head_size = config.kv_channels
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(head_size)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Attend. ``attention_mask`` is Megatron's: True where a key must not be seen; unused when
+        causal.
+        """
+        if packed_seq_params is not None or attention_bias is not None:
+            raise ConfigError(
+                "packed sequences and attention bias need --transformer-impl transformer_engine"
+            )
+        mask_type = attn_mask_type or self.attn_mask_type
+        causal = mask_type == AttnMaskType.causal
+        allowed = None if causal or attention_mask is None else ~attention_mask
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        dropout = self.dropout if self.training else 0.0
+
+        def attend() -> torch.Tensor:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal,
+                scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1],
+            )  # fmt: skip
+
+        if dropout > 0.0 and not self.config.sequence_parallel:
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                context = attend()
+        else:
+            context = attend()
+        return context.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+
+
+def _check_sdpa_can(config: TransformerConfig) -> None:
+    """Refuse by name what this attention cannot do."""
+    refused = {
+        "--context-parallel-size": config.context_parallel_size > 1,
+        "--window-size": config.window_size is not None,
+        "--softmax-type": config.softmax_type != "vanilla",
+    }
+    for flag, asked in refused.items():
+        if asked:
+            raise ConfigError(
+                f"{flag} is not possible with --transformer-impl local; use transformer_engine"
+            )
+
+
+def block_spec(
+    config: TransformerConfig,
+    *,
+    arch: str = "gpt",
+    implementation: str = "torch",
+    vp_stage: int | None = None,
+) -> TransformerBlockSubmodules:
+    """The spec of this rank's transformer block.
+
+    Args:
+        config: decides the norm, experts, QK layer norm, and how many layers this stage has.
+        arch: ``gpt`` or ``bert``.
+        implementation: one of :data:`IMPLEMENTATIONS`.
+        vp_stage: the virtual pipeline stage (chunk) to build, or None without virtual stages.
+
+    Returns:
+        What ``GPTModel`` and ``BertModel`` take as ``transformer_layer_spec``.
+
+    Raises:
+        ConfigError: an unknown name, or Transformer Engine is asked for and not installed.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ConfigError(
+            f"layer implementation {implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}"
+        )
+    if implementation == "transformer_engine":
+        layer, norm = _transformer_engine_layer(config, arch)
+    else:
+        layer, norm = _local_layer(config, arch), WrappedTorchNorm
+        if implementation == "torch":
+            layer, norm = _with_torch_modules(layer), TorchNorm
+    num_layers = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+
+
+def _local_layer(config: TransformerConfig, arch: str) -> ModuleSpec:
+    if arch == "bert":
+        from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+
+        return bert_layer_local_spec
+    return get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
+    )
+
+
+def _with_torch_modules(layer: ModuleSpec) -> ModuleSpec:
+    layer = copy.deepcopy(layer)
+    parts = layer.submodules
+    parts.input_layernorm = TorchNorm
+    parts.pre_mlp_layernorm = TorchNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = SdpaAttention
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if getattr(attention, name, None) is WrappedTorchNorm:
+            setattr(attention, name, TorchNorm)
+    return layer
+
+
+def _transformer_engine_layer(config: TransformerConfig, arch: str) -> tuple[ModuleSpec, Any]:
+    try:
+        from megatron.core.extensions.transformer_engine import TENorm
+    except ImportError as error:  # pragma: no cover - depends on the installation
+        raise _no_transformer_engine() from error
+    import importlib.util
+
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise _no_transformer_engine()
+    if arch == "bert":
+        from megatron.core.models.bert.bert_layer_specs import (
+            get_bert_layer_with_transformer_engine_spec,
+        )
+
+        return get_bert_layer_with_transformer_engine_spec(), TENorm
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
+    return layer, TENorm
+
+
+def _no_transformer_engine() -> ConfigError:
+    return ConfigError(
+        "--transformer-impl transformer_engine: the package is not installed; "
+        "pip install transformer_engine[pytorch], or use --transformer-impl local"
+    )

@@ -1,0 +1,303 @@
+"""One iteration's tasks on one rank, run with megatron-core's own step functions.
+
+``Stage`` knows how a forward, a backward and a weight gradient of a chunk are executed and what has
+to be kept between them; it decides nothing about order. The executor in ``runtime/`` is its caller.
+``StepCall`` is the validated form of the keyword arguments of megatron-core's
+``forward_backward_func``, which this project's schedules take over unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    FineGrainedActivationOffloadingInterface,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_model_type
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore.wgrad import WeightGradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCall:
+    """The arguments of one ``forward_backward_func`` call, under megatron-core's names."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterator: list[Any]
+    model: list[torch.nn.Module]
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    pg_collection: Any = None
+    force_all_reduce: bool = False
+
+    @classmethod
+    def checked(
+        cls, *, data_iterator: Any, model: Any, adjust_tensor_shapes_fn: Any = None,
+        p2p_communicator: Any = None, pg_collection: Any = None, **rest: Any,
+    ) -> StepCall:  # fmt: skip
+        """Bring single chunks into list form, fill in the process groups, refuse what cannot be
+        honoured.
+
+        Raises:
+            ConfigError: an argument or a model setting that the dynamic schedule does not support,
+            by name.
+        """
+        chunks = list(model) if isinstance(model, list) else [model]
+        iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator]
+        if len(iterators) == 1 and len(chunks) > 1:
+            raise ConfigError(
+                f"data_iterator: {len(chunks)} model chunks need a list of as many iterators, got 1"
+            )
+        if adjust_tensor_shapes_fn is not None:
+            raise ConfigError("adjust_tensor_shapes_fn is not supported by the dynamic schedule")
+        if rest.get("num_microbatches", 1) < 1:
+            raise ConfigError(
+                f"num_microbatches is {rest['num_microbatches']}: at least 1 is needed"
+            )
+        _refuse_unsupported(get_model_config(chunks[0]))
+        groups = pg_collection or _default_groups()
+        return cls(data_iterator=iterators, model=chunks, pg_collection=groups, **rest)
+
+    @property
+    def config(self) -> Any:
+        """megatron-core's config of the model."""
+        return get_model_config(self.model[0])
+
+    def boundary_bytes(self) -> int:
+        """Bytes of one tensor between stages: [s / (cp * tp if sequence parallel), b, h] in the
+        pipeline's dtype.
+        """
+        length = (self.decoder_seq_length or self.seq_length) // self.pg_collection.cp.size()
+        if self.config.sequence_parallel:
+            length //= self.pg_collection.tp.size()
+        dtype = (
+            torch.float32 if self.config.fp32_residual_connection else self.config.pipeline_dtype
+        )
+        dtype = dtype or self.config.params_dtype
+        return length * self.micro_batch_size * int(self.config.hidden_size) * dtype.itemsize
+
+
+def _refuse_unsupported(config: Any) -> None:
+    """Settings whose collectives or bookkeeping need a static order."""
+    refused = {
+        "--expert-model-parallel-size": getattr(config, "expert_model_parallel_size", 1) > 1,
+        "--overlap-moe-expert-parallel-comm": getattr(
+            config, "overlap_moe_expert_parallel_comm", False
+        ),
+        "--hybrid-context-parallel": getattr(config, "hybrid_context_parallel", False),
+        "--defer-embedding-wgrad-compute": getattr(config, "defer_embedding_wgrad_compute", False),
+        "--cuda-graph-impl": getattr(config, "cuda_graph_impl", "none") != "none",
+    }
+    for flag, asked in refused.items():
+        if asked:
+            raise ConfigError(
+                f"{flag} needs the same order of tasks on all ranks of its group, which --use-dpp "
+                "does not promise; leave it out or train without --use-dpp"
+            )
+
+
+def _default_groups() -> Any:
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.dp_cp = parallel_state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=False
+    )
+    return groups
+
+
+class Stage:
+    """Runs the tasks of one iteration on this rank's chunks and keeps what lies between F, B and W.
+
+    Args:
+        call: the iteration's arguments.
+        rank, num_ranks: place in the pipeline and its size.
+        weight_gradients: where backward passes defer weight gradients to; None for a fused
+            backward.
+    """
+
+    def __init__(
+        self, call: StepCall, rank: int, num_ranks: int, weight_gradients: WeightGradients | None
+    ) -> None:
+        self.call = call
+        self.forward_data_store: list[Any] = []
+        self._config = call.config
+        self._weight_gradients = weight_gradients
+        self._num_chunks = len(call.model)
+        self._is_first_rank, self._is_last_rank = rank == 0, rank == num_ranks - 1
+        self._model_type = get_model_type(call.model[0])
+        self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._num_tokens = torch.zeros([], dtype=torch.int, device=_device())
+        self._num_forwards = 0
+        self._no_sync = contextlib.ExitStack()
+        self._num_synced = 0
+        self._num_param_synced = 0
+
+    def is_last(self, chunk: int) -> bool:
+        """Whether this chunk computes the loss."""
+        return self._is_last_rank and chunk == self._num_chunks - 1
+
+    def is_first(self, chunk: int) -> bool:
+        """Whether this chunk reads the data."""
+        return self._is_first_rank and chunk == 0
+
+    def open(self) -> None:
+        """Before the first task: reduction of gradients is held back until a chunk is complete."""
+        if self._config.timers is not None:
+            self._config.timers("forward-backward", log_level=1).start(
+                barrier=self._config.barrier_with_L1_time
+            )
+        functions = self._config.no_sync_func
+        for function in functions if isinstance(functions, list) else [functions]:
+            if function is not None:
+                self._no_sync.enter_context(function())
+
+    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Run F. ``received`` is the previous stage's output (None on the first stage).
+
+        Returns:
+            The chunk's output; the scaled loss on the last stage.
+        """
+        call = self.call
+        self._sync_params(chunk)
+        if received is not None and not call.forward_only:
+            received.requires_grad_()
+        output, num_tokens = schedules.forward_step(
+            call.forward_step_func,
+            call.data_iterator[chunk],
+            call.model[chunk],
+            call.num_microbatches,
+            received,
+            self.forward_data_store,
+            self._config,
+            cp_group_size=call.pg_collection.cp.size(),
+            collect_non_loss_data=call.collect_non_loss_data,
+            checkpoint_activations_microbatch=self._checkpointed(),
+            is_first_microbatch=schedules.check_first_val_step(
+                call.first_val_step, call.forward_only, microbatch == 0
+            ),
+            current_microbatch=microbatch,
+            vp_stage=chunk if self._num_chunks > 1 else None,
+            is_last_stage=self.is_last(chunk),
+        )
+        self._num_tokens += num_tokens
+        self._num_forwards += 1
+        if not call.forward_only:
+            self._kept[chunk, microbatch] = (received, output)
+        return output  # type: ignore[no-any-return]
+
+    def free_output(self, chunk: int, microbatch: int) -> None:
+        """Let go of an output's storage after it was handed to its channel; only its graph is
+        needed from here.
+        """
+        if (chunk, microbatch) in self._kept:
+            schedules.deallocate_output_tensor(
+                self._kept[chunk, microbatch][1], self._config.deallocate_pipeline_outputs
+            )
+
+    def backward(
+        self, chunk: int, microbatch: int, received: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Run B (with W's work deferred, or at once when the backward is fused).
+
+        Args:
+            received: gradient of the chunk's output (None on the last stage).
+
+        Returns:
+            Gradient of the chunk's input; None on the first stage.
+        """
+        given, output = self._kept.pop((chunk, microbatch))
+        store = self._weight_gradients
+        with store.collect(chunk, microbatch) if store else contextlib.nullcontext():
+            return schedules.backward_step(  # type: ignore[no-any-return]
+                given, output, received, self._model_type, self._config
+            )
+
+    def weight(self, chunk: int, microbatch: int, piece: int) -> None:
+        """Run one piece of W: the deferred weight gradients of one transformer layer."""
+        assert self._weight_gradients is not None
+        self._weight_gradients.run(chunk, microbatch, piece)
+
+    def chunk_complete(self, chunk: int) -> None:
+        """All of a chunk's gradients are there: start their reduction, where it overlaps.
+
+        Data-parallel replicas must issue collectives in one order, so chunks are reduced as v-1..0
+        although replicas may finish single tasks in different orders.
+        """
+        if chunk != self._num_chunks - 1 - self._num_synced:
+            raise AssertionError(f"chunk {chunk} is complete before chunk {chunk + 1}")
+        self._num_synced += 1
+        model, sync = self.call.model[chunk], self._config.grad_sync_func
+        if sync is not None:
+            (sync[chunk] if isinstance(sync, list) else sync)(model.parameters())
+        elif getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False):
+            model.start_grad_sync()
+
+    def finish(self) -> list[Any]:
+        """After the last task: finalise gradients; returns what the whole call returns."""
+        self._no_sync.close()
+        call, config = self.call, self._config
+        if not call.forward_only:
+            if config.finalize_model_grads_func is not None:
+                config.finalize_model_grads_func(
+                    call.model,
+                    self._num_tokens if config.calculate_per_token_loss else None,
+                    pg_collection=call.pg_collection,
+                    force_all_reduce=call.force_all_reduce,
+                )
+            if config.fine_grained_activation_offloading:
+                FineGrainedActivationOffloadingInterface.reset()
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return self.forward_data_store
+
+    def _checkpointed(self) -> bool | None:
+        """Whether the next forward recomputes all layers (partial activation checkpoints), as in
+        Megatron.
+        """
+        partial = self._config.num_microbatches_with_partial_activation_checkpoints
+        if partial is None:
+            return None
+        window = 2 * parallel_state.get_pipeline_model_parallel_world_size() * self._num_chunks
+        return bool(self._num_forwards % window >= partial)
+
+    def _sync_params(self, chunk: int) -> None:
+        """Start gathering parameters up to the chunk after this one (overlapped parameter
+        gathering).
+        """
+        sync = self._config.param_sync_func
+        if sync is None or self.call.forward_only:
+            return
+        while self._num_param_synced < min(chunk + 2, self._num_chunks):
+            index = self._num_param_synced
+            function = sync[index] if isinstance(sync, list) else sync
+            function(self.call.model[index].parameters())
+            self._num_param_synced += 1
+
+
+def _device() -> torch.device:
+    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+def transformer_layers(chunk: torch.nn.Module) -> int:
+    """Number of transformer layers in a model chunk."""
+    for name in ("decoder", "encoder"):
+        with contextlib.suppress(RuntimeError):
+            return len(get_attr_wrapped_model(chunk, name, allow_none=False).layers)
+    return 0

@@ -1,0 +1,272 @@
+"""Weight gradients apart from input gradients, for megatron-core's parallel linear layers.
+
+A backward pass computes two things per linear layer: the gradient of its input, which the previous
+stage is waiting for, and the gradient of its weight, which nobody waits for until the optimizer
+step. ``WeightGradients`` rebinds the linear layers of a model chunk so that a backward pass
+computes the first and *defers* the second; ``run`` catches up later, one layer at a time. Each
+weight receives its contributions in the order in which ``run`` is called for its microbatches,
+through the very hook that DistributedDataParallel registered, so the numbers are those of a fused
+backward to the last bit.
+
+Not deferred, because little is gained and much memory held: embeddings, the LM head, biases and
+norms (MEASURED.md, points 5 and 6, has the numbers). The executor in ``runtime/`` is the only
+caller.
+
+Source of the idea: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.utils import get_attr_wrapped_model, prepare_input_tensors_for_wgrad_compute
+
+from megatron.dpp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One rebound linear layer: where its deferred work goes and how a gradient is added."""
+
+    piece: int
+    weight: torch.nn.Parameter
+    accumulate: Callable[[torch.Tensor], None]
+    fused: bool
+    store: WeightGradients
+
+
+@dataclass(frozen=True)
+class _Deferred:
+    """What the weight gradient of one layer and microbatch needs: shapes [s(/tp), b, in] and [s, b,
+    out].
+    """
+
+    layer: _Layer
+    input: torch.Tensor
+    grad_output: torch.Tensor
+    gather_group: torch.distributed.ProcessGroup | None
+
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.input, self.grad_output))
+
+
+class _InputGradientNow(torch.autograd.Function):
+    """``input @ weight.T + bias`` whose backward returns the input gradient and hands the rest to
+    the store.
+
+    The weight is reached through ``layer`` and is no input of the graph: were it one, the engine
+    would run its gradient accumulator, and DDP's hook with it, although no gradient exists yet.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        input_: torch.Tensor,
+        bias: torch.Tensor | None,
+        layer: _Layer,
+        allreduce_dgrad: bool,
+        gather_group: torch.distributed.ProcessGroup | None,
+        tp_group: torch.distributed.ProcessGroup | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input_)
+        ctx.layer, ctx.allreduce_dgrad = layer, allreduce_dgrad
+        ctx.gather_group, ctx.tp_group, ctx.has_bias = gather_group, tp_group, bias is not None
+        output = torch.matmul(_gather(input_, gather_group), layer.weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        (input_,) = ctx.saved_tensors
+        grad_input = grad_output.matmul(ctx.layer.weight)
+        handle = None
+        if ctx.allreduce_dgrad:
+            handle = torch.distributed.all_reduce(grad_input, group=ctx.tp_group, async_op=True)
+        if ctx.gather_group is not None:
+            scattered = torch.empty_like(input_)
+            handle = torch.distributed.reduce_scatter_tensor(
+                scattered, grad_input, group=ctx.gather_group, async_op=True
+            )
+        # Detached: the input's grad_fn would keep the whole graph before it alive until the W.
+        ctx.layer.store._defer(_Deferred(ctx.layer, input_.detach(), grad_output, ctx.gather_group))
+        grad_bias = None
+        if ctx.has_bias:
+            grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
+        if handle is not None:
+            handle.wait()
+        if ctx.gather_group is not None:
+            grad_input = scattered
+        return grad_input, grad_bias, None, None, None, None
+
+
+def _gather(input_: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
+    """The full sequence of a sequence-parallel input ([s/tp, b, h] -> [s, b, h]); as it is without
+    a group.
+    """
+    if group is None:
+        return input_
+    shape = (input_.shape[0] * group.size(), *input_.shape[1:])
+    full = parallel_state.get_global_memory_buffer().get_tensor(shape, input_.dtype, "mpu")
+    torch.distributed.all_gather_into_tensor(full, input_.contiguous(), group=group)
+    return full
+
+
+class WeightGradients:
+    """The deferred weight gradients of one rank's model chunks.
+
+    Args:
+        chunks: the rank's model chunks, DDP-wrapped or bare, in chunk order.
+
+    Raises:
+        ConfigError: a chunk's layers accumulate gradients in a way that cannot be deferred.
+    """
+
+    def __init__(self, chunks: list[torch.nn.Module]) -> None:
+        self._current: dict[int, list[_Deferred]] | None = None
+        self._waiting: dict[tuple[int, int], dict[int, list[_Deferred]]] = {}
+        self._rebound: list[torch.nn.Module] = []
+        self.held_bytes = 0
+        self.num_pieces = tuple(self._bind(chunk) for chunk in chunks)
+
+    def _bind(self, chunk: torch.nn.Module) -> int:
+        """Rebind a chunk's linear layers; returns its number of pieces (transformer layers)."""
+        layers = list(_decoder_layers(chunk))
+        for number, layer in enumerate(layers):
+            for module in layer.modules():
+                if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                    self._rebind(module, number, chunk)
+        return len(layers)
+
+    def _rebind(self, module: Any, piece: int, chunk: torch.nn.Module) -> None:
+        if module.weight is None or not module.weight.requires_grad:
+            return
+        layer = _Layer(
+            piece=piece,
+            weight=module.weight,
+            accumulate=_accumulator(module.weight, chunk),
+            fused=bool(module.gradient_accumulation_fusion),
+            store=self,
+        )
+
+        def forward_impl(input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+            sequence_parallel = options["sequence_parallel"]
+            output: torch.Tensor = _InputGradientNow.apply(
+                input,
+                options["bias"],
+                layer,
+                options["allreduce_dgrad"],
+                options["tp_group"] if sequence_parallel else None,
+                options["tp_group"],
+            )
+            return output
+
+        module._forward_impl = forward_impl
+        self._rebound.append(module)
+
+    @contextmanager
+    def collect(self, chunk: int, microbatch: int) -> Iterator[None]:
+        """Around one backward pass: what its layers defer belongs to (chunk, microbatch)."""
+        self._current = defaultdict(list)
+        try:
+            yield
+        finally:
+            self._waiting[chunk, microbatch] = self._current
+            self._current = None
+
+    def _defer(self, item: _Deferred) -> None:
+        if self._current is None:
+            _compute(item)
+            return
+        self._current[item.layer.piece].append(item)
+        self.held_bytes += item.num_bytes()
+
+    def run(self, chunk: int, microbatch: int, piece: int) -> None:
+        """Compute and accumulate the weight gradients of one transformer layer (``piece`` counts
+        from the last).
+        """
+        waiting = self._waiting[chunk, microbatch]
+        for item in waiting.pop(self.num_pieces[chunk] - 1 - piece, ()):
+            _compute(item)
+            self.held_bytes -= item.num_bytes()
+        if piece == self.num_pieces[chunk] - 1:
+            if waiting:
+                raise AssertionError(f"weight gradients left over: {sorted(waiting)}")
+            del self._waiting[chunk, microbatch]
+
+    def close(self) -> None:
+        """Give the layers their own forward back. May be called twice."""
+        for module in self._rebound:
+            del module._forward_impl
+        self._rebound.clear()
+        self._waiting.clear()
+
+
+@torch.no_grad()
+def _compute(item: _Deferred) -> None:
+    total_input = _gather(item.input, item.gather_group)
+    grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
+        item.grad_output, total_input
+    )
+    layer = item.layer
+    if layer.fused:
+        _accumulate_fused(layer.weight, total_input, grad_output)
+        layer.accumulate(torch.empty_like(layer.weight))
+    else:
+        layer.accumulate(grad_output.t().matmul(total_input))
+
+
+def _accumulate_fused(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> None:
+    """Apex's GEMM that adds into ``main_grad`` (``gradient_accumulation_fusion``)."""
+    import fused_weight_gradient_mlp_cuda as apex_kernels  # type: ignore[import-not-found]
+
+    half = weight.main_grad.dtype in (torch.float16, torch.bfloat16)
+    kernel = apex_kernels.wgrad_gemm_accum_fp16 if half else apex_kernels.wgrad_gemm_accum_fp32
+    kernel(total_input, grad_output, weight.main_grad)
+    weight.grad_added_to_main_grad = True
+
+
+def _accumulator(
+    weight: torch.nn.Parameter, chunk: torch.nn.Module
+) -> Callable[[torch.Tensor], None]:
+    """How a finished gradient is added to ``weight``: through DDP's own hook where DDP wraps the
+    chunk.
+    """
+    ddp = _ddp_of(chunk)
+    hook = None if ddp is None else ddp._make_backward_post_hook(weight)
+
+    def accumulate(gradient: torch.Tensor) -> None:
+        weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        if hook is not None:
+            hook()
+
+    return accumulate
+
+
+def _ddp_of(chunk: torch.nn.Module) -> DistributedDataParallel | None:
+    if isinstance(chunk, DistributedDataParallel):
+        return chunk
+    if hasattr(chunk, "start_grad_sync"):
+        raise ConfigError(
+            f"--dpp-split-backward cannot defer weight gradients under {type(chunk).__name__}; "
+            "use --no-dpp-split-backward or megatron-core's DistributedDataParallel"
+        )
+    return None
+
+
+def _decoder_layers(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """A chunk's transformer layers (GPT calls their block ``decoder``, BERT ``encoder``)."""
+    for name in ("decoder", "encoder"):
+        try:
+            block = get_attr_wrapped_model(chunk, name, allow_none=False)
+        except RuntimeError:
+            continue
+        if block is not None:
+            yield from block.layers
+            return

@@ -1,0 +1,101 @@
+"""Who decides what a rank runs next: the rank itself, or the leader of its stage.
+
+The tensor- and context-parallel ranks of one stage share collectives inside every task, so they
+must run the same tasks in the same order. Member 0 of the stage decides; an arrival counts only
+when all members have it, and the decision travels over a
+:class:`~megatron.dpp.transport.base.Board`. There is no collective per decision. A follower checks
+each decision against its own Scheduler, so a disagreement is an error and not a wrong number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.dpp.schedule import Action, Scheduler
+from megatron.dpp.transport.base import Board
+
+
+class Decider:
+    """A rank that decides for itself."""
+
+    followed = False
+
+    def __init__(self, scheduler: Scheduler, channels: Sequence[tuple[int, int]]) -> None:
+        self.scheduler = scheduler
+        self._channels = channels
+        self._base = [0] * len(channels)
+        self._told = [0] * len(channels)
+
+    def start(self, arrived_before: Sequence[int]) -> None:
+        """Counts of earlier iterations, per incoming channel; later counts are taken relative to
+        them.
+        """
+        self._base = list(arrived_before)
+
+    def next(self, arrived: Sequence[int]) -> Action | None:
+        """The task to run now, given what this member has received; None: nothing may run yet."""
+        self._tell(arrived)
+        return self.scheduler.next()
+
+    def _tell(self, arrived: Sequence[int]) -> None:
+        most = self.scheduler.geometry.num_microbatches
+        for index, (direction, chunk) in enumerate(self._channels):
+            # A neighbour may be ahead: what it sent for the next iteration does not count yet.
+            total = min(arrived[index] - self._base[index], most)
+            if total != self._told[index]:
+                self._told[index] = total
+                self.scheduler.arrived(direction, chunk, total)
+
+
+class Leader(Decider):
+    """Member 0 of a stage: decides for all, from what all have received."""
+
+    def __init__(
+        self, scheduler: Scheduler, channels: Sequence[tuple[int, int]], board: Board
+    ) -> None:
+        super().__init__(scheduler, channels)
+        self._board = board
+        self._posted: Sequence[int] = ()
+
+    def next(self, arrived: Sequence[int]) -> Action | None:
+        if arrived != self._posted:
+            self._posted = arrived
+            self._board.post(arrived)
+        action = super().next(self._board.common())
+        if action is not None:
+            self._board.append(action.word())
+        return action
+
+
+class Follower(Decider):
+    """Any other member: reports what it has received and runs what the leader has published."""
+
+    followed = True
+
+    def __init__(
+        self, scheduler: Scheduler, channels: Sequence[tuple[int, int]], board: Board
+    ) -> None:
+        super().__init__(scheduler, channels)
+        self._board = board
+        self._posted: Sequence[int] = ()
+
+    def next(self, arrived: Sequence[int]) -> Action | None:
+        if arrived != self._posted:
+            self._posted = arrived
+            self._board.post(arrived)
+        word = self._board.next()
+        if word is None:
+            return None
+        self._tell(arrived)
+        action = Action.from_word(word)
+        self.scheduler.run(action)
+        return action
+
+
+def decider_for(
+    scheduler: Scheduler, channels: Sequence[tuple[int, int]], board: Board | None
+) -> Decider:
+    """The right decider: alone, leader or follower."""
+    if board is None:
+        return Decider(scheduler, channels)
+    return (Leader if board.index == 0 else Follower)(scheduler, channels, board)

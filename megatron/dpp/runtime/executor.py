@@ -1,0 +1,277 @@
+"""The loop that drives one iteration of one rank.
+
+    poll channels -> tell the Scheduler what arrived -> ask for the next action -> run it -> hand on
+    its output
+
+The executor carries decisions out and makes none: what runs next is the Scheduler's (or the stage
+leader's) choice, how a task is run is ``mcore.steps.Stage``'s, how tensors move is the transport's.
+``DppSchedule`` builds one per iteration.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from megatron.dpp.errors import ProtocolError, TransferTimeout
+from megatron.dpp.runtime.agreement import Decider
+from megatron.dpp.runtime.inject import Injector, Task
+from megatron.dpp.runtime.pace import Pace
+from megatron.dpp.runtime.topology import Channels
+from megatron.dpp.schedule import Action, Cause, Geometry, Kind
+from megatron.dpp.trace import Recorder
+from megatron.dpp.transport.base import Direction, Transport
+
+_NAP_SECONDS = 0.05
+"""Longest sleep between two looks at the world; an arrival ends it at once."""
+
+_TRACE_CAUSES = {
+    Cause.WARMUP: "warm-up",
+    Cause.MEMORY_CAP: "memory-cap",
+}
+
+
+class TaskRunner(Protocol):
+    """What the executor needs of a stage; ``mcore.steps.Stage`` is the real one."""
+
+    def forward(
+        self, chunk: int, microbatch: int, received: torch.Tensor | None
+    ) -> torch.Tensor: ...
+
+    def free_output(self, chunk: int, microbatch: int) -> None: ...
+
+    def backward(
+        self, chunk: int, microbatch: int, received: torch.Tensor | None
+    ) -> torch.Tensor | None: ...
+
+    def weight(self, chunk: int, microbatch: int, piece: int) -> None: ...
+
+    def chunk_complete(self, chunk: int) -> None: ...
+
+
+class Links:
+    """An opened transport, the maps between its channels and tasks, and how far it has been read.
+
+    Args:
+        transport: opened with ``channels.specs``.
+        channels: this rank's channels.
+    """
+
+    def __init__(self, transport: Transport, channels: Channels) -> None:
+        channels.bind(transport.outgoing, transport.incoming)
+        self.transport, self.channels = transport, channels
+        self.consumed = [0] * len(transport.incoming)
+        """Messages of earlier iterations, per incoming channel."""
+
+    def consume(self, geometry: Geometry) -> None:
+        """An iteration is over: its messages have all been taken."""
+        for index, (direction, _) in enumerate(self.channels.receiving):
+            if not (geometry.forward_only and direction == Direction.BACKWARD):
+                self.consumed[index] += geometry.num_microbatches
+
+
+class Executor:
+    """Runs all tasks of one iteration.
+
+    Args:
+        runner: carries tasks out.
+        decider: says which task is next.
+        links: the channels of this rank.
+        recorder: told of every task, message and gap.
+        pace: says when the next decision is due.
+        injector: slows tasks down on purpose, or None.
+        split_backward: weight gradients are tasks of their own.
+        iteration: number that every message of this iteration carries.
+        timeout: seconds without any progress after which the rank gives up.
+    """
+
+    def __init__(
+        self,
+        *,
+        runner: TaskRunner,
+        decider: Decider,
+        links: Links,
+        recorder: Recorder,
+        pace: Pace,
+        injector: Injector | None,
+        split_backward: bool,
+        iteration: int,
+        timeout: float,
+    ) -> None:
+        self._split_backward = split_backward
+        self._runner, self._decider, self._recorder = runner, decider, recorder
+        self._scheduler = decider.scheduler
+        self._transport, self._channels = links.transport, links.channels
+        self._kinds = {link.peer: link.kind for link in links.transport.links()}
+        self._pace, self._injector = pace, injector
+        self._iteration, self._timeout = iteration, timeout
+        self._gap_start = 0
+        self._gap_cause = ""
+        self._gap_detail = ""
+        self._ordinal = 0
+        self._owed = [self._tasks_owed(chunk) for chunk in range(self._geometry.num_chunks)]
+        self._next_complete = self._geometry.num_chunks - 1
+        self._run_kind = {Kind.F: self._forward, Kind.B: self._backward, Kind.W: self._weight}
+
+    @property
+    def _geometry(self) -> Geometry:
+        return self._scheduler.geometry
+
+    def run(self) -> None:
+        """Run until every task of the iteration has been carried out and its output is on its way.
+
+        Raises:
+            TransferTimeout: nothing could run for ``timeout`` seconds; names what is missing.
+            TransportError: a peer died or a link failed.
+        """
+        scheduler, transport = self._scheduler, self._transport
+        while not scheduler.done:
+            arrived = transport.poll()
+            if not self._pace.ready():
+                self._open_gap("lookahead")
+                continue
+            action = self._decider.next(arrived)
+            if action is None:
+                self._sleep()
+                continue
+            self._close_gap()
+            self._run(action)
+        transport.flush(self._timeout)
+
+    def _tasks_owed(self, chunk: int) -> int:
+        """Tasks after which a chunk's gradients are complete: its W pieces, or its fused B's."""
+        geometry = self._geometry
+        if geometry.forward_only:
+            return 0
+        pieces = geometry.pieces(chunk) if self._split_backward else 0
+        return int(geometry.num_microbatches * max(pieces, 1))
+
+    def _run(self, action: Action) -> None:
+        kind, chunk, microbatch, piece = action
+        self._recorder.begin_task(kind.name, chunk, microbatch, piece)
+        self._run_kind[kind](chunk, microbatch, piece)
+        self._ordinal += 1
+
+    def _forward(self, chunk: int, microbatch: int, piece: int) -> None:
+        received = self._take(Direction.FORWARD, chunk, microbatch)
+        output = self._runner.forward(chunk, microbatch, received)
+        self._finish_task("F", chunk, microbatch)
+        if self._put(Direction.FORWARD, chunk, microbatch, output):
+            self._runner.free_output(chunk, microbatch)
+
+    def _backward(self, chunk: int, microbatch: int, piece: int) -> None:
+        received = self._take(Direction.BACKWARD, chunk, microbatch)
+        gradient = self._runner.backward(chunk, microbatch, received)
+        self._finish_task("B", chunk, microbatch)
+        self._put(Direction.BACKWARD, chunk, microbatch, gradient)
+        if not self._split_backward or not self._geometry.pieces(chunk):
+            self._count_complete(chunk)
+
+    def _weight(self, chunk: int, microbatch: int, piece: int) -> None:
+        self._runner.weight(chunk, microbatch, piece)
+        self._finish_task("W", chunk, microbatch)
+        self._count_complete(chunk)
+
+    def _finish_task(self, kind: str, chunk: int, microbatch: int) -> None:
+        """The task's own work is queued: prolong it if asked to, before its output may leave."""
+        key = (kind, chunk)
+        if self._injector is not None:
+            task = Task(self._iteration, kind, chunk, microbatch, self._ordinal)
+            self._pace.prolong(key, self._injector.factor(task), self._injector.seconds(task))
+        self._pace.launched(key)
+        self._recorder.end_task()
+
+    def _take(self, direction: Direction, chunk: int, microbatch: int) -> torch.Tensor | None:
+        channel = self._channels.incoming(direction, chunk)
+        if channel is None:
+            return None
+        message = self._transport.take(channel)
+        spec = self._channels.spec_in(channel)
+        self._recorder.taken(spec, message)
+        expected = (self._iteration, microbatch)
+        if (message.iteration, message.microbatch) != expected:
+            raise ProtocolError(
+                f"{spec}: expected iteration {expected[0]}, microbatch {expected[1]}, got "
+                "iteration "
+                f"{message.iteration}, microbatch {message.microbatch}; do all ranks run the same "
+                "step?"
+            )
+        return message.tensor
+
+    def _put(
+        self, direction: Direction, chunk: int, microbatch: int, tensor: torch.Tensor | None
+    ) -> bool:
+        """Hand a result to its channel; False at the end of the pipeline."""
+        channel = self._channels.outgoing(direction, chunk)
+        if channel is None:
+            return False
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"chunk {chunk} returned {type(tensor).__name__} to its neighbour; one tensor is "
+                "needed"
+            )
+        # Detached: the transport must keep this storage even when the output's own .data is freed.
+        payload = tensor.detach().contiguous()
+        self._transport.put(channel, payload, iteration=self._iteration, microbatch=microbatch)
+        if self._recorder.enabled:
+            spec = self._channels.spec_out(channel)
+            self._recorder.put(spec, microbatch, payload.nbytes, self._kinds[spec.destination])
+        return True
+
+    def _count_complete(self, chunk: int) -> None:
+        """Report complete chunks in the order v-1..0, whatever order a policy finished them in."""
+        self._owed[chunk] -= 1
+        while self._next_complete >= 0 and self._owed[self._next_complete] == 0:
+            self._runner.chunk_complete(self._next_complete)
+            self._next_complete -= 1
+
+    def _sleep(self) -> None:
+        """Nothing may run: wait for an arrival, and give up after ``timeout`` seconds."""
+        if not self._gap_cause or self._gap_cause == "lookahead":
+            self._close_gap()
+            self._describe_gap()
+        waited = (time.monotonic_ns() - self._gap_start) * 1e-9
+        if waited > self._timeout:
+            raise TransferTimeout(self._timeout_text())
+        self._transport.wait(min(_NAP_SECONDS, self._timeout - waited + 1e-3))
+
+    def _describe_gap(self) -> None:
+        if self._decider.followed:
+            self._open_gap("tp-agreement")
+            return
+        stall = self._scheduler.stall()
+        names = ("F", "B")
+        waiting = " ".join(f"{names[way]}{chunk}" for way, chunk in stall.channels)
+        self._open_gap(_TRACE_CAUSES.get(stall.cause, "message"), waiting)
+
+    def _open_gap(self, cause: str, detail: str = "") -> None:
+        if not self._gap_cause:
+            self._gap_start = time.monotonic_ns()
+            self._gap_cause, self._gap_detail = cause, detail
+
+    def _close_gap(self) -> None:
+        if self._gap_cause:
+            self._recorder.gap(
+                self._gap_start, time.monotonic_ns(), self._gap_cause, self._gap_detail
+            )
+            self._gap_cause = ""
+
+    def _timeout_text(self) -> str:
+        stall = self._scheduler.stall()
+        specs = [
+            self._channels.spec_in(index)
+            for way, chunk in stall.channels
+            if (index := self._channels.incoming(way, chunk)) is not None
+        ]
+        sources: Sequence[str] = sorted({str(spec) for spec in specs}) or [
+            "the leader of this stage"
+        ]
+        return (
+            f"rank {self._transport.rank} could run nothing for {self._timeout:g} s in iteration "
+            f"{self._iteration} ({stall.text}); missing from: {', '.join(sources)}. Every peer's "
+            "process is "
+            "alive: one is stopped or stuck, or slower than --dpp-timeout allows"
+        )

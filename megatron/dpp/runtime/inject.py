@@ -1,0 +1,190 @@
+"""Variability on purpose: slow tasks, slow ranks, slow links, for measurements and tests.
+
+A specification such as ``jitter:0.3,transient:2x:20%,slow-link:0-1:5ms`` (flag ``--dpp-inject``)
+becomes an :class:`Injector`, which says by which factor a task is to take longer and by how many
+seconds a message is to be late. Every answer is a pure function of the seed and of what the task or
+message is, so all schedules meet the same trouble. The executor, and the wrapper around
+megatron-core's static schedules, carry the answers out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.dpp.errors import ConfigError
+
+_FORMS = (
+    "jitter:SIGMA, transient:2x:20%, slow-rank:RANK:FACTOR, slow-link:A-B:5ms, lengths:SIGMA, "
+    "head:FACTOR, delay:5ms (uniform up to), message-delay:5ms (uniform up to)"
+)
+_BURST_TASKS = 4
+"""A transient lasts this many tasks of a rank, so that it is felt as a slow period and not as
+noise.
+"""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an answer may depend on. ``ordinal`` counts the rank's tasks of this iteration."""
+
+    iteration: int
+    kind: str
+    chunk: int
+    microbatch: int
+    ordinal: int
+
+
+Slowdown = Callable[[int, int, Task], float]
+
+
+class Injector:
+    """Answers how much slower a task or a message of one rank is to be.
+
+    Args:
+        specification: comma-separated list of the forms above.
+        rank, num_ranks: place in the pipeline and its size.
+        seed: repeats a run's trouble exactly.
+
+    Raises:
+        ConfigError: a form that is not known, or a rank outside the pipeline.
+    """
+
+    def __init__(self, specification: str, rank: int, num_ranks: int, seed: int = 0) -> None:
+        self._rank, self._num_ranks, self._seed = rank, num_ranks, seed
+        self._factors: list[Callable[[Task], float]] = []
+        self._delays: list[Callable[[Task], float]] = []
+        self._links: dict[tuple[int, int], float] = {}
+        self._message_delay = 0.0
+        for item in specification.split(","):
+            self._add(item.strip())
+
+    def factor(self, task: Task) -> float:
+        """By how much a task is to take longer (at least 1.0); never faster."""
+        return max(1.0, math.prod(rule(task) for rule in self._factors))
+
+    def seconds(self, task: Task) -> float:
+        """By how many seconds a task is to take longer, whatever its own duration."""
+        return sum(rule(task) for rule in self._delays)
+
+    def message_seconds(self, source: int, destination: int, number: int) -> float:
+        """Seconds by which the ``number``-th message from one rank of the pipeline to another is
+        late.
+        """
+        late = self._links.get((min(source, destination), max(source, destination)), 0.0)
+        if self._message_delay:
+            late += self._message_delay * self._draw(source, destination, number).random()
+        return late
+
+    @property
+    def delays_messages(self) -> bool:
+        """Whether any message can be late."""
+        return bool(self._links) or self._message_delay > 0.0
+
+    def _add(self, item: str) -> None:
+        name, _, rest = item.partition(":")
+        adders = {
+            "jitter": self._add_jitter,
+            "transient": self._add_transient,
+            "slow-rank": self._add_slow_rank,
+            "slow-link": self._add_slow_link,
+            "lengths": self._add_lengths,
+            "head": self._add_head,
+            "delay": self._add_delay,
+            "message-delay": self._add_message_delay,
+        }
+        try:
+            adders[name](rest)
+        except (KeyError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"--dpp-inject {item!r}: expected {_FORMS}") from error
+
+    def _add_jitter(self, text: str) -> None:
+        sigma = float(text)
+
+        def rule(task: Task) -> float:
+            draw = self._draw(task.iteration, _code(task.kind), task.chunk, task.microbatch, 1)
+            return math.exp(sigma * draw.gauss(0.0, 1.0) - sigma * sigma / 2)
+
+        self._factors.append(rule)
+
+    def _add_transient(self, text: str) -> None:
+        factor_text, share_text = text.split(":")
+        factor, share = float(factor_text.rstrip("x")), float(share_text.rstrip("%")) / 100
+
+        def rule(task: Task) -> float:
+            draw = self._draw(task.iteration, task.ordinal // _BURST_TASKS, 2)
+            return factor if draw.random() < share else 1.0
+
+        self._factors.append(rule)
+
+    def _add_slow_rank(self, text: str) -> None:
+        rank_text, factor_text = text.split(":")
+        rank, factor = int(rank_text), float(factor_text.rstrip("x"))
+        self._check_rank(rank, f"slow-rank:{text}")
+        if rank == self._rank:
+            self._factors.append(lambda task: factor)
+
+    def _add_slow_link(self, text: str) -> None:
+        pair, late = text.split(":")
+        a, b = sorted(int(rank) for rank in pair.split("-"))
+        self._check_rank(b, f"slow-link:{text}")
+        self._links[a, b] = _seconds(late)
+
+    def _add_lengths(self, text: str) -> None:
+        sigma = float(text)
+
+        def rule(task: Task) -> float:
+            draw = _generator(self._seed, task.iteration, task.microbatch, 3)
+            return math.exp(sigma * draw.gauss(0.0, 1.0) - sigma * sigma / 2)
+
+        self._factors.append(rule)
+
+    def _add_head(self, text: str) -> None:
+        factor = float(text.rstrip("x"))
+        if self._rank == self._num_ranks - 1:
+            self._factors.append(lambda task: factor)
+
+    def _add_delay(self, text: str) -> None:
+        most = _seconds(text)
+
+        def rule(task: Task) -> float:
+            draw = self._draw(task.iteration, _code(task.kind), task.chunk, task.microbatch, 4)
+            return most * draw.random()
+
+        self._delays.append(rule)
+
+    def _add_message_delay(self, text: str) -> None:
+        self._message_delay = _seconds(text)
+
+    def _check_rank(self, rank: int, item: str) -> None:
+        if not 0 <= rank < self._num_ranks:
+            raise ConfigError(
+                f"--dpp-inject {item}: rank {rank} is outside the pipeline of {self._num_ranks} "
+                "ranks"
+            )
+
+    def _draw(self, *key: int) -> random.Random:
+        return _generator(self._seed, self._rank, *key)
+
+
+def _generator(*key: int) -> random.Random:
+    packed = struct.pack(f"<{len(key)}q", *key)
+    return random.Random(hashlib.blake2b(packed, digest_size=8).digest())
+
+
+def _code(kind: str) -> int:
+    return "FBW".index(kind)
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"([0-9.]+)(us|ms|s)", text)
+    if match is None:
+        raise ValueError(text)
+    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]

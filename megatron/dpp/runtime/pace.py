@@ -1,0 +1,133 @@
+"""How far the host may run ahead of the device.
+
+On a CPU a task is over when its call returns, and there is nothing to pace. On a GPU a call only
+queues work. A dynamic schedule that queued several tasks would decide before it knows; one that
+waited for the device to be idle would leave it idle while the next task is launched. ``DevicePace``
+opens the next decision when little is left of the
+task that is running: ``lookahead`` milliseconds, judged by how long tasks of its kind have taken
+(POLICY.md: late decisions cost 0.1-0.3 points, early ones up to 3.8).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+_SMOOTHING = 0.25
+"""Weight of the newest duration in the running estimate."""
+
+
+class Pace(Protocol):
+    """What the executor asks between tasks."""
+
+    def ready(self) -> bool:
+        """Whether the next task may be chosen now."""
+        ...
+
+    def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
+        """Make the task that was just run take ``factor`` times as long and ``seconds`` more
+        (injection).
+        """
+        ...
+
+    def launched(self, key: tuple[str, int]) -> None:
+        """The work of one task of this (kind, chunk) has been queued."""
+        ...
+
+
+class HostPace:
+    """For a CPU: a task that was run is over."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def ready(self) -> bool:
+        self._began = time.monotonic()
+        return True
+
+    def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
+        took = time.monotonic() - self._began
+        time.sleep((factor - 1.0) * took + seconds)
+
+    def launched(self, key: tuple[str, int]) -> None:
+        pass
+
+
+@dataclass
+class _Running:
+    key: tuple[str, int]
+    event: Any
+    injected: float
+    queued_at: float
+
+
+class DevicePace:
+    """For a GPU: the next task is chosen when the running one is nearly over.
+
+    Args:
+        lookahead: seconds of device work that may be left when the next task is chosen.
+        follow: a follower of its stage's leader, which never holds back.
+    """
+
+    def __init__(self, lookahead: float, follow: bool = False) -> None:
+        self._lookahead, self._follow = lookahead, follow
+        self._running: deque[_Running] = deque()
+        self._estimate: dict[tuple[str, int], float] = {}
+        self._free: list[Any] = []
+        self._last_end = 0.0
+        self._injected = 0.0
+        self._cycles_per_second = 0.0
+
+    def ready(self) -> bool:
+        self._collect()
+        if self._follow or not self._running:
+            return True
+        if len(self._running) > 1:
+            return False
+        head = self._running[0]
+        started = max(self._last_end, head.queued_at)
+        expected = self._estimate.get(head.key, 0.0) + head.injected
+        return time.monotonic() - started >= expected - self._lookahead
+
+    def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
+        extra = (factor - 1.0) * self._estimate.get(key, 0.0) + seconds
+        if extra > 0.0:
+            torch.cuda._sleep(int(extra * self._clock()))  # type: ignore[no-untyped-call]
+            self._injected = extra
+
+    def launched(self, key: tuple[str, int]) -> None:
+        event = self._free.pop() if self._free else torch.cuda.Event()
+        event.record()
+        # What starts an idle device is the first kernel of the launch, not its end: estimates are
+        # made from completions that follow each other, so a task that found the device idle is not
+        # one.
+        queued_at = time.monotonic()
+        self._running.append(_Running(key, event, self._injected, queued_at))
+        self._injected = 0.0
+
+    def _collect(self) -> None:
+        """Take finished tasks off the head and learn how long they took."""
+        while self._running and self._running[0].event.query():
+            now, task = time.monotonic(), self._running.popleft()
+            if self._last_end > task.queued_at or task.key not in self._estimate:
+                took = now - max(self._last_end, task.queued_at) - task.injected
+                old = self._estimate.get(task.key, took)
+                self._estimate[task.key] = max(0.0, old + _SMOOTHING * (took - old))
+            self._last_end = now
+            self._free.append(task.event)
+
+    def _clock(self) -> float:
+        """Cycles per second of ``torch.cuda._sleep``, measured once."""
+        if not self._cycles_per_second:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            cycles = 20_000_000
+            begin.record()
+            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+            end.record()
+            end.synchronize()
+            self._cycles_per_second = cycles / (begin.elapsed_time(end) * 1e-3)
+        return self._cycles_per_second

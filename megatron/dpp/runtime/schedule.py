@@ -1,0 +1,286 @@
+"""``DppSchedule``: the dynamic pipeline in the place of megatron-core's ``forward_backward_func``.
+
+    with DppSchedule(DppConfig()) as forward_backward:
+        losses = forward_backward(forward_step_func=..., data_iterator=..., model=...,
+        num_microbatches=...,
+                                  seq_length=..., micro_batch_size=...)
+
+The first call looks at the model and the process groups, opens the links and says what each rank
+may hold; later calls reuse all of it. Everything that one iteration needs is built per call and
+thrown away after it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.dpp.config import DppConfig
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore.rng import TaskRng, needs_task_rng
+from megatron.dpp.mcore.steps import Stage, StepCall
+from megatron.dpp.mcore.wgrad import WeightGradients
+from megatron.dpp.runtime.agreement import decider_for
+from megatron.dpp.runtime.delayed import DelayedTransport
+from megatron.dpp.runtime.executor import Executor, Links
+from megatron.dpp.runtime.inject import Injector
+from megatron.dpp.runtime.pace import DevicePace, HostPace, Pace
+from megatron.dpp.runtime.topology import Topology
+from megatron.dpp.schedule import Geometry, Scheduler, parse_cap
+from megatron.dpp.trace import NullRecorder, Recorder
+from megatron.dpp.transport import TransportOptions, open_transport
+
+logger = logging.getLogger("megatron.dpp")
+
+
+@dataclass(kw_only=True)
+class _Session:
+    """What stays open from call to call."""
+
+    topology: Topology
+    links: Links
+    slot_bytes: int
+    pace: Pace
+    injector: Injector | None
+    rng: TaskRng
+
+
+class DppSchedule:
+    """A callable with the keyword signature of megatron-core's ``forward_backward_func``.
+
+    Args:
+        config: policy, memory cap, transport and the rest; see :class:`~megatron.dpp.DppConfig`.
+        recorder: where a trace goes, or None.
+        seed: seed of the tasks' random states; None takes PyTorch's initial seed.
+        log: called with each line about links and caps; None uses the ``megatron.dpp`` logger.
+
+    Use it as a context manager, or call :meth:`close`, so that links and processes' resources are
+    freed.
+    """
+
+    def __init__(
+        self,
+        config: DppConfig | None = None,
+        *,
+        recorder: Recorder | None = None,
+        seed: int | None = None,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        self.config = config or DppConfig()
+        self.iteration = 0
+        """Number of the next call; set it after resuming from a checkpoint, so that random states
+        continue.
+        """
+        self.peak_held = 0.0
+        """Most chunk activations this rank has held so far."""
+        self.num_out_of_order = 0
+        """Forwards and backwards of the last call that did not follow Megatron's own order."""
+        self._recorder = recorder or NullRecorder()
+        self._seed = torch.initial_seed() if seed is None else seed
+        self._log = log or logger.info
+        self._session: _Session | None = None
+        self._weight_gradients: WeightGradients | None = None
+        self._bound_model: list[torch.nn.Module] = []
+        self._schedulers: dict[Geometry, Scheduler] = {}
+
+    def __call__(self, **keywords: Any) -> list[Any]:
+        """Run all forwards and backwards of one step; keywords and result are megatron-core's.
+
+        Returns:
+            What the loss function reduced, one entry per microbatch, on the last stage; an empty
+            list elsewhere.
+
+        Raises:
+            ConfigError: an argument or a model setting that cannot be honoured, by name.
+            TransportError: a peer died, or a message did not arrive in time.
+        """
+        call = StepCall.checked(**keywords)
+        session = self._open_session(call)
+        split = self._bind(call)
+        topology, iteration = session.topology, self.iteration
+        self.iteration += 1
+        if self.config.task_rng and not call.forward_only and needs_task_rng(call.model):
+            function = session.rng.wrap(call.forward_step_func, iteration)
+            call = StepCall(**{**call.__dict__, "forward_step_func": function})
+        weights = self._weight_gradients if split else None
+        stage = Stage(call, topology.rank, topology.num_ranks, weights)
+        scheduler = self._scheduler(call, topology, split)
+        stage.open()
+        self._execute(session, stage, scheduler, split, iteration)
+        self.peak_held = max(self.peak_held, scheduler.peak_held)
+        self.num_out_of_order = scheduler.num_out_of_order
+        with self._recorder.span("grad-sync"):
+            return stage.finish()
+
+    def _execute(
+        self, session: _Session, stage: Stage, scheduler: Scheduler, split: bool, iteration: int
+    ) -> None:
+        links = session.links
+        decider = decider_for(scheduler, links.channels.receiving, links.transport.board)
+        decider.start(links.consumed)
+        Executor(
+            runner=stage,
+            decider=decider,
+            links=links,
+            recorder=self._recorder,
+            pace=session.pace,
+            injector=session.injector,
+            split_backward=split,
+            iteration=iteration,
+            timeout=self.config.timeout,
+        ).run()
+        links.consume(scheduler.geometry)
+
+    def _scheduler(self, call: StepCall, topology: Topology, split: bool) -> Scheduler:
+        """A fresh or restarted scheduler for calls of this shape; a new shape is said once."""
+        geometry = Geometry(
+            num_ranks=topology.num_ranks,
+            rank=topology.rank,
+            num_chunks=topology.num_chunks,
+            num_microbatches=call.num_microbatches,
+            forward_only=call.forward_only,
+            group=self._group(call, topology),
+            w_pieces=self._weight_gradients.num_pieces
+            if split and self._weight_gradients
+            else None,
+        )
+        if geometry in self._schedulers:
+            self._schedulers[geometry].restart()
+            return self._schedulers[geometry]
+        if call.forward_only:
+            scheduler = Scheduler(geometry, policy="depth-first", split_backward=False)
+        else:
+            cap = parse_cap(self.config.activation_cap, geometry)
+            self._log(f"dynamic pipeline: {cap.text}")
+            scheduler = Scheduler(
+                geometry, policy=self.config.policy, cap=cap.chunks, split_backward=split
+            )
+        self._schedulers[geometry] = scheduler
+        return scheduler
+
+    @staticmethod
+    def _group(call: StepCall, topology: Topology) -> int | None:
+        size = call.config.microbatch_group_size_per_vp_stage
+        return size if size and size >= topology.num_ranks else None
+
+    def _bind(self, call: StepCall) -> bool:
+        """Prepare the layers for a split backward; whether this call's backward is split."""
+        if not self.config.split_backward or call.forward_only:
+            return False
+        if self._bound_model != call.model:
+            if self._weight_gradients is not None:
+                self._weight_gradients.close()
+            self._weight_gradients = WeightGradients(call.model)
+            self._bound_model = list(call.model)
+        return any(self._weight_gradients.num_pieces) if self._weight_gradients else False
+
+    def _open_session(self, call: StepCall) -> _Session:
+        slot_bytes = call.boundary_bytes()
+        if self._session is not None:
+            if slot_bytes <= self._session.slot_bytes:
+                return self._session
+            self._close_links()
+        self._session = self._connect(call, slot_bytes)
+        return self._session
+
+    def _connect(self, call: StepCall, slot_bytes: int) -> _Session:
+        ranks = torch.distributed.get_process_group_ranks(call.pg_collection.pp)
+        rank = torch.distributed.get_rank(call.pg_collection.pp)
+        topology = Topology(tuple(ranks), rank, len(call.model))
+        self._check_chunks(call, topology)
+        injector = None
+        if self.config.inject:
+            injector = Injector(self.config.inject, rank, topology.num_ranks, self._seed)
+        links = _open_links(topology, slot_bytes, _stage_ranks(call), self.config, injector)
+        for link in links.transport.links():
+            self._log(
+                f"dynamic pipeline: rank {ranks[rank]} -> {link.peer}: {link.kind} ({link.reason})"
+            )
+        board = links.transport.board
+        follow = board is not None and board.index > 0
+        on_gpu = torch.cuda.is_available()
+        return _Session(
+            topology=topology,
+            links=links,
+            slot_bytes=slot_bytes,
+            pace=DevicePace(self.config.lookahead * 1e-3, follow) if on_gpu else HostPace(),
+            injector=injector,
+            rng=TaskRng(self._seed, topology.num_ranks, rank),
+        )
+
+    @staticmethod
+    def _check_chunks(call: StepCall, topology: Topology) -> None:
+        expected = call.config.virtual_pipeline_model_parallel_size or 1
+        if len(call.model) != expected:
+            raise ConfigError(
+                f"model: {len(call.model)} chunks were given, but "
+                "virtual_pipeline_model_parallel_size "
+                f"is {expected}"
+            )
+
+    def _close_links(self) -> None:
+        if self._session is not None:
+            self._session.links.transport.close()
+            self._session = None
+
+    def close(self) -> None:
+        """Close the links, give the layers their own forward back. May be called twice."""
+        self._close_links()
+        if self._weight_gradients is not None:
+            self._weight_gradients.close()
+            self._weight_gradients, self._bound_model = None, []
+        self._schedulers.clear()
+
+    def __enter__(self) -> DppSchedule:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _stage_ranks(call: StepCall) -> list[int]:
+    """Global ranks that share this stage's collectives: tensor- and context-parallel ones, leader
+    first.
+    """
+    if call.pg_collection.tp.size() * call.pg_collection.cp.size() == 1:
+        return []
+    group = getattr(call.pg_collection, "tp_cp", None)
+    group = group or parallel_state.get_tensor_and_context_parallel_group()
+    return sorted(torch.distributed.get_process_group_ranks(group))
+
+
+def _open_links(
+    topology: Topology,
+    slot_bytes: int,
+    stage_ranks: Sequence[int],
+    config: DppConfig,
+    injector: Injector | None,
+) -> Links:
+    channels = topology.channels(slot_bytes, config.slots)
+    alone = topology.num_ranks == 1  # no arrivals, so a stage's ranks agree without a board
+    transport = open_transport(
+        channels.specs,
+        rank=torch.distributed.get_rank(),
+        store=None if alone else torch.distributed.distributed_c10d._get_default_store(),
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        kind=config.transport,
+        options=TransportOptions(
+            timeout=config.timeout, checksum=config.checksum, workload=config.workload
+        ),
+        board_ranks=None if alone else stage_ranks or None,
+        board_counters=channels.num_incoming,
+    )
+    if injector is not None and injector.delays_messages:
+        transport = DelayedTransport(transport, injector, topology.ranks)
+    return Links(transport, channels)

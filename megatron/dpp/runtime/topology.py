@@ -1,0 +1,116 @@
+"""Where a rank stands in the pipeline, and which channels that gives it.
+
+Virtual stage ``s = chunk * p + rank``, as Megatron numbers them. Stage s sends its output forward
+to stage s + 1 and the gradient of its input backward to stage s - 1; each pair of neighbouring
+stages has one channel per direction, named after the chunk on the receiving rank. The executor is
+the only caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.dpp.transport.base import ChannelSpec, Direction
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A rank's place in one pipeline.
+
+    Args:
+        ranks: global ranks of the pipeline, in pipeline order.
+        rank: this process's index in ``ranks``.
+        num_chunks: model chunks per rank.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    num_chunks: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline size p."""
+        return len(self.ranks)
+
+    @property
+    def num_stages(self) -> int:
+        """Virtual stages in all: p * v."""
+        return self.num_ranks * self.num_chunks
+
+    def stage(self, chunk: int) -> int:
+        """Virtual stage number of one of this rank's chunks."""
+        return chunk * self.num_ranks + self.rank
+
+    def channels(self, slot_bytes: int, depth: int) -> Channels:
+        """The channels that begin or end here, and which task each of them serves."""
+        specs: list[ChannelSpec] = []
+        own = self.ranks[self.rank]
+        for stage in range(self.num_stages - 1):
+            here, there = self._at(stage), self._at(stage + 1)
+            for sender, receiver, way in (
+                (here, there, Direction.FORWARD),
+                (there, here, Direction.BACKWARD),
+            ):
+                if own in (sender[0], receiver[0]):
+                    specs.append(
+                        ChannelSpec(sender[0], receiver[0], receiver[1], way, slot_bytes, depth)
+                    )
+        return Channels(self, tuple(specs))
+
+    def _at(self, stage: int) -> tuple[int, int]:
+        """(global rank, chunk) of a virtual stage."""
+        return self.ranks[stage % self.num_ranks], stage // self.num_ranks
+
+
+class Channels:
+    """A rank's channels, and the maps between them and (direction, chunk) of its own tasks."""
+
+    def __init__(self, topology: Topology, specs: tuple[ChannelSpec, ...]) -> None:
+        own = topology.ranks[topology.rank]
+        self.specs = specs
+        self._topology = topology
+        self._outgoing = [spec for spec in specs if spec.source == own]
+        self._incoming = [spec for spec in specs if spec.destination == own]
+
+    def bind(self, outgoing: Sequence[ChannelSpec], incoming: Sequence[ChannelSpec]) -> None:
+        """Take over the order in which an opened transport lists the channels."""
+        self._outgoing, self._incoming = list(outgoing), list(incoming)
+        self.receiving = [(int(spec.direction), spec.chunk) for spec in self._incoming]
+        self._index_of = {key: index for index, key in enumerate(self.receiving)}
+        self._sending = {
+            (int(spec.direction), self._own_chunk(spec)): index
+            for index, spec in enumerate(self._outgoing)
+        }
+
+    @property
+    def num_incoming(self) -> int:
+        """Channels that end at this rank."""
+        return len(self._incoming)
+
+    def incoming(self, direction: int, chunk: int) -> int | None:
+        """Index of the channel that feeds a task of ``chunk``; None where the task needs no
+        message.
+        """
+        return self._index_of.get((direction, chunk))
+
+    def outgoing(self, direction: int, chunk: int) -> int | None:
+        """Index of the channel that takes the result of ``chunk``; None at the ends of the
+        pipeline.
+        """
+        return self._sending.get((direction, chunk))
+
+    def spec_in(self, index: int) -> ChannelSpec:
+        """The incoming channel with this index."""
+        return self._incoming[index]
+
+    def spec_out(self, index: int) -> ChannelSpec:
+        """The outgoing channel with this index."""
+        return self._outgoing[index]
+
+    def _own_chunk(self, spec: ChannelSpec) -> int:
+        """The sending chunk of one of this rank's outgoing channels."""
+        topology = self._topology
+        receiver = spec.chunk * topology.num_ranks + topology.ranks.index(spec.destination)
+        step = 1 if spec.direction is Direction.FORWARD else -1
+        return (receiver - step) // topology.num_ranks

@@ -1,0 +1,187 @@
+"""Train a small GPT twice from the same weights, statically and dynamically; compare bit by bit.
+
+Run by test_equality.py, one process per rank: equality_worker.py JSON, a list of cases. Each case
+names its layout and settings; the process groups are rebuilt between cases, so that one start of
+Python serves many of them. Prints ``CASE name ok`` or the first difference, and fails with it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.dpp.mcore import cpu
+
+SUPPORT = cpu.install() if not torch.cuda.is_available() else None
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+from megatron.dpp import DppConfig, DppSchedule  # noqa: E402
+from megatron.dpp.mcore.rng import TaskRng  # noqa: E402
+from megatron.dpp.mcore.specs import block_spec  # noqa: E402
+
+VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
+
+
+def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Model chunks under DDP, and their optimizer, as the training layer builds them."""
+    v = case.get("v", 1)
+    config = TransformerConfig(
+        num_layers=case.get("layers", 8), hidden_size=HIDDEN, num_attention_heads=4,
+        pipeline_model_parallel_size=case["p"], tensor_model_parallel_size=case.get("tp", 1),
+        virtual_pipeline_model_parallel_size=v if v > 1 else None,
+        sequence_parallel=case.get("sp", False), pipeline_dtype=torch.float32,
+        hidden_dropout=case.get("dropout", 0.0), attention_dropout=case.get("dropout", 0.0),
+        deallocate_pipeline_outputs=True, persist_layer_norm=False, masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False, bias_dropout_fusion=False,
+        overlap_p2p_comm=v > 1, batch_p2p_comm=v == 1, recompute_granularity=case.get("recompute"),
+        recompute_method="uniform" if case.get("recompute") == "full" else None,
+        recompute_num_layers=1 if case.get("recompute") == "full" else None,
+    )  # fmt: skip
+    ddp_config = DistributedDataParallelConfig(
+        overlap_grad_reduce=case.get("overlap", False),
+        use_distributed_optimizer=case.get("distributed_optimizer", False),
+    )
+    chunks = []
+    for chunk in range(v):
+        stage = chunk if v > 1 else None
+        pre = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+        post = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+        spec = block_spec(config, implementation=case.get("spec", "torch"), vp_stage=stage)
+        model = GPTModel(
+            config, spec, VOCABULARY, SEQUENCE, pre_process=pre, post_process=post, vp_stage=stage,
+            share_embeddings_and_output_weights=True,
+        )  # fmt: skip
+        model.model_type = 1
+        chunks.append(
+            DistributedDataParallel(config, ddp_config, model, disable_bucketing=chunk > 0)
+        )
+    config.no_sync_func = [c.no_sync for c in chunks] if case.get("overlap") else None
+    if config.no_sync_func and v == 1:
+        config.no_sync_func = config.no_sync_func[0]
+    config.finalize_model_grads_func = finalize_model_grads
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=1e-2, clip_grad=1.0, weight_decay=0.1,
+            use_distributed_optimizer=ddp_config.use_distributed_optimizer,
+        ),
+        chunks,
+    )  # fmt: skip
+    config.grad_scale_func = optimizer.scale_loss
+    return chunks, optimizer
+
+
+def batches(case: dict[str, Any]) -> Any:
+    """Endless microbatches, the same for every stage of a pipeline, different per replica."""
+    generator = torch.Generator().manual_seed(17 + parallel_state.get_data_parallel_rank())
+    while True:
+        yield torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE + 1), generator=generator)
+
+
+def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = output.float().mean()
+    return loss, {"lm loss": loss.detach().clone()}
+
+
+def forward_step(iterator: Any, model: Any) -> Any:
+    tokens = next(iterator)
+    positions = torch.arange(SEQUENCE).expand(MICRO_BATCH, -1)
+    return model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]), partial(loss_func)
+
+
+def train(case: dict[str, Any], schedule: Any, iterations: int = 3) -> dict[str, Any]:
+    """Three optimizer steps and one evaluation; everything that must be equal to the last bit."""
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(
+        case["v"] if case.get("v", 1) > 1 else None
+    )
+    torch.manual_seed(1234 + parallel_state.get_pipeline_model_parallel_rank())
+    model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    chunks, optimizer = build(case)
+    iterators = [batches(case) for _ in chunks]
+    losses, norms = [], []
+    for number in range(iterations + 1):
+        evaluating = number == iterations
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+            chunk.train(not evaluating)
+        optimizer.zero_grad()
+        out = schedule(
+            forward_step_func=forward_step, data_iterator=iterators, model=chunks,
+            num_microbatches=case["m"], seq_length=SEQUENCE, micro_batch_size=MICRO_BATCH,
+            forward_only=evaluating,
+        )  # fmt: skip
+        losses += [entry["lm loss"].item() for entry in out]
+        if not evaluating:
+            _, norm, _ = optimizer.step()
+            norms.append(norm)
+    weights = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def static_schedule(case: dict[str, Any]) -> Any:
+    """megatron-core's own function, with the tasks' random states where dropout is on."""
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    rng, calls = TaskRng(1234, case["p"], rank), iter(range(1 << 30))
+
+    def run(**keywords: Any) -> Any:
+        iteration = next(calls)
+        if case.get("dropout") and not keywords["forward_only"]:
+            keywords["forward_step_func"] = rng.wrap(keywords["forward_step_func"], iteration)
+        if case.get("v", 1) == 1:
+            keywords["model"] = keywords["model"][0]
+            keywords["data_iterator"] = keywords["data_iterator"][0]
+        return get_forward_backward_func()(**keywords)
+
+    return run
+
+
+def compare(expected: dict[str, Any], got: dict[str, Any], what: str) -> None:
+    for name in ("losses", "norms"):
+        assert expected[name] == got[name], f"{what}: {name} {expected[name]} != {got[name]}"
+    for index, (one, other) in enumerate(zip(expected["weights"], got["weights"], strict=True)):
+        worst = (one - other).abs().max().item()
+        assert torch.equal(one, other), f"{what}: parameter {index} differs by up to {worst}"
+
+
+def run_case(case: dict[str, Any]) -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.get("tp", 1), pipeline_model_parallel_size=case["p"],
+        virtual_pipeline_model_parallel_size=case["v"] if case.get("v", 1) > 1 else None,
+    )  # fmt: skip
+    expected = train(case, static_schedule(case))
+    assert all(map(torch.isfinite, map(torch.tensor, expected["losses"])))
+    for settings in case["runs"]:
+        with DppSchedule(DppConfig(**settings), seed=1234) as schedule:
+            got = train(case, schedule)
+        compare(expected, got, f"{case['name']} with {settings}")
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        print(f"CASE {case['name']} ok: {len(case['runs'])} dynamic runs", flush=True)
+
+
+def main() -> None:
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    for case in json.loads(sys.argv[1]):
+        run_case(copy.deepcopy(case))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

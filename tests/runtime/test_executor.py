@@ -1,0 +1,180 @@
+"""The executor over the fake network: any timing, any policy, one order per chunk and the right
+values.
+
+The runner here is arithmetic: stage s maps x to 2 x + s, and every gradient is tripled on its way
+back, so a message that is lost, doubled or swapped shows in the numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.dpp.errors import TransferTimeout
+from megatron.dpp.runtime.agreement import decider_for
+from megatron.dpp.runtime.executor import Executor, Links
+from megatron.dpp.runtime.pace import HostPace
+from megatron.dpp.runtime.topology import Topology
+from megatron.dpp.schedule import Geometry, Scheduler, parse_cap
+from megatron.dpp.trace import NullRecorder
+from megatron.dpp.transport.fake import FakeNetwork
+
+
+@dataclass
+class Arithmetic:
+    """A TaskRunner of sums; ``log`` keeps the order of what was run."""
+
+    topology: Topology
+    log: list[tuple[str, int, int, int]] = field(default_factory=list)
+    results: dict[tuple[str, int, int], float] = field(default_factory=dict)
+    complete: list[int] = field(default_factory=list)
+
+    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        self.log.append(("F", chunk, microbatch, 0))
+        value = torch.tensor([float(microbatch)]) if received is None else received
+        output = 2 * value + self.topology.stage(chunk)
+        self.results["F", chunk, microbatch] = output.item()
+        return output
+
+    def free_output(self, chunk: int, microbatch: int) -> None:
+        pass
+
+    def backward(
+        self, chunk: int, microbatch: int, received: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        self.log.append(("B", chunk, microbatch, 0))
+        value = torch.tensor([1.0 + microbatch]) if received is None else received
+        self.results["B", chunk, microbatch] = value.item()
+        return 3 * value if self.topology.stage(chunk) else None
+
+    def weight(self, chunk: int, microbatch: int, piece: int) -> None:
+        self.log.append(("W", chunk, microbatch, piece))
+
+    def chunk_complete(self, chunk: int) -> None:
+        self.complete.append(chunk)
+
+
+def run_pipeline(
+    p: int, v: int, m: int, *, policy: str = "dynamic", cap: str = "auto", split: bool = True,
+    delay: float = 0.0, seed: int = 0, timeout: float = 20.0, iterations: int = 1,
+    network: FakeNetwork | None = None, members: int = 1,
+) -> list[Arithmetic]:  # fmt: skip
+    """Run every rank of a pipeline in a thread of its own; ``members`` ranks share each stage."""
+    topologies = [
+        Topology(tuple(range(t, p * members, members)), r, v)
+        for r in range(p)
+        for t in range(members)
+    ]
+    specs = {s: None for top in topologies for s in top.channels(64, 2).specs}
+    network = network or FakeNetwork(list(specs), seed=seed, delay=delay)
+    runners = [Arithmetic(top) for top in topologies]
+    errors: list[BaseException] = []
+
+    def body(index: int) -> None:
+        top, runner = topologies[index], runners[index]
+        channels = top.channels(64, 2)
+        first = index - index % members
+        board = range(first, first + members) if members > 1 else None
+        transport = network.transport(
+            index, board_ranks=board, board_counters=channels.num_incoming
+        )
+        links = Links(transport, channels)
+        pieces = (2,) * v if split else None
+        geometry = Geometry(p, top.rank, v, m, w_pieces=pieces)
+        cap_chunks = parse_cap(cap, geometry).chunks
+        try:
+            for iteration in range(iterations):
+                scheduler = Scheduler(geometry, policy=policy, cap=cap_chunks, split_backward=split)
+                decider = decider_for(scheduler, channels.receiving, transport.board)
+                decider.start(links.consumed)
+                Executor(
+                    runner=runner, decider=decider, links=links, recorder=NullRecorder(),
+                    pace=HostPace(), injector=None, split_backward=split, iteration=iteration,
+                    timeout=timeout,
+                ).run()  # fmt: skip
+                links.consume(geometry)
+                assert scheduler.peak_held <= cap_chunks
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(i,), daemon=True) for i in range(len(runners))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout + 10)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a rank is stuck"
+    return runners
+
+
+def check_values(runners: list[Arithmetic], m: int, iterations: int = 1) -> None:
+    """Every stage saw every microbatch once per iteration, in order, with the right value."""
+    for runner in runners:
+        top = runner.topology
+        for chunk in range(top.num_chunks):
+            for kind in "FB":
+                order = [i for k, c, i, _ in runner.log if k == kind and c == chunk]
+                assert order == list(range(m)) * iterations
+            for microbatch in range(m):
+                value = float(microbatch)
+                for stage in range(top.stage(chunk) + 1):
+                    value = 2 * value + stage
+                assert runner.results["F", chunk, microbatch] == value
+                hops = top.num_stages - 1 - top.stage(chunk)
+                assert runner.results["B", chunk, microbatch] == (1.0 + microbatch) * 3**hops
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    p=st.integers(1, 4),
+    v=st.sampled_from([1, 2, 3]),
+    m=st.integers(1, 9),
+    split=st.booleans(),
+    policy=st.sampled_from(["dynamic", "depth-first", "megatron"]),
+    cap=st.sampled_from(["auto", "strict", "megatron"]),
+    seed=st.integers(0, 1 << 20),
+)
+def test_any_timing_gives_the_same_values(
+    p: int, v: int, m: int, split: bool, policy: str, cap: str, seed: int
+) -> None:
+    if p == 1:
+        v = 1
+    runners = run_pipeline(p, v, m, policy=policy, cap=cap, split=split, delay=0.002, seed=seed)
+    check_values(runners, m)
+    for runner in runners:
+        assert runner.complete == list(range(v - 1, -1, -1)), "gradients are reduced as v-1..0"
+
+
+def test_neighbour_may_be_an_iteration_ahead() -> None:
+    runners = run_pipeline(3, 2, 4, iterations=3, delay=0.001)
+    check_values(runners, 4, iterations=3)
+
+
+def test_weight_gradients_run_in_microbatch_order_piece_by_piece() -> None:
+    for runner in run_pipeline(2, 2, 6, delay=0.001):
+        for chunk in range(2):
+            order = [(i, q) for k, c, i, q in runner.log if k == "W" and c == chunk]
+            assert order == [(i, q) for i in range(6) for q in range(2)]
+
+
+def test_members_of_a_stage_run_the_same_order() -> None:
+    runners = run_pipeline(3, 2, 6, members=2, delay=0.003, seed=5)
+    check_values(runners, 6)
+    for leader, follower in zip(runners[::2], runners[1::2], strict=True):
+        assert leader.log == follower.log
+
+
+def test_missing_message_ends_in_a_named_timeout() -> None:
+    topology = Topology((0, 1), 1, 1)
+    specs = list(topology.channels(64, 2).specs)
+    network = FakeNetwork(specs)
+    forward = next(spec for spec in specs if spec.destination == 1)
+    network.stall(forward)
+    with pytest.raises(TransferTimeout, match=r"forward of chunk 0, rank 0 -> 1"):
+        run_pipeline(2, 1, 2, network=network, timeout=0.3)
