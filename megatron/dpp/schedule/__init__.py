@@ -1,13 +1,15 @@
-"""What may run next on a pipeline rank, and what shall: actions, Megatron's reference order, caps, policies, Scheduler.
+"""What may run next on a pipeline rank, and what shall: actions, caps, policies, Scheduler.
 
-Pure Python, no torch, no clock, no communication. The executor (``runtime``) and the simulator (``sim``) tell a
-:class:`Scheduler` what has arrived and ask it for the next action; carrying it out is theirs. Start reading at
-``actions.py``, then ``state.py`` (the safe rule) and ``policies.py`` (the choice).
+Pure Python, no torch, no clock, no communication. The executor (``runtime``) and the simulator
+(``sim``) tell a :class:`Scheduler` what has arrived and ask it for the next action; carrying it out
+is theirs. Start reading at ``actions.py``, then ``state.py`` (the safe rule) and ``policies.py``
+(the choice).
 """
 
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
 from megatron.dpp.schedule.caps import Cap, default_cap, parse_cap
 from megatron.dpp.schedule.policies import BUILT_IN, Policy, find_policy
+from megatron.dpp.schedule.recording import Recorder, Recording, Replay
 from megatron.dpp.schedule.reference import peak_in_flight, reference_order
 from megatron.dpp.schedule.scheduler import FORWARD, GRADIENT, Cause, Scheduler, Stall
 from megatron.dpp.schedule.state import View
@@ -22,6 +24,9 @@ __all__ = [
     "Geometry",
     "Kind",
     "Policy",
+    "Recorder",
+    "Recording",
+    "Replay",
     "Scheduler",
     "Stall",
     "View",

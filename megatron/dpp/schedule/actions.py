@@ -1,8 +1,9 @@
 """The words a schedule is written in: actions, and the shape of the pipeline they belong to.
 
-An :class:`Action` is one task of one rank; a schedule is a list of them. They can be printed, parsed, drawn and
-compared (``1F3`` = chunk 1, forward, microbatch 3), and packed into one integer for a shared-memory block. Used by
-everything in ``schedule``, by the simulator and by the executor. What an action may follow is ``state.py``'s business.
+An :class:`Action` is one task of one rank; a schedule is a list of them. They can be printed,
+parsed, drawn and compared (``1F3`` = chunk 1, forward, microbatch 3), and packed into one integer
+for a shared-memory block. Used by everything in ``schedule``, by the simulator and by the executor.
+What an action may follow is ``state.py``'s business.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Action(NamedTuple):
         match = _NOTATION.fullmatch(text)
         if match is None:
             raise ScheduleError(
-                f"{text!r} is no action: expected chunk, F, B or W, microbatch, and for a W an optional piece, "
+                f"{text!r} is no action: expected chunk, F, B or W, microbatch, and for a W an "
+                "optional piece, "
                 "as in 1F3 or 0W2.1"
             )
         chunk, kind, microbatch, piece = match.groups()
@@ -79,7 +81,8 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shape of one iteration as one rank sees it. Stage ``s = chunk * num_ranks + rank``, as Megatron numbers them.
+    """The shape of one iteration as one rank sees it. Stage ``s = chunk * num_ranks + rank``, as
+    Megatron numbers them.
 
     Args:
         num_ranks: pipeline ranks, ``p``.
@@ -87,9 +90,10 @@ class Geometry:
         num_chunks: model chunks (virtual stages) of each rank, ``v``.
         num_microbatches: microbatches of this iteration, ``m``; any number from 1.
         forward_only: no backward is owed (evaluation).
-        group: Megatron's ``microbatch_group_size_per_vp_stage``; ``None`` is ``num_ranks``, Megatron's default.
-        w_pieces: pieces of each chunk's ``W`` when the backward is split; ``None`` is one each. A chunk with 0 pieces
-            defers nothing.
+        group: Megatron's ``microbatch_group_size_per_vp_stage``; ``None`` is ``num_ranks``,
+            Megatron's default.
+        w_pieces: pieces of each chunk's ``W`` when the backward is split; ``None`` is one each. A
+            chunk with 0 pieces defers nothing.
 
     Raises:
         ConfigError: a number that is out of range, named with its rule.
@@ -111,28 +115,32 @@ class Geometry:
             raise ConfigError(f"rank {self.rank}: must be in 0 .. {self.num_ranks - 1}")
         if self.group is not None and self.group < self.num_ranks:
             raise ConfigError(
-                f"microbatch group size {self.group} (--microbatch-group-size-per-virtual-pipeline-stage): "
+                f"microbatch group size {self.group} "
+                "(--microbatch-group-size-per-virtual-pipeline-stage): "
                 f"must be at least the number of pipeline ranks, {self.num_ranks}"
             )
         pieces = self.w_pieces
         if pieces is not None and (len(pieces) != self.num_chunks or min(pieces) < 0):
             raise ConfigError(
-                f"w_pieces {pieces}: expected {self.num_chunks} numbers, one per chunk, none below 0"
+                f"w_pieces {pieces}: expected {self.num_chunks} numbers, one per chunk, none below "
+                "0"
             )
 
     @property
     def group_size(self) -> int:
-        """Consecutive microbatches of one chunk before the next chunk's turn, in depth-first order."""
+        """Consecutive microbatches of a chunk before the next chunk's turn, depth first."""
         return self.num_ranks if self.group is None else self.group
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank holds stage 0 (its chunk 0), whose inputs come from the data iterator."""
+        """Whether this rank holds stage 0 (as chunk 0), whose inputs come from the data."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the last stage (its last chunk), whose gradient comes from the loss."""
+        """Whether this rank holds the last stage (its last chunk), whose gradient comes from the
+        loss.
+        """
         return self.rank == self.num_ranks - 1
 
     def pieces(self, chunk: int) -> int:

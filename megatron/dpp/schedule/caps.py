@@ -1,8 +1,8 @@
 """How many chunk activations a rank may hold: what ``--dpp-activation-cap`` means.
 
-One unit is the activation of one chunk for one microbatch. A cap below the peak of Megatron's own order on the rank
-(``I_r``) could stop the pipeline, so it is refused. Used by the executor at start (it logs :attr:`Cap.text`) and by the
-simulator.
+One unit is the activation of one chunk for one microbatch. A cap below the peak of Megatron's own
+order on the rank (``I_r``) could stop the pipeline, so it is refused. Used by the executor at start
+(it logs :attr:`Cap.text`) and by the simulator.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Cap:
     Args:
         chunks: in chunk activations; a float, since the share that a deferred ``W`` keeps is one.
         text: a sentence for the log.
-        needs_measuring: the cap was given in bytes and the size of an activation is not known yet; ``chunks`` is the
-            default until it is, then :func:`parse_cap` is to be called again with the size.
+        needs_measuring: the cap was given in bytes and the size of an activation is not known yet;
+            ``chunks`` is the default until it is, then :func:`parse_cap` is to be called again with
+            the size.
     """
 
     chunks: float
@@ -39,14 +40,16 @@ class Cap:
 def parse_cap(
     text: str, geometry: Geometry, bytes_per_chunk_activation: float | None = None
 ) -> Cap:
-    """The cap that ``text`` (``auto``, ``megatron``, ``strict``, ``1.5p`` or ``20GiB``) means for ``geometry``'s rank.
+    """The cap that ``text`` (``auto``, ``megatron``, ``strict``, ``1.5p`` or ``20GiB``) means for
+    ``geometry``'s rank.
 
     Args:
-        bytes_per_chunk_activation: measured bytes of one chunk's activation for one microbatch; only a cap in bytes
-            needs it. Where chunks differ, the largest.
+        bytes_per_chunk_activation: measured bytes of one chunk's activation for one microbatch;
+            only a cap in bytes needs it. Where chunks differ, the largest.
 
     Raises:
-        ConfigError: ``text`` is none of these, or is less than Megatron's own schedule needs on this rank.
+        ConfigError: ``text`` is none of these, or is less than Megatron's own schedule needs on
+            this rank.
     """
     word = text.strip()
     if word == "auto":
@@ -79,7 +82,8 @@ def _named_cap(word: str, geometry: Geometry) -> Cap:
         chunks = _number(per_p[1], word) * geometry.num_ranks * geometry.num_chunks
         return _checked(chunks, geometry, f"{word} whole-model activations")
     raise ConfigError(
-        f"{_FLAG} {word}: expected auto, megatron, strict, a multiple of the pipeline size like 1.5p, "
+        f"{_FLAG} {word}: expected auto, megatron, strict, a multiple of the pipeline size like "
+        "1.5p, "
         "or bytes like 20GiB"
     )
 
@@ -97,7 +101,8 @@ def _bytes_cap(
         return Cap(default.chunks, text, needs_measuring=True)
     if bytes_per_chunk_activation <= 0:
         raise ConfigError(
-            f"{_FLAG} {word}: a chunk's activation was measured as {bytes_per_chunk_activation} bytes"
+            f"{_FLAG} {word}: a chunk's activation was measured as {bytes_per_chunk_activation} "
+            "bytes"
         )
     chunks = amount * _UNITS[size[2].upper()] / bytes_per_chunk_activation
     each = f"{bytes_per_chunk_activation / (1 << 20):.1f} MiB"
@@ -115,7 +120,8 @@ def _checked(chunks: float, geometry: Geometry, why: str) -> Cap:
     least = peak_in_flight(geometry)
     if chunks < least:
         raise ConfigError(
-            f"{_FLAG}: {why} is {chunks:g} chunk activations on rank {geometry.rank}, but Megatron's own order needs "
+            f"{_FLAG}: {why} is {chunks:g} chunk activations on rank {geometry.rank}, but "
+            "Megatron's own order needs "
             f"{least} there; less could stop the pipeline. Give at least "
             f"{least / (geometry.num_ranks * geometry.num_chunks):.3g}p, or strict"
         )

@@ -1,9 +1,10 @@
 """Which of the tasks that may run shall run: the policies.
 
-A policy is a function of a read-only :class:`~megatron.dpp.schedule.state.View` that returns an action of the view's
-own (``view.forward(c)``, ``view.backward(c)``, ``view.weight()``) or None to wait for the next arrival. It carries
-nothing out, so the simulator, a test and the executor drive the same one. What a policy cannot break: order inside a
-chunk, the cap, and the safe rule; those are the view's. ``docs/policies.md`` says how to write one.
+A policy is a function of a read-only :class:`~megatron.dpp.schedule.state.View` that returns an
+action of the view's own (``view.forward(c)``, ``view.backward(c)``, ``view.weight()``) or None to
+wait for the next arrival. It carries nothing out, so the simulator, a test and the executor drive
+the same one. What a policy cannot break: order inside a chunk, the cap, and the safe rule; those
+are the view's. ``docs/policies.md`` says how to write one.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ Policy = Callable[[View], Action | None]
 
 
 def dynamic(view: View) -> Action | None:
-    """One forward, one backward in turn, in depth-first order, of what is ready; weight gradients when nothing else is.
+    """One forward, one backward in turn, in depth-first order, of what is ready; weight gradients
+    when nothing else is.
 
-    A ready backward may take the place of a forward that is missing and the other way round; a weight gradient runs
-    when neither may. Forward first at the start.
+    A ready backward may take the place of a forward that is missing and the other way round; a
+    weight gradient runs when neither may. Forward first at the start.
     """
     backward = view.first_backward()
     if backward is not None and view.last_kind == Kind.F:
@@ -36,14 +38,15 @@ def dynamic(view: View) -> Action | None:
 
 
 def depth_first(view: View) -> Action | None:
-    """A ready backward before any forward, each in depth-first order: least memory, less overlap."""
+    """A ready backward before any forward, each in depth-first order: less memory held."""
     return view.first_backward() or view.first_forward() or view.weight()
 
 
 def breadth_first(view: View) -> Action | None:
     """All microbatches through a chunk before the next chunk; needs room for all of them.
 
-    Starts the gradient reduction of a chunk early (Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2023).
+    Starts the gradient reduction of a chunk early (Lamy-Poirier, "Breadth-First Pipeline
+    Parallelism", 2023).
     """
     num_chunks = view.geometry.num_chunks
     for chunk in range(num_chunks):
@@ -58,7 +61,9 @@ def breadth_first(view: View) -> Action | None:
 
 
 def megatron(view: View) -> Action | None:
-    """Megatron's own order of forwards and backwards; deferred weight gradients fill the waiting times."""
+    """Megatron's own order of forwards and backwards; deferred weight gradients fill the waiting
+    times.
+    """
     expected = view.next_in_reference()
     if expected is not None:
         ask = view.forward if expected.kind is Kind.F else view.backward
@@ -106,7 +111,8 @@ def find_policy(name: str) -> Policy:
 
 
 def check_room(policy: Policy, geometry: Geometry, cap: float) -> None:
-    """Refuse breadth-first with a cap that cannot hold all microbatches: under a cap it is far slower than any other.
+    """Refuse breadth-first with a cap that cannot hold all microbatches: under a cap it is far
+    slower than any other.
 
     Raises:
         ConfigError: says how much room is needed.
@@ -114,8 +120,11 @@ def check_room(policy: Policy, geometry: Geometry, cap: float) -> None:
     need = geometry.num_chunks * geometry.num_microbatches
     if policy is breadth_first and not geometry.forward_only and cap < need:
         raise ConfigError(
-            f"--dpp-policy breadth-first: rank {geometry.rank} may hold {cap:g} chunk activations, but breadth-first "
-            f"holds all {geometry.num_microbatches} microbatches of {geometry.num_chunks} chunks, {need}. Give "
-            f"--dpp-activation-cap {geometry.num_microbatches / geometry.num_ranks:.6g}p (or more bytes), or take "
+            f"--dpp-policy breadth-first: rank {geometry.rank} may hold {cap:g} chunk activations, "
+            "but breadth-first "
+            f"holds all {geometry.num_microbatches} microbatches of {geometry.num_chunks} chunks, "
+            f"{need}. Give "
+            f"--dpp-activation-cap {geometry.num_microbatches / geometry.num_ranks:.6g}p (or more "
+            "bytes), or take "
             "--dpp-policy dynamic"
         )

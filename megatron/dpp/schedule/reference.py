@@ -1,11 +1,14 @@
-"""Megatron's own order of forwards and backwards on a rank: the order a dynamic rank must always be able to return to.
+"""Megatron's own order of forwards and backwards on a rank: the order a dynamic rank must always be
+able to return to.
 
-The order is that of megatron-core 0.16.1 (``get_schedule_table`` and ``get_pp_rank_microbatches`` in
-``pipeline_parallel/schedules.py``): warm-up forwards, then forward and backward in turn, then the backwards that are
-left. Where megatron-core refuses a number of microbatches, the order is that of the next number it accepts with the
-surplus microbatches left out; leaving whole microbatches out keeps an order free of deadlocks and adds no memory.
+The order is that of megatron-core 0.16.1 (``get_schedule_table`` and ``get_pp_rank_microbatches``
+in ``pipeline_parallel/schedules.py``): warm-up forwards, then forward and backward in turn, then
+the backwards that are left. Where megatron-core refuses a number of microbatches, the order is that
+of the next number it accepts with the surplus microbatches left out; leaving whole microbatches out
+keeps an order free of deadlocks and adds no memory.
 
-Called by ``state.py`` (the safe rule), ``caps.py`` (the peak of this order) and the simulator's static baselines.
+Called by ``state.py`` (the safe rule), ``caps.py`` (the peak of this order) and the simulator's
+static baselines.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ from megatron.dpp.schedule.actions import Action, Geometry, Kind
 
 
 def padded_microbatches(geometry: Geometry) -> int:
-    """The least number of microbatches, from ``geometry``'s own, whose interleaved order megatron-core accepts.
+    """The least number of microbatches, from ``geometry``'s own, whose interleaved order
+    megatron-core accepts.
 
-    megatron-core wants at least one whole group, and a remainder of 0 or at least ``num_ranks`` microbatches.
+    megatron-core wants at least one whole group, and a remainder of 0 or at least ``num_ranks``
+    microbatches.
     """
     num, group = geometry.num_microbatches, geometry.group_size
     if geometry.num_chunks == 1:
@@ -28,7 +33,9 @@ def padded_microbatches(geometry: Geometry) -> int:
 
 
 def schedule_table(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[int, int]]:
-    """``(chunk, microbatch)`` in depth-first order: each group of microbatches through chunk 0, then chunk 1, ..."""
+    """``(chunk, microbatch)`` in depth-first order: each group of microbatches through chunk 0,
+    then chunk 1, ...
+    """
     return [
         (chunk, microbatch)
         for first in range(0, num_microbatches, group)
@@ -67,7 +74,9 @@ def reference_order(geometry: Geometry) -> list[Action]:
 
 
 def peak_in_flight(geometry: Geometry) -> int:
-    """Most chunk activations this rank holds at once in :func:`reference_order` (``I_r``); 0 when ``forward_only``."""
+    """Most chunk activations this rank holds at once in :func:`reference_order` (``I_r``); 0 when
+    ``forward_only``.
+    """
     if geometry.forward_only:
         return 0
     held = peak = 0

@@ -1,8 +1,8 @@
 """The scheduler of one rank: told what has arrived, asked what to run.
 
-It joins a :class:`~megatron.dpp.schedule.state.RankState` (what may run) and a policy (what shall run), checks every
-decision, and explains a stall. The executor holds one per iteration, the simulator one per simulated rank; neither
-decides anything itself.
+It joins a :class:`~megatron.dpp.schedule.state.RankState` (what may run) and a policy (what shall
+run), checks every decision, and explains a stall. The executor holds one per iteration, the
+simulator one per simulated rank; neither decides anything itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megatron.dpp.schedule.actions import Action, Geometry, Kind
 from megatron.dpp.schedule.caps import default_cap
 from megatron.dpp.schedule.policies import Policy, check_room, find_policy
 from megatron.dpp.schedule.reference import peak_in_flight
+from megatron.dpp.schedule.refusals import refusal
 from megatron.dpp.schedule.state import RankState, Reference, View
 
 FORWARD, GRADIENT = 0, 1
@@ -29,7 +30,9 @@ class Cause(enum.Enum):
     WAIT_FORWARD = "waiting for an input"
     WAIT_BACKWARD = "waiting for a gradient"
     MEMORY_CAP = "memory cap"
-    """A forward is here, but only a backward may make room for it (or for Megatron's order behind it)."""
+    """A forward is here, but only a backward may make room for it (or for Megatron's order behind
+    it).
+    """
     COOLDOWN = "cool-down"
     """All forwards have run; gradients are to come: the pipeline drains."""
     POLICY = "policy"
@@ -39,7 +42,9 @@ class Cause(enum.Enum):
 
 @dataclass(frozen=True)
 class Stall:
-    """Why nothing runs. ``channels`` are the ``(direction, chunk)`` whose next message would allow something."""
+    """Why nothing runs. ``channels`` are the ``(direction, chunk)`` whose next message would allow
+    something.
+    """
 
     cause: Cause
     text: str
@@ -52,13 +57,14 @@ class Scheduler:
     Args:
         geometry: the iteration as this rank sees it.
         policy: a name (see :func:`~megatron.dpp.schedule.policies.find_policy`) or a policy.
-        cap: chunk activations that may be held; ``None`` is the default cap. Ignored when ``forward_only``.
+        cap: chunk activations that may be held; ``None`` is the default cap. Ignored when
+            ``forward_only``.
         split_backward: emit ``W`` actions; otherwise a ``B`` includes its ``W``.
         beta: measured share of an activation that ``B`` frees, 0 .. 1; ``W`` frees the rest.
 
     Raises:
-        ConfigError: a cap below what Megatron's own order needs, a beta outside 0 .. 1, an unknown policy, or
-            breadth-first without room for it.
+        ConfigError: a cap below what Megatron's own order needs, a beta outside 0 .. 1, an unknown
+            policy, or breadth-first without room for it.
     """
 
     def __init__(
@@ -75,7 +81,8 @@ class Scheduler:
         least = peak_in_flight(geometry)
         if cap < least:
             raise ConfigError(
-                f"rank {geometry.rank} may hold {cap:g} chunk activations, but Megatron's own order needs {least}; "
+                f"rank {geometry.rank} may hold {cap:g} chunk activations, but Megatron's own "
+                f"order needs {least}; "
                 "raise --dpp-activation-cap"
             )
         if not 0.0 <= beta <= 1.0:
@@ -88,7 +95,9 @@ class Scheduler:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all counts, for another iteration of the same shape (cheaper than a new scheduler)."""
+        """Forget all counts, for another iteration of the same shape (cheaper than a new
+        scheduler).
+        """
         cap, split_backward, beta = self._settings
         self._state = RankState(
             self.geometry,
@@ -134,7 +143,8 @@ class Scheduler:
             total: since the start of the iteration; it only grows.
 
         Raises:
-            ScheduleError: the count shrinks, exceeds the microbatches, or the channel does not exist.
+            ScheduleError: the count shrinks, exceeds the microbatches, or the channel does not
+                exist.
         """
         geometry = self.geometry
         first = direction == FORWARD and geometry.is_first and chunk == 0
@@ -151,7 +161,8 @@ class Scheduler:
         self._state.arrive(direction, chunk, total)
 
     def next(self) -> Action | None:
-        """Choose what runs now and count it as run; None when nothing may (see :meth:`stall`) or the policy waits.
+        """Choose what runs now and count it as run; None when nothing may (see :meth:`stall`) or
+        the policy waits.
 
         Raises:
             ScheduleError: the policy returned an action that may not run.
@@ -168,56 +179,18 @@ class Scheduler:
             ScheduleError: it may not run; says why.
         """
         state = self._state
-        if action.kind == Kind.F:
-            allowed = state.forward(action.chunk)
-        elif action.kind == Kind.B:
-            allowed = state.backward(action.chunk)
-        else:
+        kind, chunk = action.kind, action.chunk
+        if kind == Kind.W:
             allowed = state.weight()
+        elif not 0 <= chunk < self.geometry.num_chunks:
+            allowed = None
+        else:
+            allowed = state.forward(chunk) if kind == Kind.F else state.backward(chunk)
         if allowed is not action and allowed != action:
             raise ScheduleError(
-                f"rank {self.geometry.rank}: {action} may not run: {self.refusal(action)}"
+                f"rank {self.geometry.rank}: {action} may not run: {refusal(state, action).text}"
             )
         state.apply(action)
-
-    def refusal(self, action: Action) -> str | None:
-        """Why ``action`` may not run now, as a sentence; None when it may."""
-        state, geometry = self._state, self.geometry
-        chunk = action.chunk
-        if not 0 <= chunk < geometry.num_chunks:
-            return f"this rank has chunks 0 .. {geometry.num_chunks - 1}"
-        if action.kind == Kind.W:
-            expected = state.weight()
-            if expected == action:
-                return None
-            return (
-                "no weight gradient is left to run"
-                if expected is None
-                else f"{expected} is the oldest weight gradient and comes first"
-            )
-        forward = action.kind == Kind.F
-        run = (state.forwards_run if forward else state.backwards_run)[chunk]
-        if action.microbatch != run:
-            word = "forward" if forward else "backward"
-            return f"{run} {word}s of chunk {chunk} have run, so microbatch {run} comes next"
-        if not forward:
-            return self._backward_refusal(chunk)
-        if run >= state.forwards_arrived[chunk]:
-            return "its input has not arrived"
-        if not state.forward_fits(chunk):
-            return (
-                f"{state.held:g} of {state.cap:g} chunk activations are held, and Megatron's order of the tasks left "
-                "would not fit behind it"
-            )
-        return None
-
-    def _backward_refusal(self, chunk: int) -> str | None:
-        state = self._state
-        if state.backwards_run[chunk] >= state.forwards_run[chunk]:
-            return "its forward has not run"
-        if state.backwards_run[chunk] >= state.gradients_arrived[chunk]:
-            return "its gradient has not arrived"
-        return None
 
     def stall(self) -> Stall:
         """Why :meth:`next` returned None, and whose arrival would change that."""
@@ -243,7 +216,8 @@ class Scheduler:
         cause = self._cause(inputs, blocked)
         channels = tuple(inputs + gradients)
         names = ", ".join(
-            f"{'gradient' if way else 'input'} {state.backwards_run[c] if way else state.forwards_run[c]} of chunk {c}"
+            f"{'gradient' if way else 'input'} "
+            f"{state.backwards_run[c] if way else state.forwards_run[c]} of chunk {c}"
             for way, c in channels
         )
         held = f"{state.held:g} of {state.cap:g} chunk activations held"

@@ -1,8 +1,9 @@
 """The state of one rank: five counters per chunk, what they allow, and how they change.
 
-This is mechanism: it says which tasks *may* run and applies the one that does. Which of them *shall* run is a policy's
-choice (``policies.py``), which sees it through the read-only :class:`View`. The safe rule and its proof are in
-``docs/policies.md``. Called by :class:`~megatron.dpp.schedule.scheduler.Scheduler` alone.
+This is mechanism: it says which tasks *may* run and applies the one that does. Which of them
+*shall* run is a policy's choice (``policies.py``), which sees it through the read-only
+:class:`View`. The safe rule and its proof are in ``docs/policies.md``. Called by
+:class:`~megatron.dpp.schedule.scheduler.Scheduler` alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from megatron.dpp.schedule.actions import Action, Geometry, Kind
 from megatron.dpp.schedule.reference import reference_order
 
 _SLACK = 1e-6
-"""Shares of an activation are sums of fractions; a difference this small is rounding, not memory."""
+"""Shares of an activation are sums of fractions; a difference this small is rounding, not memory.
+"""
 
 
 class View(Protocol):
@@ -42,7 +44,9 @@ class View(Protocol):
     def gradients_arrived(self) -> list[int]: ...
 
     def forward(self, chunk: int) -> Action | None:
-        """The next forward of ``chunk`` if it may run now (its input is here, memory and the safe rule allow it)."""
+        """The next forward of ``chunk`` if it may run now (its input is here, memory and the safe
+        rule allow it).
+        """
         ...
 
     def backward(self, chunk: int) -> Action | None:
@@ -67,7 +71,9 @@ class View(Protocol):
 
 
 class Reference:
-    """Megatron's order of one rank, indexed. Immutable, so that every iteration of one shape can share it."""
+    """Megatron's order of one rank, indexed. Immutable, so that every iteration of one shape can
+    share it.
+    """
 
     def __init__(self, geometry: Geometry) -> None:
         v, m, g = geometry.num_chunks, geometry.num_microbatches, geometry.group_size
@@ -76,7 +82,8 @@ class Reference:
         self.places = [[[-1] * m for _ in range(v)] for _ in (Kind.F, Kind.B)]
         for place, action in enumerate(self.order):
             self.places[action.kind][action.chunk][action.microbatch] = place
-        # Depth-first index of the i-th forward of chunk c: ((i // g) * v + c) * g + i % g; backwards mirror c.
+        # Depth-first index of the i-th forward of chunk c: ((i // g) * v + c) * g + i % g;
+        # backwards mirror c.
         self.depth_first = [[(i // g * v + c) * g + i % g for i in range(m)] for c in range(v)]
 
 
@@ -118,7 +125,8 @@ class RankState:
         self._deferred: deque[tuple[int, int]] = deque()
         self._next_piece = 0
         self._left = geometry.num_microbatches * v * (1 if geometry.forward_only else 2)
-        # The unrun tasks of the reference as a doubly linked list; the last entry is its head and tail.
+        # The unrun tasks of the reference as a doubly linked list; the last entry is its head and
+        # tail.
         end = len(reference.order)
         self._after = [*range(1, end + 1), 0]
         self._before = [end, *range(end)]
@@ -129,7 +137,9 @@ class RankState:
 
     @property
     def held(self) -> float:
-        """Chunk activations held now: forwards without their backward, and what deferred ``W`` still keep."""
+        """Chunk activations held now: forwards without their backward, and what deferred ``W``
+        still keep.
+        """
         return self.in_flight + self._kept
 
     @property
@@ -193,10 +203,11 @@ class RankState:
         return self._reference.order[place] if place < len(self._reference.order) else None
 
     def forward_fits(self, chunk: int) -> bool:
-        """Whether the next forward of ``chunk`` fits now, and Megatron's order of all that is left still fits behind.
+        """Whether the next forward of ``chunk`` fits now, and Megatron's order of all that is left
+        still fits behind.
 
-        The walk visits the tasks that Megatron's order has before this one and that have not run: none on the way of
-        Megatron's order, a few away from it.
+        The walk visits the tasks that Megatron's order has before this one and that have not run:
+        none on the way of Megatron's order, a few away from it.
         """
         if self.geometry.forward_only:
             return True
@@ -221,7 +232,8 @@ class RankState:
         if not counts[chunk] <= total <= self.geometry.num_microbatches:
             what = "gradients" if direction else "inputs"
             raise ScheduleError(
-                f"rank {self.geometry.rank}, chunk {chunk}: {total} {what} reported after {counts[chunk]}; the number "
+                f"rank {self.geometry.rank}, chunk {chunk}: {total} {what} reported after "
+                f"{counts[chunk]}; the number "
                 f"only grows, to {self.geometry.num_microbatches} microbatches"
             )
         counts[chunk] = total

@@ -1,0 +1,193 @@
+"""Decisions written down, and run again.
+
+A recording is a file of JSON lines, one file per pipeline rank: a header that names the format, its
+version and the pipeline's shape, then one line per iteration with its actions as text. The executor
+writes it with a :class:`Recorder`; :class:`Recording` reads it, and :class:`Replay` is the policy
+that follows one iteration of it, in the executor as in the simulator.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.errors import DataError, ReplayError
+from megatron.dpp.schedule.actions import Action, Geometry, Kind
+from megatron.dpp.schedule.refusals import refusal
+from megatron.dpp.schedule.state import View
+
+_FORMAT, _VERSION = "dpp-schedule", 1
+
+
+def recording_path(path: str, rank: int) -> Path:
+    """The file of one pipeline rank: ``path`` with ``.rankN`` added."""
+    return Path(f"{path}.rank{rank}")
+
+
+class Recorder:
+    """Writes the decisions of one rank; a context manager.
+
+    Args:
+        path: as given to ``--dpp-record``; ``.rankN`` is added. An older file is replaced.
+    """
+
+    def __init__(self, path: str, geometry: Geometry) -> None:
+        header = {"format": _FORMAT, "version": _VERSION} | _shape(geometry)
+        self._iteration = 0
+        self._file = recording_path(path, geometry.rank).open("w", encoding="utf-8")
+        self._write(header)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, geometry: Geometry, split_backward: bool, actions: Iterable[Action]) -> None:
+        """Add one iteration (or evaluation) that ran ``actions``, in this order."""
+        line = _owed(geometry, split_backward) | {"actions": " ".join(map(str, actions))}
+        self._write({"iteration": self._iteration} | line)
+        self._iteration += 1
+
+    def close(self) -> None:
+        """Close the file; twice is fine."""
+        self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The decisions of one rank, read back.
+
+    Args:
+        path: of the file, for messages.
+        header: its first line.
+        iterations: its other lines.
+    """
+
+    path: Path
+    header: dict[str, Any]
+    iterations: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def load(cls, path: str, rank: int) -> Recording:
+        """Read the file of ``rank`` that a :class:`Recorder` of the same ``path`` wrote.
+
+        Raises:
+            DataError: it is missing or no recording; names the line.
+        """
+        file = recording_path(path, rank)
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise DataError(f"--dpp-replay {file}: {error.strerror}") from error
+        parsed = [_parse(file, number, line) for number, line in enumerate(lines, 1)]
+        if not parsed or parsed[0].get("format") != _FORMAT:
+            raise DataError(f"--dpp-replay {file}: not a recording made with --dpp-record")
+        if parsed[0].get("version") != _VERSION:
+            raise DataError(
+                f"--dpp-replay {file}: format version {parsed[0].get('version')}, this program "
+                f"reads {_VERSION}"
+            )
+        return cls(file, parsed[0], tuple(parsed[1:]))
+
+    def replay(self, index: int, geometry: Geometry, split_backward: bool) -> Replay:
+        """The policy that follows iteration ``index`` (0 for the first).
+
+        Raises:
+            ReplayError: there is no such iteration, or it was of another shape.
+        """
+        if index >= len(self.iterations):
+            raise ReplayError(
+                f"{self.path} holds {len(self.iterations)} iterations; iteration {index} cannot be "
+                "replayed"
+            )
+        line = self.iterations[index]
+        now = _shape(geometry) | _owed(geometry, split_backward)
+        was = {name: (self.header | line).get(name) for name in now}
+        if was != now:
+            changes = [f"{n} was {was[n]} and is {now[n]}" for n in now if was[n] != now[n]]
+            raise ReplayError(
+                f"{self.path}, iteration {index}: recorded with other settings: "
+                f"{'; '.join(changes)}"
+            )
+        actions = [Action.parse(word) for word in line["actions"].split()]
+        return Replay(actions, f"{self.path}, iteration {index}")
+
+
+class Replay:
+    """A policy that follows a list of actions and nothing else; for one iteration.
+
+    Args:
+        actions: what to run, in order.
+        name: where they come from, for messages.
+    """
+
+    def __init__(self, actions: Iterable[Action], name: str = "replay") -> None:
+        self._actions = list(actions)
+        self._name = name
+        self._position = 0
+
+    def __call__(self, view: View) -> Action | None:
+        """The next recorded action when it may run, None while its input is on the way.
+
+        Raises:
+            ReplayError: it can never run here, or the list has ended too early.
+        """
+        if self._position == len(self._actions):
+            left = view.next_in_reference() or view.weight()
+            if left is None:
+                return None
+            raise ReplayError(f"{self._name}: ends after {self._position} actions; {left} is left")
+        action = self._actions[self._position]
+        if _allowed(view, action) == action:
+            self._position += 1
+            return action
+        why = refusal(view, action)
+        if why.may_pass:
+            return None
+        raise ReplayError(
+            f"{self._name}: action {self._position + 1} of {len(self._actions)}, {action}, may not "
+            f"run on rank {view.geometry.rank}: {why.text}"
+        )
+
+
+def _allowed(view: View, action: Action) -> Action | None:
+    if action.kind == Kind.W:
+        return view.weight()
+    if not 0 <= action.chunk < view.geometry.num_chunks:
+        return None
+    ask = view.forward if action.kind == Kind.F else view.backward
+    return ask(action.chunk)
+
+
+def _shape(geometry: Geometry) -> dict[str, Any]:
+    names = ("num_ranks", "rank", "num_chunks")
+    return {name: getattr(geometry, name) for name in names}
+
+
+def _owed(geometry: Geometry, split_backward: bool) -> dict[str, Any]:
+    """What an iteration owes: these may differ between the iterations of a run."""
+    split = split_backward and not geometry.forward_only
+    pieces = [geometry.pieces(c) if split else 0 for c in range(geometry.num_chunks)]
+    return {
+        "num_microbatches": geometry.num_microbatches,
+        "forward_only": geometry.forward_only,
+        "w_pieces": pieces,
+    }
+
+
+def _parse(file: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"--dpp-replay {file}, line {number}: no JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise DataError(f"--dpp-replay {file}, line {number}: expected a JSON object")
+    return parsed

@@ -1,0 +1,51 @@
+"""Why an action may not run: the sentence for an error, and whether waiting could change it.
+
+Kept apart from ``state.py`` because it is asked for only when something went wrong. Called by the
+scheduler (an action that was decided elsewhere) and by a replay.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron.dpp.schedule.actions import Action, Kind
+from megatron.dpp.schedule.state import View
+
+
+class Refusal(NamedTuple):
+    """Why an action may not run. ``may_pass``: an arrival alone would allow it."""
+
+    text: str
+    may_pass: bool = False
+
+
+def refusal(view: View, action: Action) -> Refusal:
+    """Why ``action``, which ``view`` does not allow now, may not run."""
+    geometry, chunk = view.geometry, action.chunk
+    if not 0 <= chunk < geometry.num_chunks:
+        return Refusal(f"this rank has chunks 0 .. {geometry.num_chunks - 1}")
+    if action.kind == Kind.W:
+        oldest = view.weight()
+        if oldest is None:
+            return Refusal("no weight gradient is left to run")
+        return Refusal(f"{oldest} is the oldest weight gradient and comes first")
+    run = (view.forwards_run if action.kind == Kind.F else view.backwards_run)[chunk]
+    if action.microbatch != run or run >= geometry.num_microbatches:
+        return Refusal(
+            f"{run} of {geometry.num_microbatches} {action.kind.name} of chunk {chunk} have run, "
+            "and microbatches go in order"
+        )
+    if action.kind == Kind.F:
+        return _forward_refusal(view, chunk)
+    if run >= view.forwards_run[chunk]:
+        return Refusal("its forward has not run")
+    return Refusal("its gradient has not arrived", may_pass=True)
+
+
+def _forward_refusal(view: View, chunk: int) -> Refusal:
+    if view.forwards_run[chunk] >= view.forwards_arrived[chunk]:
+        return Refusal("its input has not arrived", may_pass=True)
+    return Refusal(
+        f"{view.held:g} of {view.cap:g} chunk activations are held, and it would leave no room for "
+        "Megatron's order of the tasks before it (--dpp-activation-cap)"
+    )
