@@ -1,0 +1,282 @@
+"""Finds or makes the Python environment, installs what is missing and builds the C++ extension.
+
+``tools/setup.sh`` runs it for ``run_*.sh``, ``tools/test.sh`` and ``prerequisite.sh``. It prints
+the path of the Python to use on stdout and one line about what it did on stderr. A second run looks at versions and at a hash of the sources and does nothing. Only the standard library is
+imported, because nothing else need be there yet.
+
+Which environment: the one at hand when PyTorch is installed in it (which is then never replaced),
+else ``.venv``. Where the one at hand must not be written to, ``.venv`` is laid over it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build"
+VENV_PYTHON = ROOT / ".venv" / "bin" / "python"
+LOG = BUILD / "setup.log"
+TORCH_WHERE_NONE_IS = "torch==2.13.0"
+
+# Held at the installed version while other packages are installed: they go with the user's PyTorch.
+_KEPT_PACKAGES = ("numpy", "torch", "torchaudio", "torchvision", "transformer-engine", "triton")
+
+
+class SetupFailed(Exception):
+    """Something has to be done by the user; the text says what."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a Python interpreter has: ``missing`` holds requirement lines that are not met."""
+
+    python: str
+    extension_suffix: str
+    has_headers: bool
+    is_writable: bool
+    torch: str | None
+    missing: list[str]
+
+
+def describe(requirement_files: list[str]) -> Environment:
+    """The interpreter that runs this."""
+    purelib = Path(sysconfig.get_path("purelib"))
+    in_venv = sys.prefix != sys.base_prefix
+    marker = Path(sysconfig.get_path("stdlib")) / "EXTERNALLY-MANAGED"
+    return Environment(
+        python=sys.executable,
+        extension_suffix=sysconfig.get_config_var("EXT_SUFFIX"),
+        has_headers=(Path(sysconfig.get_path("include")) / "Python.h").is_file(),
+        is_writable=os.access(purelib, os.W_OK) and (in_venv or not marker.exists()),
+        torch=_installed_version("torch"),
+        missing=[line for line in _requirements(requirement_files) if not _is_met(line)],
+    )
+
+
+def _requirements(files: list[str]) -> list[str]:
+    lines = [line.strip() for file in files for line in (ROOT / file).read_text().splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _is_met(line: str) -> bool:
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        from pip._vendor.packaging.requirements import Requirement
+    requirement = Requirement(line)
+    version = _installed_version(requirement.name)
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+def inspect(python: str, requirement_files: list[str]) -> Environment:
+    """Asks another interpreter to describe itself."""
+    command = [python, __file__, "--describe", *requirement_files]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise SetupFailed(f"{python} does not work: {result.stderr.strip()[-500:]}")
+    return Environment(**json.loads(result.stdout))
+
+
+def choose_environment(requirement_files: list[str]) -> tuple[Environment, list[str]]:
+    """The environment to use, made when needed, and what was done for it."""
+    at_hand = describe(requirement_files)
+    if at_hand.torch and (at_hand.is_writable or not at_hand.missing):
+        return at_hand, []
+    if VENV_PYTHON.exists():
+        return inspect(str(VENV_PYTHON), requirement_files), []
+    command = [sys.executable, "-m", "venv", str(VENV_PYTHON.parents[1])]
+    if at_hand.torch:
+        command.append("--system-site-packages")
+    try:
+        _run_logged(command, "python -m venv failed (on Debian it needs the package python3-venv)")
+    except SetupFailed:
+        shutil.rmtree(VENV_PYTHON.parents[1], ignore_errors=True)
+        raise
+    return inspect(str(VENV_PYTHON), requirement_files), ["made .venv"]
+
+
+def install(environment: Environment) -> list[str]:
+    """Installs the missing requirements with pip and leaves PyTorch as it is."""
+    missing = environment.missing
+    if not missing:
+        return []
+    torch_lines = [line for line in missing if line.startswith("torch>")]
+    if torch_lines and environment.torch:
+        raise SetupFailed(
+            f"PyTorch {environment.torch} of {environment.python} is not {torch_lines[0]}, and "
+            "set-up replaces no PyTorch: upgrade it, or name another interpreter with PYTHON="
+        )
+    print(f"set-up: installing {', '.join(missing)} (log: {LOG})", file=sys.stderr, flush=True)
+    if torch_lines:
+        index = os.environ.get("TORCH_INDEX_URL")
+        _pip_install(environment, [TORCH_WHERE_NONE_IS, *(["--index-url", index] if index else [])])
+    others = [line for line in missing if line not in torch_lines]
+    if others:
+        _pip_install(environment, ["--constraint", str(_write_constraints(environment)), *others])
+    return [f"installed {len(missing)} packages"]
+
+
+def _pip_install(environment: Environment, arguments: list[str]) -> None:
+    command = [environment.python, "-m", "pip", "install", *arguments]
+    _run_logged(command, f"pip could not install {' '.join(arguments)}")
+
+
+def _write_constraints(environment: Environment) -> Path:
+    listing = subprocess.run(
+        [environment.python, "-m", "pip", "list", "--format=json"], capture_output=True, text=True
+    )
+    packages = json.loads(listing.stdout or "[]")
+    kept = [
+        f"{package['name']}=={package['version']}\n"
+        for package in packages
+        if package["name"].lower() in _KEPT_PACKAGES or package["name"].startswith("nvidia-")
+    ]
+    path = BUILD / "constraints.txt"
+    path.write_text("".join(kept))
+    return path
+
+
+def source_digest(environment: Environment) -> str:
+    """Hash of everything the extension is built from."""
+    digest = hashlib.sha256()
+    sources = [path for path in sorted((ROOT / "csrc").rglob("*")) if path.is_file()]
+    for path in [*sources, ROOT / "setup.py"]:
+        digest.update(f"{path.relative_to(ROOT)}\0".encode())
+        digest.update(path.read_bytes())
+    settings = [os.environ.get(name, "") for name in ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS")]
+    digest.update("\0".join([environment.extension_suffix, *settings]).encode())
+    return digest.hexdigest()
+
+
+def extension_is_stale(environment: Environment) -> bool:
+    """Whether sources or settings differ from those of the last build, or its files are gone."""
+    try:
+        stamp = json.loads(_stamp_path(environment).read_text())
+    except (OSError, ValueError):
+        return True
+    is_same = stamp.get("digest") == source_digest(environment)
+    return not is_same or not all((ROOT / name).exists() for name in stamp["files"])
+
+
+def _stamp_path(environment: Environment) -> Path:
+    return BUILD / f"extension{environment.extension_suffix}.json"
+
+
+def check_compiler(environment: Environment) -> None:
+    """Raises :class:`SetupFailed` when the extension could not be built."""
+    compiler = (os.environ.get("CXX") or "g++").split()[0]
+    if shutil.which(compiler) is None:
+        raise SetupFailed(
+            f"no C++ compiler: '{compiler}' is not in PATH, and the extension in csrc/ has to be "
+            "built. Install one (apt-get install g++, dnf install gcc-c++) or name one with CXX="
+        )
+    if not environment.has_headers:
+        raise SetupFailed(
+            f"Python.h of {environment.python} is missing, and the extension in csrc/ has to be "
+            "built. Install the headers (apt-get install python3-dev, dnf install python3-devel)"
+        )
+
+
+def build_extension(environment: Environment) -> list[str]:
+    """Builds in place and notes what was built from what."""
+    start = time.monotonic()
+    print(f"set-up: building the C++ extension (log: {LOG})", file=sys.stderr, flush=True)
+    stamp_path = _stamp_path(environment)
+    stamp_path.unlink(missing_ok=True)
+    digest = source_digest(environment)
+    command = [environment.python, "setup.py", "build_ext", "--inplace", "--force"]
+    _run_logged(command, "the C++ extension could not be built")
+    built = (ROOT / "megatron" / "dpp").rglob(f"*{environment.extension_suffix}")
+    files = sorted(str(path.relative_to(ROOT)) for path in built)
+    if not files:
+        raise SetupFailed(f"setup.py built no *{environment.extension_suffix}; see {LOG}")
+    stamp_path.write_text(json.dumps({"digest": digest, "files": files}))
+    return [f"built the extension in {time.monotonic() - start:.0f} s"]
+
+
+def _run_logged(command: list[str], complaint: str) -> None:
+    with LOG.open("a") as log:
+        log.write(f"$ {' '.join(command)}\n")
+        log.flush()
+        result = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    if result.returncode != 0:
+        tail = "\n".join(LOG.read_text(errors="replace").splitlines()[-12:])
+        raise SetupFailed(f"{complaint}; the end of {LOG}:\n{tail}")
+
+
+@contextmanager
+def only_one() -> Iterator[None]:
+    """Waits until no other set-up of this clone runs. The lock goes away with its process."""
+    with (BUILD / "setup.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("set-up: waiting for another set-up of this clone", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def set_up(requirement_files: list[str]) -> tuple[Environment, list[str]]:
+    """Does what is missing; returns the environment and what was done.
+
+    Raises:
+        SetupFailed: a compiler, a package or an environment cannot be had.
+    """
+    environment, done = choose_environment(requirement_files)
+    has_extension = (ROOT / "setup.py").is_file()
+    is_stale = has_extension and extension_is_stale(environment)
+    if is_stale:
+        check_compiler(environment)  # before minutes of downloads
+    done += install(environment)
+    if is_stale:
+        done += build_extension(environment)
+    return inspect(environment.python, requirement_files), done
+
+
+def main() -> int:
+    start = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--dev", action="store_true", help="install what the tests need too")
+    parser.add_argument("--describe", nargs="+", metavar="FILE", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.describe:
+        print(json.dumps(asdict(describe(args.describe))))
+        return 0
+    BUILD.mkdir(exist_ok=True)
+    files = ["requirements.txt", *(["requirements-dev.txt"] if args.dev else [])]
+    try:
+        with only_one():
+            environment, done = set_up(files)
+    except SetupFailed as error:
+        print(f"error: set-up: {error}", file=sys.stderr)
+        return 1
+    what = ", ".join(done) or "nothing to do"
+    using = f"using {environment.python}, PyTorch {environment.torch}"
+    print(f"set-up: {what}; {using} ({time.monotonic() - start:.1f} s)", file=sys.stderr)
+    print(environment.python)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
