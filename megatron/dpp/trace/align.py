@@ -279,7 +279,10 @@ def solve(reference: str, clocks: Iterable[str], bounds: Bounds) -> dict[str, tu
     if unbounded:
         raise LookupError(unbounded)
     return {
-        clock: ((highest[clock] - lowest[clock]) // 2, (highest[clock] + lowest[clock] + 1) // 2)
+        clock: (
+            (highest[clock] - lowest[clock]) // 2,
+            (highest[clock] + lowest[clock] + 1) // 2 + slack,
+        )
         for clock in clocks
     }
 

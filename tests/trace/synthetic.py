@@ -1,0 +1,230 @@
+"""Traces of runs that never happened: a small virtual pipeline that drives the real Scheduler.
+
+Times of tasks and hops are functions, so a test injects a cause and knows what the analysis must
+find. The files are written with the functions that the recorder uses.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.dpp.schedule import FORWARD, GRADIENT, Geometry, Kind, Scheduler
+from megatron.dpp.trace import TraceLayout
+from megatron.dpp.trace.lines import event_line, first_line, header, last_line
+
+MS = 1_000_000
+Cost = Callable[[int, int, str, int, int], int]
+"""(iteration, rank, kind, chunk, microbatch) -> ns."""
+Hop = Callable[[int, int, int], int]
+"""(iteration, source, destination) -> ns."""
+
+
+class Channel(NamedTuple):
+    source: int
+    destination: int
+    chunk: int
+    direction: int
+
+
+@dataclass
+class Run:
+    """What to simulate. Times in ns; ``offset`` is what a rank's clock shows too much."""
+
+    ranks: int = 4
+    chunks: int = 1
+    microbatches: int = 8
+    iterations: int = 3
+    policy: str = "dynamic"
+    split: bool = True
+    seed: int = 0
+    cost: Cost | None = None
+    hop: Hop | None = None
+    jitter: float = 0.02
+    gap_ns: int = 50_000
+    offset: dict[int, int] = field(default_factory=dict)
+    clocks: dict[int, str] = field(default_factory=dict)
+    num_bytes: int = 1 << 20
+    schedule: str = "dpp"
+
+    def task_ns(self, iteration: int, rank: int, kind: str, chunk: int, microbatch: int) -> int:
+        if self.cost is not None:
+            return self.cost(iteration, rank, kind, chunk, microbatch)
+        return base_cost(self, kind)
+
+    def hop_ns(self, iteration: int, source: int, destination: int) -> int:
+        return self.hop(iteration, source, destination) if self.hop else 100_000
+
+
+def base_cost(run: Run, kind: str) -> int:
+    """10 ms for a whole rank's F, B and W each; the B of a fused backward takes both."""
+    return (10 if kind != "B" or run.split else 20) * MS // run.chunks
+
+
+class _Pipeline:
+    """One iteration on a virtual clock."""
+
+    def __init__(self, run: Run, iteration: int, start: int, noise: random.Random) -> None:
+        self.run, self.iteration, self.noise = run, iteration, noise
+        self.now = start
+        self.start = start
+        self.queue: list[tuple[int, int, Callable[[], None]]] = []
+        self.events: list[list[tuple[Any, ...]]] = [[] for _ in range(run.ranks)]
+        self.free = [start] * run.ranks
+        self.busy = [False] * run.ranks
+        self.counts: dict[Channel, int] = {}
+        self.waiting: dict[Channel, deque[tuple[int, int, int]]] = {}
+        self.last: dict[Channel, int] = {}
+        geometry = [Geometry(run.ranks, r, run.chunks, run.microbatches) for r in range(run.ranks)]
+        self.schedulers = [
+            Scheduler(g, policy=run.policy, split_backward=run.split) for g in geometry
+        ]
+
+    def at(self, when: int, what: Callable[[], None]) -> None:
+        heapq.heappush(self.queue, (when, len(self.queue) + self.noise.randrange(1 << 30), what))
+
+    def play(self) -> int:
+        for rank in range(self.run.ranks):
+            self.at(self.start, lambda rank=rank: self.wake(rank))
+        while self.queue:
+            self.now, _, what = heapq.heappop(self.queue)
+            what()
+        assert all(scheduler.done for scheduler in self.schedulers)
+        return self.now
+
+    def wake(self, rank: int) -> None:
+        if self.busy[rank] or self.schedulers[rank].done:
+            return
+        stall = None if self.now == self.free[rank] else self.schedulers[rank].stall()
+        action = self.schedulers[rank].next()
+        if action is None:
+            return
+        if self.now > self.free[rank]:
+            ran = any(event[0] == "T" for event in self.events[rank])
+            cause = "message" if ran else "warm-up"
+            gap = ("G", self.free[rank], self.now, self.iteration, cause, str(stall and "") or "")
+            self.events[rank].append(gap)
+        self.begin(rank, action.kind, action.chunk, action.microbatch)
+
+    def begin(self, rank: int, kind: Kind, chunk: int, microbatch: int) -> None:
+        run = self.run
+        source = self.source_of(rank, kind, chunk)
+        if source is not None:
+            sent, arrived, number = self.waiting[source].popleft()
+            assert number == microbatch
+            what = (source, microbatch, sent, run.num_bytes, 0)
+            self.events[rank].append(("A", arrived, self.now, self.iteration, *what))
+        length = run.task_ns(self.iteration, rank, kind.name, chunk, microbatch)
+        length = round(length * self.noise.lognormvariate(0, run.jitter))
+        self.busy[rank] = True
+        start = self.now
+        self.at(start + length, lambda: self.end(rank, kind, chunk, microbatch, start))
+
+    def source_of(self, rank: int, kind: Kind, chunk: int) -> Channel | None:
+        p, v = self.run.ranks, self.run.chunks
+        if kind is Kind.F and (rank, chunk) != (0, 0):
+            return Channel((rank - 1) % p, rank, chunk, 0)
+        if kind is Kind.B and (rank, chunk) != (p - 1, v - 1):
+            return Channel((rank + 1) % p, rank, chunk, 1)
+        return None
+
+    def target_of(self, rank: int, kind: Kind, chunk: int) -> Channel | None:
+        p, v = self.run.ranks, self.run.chunks
+        if kind is Kind.F and (rank, chunk) != (p - 1, v - 1):
+            return Channel(rank, (rank + 1) % p, chunk + (rank == p - 1), 0)
+        if kind is Kind.B and (rank, chunk) != (0, 0):
+            return Channel(rank, (rank - 1) % p, chunk - (rank == 0), 1)
+        return None
+
+    def end(self, rank: int, kind: Kind, chunk: int, microbatch: int, start: int) -> None:
+        task = (kind.name, chunk, microbatch, 0)
+        self.events[rank].append(("T", start, self.now, self.iteration, *task))
+        self.busy[rank], self.free[rank] = False, self.now
+        held = self.schedulers[rank].held
+        self.events[rank].append(("C", self.now, self.now, self.iteration, "held", held))
+        target = self.target_of(rank, kind, chunk)
+        if target is not None:
+            self.send(target, microbatch)
+        again = self.now + self.run.gap_ns
+        self.free[rank] = again
+        self.at(again, lambda: self.wake(rank))
+
+    def send(self, channel: Channel, microbatch: int) -> None:
+        run, sent = self.run, self.now
+        put = (channel, microbatch, run.num_bytes, "shm")
+        self.events[channel.source].append(("P", sent, sent, self.iteration, *put))
+        hop = run.hop_ns(self.iteration, channel.source, channel.destination)
+        hop = round(hop * self.noise.lognormvariate(0, run.jitter))
+        arrival = max(sent + hop, self.last.get(channel, 0) + 1)
+        self.last[channel] = arrival
+
+        def arrive() -> None:
+            self.counts[channel] = self.counts.get(channel, 0) + 1
+            self.waiting.setdefault(channel, deque()).append((sent, self.now, microbatch))
+            way = FORWARD if channel.direction == 0 else GRADIENT
+            scheduler = self.schedulers[channel.destination]
+            scheduler.arrived(way, channel.chunk, self.counts[channel])
+            self.wake(channel.destination)
+
+        self.at(arrival, arrive)
+
+
+def play(run: Run) -> list[list[tuple[Any, ...]]]:
+    """Events of every rank, on one true clock."""
+    noise = random.Random(run.seed)
+    events: list[list[tuple[Any, ...]]] = [[] for _ in range(run.ranks)]
+    start = MS
+    for iteration in range(run.iterations):
+        pipeline = _Pipeline(run, iteration, start, noise)
+        end = pipeline.play()
+        for rank, own in enumerate(pipeline.events):
+            events[rank] += own
+            events[rank].append(("S", end, end + MS, iteration, "optimizer", "world"))
+            events[rank].append(("I", start, end + MS, iteration))
+        start = end + 2 * MS
+    return events
+
+
+def _shifted(event: tuple[Any, ...], run: Run, rank: int) -> tuple[Any, ...]:
+    own = run.offset.get(rank, 0)
+    code, start, end, *rest = event
+    if code == "A":
+        channel, sent = rest[1], rest[3]
+        rest[3] = sent + run.offset.get(channel.source, 0)
+    return (code, start + own, end + own, *rest)
+
+
+def write(run: Run, directory: Path, *, whole: bool = True) -> Path:
+    """Write the files of all ranks; returns their directory."""
+    base = 10**12
+    for rank, events in enumerate(play(run)):
+        layout = TraceLayout(
+            data=0,
+            pipeline=rank,
+            tensor=0,
+            data_size=1,
+            pipeline_size=run.ranks,
+            tensor_size=1,
+            num_chunks=run.chunks,
+            schedule=run.schedule,
+        )
+        own = base + run.offset.get(rank, 0)
+        head = header(rank, layout, "cpu", "synthetic", own)
+        head["args"]["clock"] = run.clocks.get(rank, "one")
+        head["args"]["start_unix_ns"] = 1_700_000_000 * 10**9
+        path = layout.path(directory)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [first_line(head)]
+        for event in events:
+            moved = _shifted(event, run, rank)
+            at = (moved[0], moved[1] + base, moved[2] + base, *moved[3:])
+            if moved[0] == "A":
+                at = (*at[:6], at[6] + base, *at[7:])
+            lines.append(event_line(rank, at, own))
+        path.write_text("".join(lines) + (last_line(rank, 0) if whole else ""))
+    return path.parent

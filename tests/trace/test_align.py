@@ -1,0 +1,110 @@
+"""Clocks: the true offset always lies within the uncertainty that is reported."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.dpp.errors import DataError
+from megatron.dpp.trace.align import ClockOffset, align, solve
+from megatron.dpp.trace.reader import open_run
+from tests.trace.synthetic import Run, write
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_offsets_of_seconds_are_found_within_the_stated_uncertainty(tmp_path, seed):
+    draw = random.Random(seed)
+    offset = {rank: draw.randrange(-5 * 10**9, 5 * 10**9) for rank in range(4)}
+    clocks = {rank: f"clock{rank}" for rank in range(4)}
+    run = Run(chunks=2, seed=seed, offset=offset, clocks=clocks, jitter=0.3)
+    alignment = align(open_run(write(run, tmp_path)))
+    assert len(alignment.offsets) == 4
+    for rank in range(4):
+        found = alignment.offsets[f"clock{rank}"]
+        error = abs(found.points[0][1] - (offset[0] - offset[rank]))
+        assert error <= found.uncertainty_ns
+        assert found.uncertainty_ns < 1_000_000
+
+
+def test_collectives_align_ranks_that_exchange_no_messages(tmp_path):
+    run = Run(ranks=2, clocks={0: "a", 1: "b"}, offset={1: 3 * 10**9})
+    directory = write(run, tmp_path)
+    for path in directory.glob("*.json"):
+        kept = [
+            line
+            for line in path.read_text().splitlines(keepends=True)
+            if '"cat":"send"' not in line and '"cat":"arrival"' not in line
+        ]
+        path.write_text("".join(kept))
+    found = align(open_run(directory)).offsets["b"]
+    assert abs(found.points[0][1] + 3 * 10**9) <= found.uncertainty_ns <= 1_000_000
+
+
+def test_messages_without_a_send_time_are_paired_with_their_sends(tmp_path):
+    run = Run(ranks=2, clocks={0: "a", 1: "b"}, offset={1: -(10**9)})
+    directory = write(run, tmp_path)
+    for path in directory.glob("*.json"):
+        kept = [line for line in path.read_text().splitlines() if '"cat":"span"' not in line]
+        text = "\n".join(kept).replace('"sent_ns"', '"unused"')
+        path.write_text(text + "\n")
+    found = align(open_run(directory)).offsets["b"]
+    assert abs(found.points[0][1] - 10**9) <= found.uncertainty_ns <= 200_000
+
+
+def test_ranks_without_messages_are_refused_by_name(tmp_path):
+    run = Run(ranks=3, clocks={2: "far"})
+    directory = write(run, tmp_path)
+    for path in directory.glob("*.json"):
+        kept = [
+            line
+            for line in path.read_text().splitlines(keepends=True)
+            if '"direction":"backward"' not in line and '"group"' not in line
+        ]
+        path.write_text("".join(kept))
+    with pytest.raises(DataError, match=r"clocks of ranks 2 cannot be aligned"):
+        align(open_run(directory))
+
+
+def test_one_clock_that_contradicts_itself_is_an_error(tmp_path):
+    run = Run(ranks=2, offset={1: -(10**9)})
+    with pytest.raises(DataError, match=r"arrived .* before it was sent"):
+        align(open_run(write(run, tmp_path)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_true_offsets_satisfy_every_bound_and_so_does_the_estimate(data):
+    names = [f"c{i}" for i in range(data.draw(st.integers(2, 6)))]
+    true = {name: data.draw(st.integers(-(10**10), 10**10)) for name in names}
+    true[names[0]] = 0
+    delays = st.integers(1, 10**6)
+    bounds = {}
+    for a, b in itertools.pairwise(names):
+        bounds[a, b] = true[a] - true[b] + data.draw(delays)
+        bounds[b, a] = true[b] - true[a] + data.draw(delays)
+    if len(names) > 2 and data.draw(st.booleans()):
+        bounds[names[0], names[-1]] = true[names[0]] - true[names[-1]] + data.draw(delays)
+    found = solve(names[0], names, bounds)
+    for name in names:
+        assert abs(found[name][0] - true[name]) <= found[name][1]
+    for (a, b), bound in bounds.items():
+        assert found[a][0] - found[b][0] <= bound + 1
+
+
+def test_small_contradictions_widen_the_uncertainty_and_large_ones_are_errors():
+    drifted = {("a", "b"): 5_000, ("b", "a"): -9_000}
+    offset, uncertainty = solve("a", ["a", "b"], drifted)["b"]
+    assert uncertainty >= 2_000
+    assert -9_000 - uncertainty <= offset <= 5_000 + uncertainty
+    with pytest.raises(DataError, match="contradict"):
+        solve("a", ["a", "b"], {("a", "b"): 0, ("b", "a"): -10_000_000})
+
+
+def test_offsets_run_straight_between_windows():
+    offset = ClockOffset(((100, 10, 1), (200, 30, 2)))
+    assert [offset.at(t) for t in (0, 100, 150, 200, 900)] == [10, 10, 20, 30, 30]
+    assert offset.uncertainty_ns == 2

@@ -1,0 +1,176 @@
+"""The merged trace, and the errors for directories that cannot be merged."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.dpp.errors import DataError
+from megatron.dpp.trace.merge import merge
+from megatron.dpp.trace.reader import open_run
+from tests.trace.synthetic import Run, write
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    run = Run(chunks=2, iterations=2, clocks={3: "other"}, offset={3: 10**9})
+    return write(run, tmp_path_factory.mktemp("benchmark"))
+
+
+@pytest.fixture(scope="module")
+def merged(directory):
+    output = directory / "aggregated.json"
+    merge(open_run(directory), output)
+    return json.loads(output.read_text())
+
+
+def of(merged, **wanted):
+    return [
+        event
+        for event in merged["traceEvents"]
+        if all(event.get(key) == value for key, value in wanted.items())
+    ]
+
+
+def test_there_is_one_named_track_per_rank(merged):
+    names = [e["args"]["name"] for e in of(merged, name="process_name")]
+    assert names == [f"rank {r} (data 0, pipeline {r}, tensor 0)" for r in range(4)]
+    tasks = of(merged, cat="task", pid=1)
+    assert {e["tid"] for e in tasks} == {0}
+    assert len(tasks) == 2 * 2 * 8 * 3
+    assert {"1F3", "0B7", "1W0"} <= {e["name"] for e in tasks}
+
+
+def test_slices_of_a_track_do_not_overlap(merged):
+    for rank in range(4):
+        for track in range(3):
+            slices = sorted(
+                (e["ts"], e["ts"] + e["dur"])
+                for e in of(merged, ph="X", pid=rank, tid=track)
+                if e["cat"] != "iteration"
+            )
+            assert slices
+            for (_, end), (start, _) in itertools.pairwise(slices):
+                assert start >= end - 0.002
+
+
+def test_every_send_has_an_arrow_to_its_arrival_and_none_runs_backwards(merged):
+    starts = {e["id"]: e for e in of(merged, ph="s")}
+    ends = {e["id"]: e for e in of(merged, ph="f")}
+    assert len(starts) == len(of(merged, cat="send")) == 2 * 2 * 8 * 7
+    assert starts.keys() == ends.keys()
+    for number, start in starts.items():
+        assert ends[number]["ts"] >= start["ts"]
+        assert ends[number]["pid"] != start["pid"]
+
+
+def test_arrows_are_bound_to_slices(merged):
+    for phase, cat in (("s", "send"), ("f", "arrival")):
+        slices = {(e["pid"], e["tid"], e["ts"]) for e in of(merged, ph="X", cat=cat)}
+        arrows = {(e["pid"], e["tid"], e["ts"]) for e in of(merged, ph=phase)}
+        assert arrows == slices
+
+
+def test_waits_carry_their_cause_and_counters_their_value(merged):
+    causes = {e["args"]["cause"] for e in of(merged, cat="wait")}
+    assert causes <= {"warm-up", "message"}
+    assert of(merged, name="wait: warm-up", pid=3)
+    assert max(e["args"]["value"] for e in of(merged, ph="C", name="held")) > 1
+
+
+def test_the_alignment_is_stored(merged):
+    about = merged["otherData"]
+    assert [clock["ranks"] for clock in about["alignment"]] == [[0, 1, 2], [3]]
+    assert abs(about["alignment"][1]["offset_ns"] + 10**9) <= about["uncertainty_ns"]
+    assert about["cut_short"] == []
+
+
+def test_a_run_cut_short_is_merged_and_reported(tmp_path):
+    directory = write(Run(ranks=2, iterations=2), tmp_path)
+    path = next(directory.glob("*pipeline-1*"))
+    path.write_bytes(path.read_bytes()[:-200])
+    _, count = merge(open_run(directory), directory / "out.json.gz")
+    with gzip.open(directory / "out.json.gz", "rt") as file:
+        merged = json.load(file)
+    assert merged["otherData"]["cut_short"] == [1]
+    assert count > 100
+
+
+def damage_line(path):
+    lines = path.read_text().splitlines(keepends=True)
+    lines[10] = lines[10][:20] + "\n"
+    path.write_text("".join(lines))
+
+
+def other_run(path):
+    path.write_text(path.read_text().replace('"run":"synthetic"', '"run":"else"', 1))
+
+
+def old_schema(path):
+    path.write_text(path.read_text().replace('"schema":1', '"schema":0', 1))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (Path.unlink, r"missing: benchmark-data-0-pipeline-1-tensor-0\.json"),
+        (lambda path: path.write_text(""), r"pipeline-1-tensor-0\.json: not a readable"),
+        (lambda path: path.write_text("[\n[]\n"), r"pipeline-1-tensor-0\.json: not a trace"),
+        (old_schema, r"pipeline-1-tensor-0\.json: schema version 0"),
+        (other_run, r"several runs are mixed.*pipeline-1-tensor-0\.json"),
+        (damage_line, r"pipeline-1-tensor-0\.json: line 11 is not an event"),
+    ],
+)
+def test_what_cannot_be_merged_is_named_and_leaves_no_output(tmp_path, harm, message):
+    directory = write(Run(ranks=2, iterations=1), tmp_path)
+    harm(next(directory.glob("*pipeline-1*")))
+    before = set(directory.iterdir())
+    with pytest.raises(DataError, match=message):
+        merge(open_run(directory), directory / "aggregated.json")
+    assert set(directory.iterdir()) == before
+
+
+def test_directories_without_a_run_or_with_several_are_errors(tmp_path):
+    with pytest.raises(DataError, match="no such directory"):
+        open_run(tmp_path / "none")
+    with pytest.raises(DataError, match="no trace"):
+        open_run(tmp_path)
+    write(Run(ranks=2, iterations=1), tmp_path)
+    assert len(open_run(tmp_path)) == 2
+    write(Run(ranks=3, iterations=1), tmp_path)
+    with pytest.raises(DataError, match="several runs, name one"):
+        open_run(tmp_path)
+
+
+@pytest.mark.parametrize("start", [ROOT, ROOT / "profiling"])
+def test_the_script_works_from_the_root_and_from_its_own_directory(tmp_path, start):
+    directory = write(Run(ranks=2, iterations=1), tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "profiling/aggregate.py"), "--benchmark_dir", str(directory)],
+        cwd=start,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "one clock" in done.stdout
+    assert (directory / "aggregated.json").exists()
+
+
+def test_the_script_says_what_is_wrong(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "profiling/aggregate.py"), "--benchmark_dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"aggregate.py: {tmp_path}: no trace")

@@ -1,0 +1,184 @@
+"""What the recorder writes, with a run that is whole, cut short, or asks for few iterations."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder, parse_iterations
+from megatron.dpp.trace.reader import open_run, read_events
+from tests.trace.synthetic import Channel
+
+LAYOUT = TraceLayout(
+    data=0, pipeline=0, tensor=0, data_size=1, pipeline_size=1, tensor_size=1, num_chunks=2
+)
+CHANNEL = Channel(0, 1, 1, 0)
+
+
+class Taken:
+    iteration = 4
+    microbatch = 2
+    part = 0
+
+    def __init__(self, sent_ns: int, arrived_ns: int) -> None:
+        self.sent_ns, self.arrived_ns = sent_ns, arrived_ns
+
+
+def record_iteration(recorder: Recorder, iteration: int) -> None:
+    recorder.begin_iteration(iteration)
+    start = time.monotonic_ns()
+    recorder.gap(start - 1000, start, "message", "F1")
+    recorder.begin_task("F", 1, 2)
+    recorder.put(CHANNEL, 2, 4096, "shm")
+    recorder.end_task()
+    recorder.taken(CHANNEL, Taken(start - 500, start - 200))
+    recorder.counter("held", 3)
+    with recorder.span("optimizer", group="world"):
+        pass
+    recorder.end_iteration()
+
+
+def events_of(directory: Path) -> list[dict]:
+    (file,) = open_run(directory)
+    return list(read_events(file))
+
+
+def test_every_kind_of_event_is_written_and_read_back(tmp_path):
+    with open_recorder(tmp_path, rank=0, layout=LAYOUT, run="r") as recorder:
+        before = time.monotonic_ns()
+        record_iteration(recorder, 4)
+        after = time.monotonic_ns()
+    (file,) = open_run(tmp_path)
+    events = {event["cat"]: event for event in read_events(file)}
+    assert set(events) == {"wait", "task", "send", "arrival", "counter", "span", "iteration"}
+    assert events["task"]["name"] == "1F2"
+    assert events["task"]["args"] == {
+        "iteration": 4,
+        "kind": "F",
+        "chunk": 1,
+        "microbatch": 2,
+        "piece": 0,
+    }
+    assert before <= file.time_ns(events["task"]) <= after
+    assert events["wait"]["args"]["cause"] == "message"
+    assert events["wait"]["dur"] == 1.0
+    assert events["send"]["args"]["destination"] == 1
+    assert events["send"]["args"]["bytes"] == 4096
+    assert events["arrival"]["args"]["sent_ns"] == file.time_ns(events["arrival"]) - 300
+    assert events["counter"]["args"] == {"value": 3}
+    assert events["span"]["args"]["group"] == "world"
+
+
+def test_a_closed_file_is_one_json_array(tmp_path):
+    recorder = open_recorder(tmp_path, rank=0, layout=LAYOUT)
+    record_iteration(recorder, 1)
+    recorder.close()
+    recorder.close()
+    events = json.loads(LAYOUT.path(tmp_path).read_text())
+    assert events[0]["args"]["schema"] == 1
+    assert events[-1] == {"name": "end", "ph": "M", "pid": 0, "tid": 0, "args": {"dropped": 0}}
+
+
+@pytest.mark.parametrize(
+    ("iterations", "interval", "kept"),
+    [(None, 1, [0, 1, 2, 3, 4, 5]), (None, 2, [0, 2, 4]), ({1, 4}, 1, [1, 4]), ({1, 4}, 2, [4])],
+)
+def test_only_the_iterations_asked_for_are_recorded(tmp_path, iterations, interval, kept):
+    with open_recorder(
+        tmp_path, rank=0, layout=LAYOUT, iterations=iterations, interval=interval
+    ) as recorder:
+        for iteration in range(6):
+            record_iteration(recorder, iteration)
+    found = [e["args"]["iteration"] for e in events_of(tmp_path) if e["cat"] == "task"]
+    assert found == kept
+
+
+def test_spans_between_iterations_are_kept_and_tasks_are_not(tmp_path):
+    with open_recorder(tmp_path, rank=0, layout=LAYOUT) as recorder:
+        record_iteration(recorder, 0)
+        with recorder.span("checkpoint"):
+            recorder.begin_task("F", 0, 0)
+            recorder.end_task()
+    events = events_of(tmp_path)
+    assert [e["name"] for e in events if e["cat"] == "span"] == ["optimizer", "checkpoint"]
+    assert len([e for e in events if e["cat"] == "task"]) == 1
+
+
+def test_a_full_queue_drops_events_and_says_how_many(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.dpp.trace.recorder.QUEUE_EVENTS", 10)
+    monkeypatch.setattr("megatron.dpp.trace.writer._PERIOD_S", 60.0)
+    recorder = open_recorder(tmp_path, rank=0, layout=LAYOUT)
+    recorder.begin_iteration(0)
+    for _ in range(25):
+        recorder.counter("held", 1)
+    recorder.close()
+    assert json.loads(LAYOUT.path(tmp_path).read_text())[-1]["args"]["dropped"] == 15
+    assert len(events_of(tmp_path)) == 10
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path):
+    recorder = open_recorder(tmp_path, rank=0, layout=LAYOUT)
+    recorder._writer._file.close()
+    recorder._writer._file = open("/dev/full", "wb")  # noqa: SIM115
+    record_iteration(recorder, 0)
+    with pytest.warns(UserWarning, match="the trace ends here"):
+        recorder._writer._drain()
+    record_iteration(recorder, 1)
+    recorder.close()
+
+
+KILLED = """
+import sys, time
+sys.path.insert(0, {root!r})
+from tests.trace.test_recorder import LAYOUT, record_iteration
+from megatron.dpp.trace import open_recorder
+recorder = open_recorder({directory!r}, rank=0, layout=LAYOUT)
+for iteration in range(100000):
+    record_iteration(recorder, iteration)
+    time.sleep(0.002)
+"""
+
+
+def test_a_killed_process_leaves_a_readable_file(tmp_path):
+    root = str(Path(__file__).resolve().parents[2])
+    code = KILLED.format(root=root, directory=str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=root)
+    path = LAYOUT.path(tmp_path)
+    try:
+        deadline = time.monotonic() + 60
+        while not (path.exists() and path.stat().st_size > 20_000):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    (file,) = open_run(tmp_path)
+    assert not file.complete
+    assert len(list(read_events(file))) > 50
+
+
+def test_the_null_recorder_has_every_method_and_writes_nothing(tmp_path):
+    with NullRecorder() as recorder:
+        assert not recorder.enabled
+        record_iteration(recorder, 0)
+        recorder.mark()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-", "5-2", "1,,2"])
+def test_wrong_iteration_lists_are_refused(text):
+    with pytest.raises(ValueError, match="iterations"):
+        parse_iterations(text)
+
+
+def test_the_interval_is_checked(tmp_path):
+    with pytest.raises(ValueError, match="interval 0"):
+        open_recorder(tmp_path, rank=0, layout=LAYOUT, interval=0)
