@@ -28,13 +28,12 @@ from megatron.core.distributed import (  # noqa: E402
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from megatron.dpp import DppConfig, DppSchedule  # noqa: E402
-from megatron.dpp.mcore.rng import TaskRng  # noqa: E402
 from megatron.dpp.mcore.specs import block_spec  # noqa: E402
+from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
 
 VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
 
@@ -134,23 +133,6 @@ def train(case: dict[str, Any], schedule: Any, iterations: int = 3) -> dict[str,
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
-def static_schedule(case: dict[str, Any]) -> Any:
-    """megatron-core's own function, with the tasks' random states where dropout is on."""
-    rank = parallel_state.get_pipeline_model_parallel_rank()
-    rng, calls = TaskRng(1234, case["p"], rank), iter(range(1 << 30))
-
-    def run(**keywords: Any) -> Any:
-        iteration = next(calls)
-        if case.get("dropout") and not keywords["forward_only"]:
-            keywords["forward_step_func"] = rng.wrap(keywords["forward_step_func"], iteration)
-        if case.get("v", 1) == 1:
-            keywords["model"] = keywords["model"][0]
-            keywords["data_iterator"] = keywords["data_iterator"][0]
-        return get_forward_backward_func()(**keywords)
-
-    return run
-
-
 def compare(expected: dict[str, Any], got: dict[str, Any], what: str) -> None:
     for name in ("losses", "norms"):
         assert expected[name] == got[name], f"{what}: {name} {expected[name]} != {got[name]}"
@@ -164,10 +146,12 @@ def run_case(case: dict[str, Any]) -> None:
         tensor_model_parallel_size=case.get("tp", 1), pipeline_model_parallel_size=case["p"],
         virtual_pipeline_model_parallel_size=case["v"] if case.get("v", 1) > 1 else None,
     )  # fmt: skip
-    expected = train(case, static_schedule(case))
+    with StaticSchedule(seed=1234) as schedule:
+        expected = train(case, schedule)
     assert all(map(torch.isfinite, map(torch.tensor, expected["losses"])))
     for settings in case["runs"]:
-        with DppSchedule(DppConfig(**settings), seed=1234) as schedule:
+        kind = StaticSchedule if settings.pop("static", False) else DppSchedule
+        with kind(DppConfig(**settings), seed=1234) as schedule:
             got = train(case, schedule)
         compare(expected, got, f"{case['name']} with {settings}")
     dist.barrier()

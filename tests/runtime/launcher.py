@@ -51,7 +51,7 @@ def start(script: Path, num_ranks: int, arguments: list[str]) -> list[subprocess
                 stderr=subprocess.STDOUT,
                 text=True,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         )
     return processes
 

@@ -66,7 +66,7 @@ class TorchNorm:
         return norm
 
 
-class SdpaAttention(MegatronModule):
+class SdpaAttention(MegatronModule):  # type: ignore[misc]
     """Core attention by ``torch.nn.functional.scaled_dot_product_attention``.
 
     Same constructor and call as megatron-core's ``DotProductAttention``; query [sq, b, np, hn], key

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
     FineGrainedActivationOffloadingInterface,
@@ -87,7 +88,7 @@ class StepCall:
             torch.float32 if self.config.fp32_residual_connection else self.config.pipeline_dtype
         )
         dtype = dtype or self.config.params_dtype
-        return length * self.micro_batch_size * int(self.config.hidden_size) * dtype.itemsize
+        return int(length * self.micro_batch_size * self.config.hidden_size * dtype.itemsize)
 
 
 def _refuse_unsupported(config: Any) -> None:
@@ -246,7 +247,7 @@ class Stage:
         model, sync = self.call.model[chunk], self._config.grad_sync_func
         if sync is not None:
             (sync[chunk] if isinstance(sync, list) else sync)(model.parameters())
-        elif getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False):
+        elif isinstance(model, DistributedDataParallel) and model.ddp_config.overlap_grad_reduce:
             model.start_grad_sync()
 
     def finish(self) -> list[Any]:

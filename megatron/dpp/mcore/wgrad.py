@@ -67,7 +67,7 @@ class _InputGradientNow(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         input_: torch.Tensor,
         bias: torch.Tensor | None,
@@ -83,7 +83,7 @@ class _InputGradientNow(torch.autograd.Function):
         return output if bias is None else output + bias
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         (input_,) = ctx.saved_tensors
         grad_input = grad_output.matmul(ctx.layer.weight)
         handle = None
@@ -113,7 +113,8 @@ def _gather(input_: torch.Tensor, group: torch.distributed.ProcessGroup | None) 
     if group is None:
         return input_
     shape = (input_.shape[0] * group.size(), *input_.shape[1:])
-    full = parallel_state.get_global_memory_buffer().get_tensor(shape, input_.dtype, "mpu")
+    buffers = parallel_state.get_global_memory_buffer()
+    full: torch.Tensor = buffers.get_tensor(shape, input_.dtype, "mpu")
     torch.distributed.all_gather_into_tensor(full, input_.contiguous(), group=group)
     return full
 
@@ -157,7 +158,7 @@ class WeightGradients:
 
         def forward_impl(input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
             sequence_parallel = options["sequence_parallel"]
-            output: torch.Tensor = _InputGradientNow.apply(
+            output: torch.Tensor = _InputGradientNow.apply(  # type: ignore[no-untyped-call]
                 input,
                 options["bias"],
                 layer,

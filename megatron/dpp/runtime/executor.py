@@ -152,6 +152,7 @@ class Executor:
     def _run(self, action: Action) -> None:
         kind, chunk, microbatch, piece = action
         self._recorder.begin_task(kind.name, chunk, microbatch, piece)
+        self._pace.begin()
         self._run_kind[kind](chunk, microbatch, piece)
         self._ordinal += 1
 

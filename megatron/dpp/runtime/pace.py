@@ -2,10 +2,10 @@
 
 On a CPU a task is over when its call returns, and there is nothing to pace. On a GPU a call only
 queues work. A dynamic schedule that queued several tasks would decide before it knows; one that
-waited for the device to be idle would leave it idle while the next task is launched. ``DevicePace``
-opens the next decision when little is left of the
-task that is running: ``lookahead`` milliseconds, judged by how long tasks of its kind have taken
-(POLICY.md: late decisions cost 0.1-0.3 points, early ones up to 3.8).
+waited for the device to be idle would leave it idle while the next task is launched.
+``DevicePace`` opens the next decision when little is left of the task that is running:
+``lookahead`` seconds, judged by how long tasks of its kind have taken (POLICY.md: late decisions
+cost 0.1-0.3 points, early ones up to 3.8).
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ _SMOOTHING = 0.25
 
 
 class Pace(Protocol):
-    """What the executor asks between tasks."""
+    """What a schedule tells and asks around its tasks; ``key`` is (kind, chunk)."""
 
     def ready(self) -> bool:
         """Whether the next task may be chosen now."""
         ...
 
+    def begin(self) -> None:
+        """A task is about to be run."""
+        ...
+
     def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
-        """Make the task that was just run take ``factor`` times as long and ``seconds`` more
-        (injection).
-        """
+        """Make the task that was just run take ``factor`` times as long and ``seconds`` more."""
         ...
 
     def launched(self, key: tuple[str, int]) -> None:
-        """The work of one task of this (kind, chunk) has been queued."""
+        """All work of the task has been queued."""
         ...
 
 
@@ -43,11 +45,13 @@ class HostPace:
     """For a CPU: a task that was run is over."""
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
+        self._began = 0.0
 
     def ready(self) -> bool:
-        self._began = time.monotonic()
         return True
+
+    def begin(self) -> None:
+        self._began = time.monotonic()
 
     def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
         took = time.monotonic() - self._began
@@ -60,7 +64,8 @@ class HostPace:
 @dataclass
 class _Running:
     key: tuple[str, int]
-    event: Any
+    start: Any
+    end: Any
     injected: float
     queued_at: float
 
@@ -70,7 +75,7 @@ class DevicePace:
 
     Args:
         lookahead: seconds of device work that may be left when the next task is chosen.
-        follow: a follower of its stage's leader, which never holds back.
+        follow: never hold back (a follower of its stage's leader, or a static schedule).
     """
 
     def __init__(self, lookahead: float, follow: bool = False) -> None:
@@ -78,6 +83,7 @@ class DevicePace:
         self._running: deque[_Running] = deque()
         self._estimate: dict[tuple[str, int], float] = {}
         self._free: list[Any] = []
+        self._start: Any = None
         self._last_end = 0.0
         self._injected = 0.0
         self._cycles_per_second = 0.0
@@ -93,6 +99,10 @@ class DevicePace:
         expected = self._estimate.get(head.key, 0.0) + head.injected
         return time.monotonic() - started >= expected - self._lookahead
 
+    def begin(self) -> None:
+        self._start = self._event()
+        self._start.record()
+
     def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
         extra = (factor - 1.0) * self._estimate.get(key, 0.0) + seconds
         if extra > 0.0:
@@ -100,30 +110,33 @@ class DevicePace:
             self._injected = extra
 
     def launched(self, key: tuple[str, int]) -> None:
-        event = self._free.pop() if self._free else torch.cuda.Event()
-        event.record()
-        # What starts an idle device is the first kernel of the launch, not its end: estimates are
-        # made from completions that follow each other, so a task that found the device idle is not
-        # one.
-        queued_at = time.monotonic()
-        self._running.append(_Running(key, event, self._injected, queued_at))
+        end = self._event()
+        end.record()
+        task = _Running(key, self._start, end, self._injected, time.monotonic())
+        self._running.append(task)
         self._injected = 0.0
+        if self._follow:
+            self._collect()
 
     def _collect(self) -> None:
         """Take finished tasks off the head and learn how long they took."""
-        while self._running and self._running[0].event.query():
-            now, task = time.monotonic(), self._running.popleft()
-            if self._last_end > task.queued_at or task.key not in self._estimate:
-                took = now - max(self._last_end, task.queued_at) - task.injected
-                old = self._estimate.get(task.key, took)
-                self._estimate[task.key] = max(0.0, old + _SMOOTHING * (took - old))
-            self._last_end = now
-            self._free.append(task.event)
+        while self._running and self._running[0].end.query():
+            task = self._running.popleft()
+            took = task.start.elapsed_time(task.end) * 1e-3 - task.injected
+            old = self._estimate.get(task.key, took)
+            self._estimate[task.key] = max(0.0, old + _SMOOTHING * (took - old))
+            self._last_end = time.monotonic()
+            self._free += (task.start, task.end)
+
+    def _event(self) -> Any:
+        if self._free:
+            return self._free.pop()
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def _clock(self) -> float:
         """Cycles per second of ``torch.cuda._sleep``, measured once."""
         if not self._cycles_per_second:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = self._event(), self._event()
             cycles = 20_000_000
             begin.record()
             torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

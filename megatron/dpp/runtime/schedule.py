@@ -30,11 +30,11 @@ from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.runtime.executor import Executor, Links
 from megatron.dpp.runtime.inject import Injector
-from megatron.dpp.runtime.pace import DevicePace, HostPace, Pace
+from megatron.dpp.runtime.links import open_links, pace_for, pipeline_of
+from megatron.dpp.runtime.pace import Pace
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Scheduler, parse_cap
 from megatron.dpp.trace import NullRecorder, Recorder
-from megatron.dpp.transport import TransportOptions, open_transport
 
 logger = logging.getLogger("megatron.dpp")
 
@@ -190,9 +190,8 @@ class DppSchedule:
         return self._session
 
     def _connect(self, call: StepCall, slot_bytes: int) -> _Session:
-        ranks = torch.distributed.get_process_group_ranks(call.pg_collection.pp)
-        rank = torch.distributed.get_rank(call.pg_collection.pp)
-        topology = Topology(tuple(ranks), rank, len(call.model))
+        topology = pipeline_of(call.model, call.pg_collection)
+        ranks, rank = topology.ranks, topology.rank
         self._check_chunks(call, topology)
         injector = None
         if self.config.inject:
@@ -204,12 +203,11 @@ class DppSchedule:
             )
         board = links.transport.board
         follow = board is not None and board.index > 0
-        on_gpu = torch.cuda.is_available()
         return _Session(
             topology=topology,
             links=links,
             slot_bytes=slot_bytes,
-            pace=DevicePace(self.config.lookahead * 1e-3, follow) if on_gpu else HostPace(),
+            pace=pace_for(self.config, follow),
             injector=injector,
             rng=TaskRng(self._seed, topology.num_ranks, rank),
         )
@@ -268,19 +266,7 @@ def _open_links(
     injector: Injector | None,
 ) -> Links:
     channels = topology.channels(slot_bytes, config.slots)
-    alone = topology.num_ranks == 1  # no arrivals, so a stage's ranks agree without a board
-    transport = open_transport(
-        channels.specs,
-        rank=torch.distributed.get_rank(),
-        store=None if alone else torch.distributed.distributed_c10d._get_default_store(),
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        kind=config.transport,
-        options=TransportOptions(
-            timeout=config.timeout, checksum=config.checksum, workload=config.workload
-        ),
-        board_ranks=None if alone else stage_ranks or None,
-        board_counters=channels.num_incoming,
-    )
+    transport = open_links(channels.specs, config, stage_ranks)
     if injector is not None and injector.delays_messages:
         transport = DelayedTransport(transport, injector, topology.ranks)
     return Links(transport, channels)

@@ -1,0 +1,58 @@
+"""What dynamic and static schedules open in the same way: links, and a device's pace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.dpp.config import DppConfig
+from megatron.dpp.runtime.pace import DevicePace, HostPace, Pace
+from megatron.dpp.runtime.topology import Topology
+from megatron.dpp.transport import TransportOptions, open_transport
+from megatron.dpp.transport.base import ChannelSpec, Transport
+
+
+def pipeline_of(chunks: list[torch.nn.Module], pg_collection: Any = None) -> Topology:
+    """This rank's place in its pipeline, from the given process groups or megatron-core's own."""
+    group = (
+        pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
+    )
+    ranks = torch.distributed.get_process_group_ranks(group)
+    return Topology(tuple(ranks), torch.distributed.get_rank(group), len(chunks))
+
+
+def open_links(
+    specs: Sequence[ChannelSpec], config: DppConfig, stage_ranks: Sequence[int] = ()
+) -> Transport:
+    """Open a transport for these channels, found through torch.distributed's store.
+
+    Args:
+        specs: every channel that begins or ends at this rank.
+        config: kind, timeout, checksum and chunk size.
+        stage_ranks: ranks that share a board with this one, leader first; empty for none.
+    """
+    rank = torch.distributed.get_rank()
+    # A pipeline of one rank has no arrivals, so the ranks of its stage agree without a board.
+    store = torch.distributed.distributed_c10d._get_default_store() if specs else None
+    return open_transport(
+        specs,
+        rank=rank,
+        store=store,
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        kind=config.transport,
+        options=TransportOptions(
+            timeout=config.timeout, checksum=config.checksum, workload=config.workload
+        ),
+        board_ranks=(stage_ranks or None) if specs else None,
+        board_counters=sum(spec.destination == rank for spec in specs),
+    )
+
+
+def pace_for(config: DppConfig, follow: bool) -> Pace:
+    """How far the host may run ahead here: not at all on a CPU, a little on a GPU."""
+    if torch.cuda.is_available():
+        return DevicePace(config.lookahead * 1e-3, follow)
+    return HostPace()

@@ -1,0 +1,143 @@
+"""megatron-core's own 1F1B and interleaved schedules, in the same clothes as ``DppSchedule``.
+
+What is run is ``get_forward_backward_func()``, untouched. Around it are the things that a fair
+comparison needs: the tasks' random states (so that dropout draws the same masks), the injected
+variability, the trace, and, when ``--dpp-transport`` names a kind, our channels in the place of
+NCCL or gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron.dpp.config import DppConfig
+from megatron.dpp.mcore.rng import TaskRng, needs_task_rng
+from megatron.dpp.mcore.static import (
+    ChannelExchange,
+    around_steps,
+    over_channels,
+    ring_channels,
+)
+from megatron.dpp.mcore.steps import StepCall
+from megatron.dpp.mcore.trace_static import instrument_static_schedule
+from megatron.dpp.runtime.inject import Injector, Task
+from megatron.dpp.runtime.links import open_links, pace_for, pipeline_of
+from megatron.dpp.runtime.topology import Topology
+from megatron.dpp.trace import NullRecorder, Recorder
+from megatron.dpp.transport.base import Transport
+
+logger = logging.getLogger("megatron.dpp")
+
+
+class StaticSchedule:
+    """A callable with the keyword signature of ``forward_backward_func``, which it calls.
+
+    Args:
+        config: ``transport`` (``auto`` keeps megatron-core's own exchange), ``inject``,
+            ``task_rng``, ``slots`` and ``timeout`` take effect; the rest belongs to the dynamic
+            schedule.
+        recorder, seed, log: as in :class:`~megatron.dpp.DppSchedule`.
+    """
+
+    def __init__(
+        self,
+        config: DppConfig | None = None,
+        *,
+        recorder: Recorder | None = None,
+        seed: int | None = None,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        self.config = config or DppConfig()
+        self.iteration = 0
+        """Number of the next call; set it after resuming from a checkpoint."""
+        self._recorder = recorder or NullRecorder()
+        self._seed = torch.initial_seed() if seed is None else seed
+        self._log = log or logger.info
+        self._transport: Transport | None = None
+        self._exchange: ChannelExchange | None = None
+        self._injector: Injector | None = None
+        self._pace = pace_for(self.config, follow=True)
+
+    def __call__(self, **keywords: Any) -> list[Any]:
+        """Run one step; keywords, result and errors are megatron-core's."""
+        model = keywords["model"]
+        chunks = list(model) if isinstance(model, list) else [model]
+        topology = pipeline_of(chunks, keywords.get("pg_collection"))
+        iteration = self.iteration
+        self.iteration += 1
+        if self._wants_rng(chunks, topology) and not keywords.get("forward_only"):
+            rng = TaskRng(self._seed, topology.num_ranks, topology.rank)
+            function = keywords["forward_step_func"]
+            keywords["forward_step_func"] = rng.wrap(function, iteration)
+        with contextlib.ExitStack() as around:
+            self._enter(around, keywords, topology, iteration)
+            function = get_forward_backward_func()
+            return function(**keywords)  # type: ignore[no-any-return]
+
+    def _wants_rng(self, chunks: list[torch.nn.Module], topology: Topology) -> bool:
+        """One stage alone runs in one order anyway and keeps Megatron's own random states."""
+        return self.config.task_rng and topology.num_ranks > 1 and needs_task_rng(chunks)
+
+    def _enter(
+        self,
+        around: contextlib.ExitStack,
+        keywords: dict[str, Any],
+        topology: Topology,
+        iteration: int,
+    ) -> None:
+        if self.config.inject:
+            around.enter_context(
+                around_steps(self._pace.begin, self._prolonger(topology, iteration))
+            )
+        if self.config.transport != "auto" and topology.num_ranks > 1:
+            around.enter_context(over_channels(self._open(keywords, topology)))
+        around.enter_context(instrument_static_schedule(self._recorder))
+
+    def _prolonger(self, topology: Topology, iteration: int) -> Callable[[str, int, int], None]:
+        if self._injector is None:
+            text = self.config.inject or ""
+            self._injector = Injector(text, topology.rank, topology.num_ranks, self._seed)
+        injector, ordinals = self._injector, iter(range(1 << 30))
+
+        def after(kind: str, chunk: int, microbatch: int) -> None:
+            task = Task(iteration, kind, chunk, microbatch, next(ordinals))
+            self._pace.prolong((kind, chunk), injector.factor(task), injector.seconds(task))
+            self._pace.launched((kind, chunk))
+
+        return after
+
+    def _open(self, keywords: dict[str, Any], topology: Topology) -> ChannelExchange:
+        if self._exchange is None:
+            call = StepCall.checked(**keywords)
+            specs = ring_channels(
+                topology.ranks, topology.rank, call.boundary_bytes(), self.config.slots
+            )
+            self._transport = open_links(specs, self.config)
+            for link in self._transport.links():
+                self._log(f"static pipeline: link to {link.peer}: {link.kind} ({link.reason})")
+            self._exchange = ChannelExchange(self._transport, self.config.timeout)
+        return self._exchange
+
+    def close(self) -> None:
+        """Close the links. May be called twice."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = self._exchange = None
+
+    def __enter__(self) -> StaticSchedule:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,70 @@
+"""Every schedule over every transport gives the static schedule's numbers to the last bit.
+
+Each test starts its ranks once and runs several layouts in them (equality_worker.py). The delays
+injected into tasks and messages make every dynamic run take another order.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.launcher import run_ranks
+
+WORKER = Path(__file__).with_name("equality_worker.py")
+LATE = "delay:4ms,message-delay:6ms"
+
+
+def check(num_ranks: int, *cases: dict[str, Any]) -> None:
+    output = run_ranks(WORKER, num_ranks, [json.dumps(cases)], timeout=240)
+    for case in cases:
+        assert f"CASE {case['name']} ok" in output
+
+
+def case(name: str, p: int, m: int, *runs: dict[str, Any], **layout: Any) -> dict[str, Any]:
+    return {"name": name, "p": p, "m": m, "runs": runs, **layout}
+
+
+def test_two_ranks_any_number_of_chunks() -> None:
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    check(
+        2,
+        case("v1", 2, 5, fused, late, {"static": True, "transport": "shm"}, dropout=0.1),
+        case("v2", 2, 4, fused, late, {"static": True, "transport": "shm"}, v=2, dropout=0.1),
+        case("v4", 2, 6, fused, late, {"activation_cap": "strict"}, v=4, spec="megatron"),
+        case("one", 2, 1, late, recompute="full"),
+        case("selective", 2, 4, late, v=2, recompute="selective", spec="megatron", dropout=0.1),
+        case("kinds", 2, 4, {"transport": "dist"}, {"transport": "shm", "checksum": True}, v=2),
+    )
+
+
+def test_ten_seeds_of_delays_on_four_ranks() -> None:
+    runs = [{"inject": f"delay:4ms,message-delay:{2 + seed}ms"} for seed in range(5)]
+    runs += [{"inject": f"jitter:0.{3 + s},transient:2x:20%"} for s in range(5)]
+    check(
+        4, case("p4v2", 4, 8, *runs, v=2, layers=8), case("p4v1", 4, 8, {"inject": LATE}, layers=4)
+    )
+
+
+def test_tensor_and_data_parallel() -> None:
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    check(
+        4,
+        case("tp2", 2, 4, fused, late, v=2, tp=2, layers=4),
+        case("tp2 sequence parallel", 2, 4, fused, late, v=2, tp=2, sp=True, dropout=0.1, layers=4),
+        case(
+            "dp2 distributed optimizer, overlap", 2, 4, fused, late,
+            v=2, dropout=0.1, layers=4, distributed_optimizer=True, overlap=True,
+        ),
+        case("dp2", 2, 4, late, layers=4),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["depth-first", "breadth-first", "megatron"])
+def test_every_policy(policy: str) -> None:
+    run = {"policy": policy, "activation_cap": "4p", "inject": LATE}
+    check(2, case("v1", 2, 6, run), case("v2", 2, 6, run, v=2))
