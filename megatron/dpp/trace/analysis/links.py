@@ -1,0 +1,83 @@
+"""How long messages take on each link, and which link is slow.
+
+A receiver sees a message when it looks, and it looks between tasks; so the delay of a message that
+arrived during a task says more about the task than about the link. Where enough messages arrived
+while their receiver was waiting, only these count.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from megatron.dpp.trace.analysis.model import Arrival, Iteration, RankIteration
+
+_LOOK_NS = 100_000
+_ENOUGH = 3
+_FASTEST_SHARE = 0.1
+
+Link = tuple[int, int]
+
+
+@dataclass(slots=True)
+class LinkSamples:
+    """Delays seen on one directed pair of ranks, in ns."""
+
+    clean: list[int] = field(default_factory=list)
+    any: list[int] = field(default_factory=list)
+    num_bytes: int = 0
+    kind: str = ""
+
+    @property
+    def delay(self) -> int:
+        """The typical delay of a message: median of the clean ones, else a low quantile of all."""
+        if len(self.clean) >= _ENOUGH:
+            return round(statistics.median(self.clean))
+        ordered = sorted(self.any)
+        return ordered[int(len(ordered) * _FASTEST_SHARE)] if ordered else 0
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second at the typical delay."""
+        return self.num_bytes / len(self.any) / self.delay * 1e9 if self.delay else 0.0
+
+
+def _waited_for(rank: RankIteration, arrival: Arrival) -> bool:
+    return any(
+        wait.start <= arrival.arrived <= wait.end + _LOOK_NS
+        for wait in rank.waits
+        if wait.cause != "lookahead"
+    )
+
+
+def link_samples(iteration: Iteration) -> dict[Link, LinkSamples]:
+    """Delays of all messages of an iteration, by directed pair of ranks."""
+    ready = {send.message: send for rank in iteration.ranks.values() for send in rank.sends}
+    links: dict[Link, LinkSamples] = {}
+    for rank in iteration.ranks.values():
+        for arrival in rank.arrivals:
+            message, send = arrival.message, ready.get(arrival.message)
+            start = send.ready if send and send.ready <= arrival.arrived else arrival.sent
+            if start is None or message.source == message.destination:
+                continue
+            link = links.setdefault((message.source, message.destination), LinkSamples())
+            delay = max(arrival.arrived - start, 0)
+            link.any.append(delay)
+            link.num_bytes += send.num_bytes if send else arrival.num_bytes
+            link.kind = send.kind if send else link.kind
+            if _waited_for(rank, arrival):
+                link.clean.append(delay)
+    return links
+
+
+def merge_links(parts: Iterable[dict[Link, LinkSamples]]) -> dict[Link, LinkSamples]:
+    """Samples of several iterations together."""
+    total: dict[Link, LinkSamples] = {}
+    for part in parts:
+        for link, samples in part.items():
+            into = total.setdefault(link, LinkSamples(kind=samples.kind))
+            into.clean += samples.clean
+            into.any += samples.any
+            into.num_bytes += samples.num_bytes
+    return total

@@ -1,0 +1,209 @@
+"""Iterations of a run as objects, all ranks on one clock.
+
+Reads the ranks' files side by side, so that one iteration of all ranks is in memory at a time
+however long the run was. The other modules of this package take :class:`Iteration` objects and
+never see a file.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron.dpp.trace.align import Alignment
+from megatron.dpp.trace.reader import Event, TraceFile, read_events
+
+
+class Task(NamedTuple):
+    """A task; ``start`` and ``end`` are ns on the run's reference clock, as everywhere here."""
+
+    start: int
+    end: int
+    kind: str
+    chunk: int
+    microbatch: int
+    piece: int
+
+    @property
+    def length(self) -> int:
+        """Nanoseconds."""
+        return self.end - self.start
+
+
+class Wait(NamedTuple):
+    """A stretch in which a rank ran no task, and why."""
+
+    start: int
+    end: int
+    cause: str
+    detail: str
+
+
+class Span(NamedTuple):
+    """Other work: optimizer, gradient reduction, data."""
+
+    start: int
+    end: int
+    name: str
+
+
+class MessageId(NamedTuple):
+    """Names a message within an iteration; ``chunk`` is the receiver's."""
+
+    source: int
+    destination: int
+    chunk: int
+    direction: str
+    microbatch: int
+
+
+class Send(NamedTuple):
+    """A message on its way: ``ready`` is when its tensor could be copied."""
+
+    ready: int
+    message: MessageId
+    num_bytes: int
+    kind: str
+
+
+class Arrival(NamedTuple):
+    """A message received: when it was called for sending (None: unknown), seen complete, and taken."""
+
+    sent: int | None
+    arrived: int
+    taken: int
+    message: MessageId
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class RankIteration:
+    """What one rank did in one iteration, each list in order of time."""
+
+    rank: int
+    number: int
+    start: int = 0
+    end: int = 0
+    tasks: list[Task] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
+    peaks: dict[str, float] = field(default_factory=dict)
+    """Largest value of each counter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """All ranks' share of one iteration."""
+
+    number: int
+    ranks: dict[int, RankIteration]
+
+    @property
+    def start(self) -> int:
+        """When the first rank began."""
+        return min(rank.start for rank in self.ranks.values())
+
+    @property
+    def end(self) -> int:
+        """When the last rank was done, optimizer included."""
+        return max(rank.end for rank in self.ranks.values())
+
+
+def _message(event: Event) -> MessageId | None:
+    args = event["args"]
+    if "source" not in args:
+        return None
+    link = (args["source"], args["destination"], args["chunk"], args["direction"])
+    return MessageId(*link, args["microbatch"])
+
+
+class _Reader:
+    """Turns the events of one rank into its iterations."""
+
+    def __init__(self, file: TraceFile, alignment: Alignment) -> None:
+        self._file, self._alignment = file, alignment
+
+    def _interval(self, event: Event) -> tuple[int, int]:
+        start = self._file.time_ns(event)
+        moved = self._alignment.to_global(self._file.rank, start)
+        return moved, moved + self._file.duration_ns(event)
+
+    def iterations(self) -> Iterator[RankIteration]:
+        """Whole iterations only: what a crash cut short is left out."""
+        current = RankIteration(self._file.rank, -1)
+        for event in read_events(self._file):
+            if event.get("cat") == "iteration":
+                current.number = event["args"]["iteration"]
+                current.start, current.end = self._interval(event)
+                for events in (current.tasks, current.waits, current.spans):
+                    events.sort()
+                yield current
+                current = RankIteration(self._file.rank, -1)
+            else:
+                self._add(current, event)
+
+    def _add(self, current: RankIteration, event: Event) -> None:
+        cat, args = event["cat"], event["args"]
+        if cat == "counter":
+            name, value = event["name"], float(args["value"])
+            current.peaks[name] = max(value, current.peaks.get(name, value))
+            return
+        start, end = self._interval(event)
+        if cat == "task":
+            what = (args["kind"], args["chunk"], args["microbatch"], args["piece"])
+            current.tasks.append(Task(start, end, *what))
+        elif cat == "wait":
+            current.waits.append(Wait(start, end, args["cause"], args.get("detail", "")))
+        elif cat == "span":
+            current.spans.append(Span(start, end, event["name"]))
+        else:
+            self._add_message(current, event, start, end)
+
+    def _add_message(self, current: RankIteration, event: Event, start: int, end: int) -> None:
+        message, args = _message(event), event["args"]
+        if message is None:
+            return
+        if event["cat"] == "send":
+            current.sends.append(Send(start, message, args["bytes"], args["kind"]))
+            return
+        sent = args.get("sent_ns")
+        if sent is not None and message.source in self._alignment.clocks:
+            sent = self._alignment.to_global(message.source, sent)
+        current.arrivals.append(Arrival(sent, start, end, message, args["bytes"]))
+
+
+def _allow_open_files(count: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 64
+    if soft < wanted:
+        least = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
+
+
+def read_iterations(
+    files: list[TraceFile], alignment: Alignment, only: Collection[int] | None = None
+) -> Iterator[Iteration]:
+    """The iterations that every rank has finished, in order.
+
+    Args:
+        files: the run's files.
+        alignment: their clocks.
+        only: numbers of the iterations wanted (default: all).
+    """
+    _allow_open_files(len(files))
+    streams = [_Reader(file, alignment).iterations() for file in files]
+    heads = [next(stream, None) for stream in streams]
+    while all(head is not None for head in heads):
+        ranks = [head for head in heads if head is not None]
+        number = max(rank.number for rank in ranks)
+        if all(rank.number == number for rank in ranks):
+            if only is None or number in only:
+                yield Iteration(number, {rank.rank: rank for rank in ranks})
+            number += 1
+        for index, rank in enumerate(ranks):
+            if rank.number < number:
+                heads[index] = next(streams[index], None)

@@ -1,0 +1,73 @@
+"""What each stage's tasks cost, as recorded: the common input of the straggler search and of
+what-if.
+
+A *cell* is one (rank, chunk). A task cut into pieces counts as one, with the pieces' times added.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from megatron.dpp.trace.analysis.model import Iteration
+from megatron.dpp.trace.reader import TraceFile
+
+Cell = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Times of one iteration's tasks in ns: ``tasks[(rank, chunk)][kind][microbatch]``."""
+
+    number: int
+    tasks: dict[Cell, dict[str, dict[int, int]]]
+
+    def typical(self, cell: Cell, kind: str) -> float:
+        """Median time of a kind of task, 0 where there is none."""
+        times = self.tasks[cell].get(kind)
+        return statistics.median(times.values()) if times else 0.0
+
+    def per_microbatch(self, cell: Cell) -> float:
+        """Median time of all of a cell's work for one microbatch."""
+        return sum(self.typical(cell, kind) for kind in self.tasks[cell])
+
+
+def work_of(iteration: Iteration) -> Work:
+    """Add up the pieces of every task of an iteration."""
+    tasks: dict[Cell, dict[str, dict[int, int]]] = {}
+    for rank in iteration.ranks.values():
+        for task in rank.tasks:
+            kinds = tasks.setdefault((rank.rank, task.chunk), {})
+            times = kinds.setdefault(task.kind, {})
+            times[task.microbatch] = times.get(task.microbatch, 0) + task.length
+    return Work(iteration.number, tasks)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The job's shape and where every rank stands in it."""
+
+    num_ranks: int
+    num_chunks: int
+    pipeline: dict[int, int]
+    replica: dict[int, tuple[int, int]]
+    schedule: str
+
+    @classmethod
+    def of(cls, files: list[TraceFile]) -> Shape:
+        """Read from the headers of the files."""
+        layout = files[0].layout
+        return cls(
+            num_ranks=layout.pipeline_size,
+            num_chunks=layout.num_chunks,
+            pipeline={file.rank: file.layout.pipeline for file in files},
+            replica={file.rank: (file.layout.data, file.layout.tensor) for file in files},
+            schedule=layout.schedule,
+        )
+
+    def pipelines(self) -> list[list[int]]:
+        """Ranks of every pipeline, in order of their stages."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for rank in sorted(self.pipeline, key=lambda r: self.pipeline[r]):
+            groups.setdefault(self.replica[rank], []).append(rank)
+        return [groups[key] for key in sorted(groups)]
