@@ -73,7 +73,7 @@ def run_pipeline(
     specs = {s: None for top in topologies for s in top.channels(64, 2).specs}
     network = network or FakeNetwork(list(specs), seed=seed, delay=delay)
     runners = [Arithmetic(top) for top in topologies]
-    errors: list[BaseException] = []
+    errors: dict[int, BaseException] = {}
 
     def body(index: int) -> None:
         top, runner = topologies[index], runners[index]
@@ -100,7 +100,7 @@ def run_pipeline(
                 links.consume(geometry)
                 assert scheduler.peak_held <= cap_chunks
         except BaseException as error:
-            errors.append(error)
+            errors[index] = error
 
     threads = [threading.Thread(target=body, args=(i,), daemon=True) for i in range(len(runners))]
     for thread in threads:
@@ -108,7 +108,7 @@ def run_pipeline(
     for thread in threads:
         thread.join(timeout + 10)
     if errors:
-        raise errors[0]
+        raise errors[max(errors)]
     assert not any(thread.is_alive() for thread in threads), "a rank is stuck"
     return runners
 

@@ -111,7 +111,11 @@ class Executor:
         self._gap_start = 0
         self._gap_cause = ""
         self._gap_detail = ""
-        self._ordinal = 0
+        self.num_tasks = 0
+        """Tasks run so far."""
+        self._runner_ns = 0
+        self.overhead_ns = 0
+        """Host time spent on tasks outside of the runner: deciding, taking, putting, recording."""
         self._owed = [self._tasks_owed(chunk) for chunk in range(self._geometry.num_chunks)]
         self._next_complete = self._geometry.num_chunks - 1
         self._run_kind = {Kind.F: self._forward, Kind.B: self._backward, Kind.W: self._weight}
@@ -133,12 +137,14 @@ class Executor:
             if not self._pace.ready():
                 self._open_gap("lookahead")
                 continue
+            begin = time.perf_counter_ns()
             action = self._decider.next(arrived)
             if action is None:
                 self._sleep()
                 continue
             self._close_gap()
             self._run(action)
+            self.overhead_ns += time.perf_counter_ns() - begin - self._runner_ns
         transport.flush(self._timeout)
 
     def _tasks_owed(self, chunk: int) -> int:
@@ -154,25 +160,31 @@ class Executor:
         self._recorder.begin_task(kind.name, chunk, microbatch, piece)
         self._pace.begin()
         self._run_kind[kind](chunk, microbatch, piece)
-        self._ordinal += 1
+        self.num_tasks += 1
 
     def _forward(self, chunk: int, microbatch: int, piece: int) -> None:
         received = self._take(Direction.FORWARD, chunk, microbatch)
+        begin = time.perf_counter_ns()
         output = self._runner.forward(chunk, microbatch, received)
+        self._runner_ns = time.perf_counter_ns() - begin
         self._finish_task("F", chunk, microbatch)
         if self._put(Direction.FORWARD, chunk, microbatch, output):
             self._runner.free_output(chunk, microbatch)
 
     def _backward(self, chunk: int, microbatch: int, piece: int) -> None:
         received = self._take(Direction.BACKWARD, chunk, microbatch)
+        begin = time.perf_counter_ns()
         gradient = self._runner.backward(chunk, microbatch, received)
+        self._runner_ns = time.perf_counter_ns() - begin
         self._finish_task("B", chunk, microbatch)
         self._put(Direction.BACKWARD, chunk, microbatch, gradient)
         if not self._split_backward or not self._geometry.pieces(chunk):
             self._count_complete(chunk)
 
     def _weight(self, chunk: int, microbatch: int, piece: int) -> None:
+        begin = time.perf_counter_ns()
         self._runner.weight(chunk, microbatch, piece)
+        self._runner_ns = time.perf_counter_ns() - begin
         self._finish_task("W", chunk, microbatch)
         self._count_complete(chunk)
 
@@ -180,7 +192,7 @@ class Executor:
         """The task's own work is queued: prolong it if asked to, before its output may leave."""
         key = (kind, chunk)
         if self._injector is not None:
-            task = Task(self._iteration, kind, chunk, microbatch, self._ordinal)
+            task = Task(self._iteration, kind, chunk, microbatch, self.num_tasks)
             self._pace.prolong(key, self._injector.factor(task), self._injector.seconds(task))
         self._pace.launched(key)
         self._recorder.end_task()

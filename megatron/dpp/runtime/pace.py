@@ -24,6 +24,9 @@ _SMOOTHING = 0.25
 class Pace(Protocol):
     """What a schedule tells and asks around its tasks; ``key`` is (kind, chunk)."""
 
+    durations: dict[tuple[str, int], float]
+    """Seconds that a task of each (kind, chunk) takes, smoothed, without injected delays."""
+
     def ready(self) -> bool:
         """Whether the next task may be chosen now."""
         ...
@@ -41,11 +44,18 @@ class Pace(Protocol):
         ...
 
 
+def _learn(durations: dict[tuple[str, int], float], key: tuple[str, int], took: float) -> None:
+    old = durations.get(key, took)
+    durations[key] = max(0.0, old + _SMOOTHING * (took - old))
+
+
 class HostPace:
     """For a CPU: a task that was run is over."""
 
     def __init__(self) -> None:
+        self.durations: dict[tuple[str, int], float] = {}
         self._began = 0.0
+        self._injected = 0.0
 
     def ready(self) -> bool:
         return True
@@ -55,10 +65,12 @@ class HostPace:
 
     def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
         took = time.monotonic() - self._began
-        time.sleep((factor - 1.0) * took + seconds)
+        self._injected = (factor - 1.0) * took + seconds
+        time.sleep(self._injected)
 
     def launched(self, key: tuple[str, int]) -> None:
-        pass
+        _learn(self.durations, key, time.monotonic() - self._began - self._injected)
+        self._injected = 0.0
 
 
 @dataclass
@@ -81,7 +93,7 @@ class DevicePace:
     def __init__(self, lookahead: float, follow: bool = False) -> None:
         self._lookahead, self._follow = lookahead, follow
         self._running: deque[_Running] = deque()
-        self._estimate: dict[tuple[str, int], float] = {}
+        self.durations: dict[tuple[str, int], float] = {}
         self._free: list[Any] = []
         self._start: Any = None
         self._last_end = 0.0
@@ -96,7 +108,7 @@ class DevicePace:
             return False
         head = self._running[0]
         started = max(self._last_end, head.queued_at)
-        expected = self._estimate.get(head.key, 0.0) + head.injected
+        expected = self.durations.get(head.key, 0.0) + head.injected
         return time.monotonic() - started >= expected - self._lookahead
 
     def begin(self) -> None:
@@ -104,7 +116,7 @@ class DevicePace:
         self._start.record()
 
     def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
-        extra = (factor - 1.0) * self._estimate.get(key, 0.0) + seconds
+        extra = (factor - 1.0) * self.durations.get(key, 0.0) + seconds
         if extra > 0.0:
             torch.cuda._sleep(int(extra * self._clock()))  # type: ignore[no-untyped-call]
             self._injected = extra
@@ -123,8 +135,7 @@ class DevicePace:
         while self._running and self._running[0].end.query():
             task = self._running.popleft()
             took = task.start.elapsed_time(task.end) * 1e-3 - task.injected
-            old = self._estimate.get(task.key, took)
-            self._estimate[task.key] = max(0.0, old + _SMOOTHING * (took - old))
+            _learn(self.durations, task.key, took)
             self._last_end = time.monotonic()
             self._free += (task.start, task.end)
 

@@ -81,6 +81,8 @@ class DppSchedule:
         """Most chunk activations this rank has held so far."""
         self.num_out_of_order = 0
         """Forwards and backwards of the last call that did not follow Megatron's own order."""
+        self.host_us_per_task = 0.0
+        """Host microseconds per task of the last call, PyTorch's own launches not counted."""
         self._recorder = recorder or NullRecorder()
         self._seed = torch.initial_seed() if seed is None else seed
         self._log = log or logger.info
@@ -118,13 +120,23 @@ class DppSchedule:
         with self._recorder.span("grad-sync"):
             return stage.finish()
 
+    def own_work_seconds(self, num_microbatches: int) -> float:
+        """How long this rank's own tasks of one step take, by the durations measured so far."""
+        if self._session is None:
+            return 0.0
+        durations = self._session.pace.durations
+        pieces = self._weight_gradients.num_pieces if self._weight_gradients else ()
+        once = sum(took for (kind, _), took in durations.items() if kind != "W")
+        weights = sum(n * durations.get(("W", chunk), 0.0) for chunk, n in enumerate(pieces))
+        return num_microbatches * (once + weights)
+
     def _execute(
         self, session: _Session, stage: Stage, scheduler: Scheduler, split: bool, iteration: int
     ) -> None:
         links = session.links
         decider = decider_for(scheduler, links.channels.receiving, links.transport.board)
         decider.start(links.consumed)
-        Executor(
+        executor = Executor(
             runner=stage,
             decider=decider,
             links=links,
@@ -134,8 +146,10 @@ class DppSchedule:
             split_backward=split,
             iteration=iteration,
             timeout=self.config.timeout,
-        ).run()
+        )
+        executor.run()
         links.consume(scheduler.geometry)
+        self.host_us_per_task = executor.overhead_ns / 1e3 / max(executor.num_tasks, 1)
 
     def _scheduler(self, call: StepCall, topology: Topology, split: bool) -> Scheduler:
         """A fresh or restarted scheduler for calls of this shape; a new shape is said once."""

@@ -1,0 +1,354 @@
+#!/usr/bin/env python3
+"""Compare pipeline schedules on one model, side by side in one run.
+
+    python profiling/bench_schedule.py --ranks 4 --hidden 4096 --vocabulary 4096 --microbatches 8
+    python profiling/bench_schedule.py --ranks 4 --inject transient:2x:20% --microbatches 32
+
+On GPUs every rank builds the same GPT once per number of chunks and runs megatron-core's 1F1B or
+interleaved schedule and ours, fused and split, in turns. Printed per schedule: the median time of
+forward and backward (slowest rank), the ratio to the best static schedule and to the busiest rank's
+own work, peak memory of the worst rank, and whether losses and gradients equal the static
+schedule's bit by bit (deterministic kernels). Without a GPU it runs stages that sleep
+(bench_sleeping.py), so that two cores can stand for eight ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4, help="pipeline size")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[8])
+    parser.add_argument(
+        "--schedules",
+        default="static1,static2,static4,fused2,split1,split2,split4",
+        help="static, fused or split, followed by the number of chunks per rank",
+    )
+    parser.add_argument("--inject", default="", help="variability, as --dpp-inject; none if empty")
+    parser.add_argument("--cap", default="auto", help="as --dpp-activation-cap")
+    parser.add_argument("--transport", default="auto", help="as --dpp-transport")
+    parser.add_argument("--lookahead", type=float, default=0.5, help="as --dpp-lookahead, in ms")
+    parser.add_argument("--slots", type=int, default=2, help="as --dpp-slots")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--iterations", type=int, default=3, help="timed steps per round")
+    parser.add_argument("--verify", action="store_true", help="compare losses and gradients")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--sleep-ms", type=float, default=20.0, help="a chunk's F without a GPU")
+    return parser.parse_args()
+
+
+class Model:
+    """A GPT cut into p ranks x v chunks, its data and its static reference."""
+
+    def __init__(self, args: argparse.Namespace, num_chunks: int) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        self.args, self.num_chunks = args, num_chunks
+        virtual = num_chunks if num_chunks > 1 else None
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=args.ranks, virtual_pipeline_model_parallel_size=virtual
+        )
+        torch.manual_seed(1234)
+        model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+        self.config = self._config(virtual)
+        self.chunks = [self._chunk(c if virtual else None) for c in range(num_chunks)]
+        generator = torch.Generator().manual_seed(7)
+        shape = (args.micro_batch, args.sequence + 1)
+        self.tokens = torch.randint(0, args.vocabulary, shape, generator=generator).cuda()
+        self.positions = torch.arange(args.sequence, device="cuda").expand(args.micro_batch, -1)
+
+    def _config(self, virtual: int | None) -> Any:
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.transformer import TransformerConfig
+
+        args = self.args
+        config = TransformerConfig(
+            num_layers=args.layers,
+            hidden_size=args.hidden,
+            num_attention_heads=args.heads,
+            pipeline_model_parallel_size=args.ranks,
+            virtual_pipeline_model_parallel_size=virtual,
+            pipeline_dtype=torch.bfloat16,
+            params_dtype=torch.bfloat16,
+            bf16=True,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            deallocate_pipeline_outputs=True,
+            persist_layer_norm=False,
+            masked_softmax_fusion=False,
+            gradient_accumulation_fusion=False,
+            bias_dropout_fusion=True,
+            overlap_p2p_comm=virtual is not None,
+            batch_p2p_comm=virtual is None,
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        return config
+
+    def _chunk(self, stage: int | None) -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+        from megatron.core.models.gpt import GPTModel
+
+        from megatron.dpp.mcore.specs import block_spec
+
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+        model = GPTModel(
+            self.config,
+            block_spec(self.config, vp_stage=stage),
+            self.args.vocabulary,
+            self.args.sequence,
+            pre_process=first,
+            post_process=last,
+            vp_stage=stage,
+            parallel_output=True,
+        )
+        model.cuda().bfloat16()
+        model.model_type = 1
+        options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        return DistributedDataParallel(self.config, options, model)
+
+    def step(self, schedule: Any, num_microbatches: int) -> list[Any]:
+        """One forward and backward of all microbatches."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        single = self.num_chunks == 1
+        iterators: list[Any] = [iter(range(1 << 30)) for _ in self.chunks]
+        return schedule(
+            forward_step_func=self._forward,
+            data_iterator=iterators[0] if single else iterators,
+            model=self.chunks[0] if single else self.chunks,
+            num_microbatches=num_microbatches,
+            seq_length=self.args.sequence,
+            micro_batch_size=self.args.micro_batch,
+        )
+
+    def _forward(self, iterator: Any, model: Any) -> Any:
+        tokens = (self.tokens + next(iterator)) % self.args.vocabulary
+        output = model(tokens[:, :-1], self.positions, None, labels=tokens[:, 1:])
+        return output, partial(_loss)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """A copy of every gradient buffer."""
+        return [buffer.grad_data.clone() for c in self.chunks for buffer in c.buffers]
+
+    def close(self) -> None:
+        from megatron.core import parallel_state
+
+        self.chunks.clear()
+        parallel_state.destroy_model_parallel()
+        torch.cuda.empty_cache()
+
+
+def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = output.float().mean()
+    return loss, {"lm loss": loss.detach()}
+
+
+def make_schedule(args: argparse.Namespace, name: str) -> Any:
+    """The schedule that a name such as ``static2`` or ``split4`` stands for."""
+    from megatron.dpp import DppConfig, DppSchedule
+    from megatron.dpp.runtime.static import StaticSchedule
+
+    inject = args.inject or None
+    if name.startswith("static"):
+        return StaticSchedule(DppConfig(inject=inject))
+    config = DppConfig(
+        split_backward=name.startswith("split"),
+        activation_cap=args.cap,
+        transport=args.transport,
+        lookahead=args.lookahead,
+        slots=args.slots,
+        inject=inject,
+        timeout=120.0,
+    )
+    say = print if dist.get_rank() == 0 else (lambda line: None)
+    return DppSchedule(config, log=say)
+
+
+def timed_step(model: Model, schedule: Any, num_microbatches: int) -> float:
+    """Milliseconds of one step on the slowest rank."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    start = time.perf_counter()
+    model.step(schedule, num_microbatches)
+    torch.cuda.synchronize()
+    took = torch.tensor([(time.perf_counter() - start) * 1e3], device="cuda")
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took.item())
+
+
+def verify(model: Model, schedules: dict[str, Any], num_microbatches: int) -> dict[str, bool]:
+    """Whether each schedule's losses and gradients equal the first one's, on every rank."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    expected: Any = None
+    equal = {}
+    for name, schedule in schedules.items():
+        losses = [entry["lm loss"].item() for entry in model.step(schedule, num_microbatches)]
+        got = (losses, model.gradients())
+        expected = expected or got
+        same = losses == expected[0] and all(
+            torch.equal(a, b) for a, b in zip(got[1], expected[1], strict=True)
+        )
+        flag = torch.tensor([int(same)], device="cuda")
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        equal[name] = bool(flag.item())
+        del got
+    torch.use_deterministic_algorithms(False)
+    return equal
+
+
+def own_work(schedule: Any, num_microbatches: int) -> float:
+    """Milliseconds of device time of this rank's own tasks in one step, the busiest rank's."""
+    work = schedule.own_work_seconds(num_microbatches) * 1e3 if schedule else 0.0
+    busiest = torch.tensor([work], device="cuda")
+    dist.all_reduce(busiest, op=dist.ReduceOp.MAX)
+    return float(busiest.item())
+
+
+def measure(model: Model, names: list[str], num_microbatches: int) -> list[dict[str, Any]]:
+    """All schedules of one number of chunks, in turns."""
+    args = model.args
+    schedules = {name: make_schedule(args, name) for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    memory = dict.fromkeys(names, 0)
+    for schedule in schedules.values():
+        for _ in range(3):
+            model.step(schedule, num_microbatches)
+    for _ in range(args.rounds):
+        for name, schedule in schedules.items():
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            model.step(schedule, num_microbatches)
+            for _ in range(args.iterations):
+                times[name].append(timed_step(model, schedule, num_microbatches))
+            peak = torch.tensor([torch.cuda.max_memory_allocated()], device="cuda")
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+            memory[name] = max(memory[name], int(peak.item()))
+    equal = verify(model, schedules, num_microbatches) if args.verify else {}
+    rows = []
+    for name, schedule in schedules.items():
+        dynamic = not name.startswith("static")
+        rows.append(
+            {
+                "schedule": name,
+                "microbatches": num_microbatches,
+                "ms": statistics.median(times[name]),
+                "spread_ms": [min(times[name]), max(times[name])],
+                "own_work_ms": own_work(schedule if dynamic else None, num_microbatches),
+                "peak_gb": memory[name] / 1e9,
+                "equal": equal.get(name),
+                "host_us_per_task": schedule.host_us_per_task if dynamic else None,
+            }
+        )
+        schedule.close()
+    return rows
+
+
+def worker(args: argparse.Namespace) -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    rows: list[dict[str, Any]] = []
+    names = args.schedules.split(",")
+    for num_chunks in sorted({int(name.lstrip("abcdefghijklmnopqrstuvwxyz")) for name in names}):
+        model = Model(args, num_chunks)
+        mine = [n for n in names if int(n.lstrip("abcdefghijklmnopqrstuvwxyz")) == num_chunks]
+        for num_microbatches in args.microbatches:
+            rows += measure(model, mine, num_microbatches)
+        model.close()
+    if dist.get_rank() == 0:
+        report(args, rows)
+    dist.destroy_process_group()
+
+
+def report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Print the table, and write JSON when asked to."""
+    print(
+        f"\nhidden {args.hidden}, {args.layers} layers, vocabulary {args.vocabulary}, sequence "
+        f"{args.sequence}, micro batch {args.micro_batch}, PP={args.ranks}, inject "
+        f"{args.inject or 'nothing'}, {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    )
+    print("m  | schedule | ms (min..max) | / best static | / own work | peak GB | us/task | equal")
+    print("---|---|---|---|---|---|---|---")
+    for num_microbatches in args.microbatches:
+        mine = [r for r in rows if r["microbatches"] == num_microbatches]
+        static = [r["ms"] for r in mine if r["schedule"].startswith("static")]
+        for r in mine:
+            ratio = f"{r['ms'] / min(static):.3f}" if static else "-"
+            own = f"{r['ms'] / r['own_work_ms']:.3f}" if r["own_work_ms"] else "-"
+            low, high = r["spread_ms"]
+            host = f"{r['host_us_per_task']:.0f}" if r["host_us_per_task"] else "-"
+            print(
+                f"{num_microbatches} | {r['schedule']} | {r['ms']:.1f} ({low:.0f}..{high:.0f}) | "
+                f"{ratio} | {own} | {r['peak_gb']:.2f} | {host} | {r['equal']}"
+            )
+    if args.json:
+        args.json.write_text(json.dumps({"arguments": vars(args) | {"json": None}, "rows": rows}))
+
+
+def launch(num_ranks: int) -> int:
+    """Start this script once per rank; the first failure ends them all."""
+    processes = []
+    for rank in range(num_ranks):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": os.environ.get("MASTER_PORT", "29577"),
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        }
+        processes.append(subprocess.Popen([sys.executable, *sys.argv], env=environment))
+    try:
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                return 1
+            time.sleep(0.1)
+        return max(process.returncode for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def main() -> int:
+    args = parse_arguments()
+    if not torch.cuda.is_available():
+        import bench_sleeping
+
+        return bench_sleeping.run(args)
+    if "RANK" not in os.environ:
+        return launch(args.ranks)
+    worker(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
