@@ -1,0 +1,240 @@
+"""megatron-core on a machine without a GPU, unmodified.
+
+megatron-core names CUDA in a few dozen places. :func:`install` answers them from the CPU: a torch
+function mode rewrites ``device="cuda"``, and stand-ins take the place of a handful of
+``torch.cuda`` functions. Each entry says which file of megatron-core 0.16.1 needs it. The training
+layer calls this, once, before it builds anything, and only when no GPU is there or ``--device
+cpu`` is given; collectives are left to gloo and pipeline messages of the static schedules are made
+safe for it (see :class:`_KeptSend`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_MAX_KEPT_SENDS = 32
+
+
+class CpuSupport:
+    """The installed stand-ins. ``close()`` puts everything back; calling it twice is fine."""
+
+    def __init__(self) -> None:
+        self._undo = contextlib.ExitStack()
+        _keep_dynamo_off()
+        for holder, name, value in _stand_ins():
+            self._set(holder, name, value)
+        for holder, name, value in _core_stand_ins():
+            self._set(holder, name, value)
+        self._undo.enter_context(_CudaMeansCpu())
+        self._undo.enter_context(_quiet_random())
+
+    def _set(self, holder: Any, name: str, value: Any) -> None:
+        missing = not hasattr(holder, name)
+        old = getattr(holder, name, None)
+        setattr(holder, name, value)
+        undo = (lambda: delattr(holder, name)) if missing else (lambda: setattr(holder, name, old))
+        self._undo.callback(undo)
+
+    def close(self) -> None:
+        """Undo every change."""
+        self._undo.close()
+
+
+def install() -> CpuSupport:
+    """Let megatron-core run on the CPU of this process until ``close()`` of the result is
+    called."""
+    return CpuSupport()
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Rewrites the device of every torch call: layers.py:261,873, param_and_grad_buffer.py:783,
+    optimizer.py:473, grad_scaler.py:15, clip_grads.py:90, schedules.py:596,
+    p2p_communication.py:190, utils.py:631, data.py:37, mappings.py:91,
+    dist_checkpointing/exchange_utils.py:98 and others.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.cuda:  # language_module.py:244, data.py:84
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # clip_grads.py:167, optimizer.py:671, distrib_optimizer.py:361 compare this text
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if kwargs and "device" in kwargs:
+            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
+        if func is torch.Tensor.to:
+            args = tuple(_on_cpu(arg) for arg in args)
+        return func(*args, **(kwargs or {}))
+
+
+def _on_cpu(device: Any) -> Any:
+    if isinstance(device, str):
+        return "cpu" if device.startswith("cuda") else device
+    if isinstance(device, torch.device):
+        return torch.device("cpu") if device.type == "cuda" else device
+    return device
+
+
+class _NoStream:
+    """Streams and events (param_and_grad_buffer.py:417,529, distributed_data_parallel.py:230,
+    timers.py): the CPU runs in program order, so there is nothing to wait for.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def nothing(self, *args: Any, **kwargs: Any) -> None:
+        """Stands for wait, record and synchronise."""
+
+    wait_stream = wait_event = synchronize = record = wait = record_event = nothing
+
+    def query(self) -> bool:
+        """Everything before this point is done."""
+        return True
+
+
+class _CpuGenerators:
+    """``torch.cuda.default_generators`` (tensor_parallel/random.py:41-113): one, the CPU's, for
+    any index."""
+
+    def __getitem__(self, index: Any) -> torch.Generator:
+        return torch.default_generator
+
+
+@contextlib.contextmanager
+def _no_context(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
+    """Replacements inside ``torch.cuda``: (module, name, value)."""
+    cpu = torch.device("cpu")
+    yield torch.cuda, "current_device", lambda: cpu
+    # parallel_state.py:198,933, timers.py:152, p2p_communication.py:242,398,
+    # filesystem_async.py:230
+    yield torch.cuda, "synchronize", _nothing
+    for name in ("Stream", "Event"):
+        yield torch.cuda, name, _NoStream
+    for name in ("current_stream", "default_stream"):
+        yield torch.cuda, name, _NoStream
+    yield torch.cuda, "stream", _no_context
+    # tensor_parallel/random.py:41-113, checkpoints of the random state
+    yield torch.cuda, "default_generators", _CpuGenerators()
+    for holder in (torch.cuda, torch.cuda.random):
+        yield holder, "get_rng_state", lambda device="cuda": torch.get_rng_state()
+        yield holder, "set_rng_state", lambda state, device="cuda": torch.set_rng_state(state)
+        yield holder, "manual_seed", _seed_cpu
+    for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor"):  # transformer/module.py:20-22
+        yield torch.cuda, name, getattr(torch, name)
+
+
+def _seed_cpu(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+def _core_stand_ins() -> Iterator[tuple[Any, str, Any]]:
+    """Replacements inside megatron-core, for names that it binds when it is imported."""
+    from megatron.core import jit
+    from megatron.core.pipeline_parallel import p2p_communication
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import module
+
+    yield jit, "jit_fuser", jit.noop_decorator
+    yield random, "_lazy_call", lambda callback, **_: callback()
+    yield random, "_lazy_init", _nothing
+    for name, kind in (("FLOAT", "Float"), ("HALF", "Half"), ("BF16", "BFloat16")):
+        yield module, f"_{name}_TYPES", (getattr(torch, f"{kind}Tensor"),)
+    yield p2p_communication, "_p2p_ops", _SafeSends(p2p_communication._p2p_ops)
+
+
+@contextlib.contextmanager
+def _quiet_random() -> Iterator[None]:
+    """random.py warns at every use that the CPU's generator moved inside a region of the GPU's;
+    here they are one."""
+    name = "megatron.core.tensor_parallel.random"
+    log = logging.getLogger(name)
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("CPU RNG state changed")
+
+    log.addFilter(keep)
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)
+
+
+def _keep_dynamo_off() -> None:
+    """jit.py compiles small functions with torch.compile, which costs minutes on a CPU and gains
+    nothing."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    if "torch._dynamo.config" in sys.modules:
+        sys.modules["torch._dynamo.config"].disable = True  # type: ignore[attr-defined]
+
+
+class _KeptSend:
+    """A send under way with the tensor it reads.
+
+    megatron-core frees a stage's output as soon as ``isend`` has returned
+    (schedules.py:1497,1522,1600,1770), which NCCL allows. gloo would then send freed memory: NaN,
+    or silently wrong losses. So a copy is sent, and kept.
+    """
+
+    def __init__(self, work: Any, tensor: torch.Tensor) -> None:
+        self._work: Any = work
+        self._tensor: torch.Tensor | None = tensor
+
+    @property
+    def done(self) -> bool:
+        """The send has been waited for."""
+        return self._tensor is None
+
+    def wait(self) -> bool:
+        """Wait for the send; a second call returns at once (gloo's own would wait for ever)."""
+        if self._tensor is not None:
+            self._work.wait()
+            self._tensor = None
+        return True
+
+
+class _SafeSends:
+    """``p2p_communication._p2p_ops`` whose sends own what they send
+    (p2p_communication.py:80,92,112,122)."""
+
+    def __init__(self, original: Callable[..., dict[str, Any]]) -> None:
+        self._original = original
+        self._kept: deque[_KeptSend] = deque()
+
+    def __call__(self, **operations: Any) -> dict[str, Any]:
+        copies: dict[str, torch.Tensor] = {}
+        for way in ("prev", "next"):
+            tensor = operations[f"tensor_send_{way}"]
+            if tensor is not None:
+                copies[f"send_{way}"] = operations[f"tensor_send_{way}"] = tensor.detach().clone()
+        requests = self._original(**operations)
+        for name, copy in copies.items():
+            requests[name] = _KeptSend(requests[name], copy)
+            self._kept.append(requests[name])
+        # Some sends are never waited for. megatron-core itself waits for the one before
+        # the last, so waiting for one this old cannot hold anybody up.
+        while self._kept and (self._kept[0].done or len(self._kept) > _MAX_KEPT_SENDS):
+            self._kept.popleft().wait()
+        return requests

@@ -1,0 +1,146 @@
+"""From checked arguments to megatron-core's configuration objects, with Megatron-LM's renamings."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.dpp.errors import DataError
+
+Args = argparse.Namespace
+
+
+def _same_names(kind: Any, args: Args) -> dict[str, Any]:
+    return {
+        f.name: getattr(args, f.name) for f in dataclasses.fields(kind) if hasattr(args, f.name)
+    }
+
+
+def transformer_config(args: Args) -> TransformerConfig:
+    """The model's shape and how it is run."""
+    values = _same_names(TransformerConfig, args)
+    values |= {
+        "persist_layer_norm": not args.no_persist_layer_norm,
+        "deallocate_pipeline_outputs": True,
+        "pipeline_dtype": args.params_dtype,
+        "batch_p2p_comm": not args.overlap_p2p_comm,
+        "num_moe_experts": args.num_experts,
+        "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
+        "inference_sampling_seed": args.seed,
+        "bias_activation_fusion": args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
+        "num_query_groups": args.num_query_groups if args.group_query_attention else None,
+        "cp_comm_type": args.cp_comm_type[0] if len(args.cp_comm_type) == 1 else args.cp_comm_type,
+    }
+    values |= _activation(args)
+    if args.init_method_xavier_uniform:
+        values["init_method"] = torch.nn.init.xavier_uniform_
+        values["output_layer_init_method"] = torch.nn.init.xavier_uniform_
+    return TransformerConfig(**values)
+
+
+def _activation(args: Args) -> dict[str, Any]:
+    if args.swiglu:
+        return {"activation_func": F.silu, "gated_linear_unit": True}
+    if args.squared_relu:
+        from megatron.core.activations import squared_relu
+
+        return {"activation_func": squared_relu}
+    if args.quick_geglu:
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        return {"activation_func": quick_gelu, "gated_linear_unit": True}
+    return {}
+
+
+def ddp_config(args: Args, num_parameters: int) -> DistributedDataParallelConfig:
+    """How gradients are bucketed and reduced; ``num_parameters`` counts this rank's."""
+    values = _same_names(DistributedDataParallelConfig, args)
+    size = args.ddp_bucket_size
+    if args.ddp_num_buckets:
+        size = num_parameters // args.ddp_num_buckets
+    if size is None:
+        size = max(40_000_000, 1_000_000 * args.data_parallel_size * args.context_parallel_size)
+    values |= {
+        "grad_reduce_in_fp32": args.accumulate_allreduce_grads_in_fp32,
+        "check_for_nan_in_grad": args.check_for_nan_in_loss_and_grad,
+        "pad_buckets_for_high_nccl_busbw": args.ddp_pad_buckets_for_high_nccl_busbw,
+        "reduce_scatter_with_fp32_accumulation": args.ddp_reduce_scatter_with_fp32_accumulation,
+        "average_in_collective": args.ddp_average_in_collective,
+        "bucket_size": size if args.overlap_grad_reduce else None,
+    }
+    return DistributedDataParallelConfig(**values)
+
+
+def optimizer_config(args: Args) -> OptimizerConfig:
+    """Adam's or SGD's settings, loss scaling, clipping, the distributed optimizer."""
+    kind = AdamOptimizerConfig if args.optimizer == "adam" else SGDOptimizerConfig
+    return kind(**_same_names(kind, args))
+
+
+def blends(args: Args) -> tuple[Any, Any]:
+    """``(blend, blend_per_split)`` for megatron-core's data set configuration; one of them is None.
+
+    Raises:
+        DataError: a file named by ``--data-args-path`` or ``--per-split-data-args-path`` is bad.
+    """
+    if args.data_args_path:
+        return get_blend_from_list(_read(args.data_args_path).split()), None
+    if args.data_path:
+        return get_blend_from_list(args.data_path), None
+    if args.per_split_data_args_path:
+        try:
+            lists = json.loads(_read(args.per_split_data_args_path))
+            paths = [lists[name] for name in ("train", "valid", "test")]
+        except (ValueError, KeyError) as error:
+            raise DataError(
+                f"--per-split-data-args-path {args.per_split_data_args_path}: "
+                f"expected a JSON object with train, valid and test ({error})"
+            ) from error
+        paths = [path.split() if isinstance(path, str) else path for path in paths]
+    else:
+        paths = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    if not any(paths):
+        return None, None
+    return None, [get_blend_from_list(path) for path in paths]
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+
+
+def dataset_values(args: Args, tokenizer: Any) -> dict[str, Any]:
+    """Settings that GPT's and BERT's data sets share."""
+    blend, per_split = blends(args)
+    sequences = args.per_dataset_sequences_path
+    return {
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": blend,
+        "blend_per_split": per_split,
+        "split": args.split,
+        "num_dataset_builder_threads": args.num_dataset_builder_threads,
+        "path_to_cache": args.data_cache_path,
+        "mmap_bin_files": args.mmap_bin_files,
+        "tokenizer": tokenizer,
+        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
+        "allow_ambiguous_pad_tokens": args.allow_ambiguous_pad_tokens,
+        "full_validation": args.full_validation,
+        "multiple_validation_sets": False,
+        "fast_cache_load": args.dataloader_fast_cache_load,
+        "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
+        "sequences_per_dataset": json.loads(_read(sequences)) if sequences else None,
+    }

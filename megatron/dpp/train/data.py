@@ -1,0 +1,159 @@
+"""Data sets, loaders and batches, with megatron-core's builder and Megatron-LM's sample counts.
+
+``pretrain`` asks for the iterators of every model chunk; the forward steps in ``gpt`` and ``bert``
+take batches through :func:`tensor_parallel_batch`. What a sample holds is the data set's business.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+
+from megatron.dpp.errors import DataError
+from megatron.dpp.train.initialize import Run
+from megatron.dpp.train.samplers import CyclicSampler, SequentialSampler
+
+Args = argparse.Namespace
+
+
+class Iterators(NamedTuple):
+    """One iterator per use; None where this rank reads no data, a list of them with several
+    chunks."""
+
+    train: Any
+    valid: Any
+    test: Any
+
+
+def num_samples(args: Args) -> tuple[int, int | None, int]:
+    """Samples of training, validation and test that the run will read."""
+    size = args.global_batch_size
+    train = args.train_samples or args.train_iters * size
+    if args.full_validation:
+        valid = None
+    elif args.skip_train or not args.eval_interval:
+        valid = args.eval_iters * size
+    else:
+        valid = (args.train_iters // args.eval_interval + 1) * args.eval_iters * size
+    return train, valid, args.eval_iters * size
+
+
+def is_end_stage(vp_stage: int | None) -> bool:
+    """Is this chunk the first or the last of the pipeline, the two that read data?"""
+    ignore = vp_stage is None
+    return bool(
+        mpu.is_pipeline_first_stage(ignore_virtual=ignore, vp_stage=vp_stage)
+        or mpu.is_pipeline_last_stage(ignore_virtual=ignore, vp_stage=vp_stage)
+    )
+
+
+def build_iterators(
+    run: Run, num_chunks: int, provider: Callable[[Run], tuple[type, Any]]
+) -> Iterators:
+    """The iterators of this rank's chunks, positioned behind the samples already consumed.
+
+    Args:
+        provider: gives the data set class and its configuration.
+
+    Raises:
+        DataError: an index is missing or broken.
+    """
+    kind, config = provider(run)
+    chunks = [None] if num_chunks == 1 else list(range(num_chunks))
+    built = [_chunk_iterators(run, kind, config, vp_stage) for vp_stage in chunks]
+    if num_chunks == 1:
+        return built[0]
+    return Iterators(*(list(each) for each in zip(*built, strict=True)))
+
+
+def _chunk_iterators(run: Run, kind: type, config: Any, vp_stage: int | None) -> Iterators:
+    def built_here() -> bool:
+        return is_end_stage(vp_stage) and bool(mpu.get_tensor_model_parallel_rank() == 0)
+
+    args = run.args
+    try:
+        datasets = BlendedMegatronDatasetBuilder(
+            kind, list(num_samples(args)), built_here, config
+        ).build()
+    except (OSError, AssertionError, ValueError) as error:
+        raise DataError(f"data {_sources(args)}: {error or type(error).__name__}") from error
+    consumed = (
+        run.consumed_train_samples,
+        0 if args.skip_train or args.full_validation else run.consumed_valid_samples,
+        0,
+    )
+    loaders = [_loader(args, *each) for each in zip(datasets, consumed, strict=True)]
+    if args.full_validation and loaders[1] is not None:
+        args.eval_iters = len(loaders[1])
+    # Iterators are made together at the end, since making one draws from the global generator.
+    return Iterators(*(loader and _endless(args, loader) for loader in loaders))
+
+
+def _sources(args: Args) -> str:
+    for name in ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path"):
+        value = getattr(args, name)
+        if value:
+            return " ".join(value) if isinstance(value, list) else str(value)
+    return "--mock-data"
+
+
+def _loader(args: Args, dataset: Any, consumed: int) -> Any:
+    if dataset is None:
+        return None
+    place = (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size())
+    sampler: SequentialSampler | CyclicSampler
+    if args.dataloader_type == "single":
+        sampler = SequentialSampler(len(dataset), consumed, args.micro_batch_size, *place)
+    else:
+        sampler = CyclicSampler(
+            len(dataset), consumed, args.micro_batch_size, *place, sharded=args.data_sharding
+        )
+    return torch.utils.data.DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=args.num_workers,
+        pin_memory=args.device == "cuda",
+        persistent_workers=args.num_workers > 0,
+    )
+
+
+def _endless(args: Args, loader: Any) -> Iterator[Any]:
+    if args.dataloader_type == "single":
+        return iter(loader)
+
+    def epochs() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    return epochs()
+
+
+def tensor_parallel_batch(
+    iterator: Iterator[Mapping[str, torch.Tensor]] | None,
+    layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """The next batch, read by tensor-parallel rank 0 and broadcast to the others of its group.
+
+    Args:
+        layout: shape and dtype of every tensor wanted; other entries of the sample are left out.
+    """
+    group = mpu.get_tensor_model_parallel_group()
+    source = mpu.get_tensor_model_parallel_src_rank()
+    batch: dict[str, torch.Tensor] = {}
+    sample = next(iterator) if iterator is not None else None
+    for name, (shape, dtype) in layout.items():
+        if sample is not None:
+            tensor = sample[name].to(device=device, dtype=dtype, non_blocking=True)
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+        if group.size() > 1:
+            dist.broadcast(tensor, source, group=group)
+        batch[name] = tensor
+    return batch

@@ -1,0 +1,68 @@
+"""Are the files that a run names there and whole? Checked before any process group exists."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.errors import DataError
+
+_IDX_MAGIC = b"MMIDIDX\x00\x00"
+_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+"""Bytes per token of megatron-core's dtype codes."""
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Refuse missing or broken data files, and directories that cannot be written.
+
+    Raises:
+        DataError: the first of them, and what is wrong with it.
+    """
+    from megatron.dpp.train.configs import blends
+
+    if not args.mock_data:
+        blend, per_split = blends(args)
+        for prefixes, _ in [each for each in [blend, *(per_split or [])] if each]:
+            for prefix in prefixes:
+                check_index(prefix)
+    for flag, path in (("--save", args.save), ("--tensorboard-dir", args.tensorboard_dir)):
+        if path and Path(path).exists() and not os.access(path, os.W_OK):
+            raise DataError(f"{flag} {path}: not writable")
+
+
+def check_index(prefix: str) -> None:
+    """Compare the sizes of ``prefix.idx`` and ``prefix.bin`` with what the index's header says.
+
+    Raises:
+        DataError: a file is missing, is no index, or is shorter than it should be.
+    """
+    index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
+    for path in (index, data):
+        if not path.is_file():
+            raise DataError(
+                f"{path}: no such file (data prefixes are given without .bin and .idx; "
+                "tools/preprocess_data.py makes both)"
+            )
+    with index.open("rb") as file:
+        header: Any = file.read(34)
+        if len(header) < 34 or header[:9] != _IDX_MAGIC:
+            raise DataError(f"{index}: not a Megatron index (bad header)")
+        version, code, sequences, documents = struct.unpack("<QBQQ", header[9:34])
+        if version != 1 or code not in _TOKEN_BYTES:
+            raise DataError(f"{index}: version {version}, dtype code {code}: not readable here")
+        expected = 34 + sequences * (4 + 8) + documents * 8
+        actual = index.stat().st_size
+        if actual not in (expected, expected + sequences):  # multimodal indices have modes
+            raise DataError(f"{index}: {actual} bytes, but its header says {expected}: cut short?")
+        if not sequences:
+            raise DataError(f"{index}: holds no sequence")
+        file.seek(34 + (sequences - 1) * 4)
+        (length,) = struct.unpack("<i", file.read(4))
+        file.seek(34 + sequences * 4 + (sequences - 1) * 8)
+        (pointer,) = struct.unpack("<q", file.read(8))
+    needed = pointer + length * _TOKEN_BYTES[code]
+    if data.stat().st_size != needed:
+        raise DataError(f"{data}: {data.stat().st_size} bytes, but {index.name} says {needed}")

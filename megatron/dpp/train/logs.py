@@ -1,0 +1,211 @@
+"""Megatron-LM's log lines, character by character, and the TensorBoard and Weights & Biases values
+beside them.
+
+``loop`` feeds :class:`TrainingLog` once per iteration; the last rank prints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import torch
+
+from megatron.dpp.train.flops import flops_per_iteration
+from megatron.dpp.train.initialize import Run
+
+
+@dataclass(kw_only=True)
+class StepResult:
+    """What one training step gave.
+
+    ``losses`` is filled on the last pipeline stage only. ``grad_norm`` is None in a skipped
+    iteration.
+    """
+
+    losses: dict[str, torch.Tensor]
+    skipped: bool
+    grad_norm: float | None
+    num_zeros: float | None = None
+    params_norm: float | None = None
+    learning_rate: float = 0.0
+    loss_scale: float = 1.0
+    batch_size: int = 0
+
+
+@dataclass
+class TrainingLog:
+    """Sums since the last line, and the writers."""
+
+    run: Run
+    writers: Writers
+    totals: dict[str, torch.Tensor] = field(default_factory=dict)
+    advanced: int = 0
+    skipped: int = 0
+    nans: int = 0
+    lines: int = 0
+
+    def add(self, step: StepResult) -> None:
+        """Count one iteration, and print a line when one is due."""
+        self._sum_up(step)
+        run = self.run
+        if run.iteration % run.args.tensorboard_log_interval == 0:
+            self._write_values(step)
+        if run.iteration % run.args.log_interval == 0 or self.lines == 0:
+            self._print(step)
+
+    def _sum_up(self, step: StepResult) -> None:
+        self.advanced += not step.skipped
+        self.skipped += step.skipped
+        if step.skipped:
+            self.nans += any(not torch.isfinite(v).all() for v in step.losses.values())
+            return
+        for name, value in step.losses.items():
+            self.totals[name] = self.totals.get(name, torch.zeros_like(value)) + value
+
+    def _print(self, step: StepResult) -> None:
+        # Every rank takes part: reading the timer is a barrier.
+        run, args = self.run, self.run.args
+        # The first line stands alone; a longer interval it falls into keeps its sums, as in
+        # Megatron-LM (which keeps them for an interval of 1 too, and so prints two in one).
+        reset = self.lines > 0 or args.log_interval == 1
+        count = self.advanced + self.skipped
+        seconds = run.timers("interval-time").elapsed(barrier=True, reset=reset) / count
+        parts = [
+            f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}]"
+            f" iteration {run.iteration:8d}/{args.train_iters:8d}",
+            f"consumed samples: {run.consumed_train_samples:12d}",
+        ]
+        if run.skipped_train_samples:
+            parts.append(f"skipped samples: {run.skipped_train_samples:12d}")
+        parts.append(f"elapsed time per iteration (ms): {seconds * 1000.0:.1f}")
+        if args.log_throughput:
+            flops = flops_per_iteration(args, step.batch_size)
+            rate = flops / (seconds * 10**12 * args.world_size)
+            parts.append(f"throughput per GPU (TFLOP/s/GPU): {rate:.1f}")
+            self.writers.add("throughput", rate, run)
+        parts += [
+            f"learning rate: {step.learning_rate:.6E}",
+            f"global batch size: {step.batch_size:5d}",
+        ]
+        for name, total in self.totals.items():
+            average = total.item() / max(1, self.advanced)
+            if average > 0.0:
+                parts.append(f"{name}: {average:.6E}")
+        parts += self._tail(step)
+        run.say_last(" | ".join(parts) + " |")
+        self._report_timers()
+        if reset:
+            self.totals = {name: torch.zeros_like(total) for name, total in self.totals.items()}
+            self.advanced = self.skipped = self.nans = 0
+        self.lines += 1
+
+    def _tail(self, step: StepResult) -> list[str]:
+        parts = [f"loss scale: {step.loss_scale:.1f}"]
+        if step.grad_norm is not None:
+            parts.append(f"grad norm: {step.grad_norm:.3f}")
+        if step.num_zeros is not None:
+            parts.append(f"num zeros: {step.num_zeros}")
+        if step.params_norm is not None:
+            parts.append(f"params norm: {step.params_norm:.3f}")
+        return [
+            *parts,
+            f"number of skipped iterations: {self.skipped:3d}",
+            f"number of nan iterations: {self.nans:3d}",
+        ]
+
+    def _report_timers(self) -> None:
+        args = self.run.args
+        if args.timing_log_level:
+            self.run.timers.log(None, normalizer=args.log_interval)
+
+    def _write_values(self, step: StepResult) -> None:
+        run, add = self.run, self.writers.add
+        add("learning-rate", step.learning_rate, run, samples=True)
+        add("batch-size", step.batch_size, run, samples=True)
+        for name, value in step.losses.items():
+            add(name, value, run, samples=True)
+        if run.args.log_loss_scale_to_tensorboard:
+            add("loss-scale", step.loss_scale, run, samples=True)
+        if run.args.log_world_size_to_tensorboard:
+            add("world-size", run.args.world_size, run, samples=True)
+        for name, number in (
+            ("grad-norm", step.grad_norm),
+            ("num-zeros", step.num_zeros),
+            ("params-norm", step.params_norm),
+        ):
+            if number is not None:
+                add(name, number, run, samples=True)
+        if run.args.log_memory_to_tensorboard and run.device.type == "cuda":
+            statistics = torch.cuda.memory_stats()
+            for name, key in (
+                ("mem-reserved-bytes", "reserved_bytes.all.current"),
+                ("mem-allocated-bytes", "allocated_bytes.all.current"),
+                ("mem-max-allocated-bytes", "allocated_bytes.all.peak"),
+                ("mem-allocated-count", "allocation.all.current"),
+            ):
+                add(name, statistics[key], run)
+
+
+class Writers:
+    """TensorBoard's and Weights & Biases' writers of the last rank; elsewhere and without flags,
+    none."""
+
+    def __init__(self, run: Run) -> None:
+        args = run.args
+        self._board: Any = None
+        self._wandb: Any = None
+        if run.is_last and args.tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(
+                log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size
+            )
+        if run.is_last and args.wandb_project:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=args.wandb_project,
+                name=args.wandb_exp_name or None,
+                entity=args.wandb_entity,
+                dir=args.wandb_save_dir or args.save,
+                config={name: str(value) for name, value in vars(args).items()},
+            )
+
+    def add(self, name: str, value: Any, run: Run, samples: bool = False) -> None:
+        """One value at this iteration; with ``samples`` also over consumed samples."""
+        if self._board is not None:
+            self._board.add_scalar(name, value, run.iteration)
+            if samples:
+                self._board.add_scalar(f"{name} vs samples", value, run.consumed_train_samples)
+        if self._wandb is not None:
+            self._wandb.log({name: value}, run.iteration)
+
+    def close(self) -> None:
+        """Flush and close; calling it twice is fine."""
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._board = self._wandb = None
+
+
+def print_evaluation(
+    run: Run, prefix: str, losses: Mapping[str, torch.Tensor], writers: Writers
+) -> None:
+    """Megatron-LM's framed line, for example `` validation loss at iteration 10 | lm loss value:
+    ...``."""
+    text = f" validation loss at {prefix} | "
+    for name, loss in losses.items():
+        value = loss.item()
+        perplexity = math.exp(min(20, value))
+        text += f"{name} value: {value:.6E} | {name} PPL: {perplexity:.6E} | "
+        writers.add(f"{name} validation", value, run, samples=True)
+        if run.args.log_validation_ppl_to_tensorboard:
+            writers.add(f"{name} validation ppl", perplexity, run, samples=True)
+    frame = "-" * (len(text) + 1)
+    for line in (frame, text, frame):
+        run.say_last(line)

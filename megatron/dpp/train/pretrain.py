@@ -1,0 +1,149 @@
+"""``pretrain``: a whole training run, from command line to exit code.
+
+``pretrain_gpt.py`` and ``pretrain_bert.py`` call :func:`main`. Settings that cannot work are
+printed once, as one line, and end every rank with exit code 2 before a process group exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.train import arguments
+
+Args = argparse.Namespace
+
+_BAD_INPUT = 2
+
+
+def main(task_name: str, argv: Sequence[str] | None = None) -> int:
+    """Train; the process's exit code.
+
+    Args:
+        task_name: ``gpt`` or ``bert``.
+        argv: the command line; ``sys.argv`` when None.
+    """
+    rank, world_size = arguments.rank_and_world()
+    try:
+        args = arguments.parse_args(argv)
+        tokenizer = _prepare(args, task_name, rank, world_size)
+    except (ConfigError, DataError) as error:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return _BAD_INPUT
+    pretrain(args, task_name, rank, tokenizer)
+    return 0
+
+
+def _prepare(args: Args, task_name: str, rank: int, world_size: int) -> Any:
+    """Everything that can be checked without the other ranks."""
+    from megatron.dpp.train import initialize
+    from megatron.dpp.train.files import check_files
+    from megatron.dpp.train.validate import validate
+
+    if args.tokenizer_type is None:
+        args.tokenizer_type = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}[
+            task_name
+        ]
+    initialize.choose_device(args)
+    validate(args, world_size)
+    if args.use_dpp:
+        arguments.dpp_config(args)
+    check_files(args)
+    tokenizer = initialize.build_vocabulary(args)
+    if rank == 0:
+        for line in arguments.warnings_of(args):
+            print(f"warning: {line}", file=sys.stderr, flush=True)
+    return tokenizer
+
+
+def pretrain(args: Args, task_name: str, rank: int, tokenizer: Any) -> None:
+    """Build the run that checked ``args`` describe, and train."""
+    from megatron.dpp.train.initialize import initialize
+
+    run = initialize(args, rank)
+    run.tokenizer = tokenizer
+    with contextlib.ExitStack() as stack:
+        stack.callback(_leave, run)
+        run.recorder = stack.enter_context(_recorder(run))
+        _train(run, task_name, stack)
+
+
+def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
+    from megatron.dpp.train.configs import transformer_config
+    from megatron.dpp.train.data import build_iterators
+    from megatron.dpp.train.exits import ExitConditions
+    from megatron.dpp.train.logs import Writers
+    from megatron.dpp.train.loop import Trainer
+    from megatron.dpp.train.metrics import MetricsFile, gather_hashes
+    from megatron.dpp.train.model import build_trainee, set_train_iters
+
+    args, task = run.args, _task(task_name)
+    set_train_iters(args)
+    config = transformer_config(args)
+    trainee = build_trainee(run, config, task.build_chunk)
+    iterators = build_iterators(run, len(trainee.chunks), task.datasets)
+    metrics = stack.enter_context(MetricsFile(args.metrics_file if run.is_last else None))
+    trainer = Trainer(
+        run=run,
+        trainee=trainee,
+        forward_step=task.forward_step(run),
+        schedule=stack.enter_context(_schedule(run)),
+        iterators=iterators,
+        writers=stack.enter_context(contextlib.closing(Writers(run))),
+        metrics=metrics,
+        exits=stack.enter_context(ExitConditions(run)),
+        save=lambda: None,
+    )
+    run.say("training ..." if not args.skip_train else "skipping training (--skip-train is on) ...")
+    if not args.skip_train:
+        trainer.train()
+    if args.eval_iters:
+        place = f"iteration {run.iteration} on"
+        trainer.evaluate(f"{place} validation set", iterators.valid)
+        trainer.evaluate(f"{place} test set", iterators.test, "test")
+    if args.metrics_file:
+        metrics.write(iteration=run.iteration, parameters_sha256=gather_hashes(run, trainee.chunks))
+
+
+def _task(name: str) -> Any:
+    from megatron.dpp.train import gpt
+    from megatron.dpp.train.task import Task
+
+    return Task(name, "GPT2BPETokenizer", gpt.build_chunk, gpt.datasets, gpt.forward_step)
+
+
+@contextlib.contextmanager
+def _schedule(run: Any) -> Iterator[Callable[..., Any]]:
+    """The dynamic pipeline with ``--use-dpp``, megatron-core's own schedule without."""
+    if not run.args.use_dpp:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        yield get_forward_backward_func()
+        return
+    from megatron.dpp import DppSchedule
+
+    config = arguments.dpp_config(run.args)
+    with DppSchedule(config, recorder=run.recorder, seed=run.args.seed, log=run.say) as schedule:
+        schedule.iteration = run.iteration
+        yield schedule
+
+
+def _recorder(run: Any) -> Any:
+    """Where a trace goes: a file per rank with ``--trace``, nowhere without."""
+    from megatron.dpp.trace import NullRecorder
+
+    return NullRecorder()
+
+
+def _leave(run: Any) -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if run.cpu_support is not None:
+        run.cpu_support.close()

@@ -1,0 +1,372 @@
+"""Do the flags fit together, and what follows from them? Megatron-LM's rules, as errors that name
+the flag.
+
+:func:`validate` runs on every rank, before any process group exists. It fills in derived values
+(data-parallel size, virtual stages, dtypes) and raises :class:`~megatron.dpp.errors.ConfigError`
+for the first rule that is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+
+import torch
+
+from megatron.dpp.errors import ConfigError
+
+Args = argparse.Namespace
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,
+}
+
+
+def validate(args: Args, world_size: int) -> None:
+    """Check ``args`` and derive what Megatron derives, in place.
+
+    Raises:
+        ConfigError: the first setting that cannot work.
+    """
+    args.world_size = world_size
+    for rule in (
+        _shape,
+        _layout,
+        _virtual_stages,
+        _batch,
+        _length_of_training,
+        _precision,
+        _optimizer,
+        _memory,
+        _kernels,
+        _data,
+        _checkpoints,
+        _evaluation,
+    ):
+        rule(args)
+
+
+def _require(condition: object, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _shape(args: Args) -> None:
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
+        _require(getattr(args, name), f"--{name.replace('_', '-')} is required")
+    args.seq_length = args.seq_length or args.encoder_seq_length
+    _require(args.seq_length, "--seq-length is required")
+    args.encoder_seq_length = args.seq_length
+    if args.ffn_hidden_size is None:
+        wide = int((4 * args.hidden_size * 2 / 3) / 64) * 64
+        args.ffn_hidden_size = wide if args.swiglu else 4 * args.hidden_size
+    if args.kv_channels is None:
+        _require(
+            args.hidden_size % args.num_attention_heads == 0,
+            f"--hidden-size {args.hidden_size} is not divisible by "
+            f"--num-attention-heads {args.num_attention_heads}",
+        )
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    _require(
+        args.max_position_embeddings >= args.seq_length,
+        f"--max-position-embeddings {args.max_position_embeddings} is below "
+        f"--seq-length {args.seq_length}",
+    )
+    if args.use_rotary_position_embeddings:
+        args.position_embedding_type = "rope"
+    args.apply_rope_fusion &= args.position_embedding_type == "rope"
+    args.bias_gelu_fusion &= args.add_bias_linear
+    args.add_qkv_bias |= args.add_bias_linear
+    args.num_experts = args.num_experts or None
+    if args.num_experts and args.moe_ffn_hidden_size is None:
+        args.moe_ffn_hidden_size = args.ffn_hidden_size
+
+
+def _layout(args: Args) -> None:
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    context = args.context_parallel_size
+    model = tensor * pipeline * context
+    _require(model > 0, "parallel sizes must be at least 1")
+    _require(
+        args.world_size % model == 0,
+        f"{args.world_size} processes cannot hold --tensor-model-parallel-size {tensor} x "
+        f"--pipeline-model-parallel-size {pipeline} x --context-parallel-size {context}: "
+        f"start a multiple of {model}",
+    )
+    args.data_parallel_size = args.world_size // model
+    for name in ("num_attention_heads", "ffn_hidden_size"):
+        value = getattr(args, name)
+        _require(
+            value % tensor == 0,
+            f"--{name.replace('_', '-')} {value} is not divisible by "
+            f"--tensor-model-parallel-size {tensor}",
+        )
+    if context > 1:
+        _require(
+            args.seq_length % (2 * context) == 0,
+            f"--seq-length {args.seq_length} is not a multiple of twice "
+            f"--context-parallel-size {context}",
+        )
+    if tensor == 1:
+        args.sequence_parallel = False
+    if args.sequence_parallel:
+        _require(
+            args.seq_length % tensor == 0,
+            f"--seq-length {args.seq_length} is not divisible by "
+            f"--tensor-model-parallel-size {tensor} (--sequence-parallel)",
+        )
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = tensor
+
+
+def _virtual_stages(args: Args) -> None:
+    pipeline = args.pipeline_model_parallel_size
+    ways = {
+        "--num-layers-per-virtual-pipeline-stage": args.num_layers_per_virtual_pipeline_stage,
+        "--num-virtual-stages-per-pipeline-rank": args.num_virtual_stages_per_pipeline_rank,
+        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
+    }
+    given = [name for name, value in ways.items() if value is not None]
+    _require(len(given) <= 1, f"{' and '.join(given)} exclude each other")
+    chunks = _num_chunks(args)
+    args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+    if chunks > 1:
+        _require(
+            pipeline > 1,
+            f"{given[0]}: virtual stages need --pipeline-model-parallel-size of at least 2",
+        )
+        _require(
+            args.overlap_p2p_comm or pipeline > 2 or args.use_dpp,
+            "--no-overlap-p2p-communication with virtual stages needs "
+            "--pipeline-model-parallel-size of at least 3",
+        )
+    else:
+        args.overlap_p2p_comm = args.align_param_gather = False
+
+
+def _num_chunks(args: Args) -> int:
+    """Model chunks per pipeline rank."""
+    pipeline = args.pipeline_model_parallel_size
+    if args.pipeline_model_parallel_layout is not None:
+        from megatron.core.transformer.pipeline_parallel_layer_layout import (
+            PipelineParallelLayerLayout,
+        )
+
+        stages = PipelineParallelLayerLayout.get_num_stages_from_str(
+            args.pipeline_model_parallel_layout
+        )
+        _require(
+            stages % pipeline == 0,
+            f"--pipeline-model-parallel-layout has {stages} stages, not a multiple of "
+            f"--pipeline-model-parallel-size {pipeline}",
+        )
+        return int(stages // pipeline)
+    if args.num_virtual_stages_per_pipeline_rank is not None:
+        return int(args.num_virtual_stages_per_pipeline_rank)
+    uneven = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
+    layers = args.num_layers
+    layers += args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    if uneven == (None, None):
+        _require(
+            layers % pipeline == 0,
+            f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pipeline}",
+        )
+    per_chunk = args.num_layers_per_virtual_pipeline_stage
+    if per_chunk is None:
+        return 1
+    _require(
+        uneven == (None, None),
+        "with --decoder-first/last-pipeline-num-layers, use "
+        "--num-virtual-stages-per-pipeline-rank for virtual stages",
+    )
+    per_rank = layers // pipeline
+    _require(
+        per_chunk > 0 and per_rank % per_chunk == 0,
+        f"{per_rank} layers per pipeline rank are not divisible by "
+        f"--num-layers-per-virtual-pipeline-stage {per_chunk}",
+    )
+    return int(per_rank // per_chunk)
+
+
+def _batch(args: Args) -> None:
+    _require(
+        args.micro_batch_size is not None and args.micro_batch_size > 0,
+        "--micro-batch-size is required",
+    )
+    step = args.micro_batch_size * args.data_parallel_size
+    if args.global_batch_size is None:
+        args.global_batch_size = step
+    _require(
+        args.global_batch_size % step == 0 or args.decrease_batch_size_if_needed,
+        f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
+        f"{args.micro_batch_size} x {args.data_parallel_size} data-parallel replicas",
+    )
+    if args.virtual_pipeline_model_parallel_size and not args.use_dpp:
+        pipeline = args.pipeline_model_parallel_size
+        group = args.microbatch_group_size_per_vp_stage or pipeline
+        microbatches = args.global_batch_size // step
+        _require(
+            microbatches >= pipeline and (microbatches % group == 0 or group > pipeline),
+            f"{microbatches} microbatches (--global-batch-size / --micro-batch-size / replicas) "
+            f"must be a multiple of --pipeline-model-parallel-size {pipeline} for the interleaved "
+            "schedule",
+        )
+
+
+def _length_of_training(args: Args) -> None:
+    _require(
+        (args.train_iters is None) != (args.train_samples is None),
+        "give exactly one of --train-iters and --train-samples",
+    )
+    iterations, samples = ("lr_decay_iters", "rampup_batch_size"), ("lr_decay_samples",)
+    wrong = samples + iterations[1:] if args.train_iters is not None else iterations[:1]
+    mode = "--train-iters" if args.train_iters is not None else "--train-samples"
+    for name in wrong:
+        _require(
+            getattr(args, name) is None,
+            f"--{name.replace('_', '-')} does not go with {mode}",
+        )
+    warm = "lr_warmup_samples" if args.train_iters is not None else "lr_warmup_iters"
+    _require(not getattr(args, warm), f"--{warm.replace('_', '-')} does not go with {mode}")
+    if args.lr_warmup_fraction is not None:
+        _require(
+            not args.lr_warmup_iters and not args.lr_warmup_samples,
+            "--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples",
+        )
+
+
+def _precision(args: Args) -> None:
+    _require(not (args.fp16 and args.bf16), "--fp16 and --bf16 exclude each other")
+    args.params_dtype = torch.float32
+    if args.fp16:
+        args.params_dtype = torch.float16
+        if not args.loss_scale:  # NaN is then a message to the loss scaler
+            args.check_for_nan_in_loss_and_grad = False
+    if args.bf16:
+        args.params_dtype = torch.bfloat16
+        if args.grad_reduce_in_bf16:
+            args.accumulate_allreduce_grads_in_fp32 = False
+        elif args.main_grads_dtype == "fp32":
+            args.accumulate_allreduce_grads_in_fp32 = True
+    for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        value = getattr(args, name)
+        setattr(args, name, _DTYPES.get(value, value))
+    half = args.fp16 or args.bf16
+    _require(not args.fp16_lm_cross_entropy or args.fp16, "--fp16-lm-cross-entropy needs --fp16")
+    _require(
+        not args.fp32_residual_connection or half,
+        "--fp32-residual-connection needs --fp16 or --bf16",
+    )
+    args.attention_softmax_in_fp32 |= args.apply_query_key_layer_scaling
+
+
+def _optimizer(args: Args) -> None:
+    _require(args.lr is not None or args.skip_train, "--lr is required")
+    _require(
+        args.lr is None or args.min_lr <= args.lr,
+        f"--min-lr {args.min_lr} is above --lr {args.lr}",
+    )
+    if args.weight_decay_incr_style == "constant":
+        _require(
+            args.start_weight_decay is None and args.end_weight_decay is None,
+            "--start/end-weight-decay need --weight-decay-incr-style linear or cosine",
+        )
+        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+    else:
+        _require(
+            args.start_weight_decay is not None and args.end_weight_decay is not None,
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs "
+            "--start-weight-decay and --end-weight-decay",
+        )
+    if args.overlap_param_gather:
+        _require(
+            args.use_distributed_optimizer and args.overlap_grad_reduce,
+            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+        )
+    _require(
+        args.ddp_num_buckets is None or args.ddp_bucket_size is None,
+        "--ddp-num-buckets and --ddp-bucket-size exclude each other",
+    )
+
+
+def _memory(args: Args) -> None:
+    if args.recompute_activations:
+        args.recompute_granularity = "selective"
+    _require(
+        args.recompute_granularity != "selective" or args.recompute_method is None,
+        "--recompute-method needs --recompute-granularity full",
+    )
+    _require(
+        args.recompute_granularity != "full" or args.recompute_method is not None,
+        "--recompute-granularity full needs --recompute-method uniform or block",
+    )
+    if args.recompute_granularity == "full" and args.recompute_num_layers is None:
+        raise ConfigError("--recompute-granularity full needs --recompute-num-layers")
+
+
+def _kernels(args: Args) -> None:
+    """Switch off what needs a kernel library that is not there; Megatron would stop in
+    mid-start."""
+
+    def missing(module: str) -> bool:
+        return args.device == "cpu" or importlib.util.find_spec(module) is None
+
+    if missing("fused_weight_gradient_mlp_cuda"):
+        args.gradient_accumulation_fusion = False
+    if missing("scaled_upper_triang_masked_softmax_cuda"):
+        args.masked_softmax_fusion = False
+    if args.transformer_impl == "local":
+        args.no_persist_layer_norm = True
+    elif importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            f"--transformer-impl {args.transformer_impl}: Transformer Engine is not installed; "
+            "pip install transformer_engine[pytorch], or use --transformer-impl local"
+        )
+
+
+def _data(args: Args) -> None:
+    separate = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    sources = {
+        "--mock-data": args.mock_data,
+        "--data-path": args.data_path,
+        "--data-args-path": args.data_args_path,
+        "--train/valid/test-data-path": any(separate),
+        "--per-split-data-args-path": args.per_split_data_args_path,
+    }
+    given = [name for name, value in sources.items() if value]
+    _require(given, "no data: give --data-path, --train-data-path or --mock-data")
+    _require(len(given) == 1, f"{' and '.join(given)} exclude each other")
+    if (args.data_path or args.data_args_path) and args.split is None:
+        args.split = "969, 30, 1"
+    args.dataloader_type = args.dataloader_type or "single"
+
+
+def _checkpoints(args: Args) -> None:
+    if args.save:
+        _require(
+            args.save_interval is not None and args.save_interval > 0,
+            "--save needs --save-interval of at least 1",
+        )
+    if args.save_retain_interval is not None:
+        _require(
+            args.save_interval and args.save_retain_interval % args.save_interval == 0,
+            f"--save-retain-interval {args.save_retain_interval} is not a multiple of "
+            f"--save-interval {args.save_interval}",
+        )
+    _require(
+        not args.async_save or args.ckpt_format == "torch_dist",
+        "--async-save needs --ckpt-format torch_dist",
+    )
+
+
+def _evaluation(args: Args) -> None:
+    _require(
+        args.eval_interval or not args.eval_iters or args.skip_train,
+        "--eval-interval is required (or --eval-iters 0)",
+    )
+    _require(args.log_interval > 0, f"--log-interval {args.log_interval}: must be at least 1")
+    _require(math.isfinite(args.clip_grad), f"--clip-grad {args.clip_grad}: must be finite")
