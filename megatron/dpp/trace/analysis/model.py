@@ -69,7 +69,7 @@ class Send(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A message received: when it was called for sending (None: unknown), seen complete, and taken."""
+    """A message received: when it was sent (None: unknown), seen complete, and taken."""
 
     sent: int | None
     arrived: int

@@ -27,6 +27,11 @@ class Work:
         times = self.tasks[cell].get(kind)
         return statistics.median(times.values()) if times else 0.0
 
+    def num_tasks(self, rank: int) -> int:
+        """Tasks of a rank, pieces counted as one."""
+        own = [kinds for (r, _), kinds in self.tasks.items() if r == rank]
+        return sum(len(times) for kinds in own for times in kinds.values())
+
     def per_microbatch(self, cell: Cell) -> float:
         """Median time of all of a cell's work for one microbatch."""
         return sum(self.typical(cell, kind) for kind in self.tasks[cell])

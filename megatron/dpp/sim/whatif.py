@@ -1,0 +1,381 @@
+"""What would be gained: recorded costs, replayed in the project's own simulator with something
+changed.
+
+The recorded task times and link delays of the iterations become the simulator's costs, task by
+task, so jitter stays what it was. What the host needed between tasks is added to the tasks. The
+simulator's time for the run *as it was* stands beside the measured one, and gains are predicted as
+ratios of two simulations, so that what the simulator does not know about cancels. The time after
+the last task (gradient reduction, optimizer) is taken to stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.schedule import Kind
+from megatron.dpp.sim.costs import Costs, Hop, Shape
+from megatron.dpp.sim.schedules import Plan
+from megatron.dpp.trace.analysis import work
+from megatron.dpp.trace.analysis.links import Link, LinkSamples
+from megatron.dpp.trace.analysis.stragglers import Culprit
+from megatron.dpp.trace.analysis.times import IterationTimes
+from megatron.dpp.trace.analysis.work import Work
+
+_MOST_ITERATIONS = 5
+_UNDISTURBED = 0.4
+"""Disturbances only ever add time, so a task without them takes less than the median of what was
+seen.
+"""
+_SECOND = 1e9
+
+Table = list[list[float]]
+"""Seconds by stage and microbatch."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One pipeline's costs in one iteration, in seconds: ``tasks[kind][stage][microbatch]``, one
+    delay per hop.
+    """
+
+    shape: Shape
+    tasks: tuple[Table, Table, Table]
+    hops: list[float]
+    split: bool
+    window: float
+    tail: float
+
+    def costs(self) -> Costs:
+        """What the simulator takes. Delays are latency: the links' own queueing is in the samples."""
+        return Costs(self.tasks, [Hop(hop, 0.0) for hop in self.hops])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The outcome of one change, averaged over the iterations looked at; seconds per iteration.
+
+    Args:
+        name: what is changed.
+        now, then: iteration time measured, and predicted with the change.
+    """
+
+    name: str
+    now: float
+    then: float
+
+    @property
+    def gain(self) -> float:
+        """Part of the iteration's time that is saved; negative for a loss."""
+        return 1.0 - self.then / self.now if self.now else 0.0
+
+
+def _host_per_task(times: IterationTimes, rank: int, num_tasks: int) -> float:
+    own = times.ranks[rank]
+    return own.idle.get("host", 0) / max(num_tasks, 1) / _SECOND
+
+
+def _hop_delay(links: dict[Link, LinkSamples], ranks: Sequence[int], stage: int) -> float:
+    a, b = ranks[stage % len(ranks)], ranks[(stage + 1) % len(ranks)]
+    known = [links[link].delay for link in ((a, b), (b, a)) if link in links]
+    return statistics.fmean(known) / _SECOND if known else 0.0
+
+
+def recorded(
+    job: work.Shape,
+    ranks: Sequence[int],
+    work_: Work,
+    links: dict[Link, LinkSamples],
+    times: IterationTimes,
+) -> Recorded | None:
+    """Costs of the pipeline of ``ranks`` (in order) in one iteration; None when it has tasks
+    missing.
+    """
+    num_ranks, num_chunks = len(ranks), job.num_chunks
+    tables: tuple[Table, Table, Table] = ([], [], [])
+    num_microbatches = 0
+    for stage in range(num_ranks * num_chunks):
+        rank = ranks[stage % num_ranks]
+        kinds = work_.tasks.get((rank, stage // num_ranks), {})
+        num_microbatches = num_microbatches or len(kinds.get("F", {}))
+        extra = _host_per_task(times, rank, work_.num_tasks(rank))
+        for kind, table in zip("FBW", tables, strict=True):
+            found = kinds.get(kind, {})
+            if len(found) != num_microbatches and not (kind == "W" and not found):
+                return None
+            row = [found[i] / _SECOND + extra for i in sorted(found)]
+            table.append(row or [0.0] * num_microbatches)
+    hops = [_hop_delay(links, ranks, stage) for stage in range(num_ranks * num_chunks - 1)]
+    return Recorded(
+        Shape(num_ranks, num_chunks, num_microbatches),
+        tables,
+        hops,
+        split=any(any(row) for row in tables[2]),
+        window=times.window / _SECOND,
+        tail=(times.total - times.window) / _SECOND,
+    )
+
+
+Change = Callable[[Recorded], Recorded]
+
+
+def _tables(change: Callable[[int, int, list[float]], list[float]]) -> Change:
+    """A change of task times: ``change(kind, stage, row)`` gives a stage's new times."""
+
+    def apply(run: Recorded) -> Recorded:
+        tables = [
+            [change(kind, stage, row) for stage, row in enumerate(table)]
+            for kind, table in enumerate(run.tasks)
+        ]
+        first, second, third = tables
+        return dataclasses.replace(run, tasks=(first, second, third))
+
+    return apply
+
+
+def without_rank(place: int, num_ranks: int, factor: float) -> Change:
+    """The rank at ``place`` of the pipeline works ``factor`` times faster."""
+    return _tables(
+        lambda kind, stage, row: [t / factor for t in row] if stage % num_ranks == place else row
+    )
+
+
+def without_heavy_stage(heavy: int) -> Change:
+    """A stage works like the typical other stage."""
+
+    def apply(run: Recorded) -> Recorded:
+        def change(kind: int, stage: int, row: list[float]) -> list[float]:
+            others = [statistics.median(r) for s, r in enumerate(run.tasks[kind]) if s != heavy]
+            typical, own = statistics.median(others), statistics.median(row)
+            return [t * typical / own for t in row] if stage == heavy and own else row
+
+        return _tables(change)(run)
+
+    return apply
+
+
+def without_link(places: tuple[int, int]) -> Change:
+    """Messages between two ranks of the pipeline take as long as on the typical other hop."""
+
+    def apply(run: Recorded) -> Recorded:
+        p = run.shape.num_ranks
+        mine = {s for s in range(len(run.hops)) if {s % p, (s + 1) % p} == set(places)}
+        others = [hop for s, hop in enumerate(run.hops) if s not in mine]
+        typical = statistics.median(others) if others else 0.0
+        return dataclasses.replace(
+            run, hops=[typical if s in mine else hop for s, hop in enumerate(run.hops)]
+        )
+
+    return apply
+
+
+def _undisturbed(row: Sequence[float]) -> float:
+    return sorted(row)[int(len(row) * _UNDISTURBED)]
+
+
+def without_jitter(runs: Sequence[Recorded], places: Collection[int]) -> Change:
+    """Tasks of the ranks at ``places`` take what their kind and stage take undisturbed, judged over
+    all ``runs``.
+    """
+    num_ranks = runs[0].shape.num_ranks
+
+    def change(kind: int, stage: int, row: list[float]) -> list[float]:
+        if stage % num_ranks not in places:
+            return row
+        return [_undisturbed([t for run in runs for t in run.tasks[kind][stage]])] * len(row)
+
+    return _tables(change)
+
+
+def balanced(slowness: Sequence[float]) -> Change:
+    """Another layout of the layers: the same work in all, spread evenly over the stages.
+
+    ``slowness`` says by which factor the rank at each place is slower than the others; that stays.
+    """
+
+    def apply(run: Recorded) -> Recorded:
+        places = run.shape.num_ranks
+
+        def change(kind: int, stage: int, row: list[float]) -> list[float]:
+            means = [
+                statistics.fmean(r) / slowness[s % places] for s, r in enumerate(run.tasks[kind])
+            ]
+            even, own = statistics.fmean(means), means[stage]
+            return [t * even / own for t in row] if own else row
+
+        return _tables(change)(run)
+
+    return apply
+
+
+def rechunked(num_chunks: int, slowness: Sequence[float]) -> Change:
+    """The same work cut into another number of chunks per rank; work is taken to lie evenly within
+    a stage.
+    """
+
+    def apply(run: Recorded) -> Recorded:
+        places = run.shape.num_ranks
+        old, new = places * run.shape.num_chunks, places * num_chunks
+
+        def cut(table: Table) -> Table:
+            rows = []
+            for stage in range(new):
+                low, high = stage * old / new, (stage + 1) * old / new
+                shares = [
+                    max(0.0, min(high, s + 1) - max(low, s)) / slowness[s % places]
+                    for s in range(old)
+                ]
+                own = slowness[stage % places]
+                columns = zip(*table, strict=True)
+                rows.append(
+                    [own * sum(w * t for w, t in zip(shares, c, strict=True)) for c in columns]
+                )
+            return rows
+
+        first, second, third = (cut(table) for table in run.tasks)
+        shape = Shape(places, num_chunks, run.shape.num_microbatches)
+        hops = [statistics.median(run.hops) if run.hops else 0.0] * (new - 1)
+        return dataclasses.replace(run, shape=shape, tasks=(first, second, third), hops=hops)
+
+    return apply
+
+
+def plan_of(schedule: str, split: bool) -> Plan:
+    """How the recorded run decided: the dynamic rule, or Megatron's order for a static schedule."""
+    policy = "dynamic" if schedule == "dpp" else "megatron"
+    return Plan(policy=policy, cap="auto", split_backward=split)
+
+
+class WhatIf:
+    """Predictions for one recorded pipeline.
+
+    Args:
+        runs: its costs in some iterations (a few are enough).
+        plan: how the run decided.
+    """
+
+    def __init__(self, runs: Sequence[Recorded], plan: Plan) -> None:
+        self.runs, self.plan = list(runs)[-_MOST_ITERATIONS:], plan
+        self._base = [self._simulate(run, plan) for run in self.runs]
+
+    def _simulate(self, run: Recorded, plan: Plan) -> float:
+        return plan.run(run.shape, run.costs()).makespan
+
+    @property
+    def fidelity(self) -> float:
+        """Simulated over measured time of the pipeline as it was; near 1 when the costs explain the
+        run.
+        """
+        measured = sum(run.window for run in self.runs)
+        return sum(self._base) / measured if measured else 0.0
+
+    def predict(
+        self, name: str, change: Change | None = None, plan: Plan | None = None
+    ) -> Prediction:
+        """Iteration time with a change of the costs, of the plan, or of both.
+
+        Raises:
+            ConfigError: the plan is impossible for this shape (a cap that is too small).
+        """
+        now = then = 0.0
+        for run, base in zip(self.runs, self._base, strict=True):
+            changed = change(run) if change else run
+            ratio = self._simulate(changed, plan or self.plan) / base
+            now += run.window + run.tail
+            then += run.window * ratio + run.tail
+        count = max(len(self.runs), 1)
+        return Prediction(name, now / count, then / count)
+
+
+def removal(culprit: Culprit, runs: Sequence[Recorded], ranks: Sequence[int]) -> Change | None:
+    """The change that takes a culprit away; None when it is not in the pipeline of ``ranks``."""
+    places = {rank: place for place, rank in enumerate(ranks)}
+    if culprit.link is not None:
+        if not set(culprit.link) <= places.keys():
+            return None
+        return without_link((places[culprit.link[0]], places[culprit.link[1]]))
+    if culprit.rank is None:
+        return without_jitter(runs, range(len(ranks)))
+    if culprit.rank not in places:
+        return None
+    place = places[culprit.rank]
+    if culprit.kind == "slow-rank":
+        return without_rank(place, len(ranks), culprit.factor)
+    if culprit.chunk is not None:
+        return without_heavy_stage(culprit.chunk * len(ranks) + place)
+    return without_jitter(runs, [place])
+
+
+def slowness_of(culprits: Sequence[Culprit], ranks: Sequence[int]) -> list[float]:
+    """By which factor each rank of a pipeline is slow; 1 for those that are not."""
+    slow = {c.rank: c.factor for c in culprits if c.kind == "slow-rank"}
+    return [slow.get(rank, 1.0) for rank in ranks]
+
+
+def other_plans(
+    run: Recorded, plan: Plan, slowness: Sequence[float]
+) -> list[tuple[str, Change | None, Plan]]:
+    """The changes of policy, cap, split, layout and number of chunks that are worth a look."""
+    split = run.split
+    plans = [
+        ("dynamic schedule", Plan(policy="dynamic", split_backward=split)),
+        ("Megatron's static order", Plan(policy="megatron", split_backward=False)),
+        ("dynamic, fused backward", Plan(policy="dynamic", split_backward=False)),
+        *(
+            (f"dynamic, cap {cap}", Plan(policy="dynamic", cap=cap, split_backward=split))
+            for cap in ("strict", "1.5p", "2p")
+        ),
+    ]
+    changes: list[tuple[str, Change | None, Plan]] = [
+        (name, None, other) for name, other in plans if other != plan
+    ]
+    changes.append(("layers laid out evenly", balanced(slowness), plan))
+    for chunks in (1, 2, 4):
+        if chunks != run.shape.num_chunks:
+            changes.append((f"{chunks} chunks per rank", rechunked(chunks, slowness), plan))
+    return changes
+
+
+def predict_all(
+    what_if: WhatIf, culprits: Sequence[Culprit], ranks: Sequence[int]
+) -> list[Prediction]:
+    """Predictions for the removal of every culprit and for every other plan that is possible."""
+    predictions = []
+    for culprit in culprits:
+        change = removal(culprit, what_if.runs, ranks)
+        if change is not None:
+            name = f"without {culprit.kind} ({culprit.name})"
+            predictions.append(what_if.predict(name, change))
+    slowness = slowness_of(culprits, ranks)
+    for name, change, other in other_plans(what_if.runs[-1], what_if.plan, slowness):
+        try:
+            predictions.append(what_if.predict(name, change, other))
+        except ConfigError:
+            continue
+    return predictions
+
+
+def cost_file(runs: Sequence[Recorded]) -> dict[str, object]:
+    """All samples as the simulator's cost file (``megatron.dpp.sim.measured``)."""
+    shape = runs[0].shape
+    stages = [
+        {
+            kind.name: [t for run in runs for t in run.tasks[kind][stage]]
+            if kind is not Kind.W or runs[0].split
+            else []
+            for kind in Kind
+        }
+        for stage in range(shape.num_ranks * shape.num_chunks)
+    ]
+    hops = [[run.hops[hop] for run in runs] for hop in range(len(runs[0].hops))]
+    return {
+        "format": "dpp-costs",
+        "version": 1,
+        "num_ranks": shape.num_ranks,
+        "num_chunks": shape.num_chunks,
+        "stages": stages,
+        "hops": hops,
+    }
