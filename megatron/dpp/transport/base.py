@@ -184,6 +184,9 @@ class Transport(abc.ABC):
             f"(--dpp-timeout sets how long to wait)"
         )
 
+    def abort(self, reason: str) -> None:  # noqa: B027  (kinds that cannot tell their peers do nothing)
+        """Tell the peers at once that this rank gives up and why; they raise ``PeerDead`` with ``reason``."""
+
     def departed(self, peer: int) -> bool:
         """Whether ``peer`` has closed its transport in good order (a dead one is a failure instead)."""
         return False
@@ -197,6 +200,8 @@ class Transport(abc.ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
         self.close()
 
 

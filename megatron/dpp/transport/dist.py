@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from megatron.dpp.errors import (
     PeerDead,
@@ -238,7 +238,9 @@ class DistTransport(Transport):
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             self._failure = ProtocolError(f"rank {self.rank}: broken header on {source.spec}")
             raise self._failure from error
-        return Message(payload.to(self._device), *labels, arrived_ns)
+        iteration, microbatch, part, num_parts, sent_ns = labels
+        tensor = payload.to(self._device)
+        return Message(tensor, iteration, microbatch, part, num_parts, sent_ns, arrived_ns)
 
     def wait(self, seconds: float) -> bool:
         self._check()
@@ -288,8 +290,10 @@ class DistTransport(Transport):
             out.puts.put(None)
         for channel in self._incoming:
             channel.credit.release()
-        for end in (*self._outgoing, *self._incoming):
-            end.thread.join(max(0.0, deadline - time.monotonic()))
+        threads = [out.thread for out in self._outgoing]
+        threads += [channel.thread for channel in self._incoming]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         # A thread that still waits for a peer is a daemon and ends with the group's sockets or the process.
         self._groups.clear()
         if self._bell:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.transport.base import ChannelSpec, Transport

@@ -1,0 +1,41 @@
+// The one thing that an idle rank sleeps on: a futex word in shared memory that every peer may ring.
+//
+//   ringer:  change something; word += 1; if sleepers > 0: futex_wake
+//   sleeper: seen = word; look for changes; sleepers += 1; if word == seen: futex_wait(word, seen)
+//
+// word and sleepers are sequentially consistent: either the ringer sees the sleeper, or the sleeper sees the new word.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "base/os.h"
+
+namespace dpp {
+
+class Bell {
+ public:
+  static Bell create();
+  static Bell adopt(UniqueFd fd);
+
+  int fd() const { return memory_.fd.get(); }
+  uint32_t word() const { return state()->word.load(std::memory_order_seq_cst); }
+  void ring();
+  // Returns true as soon as the word differs from `seen`, false after `nanoseconds`. Spins for `spin_ns` first.
+  bool wait(uint32_t seen, uint64_t nanoseconds, uint64_t spin_ns);
+
+ private:
+  struct State {
+    std::atomic<uint32_t> word;
+    std::atomic<uint32_t> sleepers;
+  };
+  static_assert(std::atomic<uint32_t>::is_always_lock_free);
+
+  explicit Bell(SharedMemory memory) : memory_(std::move(memory)) {}
+  State* state() const { return reinterpret_cast<State*>(memory_.mapping.data()); }
+  bool sleep(uint32_t seen, uint64_t deadline_ns);
+
+  SharedMemory memory_;
+};
+
+}  // namespace dpp

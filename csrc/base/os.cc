@@ -1,0 +1,110 @@
+#include "base/os.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/error.h"
+
+namespace dpp {
+
+namespace {
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+constexpr size_t kPage = 4096;
+}  // namespace
+
+UniqueFd& UniqueFd::operator=(UniqueFd&& other) noexcept {
+  if (this != &other) {
+    reset();
+    fd_ = std::exchange(other.fd_, -1);
+  }
+  return *this;
+}
+
+void UniqueFd::reset() {
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = -1;
+}
+
+UniqueFd UniqueFd::duplicate() const {
+  const int fd = ::fcntl(fd_, F_DUPFD_CLOEXEC, 0);
+  if (fd < 0) throw Error(Fault::kSetup, with_errno("duplicating a descriptor (ulimit -n?)"));
+  return UniqueFd(fd);
+}
+
+Mapping::Mapping(int fd, size_t bytes) {
+  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (data == MAP_FAILED) {
+    throw Error(Fault::kSetup,
+                with_errno("mapping " + std::to_string(bytes) + " bytes of shared memory (ulimit -v?)"));
+  }
+  data_ = static_cast<std::byte*>(data);
+  size_ = bytes;
+}
+
+Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  swap(other);
+  return *this;
+}
+
+Mapping::~Mapping() {
+  if (data_ != nullptr) ::munmap(data_, size_);
+}
+
+void Mapping::swap(Mapping& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+}
+
+SharedMemory SharedMemory::create(const std::string& name, size_t bytes) {
+  const std::string what = std::to_string(bytes) + " bytes of shared memory for " + name;
+  UniqueFd fd(::memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) throw Error(Fault::kSetup, with_errno("memfd_create: " + what));
+  // posix_fallocate returns its error and leaves errno alone.
+  if (const int error = ::posix_fallocate(fd.get(), 0, static_cast<off_t>(bytes))) {
+    throw Error(Fault::kSetup, with_errno("allocating " + what + " (fewer --dpp-slots need less)", error));
+  }
+  if (::fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) {
+    throw Error(Fault::kSetup, with_errno("sealing " + what));
+  }
+  Mapping mapping(fd.get(), bytes);
+  return {std::move(fd), std::move(mapping)};
+}
+
+SharedMemory SharedMemory::adopt(UniqueFd fd, size_t bytes) {
+  const int seals = ::fcntl(fd.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals) {
+    throw Error(Fault::kProtocol, "a peer sent a descriptor that is not sealed shared memory");
+  }
+  struct stat facts = {};
+  if (::fstat(fd.get(), &facts) != 0 || static_cast<size_t>(facts.st_size) != bytes) {
+    throw Error(Fault::kProtocol, "a peer sent shared memory of " + std::to_string(facts.st_size) +
+                                      " bytes, the channels need " + std::to_string(bytes));
+  }
+  Mapping mapping(fd.get(), bytes);
+  return {std::move(fd), std::move(mapping)};
+}
+
+ForkGuard::ForkGuard() {
+  void* page = ::mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (page == MAP_FAILED) throw Error(Fault::kSetup, with_errno("mapping one page"));
+  if (::madvise(page, kPage, MADV_WIPEONFORK) != 0) {
+    const int error = errno;
+    ::munmap(page, kPage);
+    throw Error(Fault::kSetup, with_errno("madvise(MADV_WIPEONFORK), Linux 4.14 or later", error));
+  }
+  alive_ = static_cast<volatile uint32_t*>(page);
+  *alive_ = 1;
+}
+
+ForkGuard::~ForkGuard() { ::munmap(const_cast<uint32_t*>(alive_), kPage); }
+
+uint64_t monotonic_ns() {
+  timespec now = {};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+}
+
+}  // namespace dpp

@@ -1,0 +1,198 @@
+// The binding: what Python calls, in lambdas of a few lines. Objects here are thin; dpp::Transport does the work.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+
+#include "transport/transport.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using dpp::Error;
+using dpp::Fault;
+using dpp::Geometry;
+using dpp::Transport;
+using dpp::UniqueFd;
+
+constexpr uint64_t kHoldGilBytes = 32 << 10;  // below, a copy is shorter than giving the lock away
+constexpr uint64_t kSignalSliceNs = 200'000'000;
+
+const char* class_of(Fault fault) {
+  switch (fault) {
+    case Fault::kSetup: return "SetupError";
+    case Fault::kUnavailable: return "TransportUnavailable";
+    case Fault::kPeerDead: return "PeerDead";
+    case Fault::kTimeout: return "TransferTimeout";
+    case Fault::kProtocol: return "ProtocolError";
+    case Fault::kForked: return "UsedAfterFork";
+    case Fault::kNone: break;
+  }
+  return "TransportError";
+}
+
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    const py::object type = py::module_::import("megatron.dpp.errors").attr(class_of(error.fault()));
+    PyErr_SetString(type.ptr(), error.what());
+  }
+}
+
+Geometry geometry_of(const py::tuple& spec) {
+  Geometry geometry;
+  geometry.source = spec[0].cast<int32_t>();
+  geometry.destination = spec[1].cast<int32_t>();
+  geometry.chunk = spec[2].cast<int32_t>();
+  geometry.direction = spec[3].cast<int32_t>();
+  geometry.slot_bytes = spec[4].cast<uint64_t>();
+  geometry.depth = spec[5].cast<uint32_t>();
+  return geometry;
+}
+
+std::vector<Geometry> geometries(const std::vector<py::tuple>& specs) {
+  std::vector<Geometry> result;
+  for (const py::tuple& spec : specs) result.push_back(geometry_of(spec));
+  return result;
+}
+
+std::unique_ptr<Transport> make_transport(int rank, double timeout, bool checksum, uint32_t max_pending, bool spin,
+                                          const std::vector<py::tuple>& incoming,
+                                          const std::vector<py::tuple>& outgoing) {
+  dpp::Settings settings;
+  settings.rank = rank;
+  settings.timeout_ns = static_cast<uint64_t>(timeout * 1e9);
+  settings.checksum = checksum;
+  settings.max_pending = max_pending;
+  settings.spin = spin;
+  return std::make_unique<Transport>(settings, geometries(incoming), geometries(outgoing));
+}
+
+// Returns whether the message is still pending, that is, whether the tensor must be kept alive.
+bool put(Transport& self, size_t channel, uintptr_t data, uint64_t bytes, uint8_t dtype, const py::tuple& shape,
+         int64_t iteration, int64_t microbatch, uint32_t part, uint32_t num_parts, uintptr_t stream) {
+  dpp::Parcel parcel;
+  parcel.data = reinterpret_cast<const void*>(data);
+  parcel.stream = stream;
+  dpp::Header& header = parcel.header;
+  header.bytes = bytes;
+  header.dtype = dtype;
+  if (shape.size() > dpp::kMaxDims) throw py::value_error("a tensor with more than 8 dimensions");
+  header.num_dims = static_cast<uint8_t>(shape.size());
+  for (size_t i = 0; i < shape.size(); ++i) header.shape[i] = shape[i].cast<uint64_t>();
+  header.iteration = iteration;
+  header.microbatch = microbatch;
+  header.part = part;
+  header.num_parts = num_parts;
+  if (bytes <= kHoldGilBytes) return self.put(channel, parcel) != dpp::Outgoing::Put::kDone;
+  const py::gil_scoped_release release;
+  return self.put(channel, parcel) != dpp::Outgoing::Put::kDone;
+}
+
+py::list poll(Transport& self, size_t count) {
+  std::array<uint64_t, 64> few;
+  std::vector<uint64_t> many(count > few.size() ? count : 0);
+  uint64_t* arrived = many.empty() ? few.data() : many.data();
+  self.poll(arrived);
+  py::list result(count);
+  for (size_t i = 0; i < count; ++i) result[i] = arrived[i];
+  return result;
+}
+
+py::tuple head(Transport& self, size_t channel) {
+  uint64_t arrived_ns = 0;
+  const dpp::Header& header = self.head(channel, arrived_ns);
+  py::tuple shape(header.num_dims);
+  for (size_t i = 0; i < header.num_dims; ++i) shape[i] = header.shape[i];
+  return py::make_tuple(header.dtype, shape, header.bytes, header.iteration, header.microbatch, header.part,
+                        header.num_parts, header.sent_ns, arrived_ns);
+}
+
+void take(Transport& self, size_t channel, uintptr_t to, uint64_t bytes, uintptr_t stream) {
+  if (bytes <= kHoldGilBytes) return self.take(channel, reinterpret_cast<void*>(to), bytes, stream);
+  const py::gil_scoped_release release;
+  self.take(channel, reinterpret_cast<void*>(to), bytes, stream);
+}
+
+// In slices, so that an interrupt from the keyboard is heard.
+bool wait(Transport& self, double seconds) {
+  uint64_t left = static_cast<uint64_t>(std::max(0.0, std::min(seconds, 1e9)) * 1e9);
+  while (true) {
+    const uint64_t slice = std::min(left, kSignalSliceNs);
+    {
+      const py::gil_scoped_release release;
+      if (self.wait(slice)) return true;
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if ((left -= slice) == 0) return false;
+  }
+}
+
+void board_post(Transport& self, const std::vector<uint64_t>& counters) {
+  if (counters.size() != self.board()->num_counters()) throw py::value_error("wrong number of board counters");
+  self.board_post(counters.data());
+}
+
+std::vector<uint64_t> board_common(Transport& self) {
+  std::vector<uint64_t> counters(self.board()->num_counters());
+  self.board_common(counters.data());
+  return counters;
+}
+
+std::optional<uint64_t> board_next(Transport& self) {
+  uint64_t word = 0;
+  if (!self.board_next(word)) return std::nullopt;
+  return word;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "The C++ side of megatron.dpp.transport; see csrc/transport/transport.h for contracts.";
+  py::register_local_exception_translator(translate);
+  module.attr("abi_version") = dpp::kAbiVersion;
+  module.attr("max_dims") = dpp::kMaxDims;
+  py::list dtypes;
+  for (const dpp::DtypeInfo& dtype : dpp::kDtypes) dtypes.append(dtype.name);
+  module.attr("dtype_names") = dtypes;
+
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<Transport>(module, "Transport")
+      .def(py::init(&make_transport), py::kw_only(), py::arg("rank"), py::arg("timeout"), py::arg("checksum"),
+           py::arg("max_pending"), py::arg("spin"), py::arg("incoming"), py::arg("outgoing"))
+      .def("bell_fd", &Transport::bell_fd)
+      .def("add_peer",
+           [](Transport& self, int rank, std::string description, int socket, int pidfd, int bell) {
+             self.add_peer(rank, std::move(description), UniqueFd(socket), UniqueFd(pidfd), UniqueFd(bell));
+           },
+           "Owns the descriptors from here on; -1 for one that is not there.")
+      .def("make_shm_slots", &Transport::make_shm_slots, no_gil)
+      .def("use_shm_slots",
+           [](Transport& self, int peer, const std::vector<size_t>& channels, int fd) {
+             self.use_shm_slots(peer, channels, UniqueFd(fd));
+           })
+      .def("make_board", &Transport::make_board)
+      .def("use_board",
+           [](Transport& self, int fd, uint32_t index, uint32_t members, uint32_t counters, int leader) {
+             self.use_board(UniqueFd(fd), index, members, counters, leader);
+           })
+      .def("start", &Transport::start)
+      .def("put", &put)
+      .def("done", &Transport::done)
+      .def("pending", &Transport::pending)
+      .def("poll", &poll)
+      .def("head", &head)
+      .def("take", &take)
+      .def("wait", &wait)
+      .def("ring", &Transport::ring)
+      .def("check", &Transport::check)
+      .def("board_post", &board_post)
+      .def("board_common", &board_common)
+      .def("board_append", &Transport::board_append, no_gil)
+      .def("board_next", &board_next)
+      .def("departed", &Transport::departed)
+      .def("abort", &Transport::abort, no_gil)
+      .def("close", &Transport::close, no_gil);
+}

@@ -1,0 +1,92 @@
+#include "transport/peer.h"
+
+#include <fcntl.h>
+#include <sys/socket.h>
+
+#include <array>
+
+#include "base/error.h"
+
+namespace dpp {
+
+namespace {
+constexpr size_t kMaxOutbox = 1 << 20;
+constexpr size_t kFrameHead = 3;
+}  // namespace
+
+Peer::Peer(int rank, std::string description, UniqueFd socket, UniqueFd pidfd,
+           std::optional<Bell> bell)
+    : rank_(rank),
+      description_(std::move(description)),
+      socket_(std::move(socket)),
+      pidfd_(std::move(pidfd)),
+      bell_(std::move(bell)) {
+  const int flags = ::fcntl(socket_.get(), F_GETFL);
+  if (flags < 0 || ::fcntl(socket_.get(), F_SETFL, flags | O_NONBLOCK) != 0) {
+    throw Error(Fault::kSetup, with_errno("setting the socket to " + description_));
+  }
+}
+
+void Peer::send_note(Note note, std::string_view body) {
+  body = body.substr(0, kMaxNote);
+  std::string frame;
+  frame.push_back(static_cast<char>(body.size() & 0xff));
+  frame.push_back(static_cast<char>(body.size() >> 8));
+  frame.push_back(static_cast<char>(note));
+  frame.append(body);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (outbox_.empty()) {
+    const ssize_t sent = ::send(socket_.get(), frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent > 0) frame.erase(0, static_cast<size_t>(sent));
+    // A broken socket is reported where it is read.
+    if (sent < 0 && errno != EAGAIN) return;
+  }
+  if (outbox_.size() < kMaxOutbox) outbox_ += frame;
+}
+
+void Peer::flush() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (outbox_.empty()) return;
+  const size_t piece = std::min<size_t>(outbox_.size(), 4096);
+  const ssize_t sent = ::send(socket_.get(), outbox_.data(), piece, MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent > 0) outbox_.erase(0, static_cast<size_t>(sent));
+}
+
+bool Peer::has_unsent() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return !outbox_.empty();
+}
+
+bool Peer::receive(const OnNote& on_note) {
+  std::array<char, 4096> buffer;
+  while (true) {
+    const ssize_t got = ::recv(socket_.get(), buffer.data(), buffer.size(), MSG_DONTWAIT);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;
+    if (got <= 0) {
+      if (departed()) return false;
+      const std::string cause = got == 0 ? "its socket was closed" : with_errno("reading its socket");
+      throw Error(Fault::kPeerDead, description_ + " died: " + cause);
+    }
+    inbox_.append(buffer.data(), static_cast<size_t>(got));
+    parse(on_note);
+  }
+}
+
+void Peer::parse(const OnNote& on_note) {
+  while (inbox_.size() >= kFrameHead) {
+    const size_t length = static_cast<unsigned char>(inbox_[0]) +
+                          256u * static_cast<unsigned char>(inbox_[1]);
+    const auto note = static_cast<Note>(inbox_[2]);
+    if (length > kMaxNote || note < Note::kCredit || note > Note::kFailed) {
+      throw Error(Fault::kProtocol, description_ + " sent a note of kind " +
+                                        std::to_string(static_cast<int>(note)) + " and " +
+                                        std::to_string(length) + " bytes; it is not listened to any longer");
+    }
+    if (inbox_.size() < kFrameHead + length) return;
+    if (note == Note::kBye) departed_.store(true, std::memory_order_release);
+    on_note(note, std::string_view(inbox_).substr(kFrameHead, length));
+    inbox_.erase(0, kFrameHead + length);
+  }
+}
+
+}  // namespace dpp

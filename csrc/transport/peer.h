@@ -1,0 +1,62 @@
+// One other process that passed authentication: its socket, its life, its bell, and the notes it sends.
+//
+// Notes are small and rare (credit for a starving sender, a reason for leaving); payloads never pass here. On one
+// host the socket is SOCK_SEQPACKET, across hosts it is TCP; framing is the same: u16 length, u8 kind, body.
+#pragma once
+
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "base/bell.h"
+#include "base/os.h"
+
+namespace dpp {
+
+class Peer {
+ public:
+  enum class Note : uint8_t { kCredit = 1, kBye = 2, kFailed = 3 };
+  using OnNote = std::function<void(Note, std::string_view)>;
+
+  static constexpr size_t kMaxNote = 1024;
+
+  // description: "rank 3 (pid 4711 on node7, shm)", for messages.
+  Peer(int rank, std::string description, UniqueFd socket, UniqueFd pidfd, std::optional<Bell> bell);
+
+  int rank() const { return rank_; }
+  const std::string& description() const { return description_; }
+  int socket() const { return socket_.get(); }
+  int pidfd() const { return pidfd_.get(); }
+  bool departed() const { return departed_.load(std::memory_order_acquire); }
+
+  // Any thread.
+  void ring() {
+    if (bell_) bell_->ring();
+  }
+  void send_note(Note note, std::string_view body);
+
+  // Progress thread. Reads what is there; throws kPeerDead or kProtocol. False when the peer has left in good order
+  // and the socket needs no more watching.
+  bool receive(const OnNote& on_note);
+  void flush();  // sends what did not fit before
+  bool has_unsent();
+
+ private:
+  void parse(const OnNote& on_note);
+
+  const int rank_;
+  const std::string description_;
+  UniqueFd socket_;
+  UniqueFd pidfd_;
+  std::optional<Bell> bell_;
+  std::atomic<bool> departed_{false};  // set by the progress thread, read by any
+
+  std::string inbox_;  // progress thread only
+
+  std::mutex mutex_;
+  std::string outbox_;  // guarded by mutex_
+};
+
+}  // namespace dpp

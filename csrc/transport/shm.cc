@@ -1,0 +1,132 @@
+#include "transport/shm.h"
+
+#include "base/copy.h"
+#include "base/error.h"
+
+namespace dpp {
+
+namespace {
+
+constexpr size_t kPage = 4096;
+
+size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+size_t stride(const Geometry& channel) { return round_up(channel.slot_bytes, 64); }
+
+size_t headers_bytes(const Geometry& channel) {
+  return round_up(channel.depth * sizeof(Header), kPage);
+}
+
+size_t channel_bytes(const Geometry& channel) {
+  return headers_bytes(channel) + round_up(channel.depth * stride(channel), kPage);
+}
+
+}  // namespace
+
+std::shared_ptr<ShmBlock> ShmBlock::create(std::vector<Geometry> channels) {
+  SharedMemory memory = SharedMemory::create("dpp-slots", total_bytes(channels));
+  return std::shared_ptr<ShmBlock>(new ShmBlock(std::move(memory), std::move(channels)));
+}
+
+std::shared_ptr<ShmBlock> ShmBlock::adopt(UniqueFd fd, std::vector<Geometry> channels) {
+  SharedMemory memory = SharedMemory::adopt(std::move(fd), total_bytes(channels));
+  return std::shared_ptr<ShmBlock>(new ShmBlock(std::move(memory), std::move(channels)));
+}
+
+ShmBlock::ShmBlock(SharedMemory memory, std::vector<Geometry> channels)
+    : memory_(std::move(memory)), channels_(std::move(channels)) {
+  size_t offset = round_up(channels_.size() * sizeof(Control), kPage);
+  for (const Geometry& channel : channels_) {
+    offsets_.push_back(offset);
+    offset += channel_bytes(channel);
+  }
+}
+
+size_t ShmBlock::total_bytes(const std::vector<Geometry>& channels) {
+  size_t bytes = round_up(channels.size() * sizeof(Control), kPage);
+  for (const Geometry& channel : channels) bytes += channel_bytes(channel);
+  return bytes;
+}
+
+ShmBlock::Control& ShmBlock::control(size_t channel) const {
+  return reinterpret_cast<Control*>(memory_.mapping.data())[channel];
+}
+
+Header* ShmBlock::header(size_t channel, uint64_t sequence) const {
+  const size_t slot = (sequence - 1) % channels_[channel].depth;
+  return reinterpret_cast<Header*>(memory_.mapping.data() + offsets_[channel]) + slot;
+}
+
+std::byte* ShmBlock::payload(size_t channel, uint64_t sequence) const {
+  const Geometry& geometry = channels_[channel];
+  const size_t slot = (sequence - 1) % geometry.depth;
+  return memory_.mapping.data() + offsets_[channel] + headers_bytes(geometry) + slot * stride(geometry);
+}
+
+ShmSender::ShmSender(std::shared_ptr<ShmBlock> block, size_t channel, std::shared_ptr<Peer> peer)
+    : block_(std::move(block)),
+      channel_(channel),
+      peer_(std::move(peer)),
+      control_(block_->control(channel)),
+      depth_(block_->channels_[channel].depth) {}
+
+bool ShmSender::has_room(std::memory_order order) {
+  const uint64_t in_use = sent_ - control_.head.load(order);
+  if (in_use > depth_) {
+    throw Error(Fault::kProtocol, peer_->description() + " released messages that were never sent on " +
+                                      block_->channels_[channel_].text());
+  }
+  return in_use < depth_;
+}
+
+// Acquire: the receiver's reads of the slot happen before our writes into it.
+bool ShmSender::has_credit() { return has_room(std::memory_order_acquire); }
+
+bool ShmSender::ask_for_credit() {
+  // Either we see the new head, or the receiver, which stores head before it reads hungry, sees our wish.
+  control_.hungry.store(1, std::memory_order_seq_cst);
+  return has_room(std::memory_order_seq_cst);
+}
+
+void ShmSender::begin(Parcel& parcel) {
+  ++sent_;
+  copy_bytes(block_->payload(channel_, sent_), parcel.data, parcel.header.bytes);
+  *block_->header(channel_, sent_) = parcel.header;
+  control_.tail.store(sent_, std::memory_order_release);
+  peer_->ring();
+}
+
+ShmReceiver::ShmReceiver(std::shared_ptr<ShmBlock> block, size_t channel, std::shared_ptr<Peer> peer)
+    : block_(std::move(block)),
+      channel_(channel),
+      peer_(std::move(peer)),
+      control_(block_->control(channel)),
+      depth_(block_->channels_[channel].depth) {}
+
+uint64_t ShmReceiver::arrived() {
+  const uint64_t tail = control_.tail.load(std::memory_order_acquire);
+  if (tail - released_ > depth_ || tail < seen_) {
+    throw Error(Fault::kProtocol, peer_->description() + " announced " + std::to_string(tail) + " messages on " +
+                                      block_->channels_[channel_].text() + " where " +
+                                      std::to_string(released_) + " were taken and " +
+                                      std::to_string(depth_) + " fit; it is not listened to any longer");
+  }
+  return seen_ = tail;
+}
+
+Header ShmReceiver::header(uint64_t sequence) { return *block_->header(channel_, sequence); }
+
+void ShmReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t) {
+  copy_bytes(to, block_->payload(channel_, sequence), bytes);
+}
+
+void ShmReceiver::release(uint64_t sequence) {
+  released_ = sequence;
+  control_.head.store(sequence, std::memory_order_seq_cst);
+  if (control_.hungry.load(std::memory_order_seq_cst) != 0) {
+    control_.hungry.store(0, std::memory_order_relaxed);
+    peer_->send_note(Peer::Note::kCredit, "");
+  }
+}
+
+}  // namespace dpp

@@ -1,0 +1,87 @@
+// Kind "shm": slots in sealed shared memory of the receiver, written by the sender, for CPU tensors on one host.
+//
+// One block per pair of ranks and direction, so that a sender can reach nothing but its own slots:
+//
+//   [control of channel 0 | 1 | ...] then for each channel [headers x depth][payload x depth]
+//
+// The sender writes payload, header, then `tail` with release; the receiver acquires `tail`, copies the header out
+// and validates the copy. The receiver frees a slot by storing `head` with release.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "base/os.h"
+#include "transport/kind.h"
+#include "transport/peer.h"
+
+namespace dpp {
+
+class ShmBlock {
+ public:
+  static std::shared_ptr<ShmBlock> create(std::vector<Geometry> channels);
+  static std::shared_ptr<ShmBlock> adopt(UniqueFd fd, std::vector<Geometry> channels);
+
+  int fd() const { return memory_.fd.get(); }
+
+ private:
+  friend class ShmSender;
+  friend class ShmReceiver;
+
+  struct Control {
+    alignas(64) std::atomic<uint64_t> tail;    // messages announced; written by the sender
+    alignas(64) std::atomic<uint64_t> head;    // messages released; written by the receiver
+    alignas(64) std::atomic<uint32_t> hungry;  // 1: the sender waits for head to move and wants a note
+  };
+  static_assert(std::atomic<uint64_t>::is_always_lock_free);
+
+  ShmBlock(SharedMemory memory, std::vector<Geometry> channels);
+  static size_t total_bytes(const std::vector<Geometry>& channels);
+  Control& control(size_t channel) const;
+  Header* header(size_t channel, uint64_t sequence) const;
+  std::byte* payload(size_t channel, uint64_t sequence) const;
+
+  SharedMemory memory_;
+  std::vector<Geometry> channels_;
+  std::vector<size_t> offsets_;
+};
+
+class ShmSender : public Sender {
+ public:
+  ShmSender(std::shared_ptr<ShmBlock> block, size_t channel, std::shared_ptr<Peer> peer);
+  bool has_credit() override;
+  bool ask_for_credit() override;
+  void begin(Parcel& parcel) override;
+  Step finished() override { return Step::kDone; }
+
+ private:
+  bool has_room(std::memory_order order);
+
+  const std::shared_ptr<ShmBlock> block_;
+  const size_t channel_;
+  const std::shared_ptr<Peer> peer_;
+  ShmBlock::Control& control_;
+  const uint64_t depth_;
+  uint64_t sent_ = 0;
+};
+
+class ShmReceiver : public Receiver {
+ public:
+  ShmReceiver(std::shared_ptr<ShmBlock> block, size_t channel, std::shared_ptr<Peer> peer);
+  uint64_t arrived() override;
+  Header header(uint64_t sequence) override;
+  void copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) override;
+  void release(uint64_t sequence) override;
+
+ private:
+  const std::shared_ptr<ShmBlock> block_;
+  const size_t channel_;
+  const std::shared_ptr<Peer> peer_;
+  ShmBlock::Control& control_;
+  const uint64_t depth_;
+  uint64_t seen_ = 0;
+  uint64_t released_ = 0;
+};
+
+}  // namespace dpp

@@ -1,0 +1,126 @@
+// All channels of one rank: order, pending puts, waking, failures. Knows neither Python nor torch.
+//
+// Threads: one caller's thread (put, poll, head, take, wait, pending) and one owned progress thread, which sends what
+// could not be sent at once, watches the peers' lives and reads their notes. Set-up calls throw dpp::Error. The first
+// failure, wherever it happens, is stored and thrown by every later call but close().
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/bell.h"
+#include "base/error.h"
+#include "base/os.h"
+#include "transport/board.h"
+#include "transport/kind.h"
+#include "transport/outgoing.h"
+#include "transport/peer.h"
+
+namespace dpp {
+
+struct Settings {
+  int rank = 0;
+  uint64_t timeout_ns = 0;
+  bool checksum = false;
+  uint32_t max_pending = 1024;  // a power of two
+  bool spin = false;
+};
+
+class Transport {
+ public:
+  Transport(const Settings& settings, std::vector<Geometry> incoming, std::vector<Geometry> outgoing);
+  Transport(const Transport&) = delete;
+  Transport& operator=(const Transport&) = delete;
+  ~Transport();
+
+  // Set-up, before start(). Channels are named by their index in the vectors given above.
+  int bell_fd() const { return bell_.fd(); }
+  void add_peer(int rank, std::string description, UniqueFd socket, UniqueFd pidfd, UniqueFd bell);
+  // Makes the slots of channels that come from one peer; the descriptor (not owned) is for that peer.
+  int make_shm_slots(int peer, const std::vector<size_t>& channels);
+  void use_shm_slots(int peer, const std::vector<size_t>& channels, UniqueFd fd);
+  int make_board(uint32_t members, uint32_t counters, const std::vector<int>& followers);
+  void use_board(UniqueFd fd, uint32_t index, uint32_t members, uint32_t counters, int leader);
+  void start();
+
+  // Hot calls, caller's thread only.
+  Outgoing::Put put(size_t channel, const Parcel& parcel);
+  uint64_t done(size_t channel) const { return outgoing_[channel]->done(); }
+  uint64_t pending() const;
+  void poll(uint64_t* arrived);
+  const Header& head(size_t channel, uint64_t& arrived_ns);
+  void take(size_t channel, void* to, uint64_t bytes, uintptr_t stream);
+  bool wait(uint64_t nanoseconds);
+  void ring() { bell_.ring(); }
+
+  void board_post(const uint64_t* counters);
+  void board_common(uint64_t* counters);
+  void board_append(uint64_t word);
+  bool board_next(uint64_t& word);
+  const Board* board() const { return board_.get(); }
+
+  bool departed(int peer) const;
+  void check();               // throws what went wrong
+  void abort(const std::string& reason);  // tells the peers that this rank gives up
+  void close();               // idempotent, bounded
+
+ private:
+  struct Incoming {
+    Geometry geometry;
+    int peer = -1;
+    std::unique_ptr<Receiver> receiver;
+    uint64_t seen = 0;
+    uint64_t taken = 0;
+    bool has_header = false;
+    Header header;                    // of message taken + 1, when has_header
+    std::vector<uint64_t> arrived_ns;  // by slot
+  };
+
+  std::shared_ptr<Peer> find_peer(int rank) const;
+  void watch(int fd, uint64_t tag, uint32_t events);
+  void fail(const Error& error, int reporter);
+  [[noreturn]] void fail_and_throw(const Error& error);
+  void wait_for_room(size_t channel);
+  Incoming& arrived_channel(size_t channel);
+
+  // Progress thread.
+  void run();
+  void progress();
+  Step advance_all();
+  void handle(uint64_t tag, uint32_t events);
+  void read_notes(Peer& peer);
+  void on_note(const Peer& peer, Peer::Note note, std::string_view body);
+  void kick();
+
+  // Constant after start().
+  const Settings settings_;
+  ForkGuard fork_guard_;
+  Bell bell_;
+  UniqueFd epoll_;
+  UniqueFd kick_;
+  std::vector<std::shared_ptr<Peer>> peers_;
+  std::vector<Geometry> outgoing_geometry_;
+  std::vector<std::unique_ptr<Outgoing>> outgoing_;
+  std::unique_ptr<Board> board_;
+
+  // Caller's thread only.
+  std::vector<Incoming> incoming_;
+  uint32_t seen_word_ = 0;
+  uint64_t recent_wait_ns_ = 0;
+  bool closed_ = false;
+
+  // Written once under mutex_, then announced by failed_ with release.
+  std::mutex mutex_;
+  std::optional<Error> failure_;
+  std::atomic<bool> failed_{false};
+
+  std::atomic<bool> stop_{false};
+  std::unique_ptr<std::thread> thread_;
+};
+
+}  // namespace dpp

@@ -1,0 +1,177 @@
+"""Letting peers in and keeping everybody else out: a mutual proof over a fresh connection.
+
+Both sides know a random token of the job. Each sends a nonce and proves with an HMAC-SHA256 over both nonces, both
+ranks and the purpose of the connection that it knows the token; the token itself never travels here. Until the proof
+is complete nothing is read but at most ``MAX_HELLO`` bytes, for at most ``HELLO_SECONDS``.
+
+    connector                      acceptor
+      hello {rank, nonce}    ->
+                             <-    hello {rank, nonce, proof "acceptor"}
+      {proof "connector"}    ->
+                             <-    {welcome}
+
+``rendezvous.py`` makes the connections and is the only caller.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+from typing import Any
+
+from megatron.dpp.errors import AuthError, ProtocolError
+
+MAX_HELLO = 4096
+"""Bytes of the longest set-up message."""
+
+HELLO_SECONDS = 5.0
+"""How long a connection may take to prove itself."""
+
+_LENGTH = struct.Struct("<H")
+
+
+def send_message(
+    sock: socket.socket, message: dict[str, Any], fds: list[int] | None = None
+) -> None:
+    """Send one set-up message, over a unix socket with descriptors."""
+    body = json.dumps(message).encode()
+    if len(body) > MAX_HELLO:
+        raise ProtocolError(f"a set-up message of {len(body)} bytes; the limit is {MAX_HELLO}")
+    frame = _LENGTH.pack(len(body)) + body
+    if fds:
+        socket.send_fds(sock, [frame], fds)
+    else:
+        sock.sendall(frame)
+
+
+def receive_message(sock: socket.socket, max_fds: int = 0) -> tuple[dict[str, Any], list[int]]:
+    """Receive one set-up message and its descriptors; ``ProtocolError`` when it is not one."""
+    fds: list[int] = []
+    try:
+        body = _receive_body(sock, fds, max_fds)
+        message = json.loads(body)
+        if not isinstance(message, dict):
+            raise ValueError("not an object")
+    except (ValueError, struct.error, OSError) as error:
+        for fd in fds:
+            os.close(fd)
+        raise ProtocolError(f"a broken set-up message: {error}") from error
+    return message, fds
+
+
+def _receive_body(sock: socket.socket, fds: list[int], max_fds: int) -> bytes:
+    if sock.type == socket.SOCK_SEQPACKET:
+        size = array.array("i").itemsize
+        packet, control, flags, _ = sock.recvmsg(
+            _LENGTH.size + MAX_HELLO, socket.CMSG_SPACE(max_fds * size), socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, data in control:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                whole = len(data) - len(data) % size
+                fds.extend(array.array("i", data[:whole]))
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise ValueError("it is too long")
+        (length,) = _LENGTH.unpack_from(packet)
+        body = packet[_LENGTH.size :]
+    else:
+        (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
+        if length > MAX_HELLO:
+            raise ValueError(f"it announces {length} bytes")
+        body = _receive_exactly(sock, length)
+    if len(body) != length:
+        raise ValueError(f"{len(body)} bytes where {length} were announced")
+    return body
+
+
+def _receive_exactly(sock: socket.socket, count: int) -> bytes:
+    parts = b""
+    while len(parts) < count:
+        piece = sock.recv(count - len(parts))
+        if not piece:
+            raise ValueError(f"the connection ended after {len(parts)} of {count} bytes")
+        parts += piece
+    return parts
+
+
+def connect_side(
+    sock: socket.socket, token: bytes, rank: int, peer: int, purpose: str, seconds: float
+) -> None:
+    """Prove ourselves to the rank that accepts, and make it prove itself within ``seconds``.
+
+    Raises:
+        AuthError: the other side does not know the token, is not ``peer``, or refuses us.
+    """
+    sock.settimeout(seconds)
+    nonce = secrets.token_hex(16)
+    send_message(sock, {"rank": rank, "purpose": purpose, "nonce": nonce})
+    answer = _receive_proof(sock, f"rank {peer}")
+    transcript = _transcript(rank, peer, nonce, _text(answer, "nonce"), purpose)
+    if answer.get("rank") != peer or not _proves(token, "acceptor", transcript, answer):
+        raise AuthError(
+            f"rank {rank}: what listens as rank {peer} does not know this job's token "
+            "(another job, or a different --dpp-token-file)"
+        )
+    send_message(sock, {"proof": _proof(token, "connector", transcript)})
+    if _receive_proof(sock, f"rank {peer}").get("welcome") is not True:
+        raise AuthError(f"rank {rank}: rank {peer} did not let us in")
+
+
+def accept_side(sock: socket.socket, token: bytes, rank: int) -> tuple[int, str]:
+    """Let a connection prove which rank it is; returns that rank and the connection's purpose.
+
+    Raises:
+        AuthError: it does not know the token.
+        ProtocolError: it does not speak our language.
+    """
+    sock.settimeout(HELLO_SECONDS)
+    hello, _ = receive_message(sock)
+    peer = hello.get("rank")
+    if type(peer) is not int:
+        raise ProtocolError(f"a hello without a rank: {str(hello)[:200]}")
+    nonce = secrets.token_hex(16)
+    purpose = _text(hello, "purpose")
+    transcript = _transcript(peer, rank, _text(hello, "nonce"), nonce, purpose)
+    proof = _proof(token, "acceptor", transcript)
+    send_message(sock, {"rank": rank, "nonce": nonce, "proof": proof})
+    answer, _ = receive_message(sock)
+    if not _proves(token, "connector", transcript, answer):
+        raise AuthError(
+            f"rank {rank}: a connection that claims to be rank {peer} has a wrong proof"
+        )
+    send_message(sock, {"welcome": True})
+    return peer, purpose
+
+
+def _receive_proof(sock: socket.socket, who: str) -> dict[str, Any]:
+    try:
+        return receive_message(sock)[0]
+    except ProtocolError as error:
+        raise AuthError(f"{who} ended the handshake: {error}") from error
+
+
+def _text(message: dict[str, Any], key: str) -> str:
+    value = message.get(key)
+    if not isinstance(value, str) or len(value) > 256:
+        raise ProtocolError(f"a set-up message without {key}")
+    return value
+
+
+def _transcript(connector: int, acceptor: int, first: str, second: str, purpose: str) -> bytes:
+    return json.dumps([connector, acceptor, first, second, purpose]).encode()
+
+
+def _proof(token: bytes, side: str, transcript: bytes) -> str:
+    return hmac.new(token, side.encode() + b"\0" + transcript, hashlib.sha256).hexdigest()
+
+
+def _proves(token: bytes, side: str, transcript: bytes, message: dict[str, Any]) -> bool:
+    proof = message.get("proof")
+    return isinstance(proof, str) and hmac.compare_digest(
+        proof.encode(), _proof(token, side, transcript).encode()
+    )

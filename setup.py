@@ -1,0 +1,58 @@
+"""Builds the C++ side of the transport: ``pip install -e .`` or ``python setup.py build_ext --inplace``.
+
+Needs a C++17 compiler and pybind11, and nothing of CUDA, torch or libibverbs: those are opened at run time where they
+exist. One build serves machines with and without GPUs.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
+from setuptools import find_namespace_packages, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCES = sorted(
+    str(path)
+    for room in ("base", "transport", "python")
+    for path in Path("csrc", room).glob("*.cc")
+)
+HEADERS = sorted(str(path) for path in Path("csrc").glob("*/*.h"))
+FLAGS = ["-O2", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-pthread"]
+
+
+class BuildWithCompiler(build_ext):
+    """Says in one line what is missing, instead of a traceback."""
+
+    def run(self) -> None:
+        compiler = os.environ.get("CXX", "g++").split()[0]
+        if shutil.which(compiler) is None:
+            sys.exit(
+                f"error: no C++ compiler ({compiler}): install g++ 9 or later "
+                "(Debian and Ubuntu: apt-get install g++) or name one in CXX"
+            )
+        super().run()
+
+
+ParallelCompile("NPY_NUM_BUILD_JOBS", default=2).install()
+
+setup(
+    name="megatron-dpp",
+    version="0.1.0",
+    description="Dynamic pipeline parallelism for megatron-core",
+    python_requires=">=3.10",
+    packages=find_namespace_packages(include=["megatron.dpp", "megatron.dpp.*"]),
+    ext_modules=[
+        Pybind11Extension(
+            "megatron.dpp.transport._native",
+            SOURCES,
+            include_dirs=["csrc"],
+            depends=HEADERS,
+            cxx_std=17,
+            extra_compile_args=FLAGS,
+            extra_link_args=["-pthread"],
+        )
+    ],
+    cmdclass={"build_ext": BuildWithCompiler},
+)
