@@ -50,7 +50,7 @@ class Recorded:
     tail: float
 
     def costs(self) -> Costs:
-        """What the simulator takes. Delays are latency: the links' own queueing is in the samples."""
+        """What the simulator takes; queueing on a link is in its delays already."""
         return Costs(self.tasks, [Hop(hop, 0.0) for hop in self.hops])
 
 

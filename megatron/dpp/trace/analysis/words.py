@@ -1,0 +1,68 @@
+"""The report in sentences, for people who do not want to read tables first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_CAUSES = {
+    "message": "waiting for a message from a neighbour",
+    "warm-up": "filling the pipeline at the start",
+    "drain": "draining it at the end",
+    "memory-cap": "held back by the activation cap",
+    "tp-agreement": "waiting for the tensor-parallel ranks to agree",
+    "lookahead": "waiting for the device to catch up",
+    "host": "the host: launching, deciding, Python",
+    "send": "waiting for a receiver",
+}
+
+_KINDS = {
+    "slow-rank": "{name} computes {factor:.2f} times slower than its peers",
+    "heavy-stage": "the stage of {name} has {factor:.2f} times the work of the others: move layers",
+    "slow-link": "messages on {name} take {factor:.1f} times as long as elsewhere",
+    "transient": "{name} is slow now and then (slowest tenth: {factor:.2f} times its usual)",
+    "jitter": "task times vary on {name} (slowest tenth: {factor:.2f} times the usual)",
+    "uneven-microbatches": "some microbatches are larger: the same ones are slow on {name}",
+}
+
+
+def cause_text(cause: str) -> str:
+    """What a cause of idle time means."""
+    return _CAUSES.get(cause, cause)
+
+
+def straggler_text(straggler: dict[str, Any]) -> str:
+    """One finding as a sentence."""
+    text = _KINDS[straggler["kind"]].format(**straggler)
+    often = f"in {straggler['share']:.0%} of the iterations, since iteration {straggler['since']}"
+    victims = ", ".join(f"rank {rank}" for rank in straggler["victims"])
+    return f"{text}, {often}" + (f"; {victims} wait most meanwhile" if victims else "")
+
+
+def sentences(report: dict[str, Any]) -> list[str]:
+    """The summary, most important first."""
+    totals, run = report["totals"], report["run"]
+    lines = [
+        f"An iteration takes {totals['iteration_ms']:.1f} ms: {totals['window_ms']:.1f} ms for the "
+        f"pipeline, {totals['tail_ms']:.1f} ms for gradient reduction, optimizer and the like.",
+        f"The busiest rank needs {totals['ideal_ms']:.1f} ms for its own tasks, so the pipeline "
+        f"takes {totals['ideal_ratio']:.3f} times the least possible.",
+        f"On average {totals['bubble']:.1%} of the pipeline's time is idle: "
+        + ", ".join(
+            f"{share:.1%} {cause_text(cause)}"
+            for cause, share in totals["bubble_by_cause"].items()
+            if share >= 0.001
+        )
+        + ".",
+    ]
+    found = report["stragglers"]
+    lines += [straggler_text(s)[0].upper() + straggler_text(s)[1:] + "." for s in found]
+    if not found:
+        lines.append("Nobody is conspicuously slow.")
+    best = max(report.get("what_if", []), key=lambda p: p["gain"], default=None)
+    if best is not None and best["gain"] > 0.01:
+        lines.append(
+            f"The largest predicted gain: {best['name']}, {best['gain']:.1%} of an iteration."
+        )
+    if run["cut_short"]:
+        lines.append(f"The traces of ranks {run['cut_short']} were cut short.")
+    return lines
