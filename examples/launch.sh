@@ -284,6 +284,21 @@ prepare_sample() {
   fi
 }
 
+# check_arguments FLAG...: refuses flags that the training script does not know.
+check_arguments() {
+  local code='
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from megatron.dpp.errors import DppError
+from megatron.dpp.train.arguments import parse_args
+try:
+    parse_args()
+except DppError as error:
+    sys.exit(f"error: {error}")
+'
+  "$PYTHON" -W ignore -c "$code" "$REPOSITORY" "$@" || exit 1
+}
+
 print_command() {
   printf '%q ' "$@"
   echo
@@ -306,6 +321,8 @@ launch() {
     print_command "${command[@]}"
     exit 0
   fi
+  # Takes the seconds that importing megatron-core takes, so only where a user adds flags.
+  ((${#FURTHER_ARGUMENTS[@]} == 0)) || check_arguments "${@:2}"
   ((NODE_RANK == 0)) || wait_for_master
   exec "${command[@]}"
 }

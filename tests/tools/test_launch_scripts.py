@@ -1,0 +1,271 @@
+"""The launch scripts: what they would start, and what they refuse before starting anything.
+
+``DRY_RUN=1`` makes them print the commands; the flags in these are checked against the real parser.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron.dpp.train.arguments import parse_args
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = {"gpt": "gpt3/train_gpt3_175b", "bert": "bert/train_bert_340m"}
+
+
+def run(script: str, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script with nothing but PATH and ``settings`` in its environment, and no GPU."""
+    environment = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "", **settings}
+    return subprocess.run(
+        ["bash", str(ROOT / script), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def dry_run(script: str, *arguments: str, **settings: str) -> list[str]:
+    """The words of the command that ``script`` would end with."""
+    result = run(script, *arguments, DRY_RUN="1", **settings)
+    assert result.returncode == 0, result.stderr
+    return shlex.split(result.stdout.splitlines()[-1])
+
+
+def flags_of(command: list[str]) -> Any:
+    """The training script's part of a command, parsed; unknown flags raise."""
+    script = next(i for i, word in enumerate(command) if word.endswith(".py"))
+    return parse_args(command[script + 1 :])
+
+
+def torchrun_part(command: list[str]) -> str:
+    return " ".join(command[: next(i for i, word in enumerate(command) if word.endswith(".py"))])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_single_run_without_a_gpu(model: str) -> None:
+    command = dry_run(f"run_single_{model}.sh")
+    assert f"pretrain_{model}.py" in " ".join(command)
+    assert "--nproc_per_node 4" in torchrun_part(command)
+    args = flags_of(command)
+    assert args.use_dpp
+    assert args.trace
+    assert not args.fp16
+    assert not args.bf16
+    assert args.pipeline_model_parallel_size * args.tensor_model_parallel_size == 4
+
+
+def test_single_run_uses_all_gpus() -> None:
+    command = dry_run("run_single_gpt.sh", CUDA_VISIBLE_DEVICES="0,1,2,3")
+    args = flags_of(command)
+    assert "--nproc_per_node 4" in torchrun_part(command)
+    assert args.bf16
+    assert args.pipeline_model_parallel_size == 4
+    one = flags_of(dry_run("run_single_gpt.sh", CUDA_VISIBLE_DEVICES="0"))
+    assert one.num_layers_per_virtual_pipeline_stage is None
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_published_configuration(model: str) -> None:
+    script = f"examples/{MODELS[model]}_distributed.sh"
+    args = flags_of(dry_run(script, GPUS_PER_NODE="4"))
+    layout = (args.pipeline_model_parallel_size, args.tensor_model_parallel_size)
+    assert layout == (2, 2)
+    assert args.num_layers == 2 * 4 * args.num_layers_per_virtual_pipeline_stage
+    assert args.num_layers == {"gpt": 16, "bert": 24}[model]
+    assert args.fp16
+    assert args.recompute_activations
+    assert args.use_dpp
+    assert args.initial_loss_scale <= 65536
+    assert args.lr_decay_iters == args.train_iters
+
+
+def test_settings_reach_the_command_and_arguments_follow() -> None:
+    command = dry_run(
+        "run_single_gpt.sh", "--log-throughput", "--lr", "0.5", USE_DPP="0", TRACE="0", LR="0.25"
+    )
+    args = flags_of(command)
+    assert not args.use_dpp
+    assert not args.trace
+    assert args.log_throughput
+    assert args.lr == 0.5
+
+
+def test_paths_can_be_positional_as_in_megatron(tmp_path: Path) -> None:
+    for name in ("vocab", "merges", "data.bin", "data.idx"):
+        (tmp_path / name).touch()
+    paths = [str(tmp_path / name) for name in ("ckpt", "logs", "vocab", "merges", "data")]
+    script = "examples/gpt3/train_gpt3_175b_distributed.sh"
+    args = flags_of(dry_run(script, *paths, "--log-throughput", GPUS_PER_NODE="4"))
+    assert [args.save, args.tensorboard_dir, args.vocab_file, args.merge_file] == paths[:4]
+    assert args.data_path == paths[4:]
+    result = run(script, *paths, "one-too-many", GPUS_PER_NODE="4", DRY_RUN="1")
+    assert "unexpected argument 'one-too-many'" in result.stderr
+
+
+def test_a_new_vocabulary_gets_new_token_files(tmp_path: Path) -> None:
+    vocab = tmp_path / "vocab.json"
+    vocab.write_text("{}")
+    ours = flags_of(dry_run("run_single_gpt.sh")).data_path
+    other = flags_of(dry_run("run_single_gpt.sh", VOCAB_FILE=str(vocab))).data_path
+    assert ours != other
+
+
+REFUSED = {
+    "does not divide 4 processes": {"PIPELINE_PARALLEL": "3"},
+    "TENSOR_PARALLEL=two: must be a whole number": {"TENSOR_PARALLEL": "two"},
+    "TENSOR_PARALLEL=8 = 8 does not divide": {"TENSOR_PARALLEL": "8"},
+    "NUM_LAYERS=6 cannot be divided": {"NUM_LAYERS": "6"},
+    "16 virtual stages are more than NUM_LAYERS=8": {"MODEL_CHUNKS": "8", "NUM_LAYERS": "8"},
+    "needs PIPELINE_PARALLEL of at least 2": {"PIPELINE_PARALLEL": "1", "MODEL_CHUNKS": "2"},
+    "HIDDEN_SIZE=130 cannot be divided": {"HIDDEN_SIZE": "130"},
+    "NUM_ATTENTION_HEADS=1 cannot be divided": {"NUM_ATTENTION_HEADS": "1"},
+    "GLOBAL_BATCH_SIZE=30 cannot be divided": {"GLOBAL_BATCH_SIZE": "30"},
+    "9 microbatches": {"GLOBAL_BATCH_SIZE": "36"},
+    "PRECISION=fp8: must be": {"PRECISION": "fp8"},
+    "VOCAB_FILE=missing": {"VOCAB_FILE": "missing"},
+    "MERGE_FILE=missing": {"MERGE_FILE": "missing"},
+    "missing.bin is missing; tools/preprocess_data.py makes it": {"DATA_PATH": "0.3 missing"},
+    "NODE_RANK=1: with NUM_NODES=1": {"NODE_RANK": "1"},
+    "MASTER_PORT=70000": {"MASTER_PORT": "70000"},
+    "expected one per node (1) or one per rank (4)": {"NODE_IPS": "10.0.0.1,10.0.0.2"},
+    "'host-a' is not an IP address": {"NODE_IPS": "host-a"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_settings_that_cannot_work_are_refused_before_anything_starts(message: str) -> None:
+    # Without DRY_RUN: if this were not refused, it would train.
+    result = run("run_single_gpt.sh", PYTHON="/nonexistent", **REFUSED[message])
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_an_unknown_flag_is_refused_before_torchrun() -> None:
+    bare = 'source "$0/examples/launch.sh"; check_arguments --use-ddp'
+    environment = {**os.environ, "PYTHON": sys.executable}
+    result = subprocess.run(
+        ["bash", "-c", bare, str(ROOT)], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert result.stderr.strip() == "error: unknown flag --use-ddp (did you mean --use-dpp?)"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_master_and_worker_agree_but_for_their_rank(model: str) -> None:
+    settings = {"MASTER_ADDR": "10.0.0.1", "NODE_IPS": "10.0.0.1,10.0.0.2"}
+    master = dry_run(f"run_master_{model}.sh", **settings)
+    worker = dry_run(f"run_worker_{model}.sh", **settings)
+    rank = master.index("--node_rank") + 1
+    assert (master[rank], worker[rank]) == ("0", "1")
+    assert master[:rank] + master[rank + 1 :] == worker[:rank] + worker[rank + 1 :]
+    args = flags_of(worker)
+    assert args.multi_node
+    assert args.node_ips == settings["NODE_IPS"]
+    assert "--master_addr 10.0.0.1 --master_port 6000" in torchrun_part(master)
+
+
+def test_any_number_of_nodes() -> None:
+    command = dry_run("run_worker_gpt.sh", MASTER_ADDR="h", NUM_NODES="3", NODE_RANK="2")
+    assert "--nnodes 3 --node_rank 2" in torchrun_part(command)
+    assert flags_of(command).pipeline_model_parallel_size == 3
+
+
+def test_a_worker_needs_to_know_its_master() -> None:
+    result = run("run_worker_gpt.sh")
+    assert result.returncode == 1
+    assert "MASTER_ADDR is not set" in result.stderr
+
+
+def wait_for_master(port: int, seconds: int) -> subprocess.CompletedProcess[str]:
+    code = 'source "$0/examples/launch.sh"; wait_for_master'
+    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WAIT_SECONDS": str(seconds)}
+    return subprocess.run(
+        ["bash", "-c", code, str(ROOT)],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_worker_gives_up_with_a_countdown() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        result = wait_for_master(unused.getsockname()[1], seconds=2)
+    assert result.returncode == 1
+    assert "waiting for the master" in result.stdout
+    assert "2 s left" in result.stdout
+    assert "within WAIT_SECONDS=2" in result.stderr
+
+
+def test_a_worker_goes_on_when_the_master_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        result = wait_for_master(server.getsockname()[1], seconds=30)
+    assert result.returncode == 0, result.stderr
+
+
+def test_slurm_starts_one_node_of_each_rank(tmp_path: Path) -> None:
+    stubs = {
+        "scontrol": 'printf "node-a\\nnode-b\\n"',
+        "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
+    }
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": "77",
+        "SLURM_GPUS_ON_NODE": "8",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    result = run("examples/slurm/train_gpt.sbatch", "--log-throughput", DRY_RUN="1", **job)
+    assert result.returncode == 0, result.stderr
+    commands = [line for line in result.stdout.splitlines() if "pretrain_gpt.py" in line]
+    assert len(commands) == 2
+    for rank, command in enumerate(commands):
+        assert f"--nnodes 2 --node_rank {rank} --master_addr node-a --master_port 20077" in command
+        assert "--log-throughput" in command
+
+
+def test_kubernetes_job_is_consistent() -> None:
+    text = (ROOT / "examples" / "kubernetes" / "train-gpt.yaml").read_text()
+    service, job = yaml.safe_load_all(text)
+    spec = job["spec"]
+    container = spec["template"]["spec"]["containers"][0]
+    settings = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"] == int(settings["NUM_NODES"])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == settings["GPUS_PER_NODE"]
+    name, subdomain = settings["MASTER_ADDR"].split(".")
+    assert name == f"{job['metadata']['name']}-0"
+    assert subdomain == spec["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert "/dev/shm" in mounts
+
+
+def all_scripts() -> list[str]:
+    patterns = ("*.sh", "examples/**/*.sh", "examples/slurm/*.sbatch", "tools/*.sh", ".ci/run")
+    found = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
+@pytest.mark.parametrize("script", all_scripts())
+def test_scripts_parse_and_edit_no_file(script: str) -> None:
+    subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
+    text = (ROOT / script).read_text()
+    assert "sed -i" not in text
+    assert "/dev/shm/" not in text

@@ -1,0 +1,223 @@
+"""tools/preprocess_data.py: the bytes it writes, and what it does with input that is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import numpy as np
+import preprocess_data
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCAB = ROOT / "datasets_gpt" / "vocab.json"
+MERGES = ROOT / "datasets_gpt" / "merges.txt"
+GPT = ["--tokenizer-type", "GPT2BPETokenizer", "--workers", "1"]
+GPT += ["--vocab-file", str(VOCAB), "--merge-file", str(MERGES)]
+# What Megatron-LM core_v0.16.1 writes for the reference corpus with GPT-2's vocabulary.
+BIN_SHA256 = "2041b4c5d48baeff24196db11a108758522200194672a47edf991eb514644c6a"
+IDX_SHA256 = "054f7b9cf0ec0ea29bc535b102775c6c513db164ec1bc4769324841abd2ec80a"
+
+
+def corpus(folder: Path, *lines: str | dict[str, object] | bytes) -> Path:
+    path = folder / "corpus.jsonl"
+    with path.open("wb") as file:
+        for line in lines:
+            text = line if isinstance(line, (str, bytes)) else json.dumps(line)
+            file.write((text if isinstance(text, bytes) else text.encode()) + b"\n")
+    return path
+
+
+def run(source: Path | str, prefix: Path, *flags: str) -> int:
+    arguments = ["--input", str(source), "--output-prefix", str(prefix), *flags]
+    return preprocess_data.main(arguments)
+
+
+def documents_of(prefix: Path) -> list[list[list[int]]]:
+    """Documents of sentences of ids."""
+    data = IndexedDataset(str(prefix))
+    ends = data.document_indices.tolist()
+    return [
+        [data[i].tolist() for i in range(start, end)] for start, end in itertools.pairwise(ends)
+    ]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_output_is_that_of_megatron_lm(reference: Path, tmp_path: Path, workers: str) -> None:
+    vocab = reference / "vocab"
+    flags = ["--tokenizer-type", "GPT2BPETokenizer", "--append-eod", "--workers", workers]
+    flags += ["--vocab-file", str(vocab / "gpt2-vocab.json")]
+    flags += ["--merge-file", str(vocab / "gpt2-merges.txt")]
+    start = run if workers == "1" else run_script
+    assert start(reference / "corpus.jsonl", tmp_path / "out", *flags) == 0
+    assert [sha256(tmp_path / f"out_text_document.{end}") for end in ("bin", "idx")] == [
+        BIN_SHA256,
+        IDX_SHA256,
+    ]
+
+
+def run_script(source: Path, prefix: Path, *flags: str) -> int:
+    """As a user does; worker processes are best started from a main module of their own."""
+    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(source)]
+    command += ["--output-prefix", str(prefix), *flags]
+    return subprocess.run(command, timeout=120).returncode
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_documents_come_in_order_and_empty_ones_stay(tmp_path: Path) -> None:
+    source = corpus(tmp_path, {"text": "one"}, {"text": ""}, {"text": "two"})
+    assert run(source, tmp_path / "out", *GPT, "--append-eod") == 0
+    one, empty, two = documents_of(tmp_path / "out_text_document")
+    tokenizer = preprocess_data.build_tokenizer("GPT2BPETokenizer", str(VOCAB), str(MERGES))
+    assert one == [[*tokenizer.tokenize("one"), tokenizer.eod]]
+    assert empty == []
+    assert two == [[*tokenizer.tokenize("two"), tokenizer.eod]]
+
+
+def test_all_json_keys_are_written(tmp_path: Path) -> None:
+    source = corpus(tmp_path, {"text": "body", "title": "head"})
+    assert run(source, tmp_path / "out", *GPT, "--json-keys", "text", "title") == 0
+    assert documents_of(tmp_path / "out_text_document") != documents_of(
+        tmp_path / "out_title_document"
+    )
+
+
+def test_gzip_and_glob_give_what_the_plain_file_gives(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"document {number}"}) for number in range(300)]
+    plain = corpus(tmp_path, *lines)
+    for name, part in (("a.json.gz", lines[:200]), ("b.json.gz", lines[200:])):
+        (tmp_path / name).write_bytes(gzip.compress("\n".join(part).encode()))
+    assert run(plain, tmp_path / "plain", *GPT) == 0
+    assert run(tmp_path / "*.json.gz", tmp_path / "packed", *GPT) == 0
+    for suffix in ("bin", "idx"):
+        assert (tmp_path / f"plain_text_document.{suffix}").read_bytes() == (
+            tmp_path / f"packed_text_document.{suffix}"
+        ).read_bytes()
+
+
+BAD_LINES = {
+    "not JSON": '{"text": "unfinished',
+    "not UTF-8": b'{"text": "\xff"}',
+    "empty line": "",
+    "expected a JSON object": "[1, 2]",
+    'no key "text"': {"title": "no text"},
+    "neither a text nor a list": {"text": 5},
+    "half a surrogate pair": '{"text": "\\ud800"}',
+}
+
+
+@pytest.mark.parametrize("reason", BAD_LINES)
+def test_a_bad_line_is_named_and_leaves_no_output(
+    tmp_path: Path, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = corpus(tmp_path, {"text": "good"}, BAD_LINES[reason], {"text": "good"})
+    assert run(source, tmp_path / "out", *GPT) == 1
+    assert f"{source}, line 2: " in (message := capsys.readouterr().err)
+    assert reason in message
+    assert os.listdir(tmp_path) == ["corpus.jsonl"]
+
+
+def test_bad_lines_can_be_skipped_and_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = corpus(tmp_path, {"text": "good"}, *BAD_LINES.values(), {"text": "good"})
+    assert run(source, tmp_path / "out", *GPT, "--skip-bad-lines") == 0
+    assert len(documents_of(tmp_path / "out_text_document")) == 2
+    assert f"{len(BAD_LINES)} bad lines skipped" in capsys.readouterr().out
+
+
+def test_old_output_survives_a_failed_run(tmp_path: Path) -> None:
+    assert run(corpus(tmp_path, {"text": "good"}), tmp_path / "out", *GPT) == 0
+    before = (tmp_path / "out_text_document.bin").read_bytes()
+    assert run(corpus(tmp_path, {"text": "new"}, "bad"), tmp_path / "out", *GPT) == 1
+    assert (tmp_path / "out_text_document.bin").read_bytes() == before
+    assert len(documents_of(tmp_path / "out_text_document")) == 1
+
+
+def test_a_token_outside_the_vocabulary_is_a_bad_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = corpus(tmp_path, {"text": "1 2 70000"})
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--workers", "1"]
+    assert run(source, tmp_path / "out", *flags) == 1
+    assert "token 70000 is outside a vocabulary of 101" in capsys.readouterr().err
+
+
+WRONG_ARGUMENTS = {
+    "no such file": ["--input", "missing.jsonl"],
+    "not a file": ["--input", "."],
+    "--vocab-file missing.json": ["--vocab-file", "missing.json"],
+    "needs --merge-file": ["--merge-file", ""],
+    "--workers 0": ["--workers", "0"],
+    "named twice": ["--json-keys", "text", "text"],
+}
+
+
+@pytest.mark.parametrize("message", WRONG_ARGUMENTS)
+def test_wrong_arguments_are_errors(
+    tmp_path: Path, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = corpus(tmp_path, {"text": "good"})
+    assert run(source, tmp_path / "out", *GPT, *WRONG_ARGUMENTS[message]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_corpus_without_a_token_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(corpus(tmp_path, {"text": ""}), tmp_path / "out", *GPT) == 1
+    assert "not one token" in capsys.readouterr().err
+
+
+def test_a_dead_worker_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class DyingExecutor(preprocess_data.ProcessPoolExecutor):
+        def submit(self, *_: object) -> object:
+            raise BrokenProcessPool("killed")
+
+    monkeypatch.setattr(preprocess_data, "ProcessPoolExecutor", DyingExecutor)
+    source = corpus(tmp_path, {"text": "good"})
+    batches = preprocess_data.read_batches([str(source)])
+    options = preprocess_data.EncoderOptions("NullTokenizer", vocab_size=10)
+    with pytest.raises(preprocess_data.DataError, match="fewer than --workers 2"):
+        list(preprocess_data.encode_all(options, batches, workers=2))
+
+
+def test_bert_sentences_by_rules(tmp_path: Path) -> None:
+    vocab = ROOT / "datasets_bert" / "vocab.txt"
+    source = corpus(tmp_path, {"text": "Dr. Ada sat down. She slept."}, {"text": ""})
+    flags = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(vocab)]
+    flags += ["--split-sentences", "--sentence-splitter", "rules", "--workers", "1"]
+    assert run(source, tmp_path / "out", *flags) == 0
+    first, empty = documents_of(tmp_path / "out_text_sentence")
+    assert len(first) == 2
+    assert empty == []
+
+
+def test_missing_punkt_data_is_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = pytest.importorskip("nltk").data
+    monkeypatch.setattr(data, "path", [str(tmp_path / "nowhere")])
+    vocab = ROOT / "datasets_bert" / "vocab.txt"
+    flags = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(vocab)]
+    source = corpus(tmp_path, {"text": "One. Two."})
+    assert run(source, tmp_path / "out", *flags, "--split-sentences") == 1
+    message = capsys.readouterr().err
+    for part in ("Punkt data", str(tmp_path / "nowhere"), "nltk.downloader punkt_tab", "rules"):
+        assert part in message
+
+
+def test_ids_are_stored_in_two_bytes_for_a_small_vocabulary(tmp_path: Path) -> None:
+    assert run(corpus(tmp_path, {"text": "good"}), tmp_path / "out", *GPT) == 0
+    assert IndexedDataset(str(tmp_path / "out_text_document"))[0].dtype == np.uint16

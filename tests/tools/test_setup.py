@@ -1,0 +1,191 @@
+"""tools/setup.sh, run for real in a small repository whose extension is one text file."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import setup_environment
+from setup_environment import Environment, SetupFailed
+
+ROOT = Path(__file__).resolve().parents[2]
+SETUP_PY = """
+import pathlib, sysconfig
+name = "_native" + sysconfig.get_config_var("EXT_SUFFIX")
+pathlib.Path("megatron/dpp", name).write_text(pathlib.Path("csrc/a.cc").read_text())
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    for name in ("tools", "csrc", "megatron/dpp"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("setup.sh", "setup_environment.py"):
+        shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
+    (tmp_path / "csrc" / "a.cc").write_text("one")
+    (tmp_path / "setup.py").write_text(SETUP_PY)
+    (tmp_path / "requirements.txt").write_text("# comment\ntorch>=2.6\nnumpy>=1.26\n")
+    return tmp_path
+
+
+def set_up(repository: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(repository / "tools" / "setup.sh")],
+        env={**os.environ, "PYTHON": sys.executable, **settings},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def built(repository: Path) -> str:
+    (path,) = (repository / "megatron" / "dpp").glob("_native*.so")
+    return path.read_text()
+
+
+def test_first_run_builds_and_second_does_nothing(repository: Path) -> None:
+    first = set_up(repository)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.strip() == sys.executable
+    assert "built the extension" in first.stderr
+    assert built(repository) == "one"
+    second = set_up(repository)
+    assert "nothing to do" in second.stderr
+    assert len(second.stderr.splitlines()) == 1
+
+
+def test_a_changed_source_is_built_again(repository: Path) -> None:
+    set_up(repository)
+    (repository / "csrc" / "a.cc").write_text("two")
+    assert "built the extension" in set_up(repository).stderr
+    assert built(repository) == "two"
+
+
+def test_a_lost_extension_is_built_again(repository: Path) -> None:
+    set_up(repository)
+    for path in (repository / "megatron" / "dpp").glob("_native*.so"):
+        path.unlink()
+    assert "built the extension" in set_up(repository).stderr
+    assert built(repository) == "one"
+
+
+def test_a_failed_build_shows_its_end_and_is_tried_again(repository: Path) -> None:
+    (repository / "setup.py").write_text("raise SystemExit('no such header: x.h')")
+    for _ in range(2):
+        result = set_up(repository)
+        assert result.returncode == 1
+        assert "the C++ extension could not be built" in result.stderr
+        assert "no such header: x.h" in result.stderr
+
+
+def test_without_a_compiler_it_says_so_at_once(repository: Path) -> None:
+    result = set_up(repository, CXX="no-such-compiler")
+    assert result.returncode == 1
+    assert "no C++ compiler: 'no-such-compiler' is not in PATH" in result.stderr
+    assert not (repository / "build" / "setup.log").exists()
+
+
+def test_no_compiler_is_needed_when_nothing_has_to_be_built(repository: Path) -> None:
+    set_up(repository)
+    stamp = next((repository / "build").glob("extension*.json"))
+    tools = repository / "bin"
+    tools.mkdir()
+    for name in ("bash", "dirname"):
+        (tools / name).symlink_to(str(shutil.which(name)))
+    assert json.loads(stamp.read_text())["files"]
+    result = set_up(repository, PATH=str(tools))
+    assert "nothing to do" in result.stderr
+
+
+def test_an_interpreter_that_is_not_there(repository: Path) -> None:
+    result = set_up(repository, PYTHON="no-such-python")
+    assert result.returncode == 1
+    assert "'no-such-python' is not there" in result.stderr
+
+
+def test_two_at_once_take_turns(repository: Path) -> None:
+    (repository / "build").mkdir()
+    with (repository / "build" / "setup.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = subprocess.Popen(
+            ["bash", str(repository / "tools" / "setup.sh")],
+            env={**os.environ, "PYTHON": sys.executable},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        assert process.stderr is not None
+        assert "waiting for another set-up" in process.stderr.readline()
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "built the extension" in rest
+
+
+def environment(**changes: object) -> Environment:
+    fields = {
+        "python": sys.executable,
+        "extension_suffix": ".so",
+        "has_headers": True,
+        "is_writable": True,
+        "torch": "2.11.0+cu130",
+        "missing": [],
+    }
+    return Environment(**{**fields, **changes})
+
+
+def test_a_users_pytorch_is_never_replaced() -> None:
+    with pytest.raises(SetupFailed, match=r"PyTorch 2\.1\.0 .* replaces no PyTorch"):
+        setup_environment.install(environment(torch="2.1.0", missing=["torch>=2.6"]))
+
+
+def test_installing_holds_the_users_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(setup_environment, "BUILD", tmp_path)
+    monkeypatch.setattr(
+        setup_environment, "_run_logged", lambda command, _: commands.append(command)
+    )
+    setup_environment.install(environment(missing=["tqdm>=4"]))
+    (command,) = commands
+    assert command[-1] == "tqdm>=4"
+    constraints = Path(command[command.index("--constraint") + 1]).read_text()
+    assert "\nnumpy==" in "\n" + constraints
+    assert "\ntorch==" in "\n" + constraints
+
+
+def test_pytorch_is_installed_where_none_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(setup_environment, "BUILD", tmp_path)
+    monkeypatch.setattr(
+        setup_environment, "_run_logged", lambda command, _: commands.append(command)
+    )
+    monkeypatch.setenv("TORCH_INDEX_URL", "https://example.org/cpu")
+    setup_environment.install(environment(torch=None, missing=["torch>=2.6", "tqdm>=4"]))
+    assert commands[0][-3:] == ["torch==2.13.0", "--index-url", "https://example.org/cpu"]
+    assert commands[1][-1] == "tqdm>=4"
+
+
+def test_an_environment_that_must_not_be_written_to_gets_a_venv_over_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    at_hand = environment(is_writable=False, missing=["tqdm>=4"])
+    monkeypatch.setattr(setup_environment, "VENV_PYTHON", tmp_path / ".venv" / "bin" / "python")
+    monkeypatch.setattr(setup_environment, "describe", lambda _: at_hand)
+    monkeypatch.setattr(setup_environment, "inspect", lambda python, _: environment(python=python))
+    monkeypatch.setattr(
+        setup_environment, "_run_logged", lambda command, _: commands.append(command)
+    )
+    chosen, done = setup_environment.choose_environment(["requirements.txt"])
+    assert chosen.python == str(tmp_path / ".venv" / "bin" / "python")
+    assert done == ["made .venv"]
+    assert commands[0][-1] == "--system-site-packages"
