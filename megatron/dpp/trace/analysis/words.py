@@ -25,6 +25,11 @@ _KINDS = {
 }
 
 
+def cause_texts() -> dict[str, str]:
+    """What every cause of idle time means."""
+    return dict(_CAUSES)
+
+
 def cause_text(cause: str) -> str:
     """What a cause of idle time means."""
     return _CAUSES.get(cause, cause)

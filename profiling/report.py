@@ -1,0 +1,160 @@
+#!/usr/bin/env python
+"""Say where the time of a traced run went, who was slow, and what a change would gain.
+
+    python profiling/report.py --benchmark_dir benchmark/data-1-pipeline-4-tensor-1-dpp
+
+Writes ``report.html`` (one file, no network needed) into that directory and prints the summary.
+With ``--baseline`` another run, such as the static schedule's, stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(_ROOT))
+
+from megatron.dpp.errors import ConfigError, DataError  # noqa: E402
+from megatron.dpp.sim.whatif import (  # noqa: E402
+    Recorded,
+    WhatIf,
+    cost_file,
+    plan_of,
+    predict_all,
+    recorded,
+)
+from megatron.dpp.trace.align import Alignment, align  # noqa: E402
+from megatron.dpp.trace.analysis.limits import Limit  # noqa: E402
+from megatron.dpp.trace.analysis.model import read_iterations  # noqa: E402
+from megatron.dpp.trace.analysis.summary import Analysis, analyse, summary  # noqa: E402
+from megatron.dpp.trace.analysis.timeline import timeline  # noqa: E402
+from megatron.dpp.trace.analysis.words import (  # noqa: E402
+    cause_texts,
+    sentences,
+    straggler_text,
+)
+from megatron.dpp.trace.progress import ProgressBar  # noqa: E402
+from megatron.dpp.trace.reader import TraceFile, find_directory, open_run  # noqa: E402
+
+_TEMPLATE = Path(__file__).with_name("report_template.html")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--benchmark_dir", "--benchmark-dir", required=True, help="directory of the ranks' traces")
+    add("--baseline", help="directory of another run to set beside it, such as the static schedule")
+    add("--output", help="where the HTML goes (default: report.html in the benchmark directory)")
+    add("--plots", metavar="DIR", help="also write PNG files there (needs matplotlib)")
+    add("--json", action="store_true", help="print the numbers as JSON instead of sentences")
+    add("--costs", metavar="FILE", help="also write the recorded costs, for megatron.dpp.sim")
+    add("--skip", type=int, help="leading iterations to leave out (default: 1 of three or more)")
+    add("--iteration", type=int, help="iteration of the timeline (default: the median one)")
+    add("--threshold", type=float, default=1.15, help="times slower that make a straggler")
+    add(
+        "--fail-if",
+        action="append",
+        default=[],
+        metavar="LIMIT",
+        help="exit with status 2 when a total breaks it, as in 'bubble>0.25'; may be repeated",
+    )
+    return parser.parse_args()
+
+
+def _load(
+    name: str, skip: int | None, threshold: float
+) -> tuple[list[TraceFile], Alignment, Analysis]:
+    files = open_run(find_directory(name, _ROOT))
+    bar = ProgressBar(sum(file.size for file in files))
+    alignment = align(files, lambda file: bar.advance(file.size, f"aligning rank {file.rank}"))
+    bar.finish()
+    analysis = analyse(files, alignment, skip=skip, threshold=threshold)
+    return files, alignment, analysis
+
+
+def _recorded(analysis: Analysis) -> list[Recorded]:
+    """Costs of the first pipeline in every iteration that is whole."""
+    ranks = analysis.shape.pipelines()[0]
+    parts = zip(analysis.works, analysis.links, analysis.times, strict=True)
+    runs = [recorded(analysis.shape, ranks, work, links, times) for work, links, times in parts]
+    return [run for run in runs if run is not None]
+
+
+def _what_if(analysis: Analysis, runs: list[Recorded]) -> dict[str, Any]:
+    if not runs:
+        return {"what_if": [], "fidelity": 0.0}
+    ranks = analysis.shape.pipelines()[0]
+    what_if = WhatIf(runs, plan_of(analysis.shape.schedule, runs[-1].split))
+    predictions = predict_all(what_if, analysis.culprits, ranks)
+    rows = [
+        {"name": p.name, "now_ms": p.now * 1e3, "then_ms": p.then * 1e3, "gain": p.gain}
+        for p in sorted(predictions, key=lambda p: -p.gain)
+    ]
+    return {"what_if": rows, "fidelity": what_if.fidelity}
+
+
+def build_report(options: argparse.Namespace) -> tuple[dict[str, Any], list[Recorded]]:
+    """All numbers, sentences and the timeline of a run, as the template wants them."""
+    files, alignment, analysis = _load(options.benchmark_dir, options.skip, options.threshold)
+    runs = _recorded(analysis)
+    report = summary(analysis) | _what_if(analysis, runs)
+    number = analysis.typical().number if options.iteration is None else options.iteration
+    shown = next(read_iterations(files, alignment, {number}), None)
+    if shown is None:
+        raise ConfigError(f"--iteration {number}: not recorded by every rank")
+    order = [rank for ranks in analysis.shape.pipelines() for rank in ranks]
+    report["timeline"] = timeline(shown, order)
+    for straggler in report["stragglers"]:
+        straggler["text"] = straggler_text(straggler)
+    report["sentences"] = sentences(report)
+    report["cause_texts"] = cause_texts()
+    if options.baseline:
+        report["baseline"] = summary(_load(options.baseline, options.skip, options.threshold)[2])
+    return report, runs
+
+
+def write_html(report: dict[str, Any], path: Path) -> None:
+    """Put the report into the template; ``<`` is escaped so that no text can end the script."""
+    data = json.dumps(report, separators=(",", ":")).replace("<", "\\u003c")
+    text = _TEMPLATE.read_text(encoding="utf-8").replace("/*DATA*/", data, 1)
+    path.write_text(text, encoding="utf-8")
+
+
+def _run(options: argparse.Namespace) -> int:
+    limits = [Limit.parse(text) for text in options.fail_if]
+    report, runs = build_report(options)
+    output = Path(options.output or Path(report["run"]["directory"]) / "report.html")
+    write_html(report, output)
+    if options.costs:
+        if not runs:
+            raise DataError("--costs: no iteration was recorded in full")
+        Path(options.costs).write_text(json.dumps(cost_file(runs)) + "\n", encoding="utf-8")
+    if options.plots:
+        from megatron.dpp.trace.analysis.plots import write_plots
+
+        write_plots(report, Path(options.plots))
+    numbers = {name: report[name] for name in report if name not in ("timeline", "cause_texts")}
+    print(json.dumps(numbers, indent=1) if options.json else "\n".join(report["sentences"]))
+    if not options.json:
+        print(f"report: {output}")
+    broken = [text for limit in limits if (text := limit.broken(report["totals"]))]
+    for text in broken:
+        print(f"report.py: limit broken: {text}", file=sys.stderr)
+    return 2 if broken else 0
+
+
+def main() -> int:
+    """Exit status: 0, 2 when a ``--fail-if`` limit is broken, 1 after an error."""
+    try:
+        return _run(_arguments())
+    except (ConfigError, DataError, OSError) as error:
+        print(f"report.py: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
