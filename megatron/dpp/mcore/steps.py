@@ -24,6 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_model_type
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore.memory import saved_bytes
 from megatron.dpp.mcore.wgrad import WeightGradients
 
 
@@ -149,6 +150,11 @@ class Stage:
         self._no_sync = contextlib.ExitStack()
         self._num_synced = 0
         self._num_param_synced = 0
+        self._measuring: set[int] = set()
+        self.activation_bytes: dict[int, int] = {}
+        """Bytes that each chunk's first forward saved, if :meth:`measure` was called."""
+        self.deferred_bytes: dict[int, int] = {}
+        """Bytes that each chunk's first backward deferred, likewise."""
 
     def is_last(self, chunk: int) -> bool:
         """Whether this chunk computes the loss."""
@@ -169,12 +175,24 @@ class Stage:
             if function is not None:
                 self._no_sync.enter_context(function())
 
+    def measure(self) -> None:
+        """Measure the memory of each chunk's first forward and backward (costs them some time)."""
+        self._measuring = set(range(self._num_chunks))
+
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         """Run F. ``received`` is the previous stage's output (None on the first stage).
 
         Returns:
             The chunk's output; the scaled loss on the last stage.
         """
+        if microbatch == 0 and chunk in self._measuring:
+            with saved_bytes(self.call.model[chunk]) as count:
+                output = self._forward(chunk, microbatch, received)
+            self.activation_bytes[chunk] = count.total
+            return output
+        return self._forward(chunk, microbatch, received)
+
+    def _forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         call = self.call
         self._sync_params(chunk)
         if received is not None and not call.forward_only:
@@ -225,10 +243,14 @@ class Stage:
         """
         given, output = self._kept.pop((chunk, microbatch))
         store = self._weight_gradients
+        held = store.held_bytes if store else 0
         with store.collect(chunk, microbatch) if store else contextlib.nullcontext():
-            return schedules.backward_step(  # type: ignore[no-any-return]
+            gradient: torch.Tensor | None = schedules.backward_step(
                 given, output, received, self._model_type, self._config
             )
+        if store and microbatch == 0 and chunk in self._measuring:
+            self.deferred_bytes[chunk] = store.held_bytes - held
+        return gradient
 
     def weight(self, chunk: int, microbatch: int, piece: int) -> None:
         """Run one piece of W: the deferred weight gradients of one transformer layer."""

@@ -111,8 +111,8 @@ class Executor:
         self._gap_start = 0
         self._gap_cause = ""
         self._gap_detail = ""
-        self.num_tasks = 0
-        """Tasks run so far."""
+        self.actions: list[Action] = []
+        """What was run so far, in order."""
         self._runner_ns = 0
         self.overhead_ns = 0
         """Host time spent on tasks outside of the runner: deciding, taking, putting, recording."""
@@ -160,7 +160,7 @@ class Executor:
         self._recorder.begin_task(kind.name, chunk, microbatch, piece)
         self._pace.begin()
         self._run_kind[kind](chunk, microbatch, piece)
-        self.num_tasks += 1
+        self.actions.append(action)
 
     def _forward(self, chunk: int, microbatch: int, piece: int) -> None:
         received = self._take(Direction.FORWARD, chunk, microbatch)
@@ -192,7 +192,7 @@ class Executor:
         """The task's own work is queued: prolong it if asked to, before its output may leave."""
         key = (kind, chunk)
         if self._injector is not None:
-            task = Task(self._iteration, kind, chunk, microbatch, self.num_tasks)
+            task = Task(self._iteration, kind, chunk, microbatch, len(self.actions))
             self._pace.prolong(key, self._injector.factor(task), self._injector.seconds(task))
         self._pace.launched(key)
         self._recorder.end_task()

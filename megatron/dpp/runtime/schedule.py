@@ -27,13 +27,14 @@ from megatron.dpp.mcore.rng import TaskRng, needs_task_rng
 from megatron.dpp.mcore.steps import Stage, StepCall
 from megatron.dpp.mcore.wgrad import WeightGradients
 from megatron.dpp.runtime.agreement import decider_for
+from megatron.dpp.runtime.decisions import Decisions, Measured
 from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.runtime.executor import Executor, Links
 from megatron.dpp.runtime.inject import Injector
 from megatron.dpp.runtime.links import open_links, pace_for, pipeline_of
 from megatron.dpp.runtime.pace import Pace
 from megatron.dpp.runtime.topology import Topology
-from megatron.dpp.schedule import Geometry, Scheduler, parse_cap
+from megatron.dpp.schedule import Geometry
 from megatron.dpp.trace import NullRecorder, Recorder
 
 logger = logging.getLogger("megatron.dpp")
@@ -49,6 +50,7 @@ class _Session:
     pace: Pace
     injector: Injector | None
     rng: TaskRng
+    decisions: Decisions
 
 
 class DppSchedule:
@@ -89,7 +91,6 @@ class DppSchedule:
         self._session: _Session | None = None
         self._weight_gradients: WeightGradients | None = None
         self._bound_model: list[torch.nn.Module] = []
-        self._schedulers: dict[Geometry, Scheduler] = {}
 
     def __call__(self, **keywords: Any) -> list[Any]:
         """Run all forwards and backwards of one step; keywords and result are megatron-core's.
@@ -112,11 +113,18 @@ class DppSchedule:
             call = StepCall(**{**call.__dict__, "forward_step_func": function})
         weights = self._weight_gradients if split else None
         stage = Stage(call, topology.rank, topology.num_ranks, weights)
-        scheduler = self._scheduler(call, topology, split)
+        measure = session.decisions.wants_measuring and not call.forward_only
+        if measure:
+            stage.measure()
         stage.open()
-        self._execute(session, stage, scheduler, split, iteration)
-        self.peak_held = max(self.peak_held, scheduler.peak_held)
-        self.num_out_of_order = scheduler.num_out_of_order
+        self._execute(session, stage, self._geometry(call, topology, split), split, iteration)
+        if measure:
+            session.decisions.measured(
+                Measured(
+                    max(stage.activation_bytes.values()),
+                    max(stage.deferred_bytes.values(), default=0),
+                )
+            )
         with self._recorder.span("grad-sync"):
             return stage.finish()
 
@@ -131,9 +139,9 @@ class DppSchedule:
         return num_microbatches * (once + weights)
 
     def _execute(
-        self, session: _Session, stage: Stage, scheduler: Scheduler, split: bool, iteration: int
+        self, session: _Session, stage: Stage, geometry: Geometry, split: bool, iteration: int
     ) -> None:
-        links = session.links
+        links, scheduler = session.links, session.decisions.scheduler(geometry, split)
         decider = decider_for(scheduler, links.channels.receiving, links.transport.board)
         decider.start(links.consumed)
         executor = Executor(
@@ -148,35 +156,23 @@ class DppSchedule:
             timeout=self.config.timeout,
         )
         executor.run()
-        links.consume(scheduler.geometry)
-        self.host_us_per_task = executor.overhead_ns / 1e3 / max(executor.num_tasks, 1)
+        links.consume(geometry)
+        session.decisions.ran(geometry, split, executor.actions)
+        self.peak_held = max(self.peak_held, scheduler.peak_held)
+        self.num_out_of_order = scheduler.num_out_of_order
+        self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
 
-    def _scheduler(self, call: StepCall, topology: Topology, split: bool) -> Scheduler:
-        """A fresh or restarted scheduler for calls of this shape; a new shape is said once."""
-        geometry = Geometry(
+    def _geometry(self, call: StepCall, topology: Topology, split: bool) -> Geometry:
+        pieces = self._weight_gradients.num_pieces if split and self._weight_gradients else None
+        return Geometry(
             num_ranks=topology.num_ranks,
             rank=topology.rank,
             num_chunks=topology.num_chunks,
             num_microbatches=call.num_microbatches,
             forward_only=call.forward_only,
             group=self._group(call, topology),
-            w_pieces=self._weight_gradients.num_pieces
-            if split and self._weight_gradients
-            else None,
+            w_pieces=pieces,
         )
-        if geometry in self._schedulers:
-            self._schedulers[geometry].restart()
-            return self._schedulers[geometry]
-        if call.forward_only:
-            scheduler = Scheduler(geometry, policy="depth-first", split_backward=False)
-        else:
-            cap = parse_cap(self.config.activation_cap, geometry)
-            self._log(f"dynamic pipeline: {cap.text}")
-            scheduler = Scheduler(
-                geometry, policy=self.config.policy, cap=cap.chunks, split_backward=split
-            )
-        self._schedulers[geometry] = scheduler
-        return scheduler
 
     @staticmethod
     def _group(call: StepCall, topology: Topology) -> int | None:
@@ -224,6 +220,7 @@ class DppSchedule:
             pace=pace_for(self.config, follow),
             injector=injector,
             rng=TaskRng(self._seed, topology.num_ranks, rank),
+            decisions=Decisions(self.config, self._log, _replica_name(call), not follow),
         )
 
     @staticmethod
@@ -238,6 +235,7 @@ class DppSchedule:
 
     def _close_links(self) -> None:
         if self._session is not None:
+            self._session.decisions.close()
             self._session.links.transport.close()
             self._session = None
 
@@ -247,7 +245,6 @@ class DppSchedule:
         if self._weight_gradients is not None:
             self._weight_gradients.close()
             self._weight_gradients, self._bound_model = None, []
-        self._schedulers.clear()
 
     def __enter__(self) -> DppSchedule:
         return self
@@ -270,6 +267,12 @@ def _stage_ranks(call: StepCall) -> list[int]:
     group = getattr(call.pg_collection, "tp_cp", None)
     group = group or parallel_state.get_tensor_and_context_parallel_group()
     return sorted(torch.distributed.get_process_group_ranks(group))
+
+
+def _replica_name(call: StepCall) -> str:
+    """Tells the recordings of data-parallel replicas apart; empty for the first."""
+    replica = torch.distributed.get_rank(call.pg_collection.dp_cp) // call.pg_collection.cp.size()
+    return f".replica{replica}" if replica else ""
 
 
 def _open_links(

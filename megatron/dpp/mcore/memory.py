@@ -1,0 +1,36 @@
+"""How much memory one chunk's activation takes, measured where autograd saves it.
+
+``Stage`` wraps the first forwards of a run with :func:`saved_bytes`; a cap in bytes and the share
+that a deferred weight gradient keeps (beta) are made from the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+class SavedBytes:
+    """Counts the storages that a forward keeps for its backward, each once, weights not counted."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._seen = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.total = 0
+
+    def see(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor was saved; hook of ``torch.autograd.graph.saved_tensors_hooks``."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.total += storage.nbytes()
+        return tensor
+
+
+@contextlib.contextmanager
+def saved_bytes(model: torch.nn.Module) -> Iterator[SavedBytes]:
+    """Count what the forwards inside the block save for their backwards."""
+    count = SavedBytes(model)
+    with torch.autograd.graph.saved_tensors_hooks(count.see, lambda tensor: tensor):
+        yield count

@@ -1,0 +1,132 @@
+"""The schedulers of a run: which policy and cap they get, and where their decisions are kept.
+
+One is built per shape of call (training, evaluation, another number of microbatches) and reused. A
+cap in bytes becomes one in chunk activations as soon as an activation has been measured;
+``--dpp-record`` and ``--dpp-replay`` are carried out here. ``DppSchedule`` is the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron.dpp.config import DppConfig
+from megatron.dpp.schedule import (
+    Action,
+    Geometry,
+    Policy,
+    Recorder,
+    Recording,
+    Scheduler,
+    parse_cap,
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the first iteration has taught about memory.
+
+    Args:
+        activation_bytes: of one chunk and microbatch, the largest of the rank's chunks.
+        deferred_bytes: what its weight gradients keep from B to W; 0 with a fused backward.
+    """
+
+    activation_bytes: int
+    deferred_bytes: int
+
+    @property
+    def beta(self) -> float:
+        """Share of an activation that B frees; W frees the rest."""
+        if self.activation_bytes <= 0:
+            return 0.0
+        return max(0.0, min(1.0, 1.0 - self.deferred_bytes / self.activation_bytes))
+
+
+class Decisions:
+    """Makes schedulers, and records or replays what they decide.
+
+    Args:
+        config: policy, cap, record and replay.
+        log: called with a line per new cap.
+        name: added to record and replay files, to tell data-parallel replicas apart.
+        decides: whether this rank leads its stage; only leaders record and replay.
+    """
+
+    def __init__(
+        self, config: DppConfig, log: Callable[[str], None], name: str = "", decides: bool = True
+    ) -> None:
+        self._config, self._log, self._name = config, log, name
+        self._schedulers: dict[tuple[Geometry, bool], Scheduler] = {}
+        self._measured: Measured | None = None
+        self._record = config.record if decides else None
+        self._replay = config.replay if decides else None
+        self._recorder: Recorder | None = None
+        self._recording: Recording | None = None
+        self._num_calls = 0
+
+    @property
+    def wants_measuring(self) -> bool:
+        """Whether the next training step should measure its activations."""
+        return self._measured is None
+
+    def measured(self, measured: Measured) -> None:
+        """Take over what was measured; schedulers are rebuilt with it."""
+        self._measured = measured
+        self._schedulers.clear()
+        mib = 1 << 20
+        self._log(
+            f"dynamic pipeline: an activation takes {measured.activation_bytes / mib:.1f} MiB, "
+            f"a deferred weight gradient keeps {measured.deferred_bytes / mib:.1f} MiB of it"
+        )
+
+    def scheduler(self, geometry: Geometry, split: bool) -> Scheduler:
+        """A scheduler at its start, for one call.
+
+        Raises:
+            ConfigError: the cap is too small, or the policy cannot work with it.
+            ReplayError: the recording is of another shape.
+        """
+        if self._replay is not None:
+            return self._build(geometry, split, self._next_replay(geometry, split))
+        key = (geometry, split)
+        if key not in self._schedulers:
+            self._schedulers[key] = self._build(geometry, split, self._config.policy)
+        else:
+            self._schedulers[key].restart()
+        return self._schedulers[key]
+
+    def _build(self, geometry: Geometry, split: bool, policy: str | Policy) -> Scheduler:
+        if geometry.forward_only:
+            chosen = policy if self._replay else "depth-first"
+            return Scheduler(geometry, policy=chosen, split_backward=False)
+        measured = self._measured
+        cap = parse_cap(
+            self._config.activation_cap, geometry, measured.activation_bytes if measured else None
+        )
+        self._log(f"dynamic pipeline: {cap.text}")
+        return Scheduler(
+            geometry,
+            policy=policy,
+            cap=cap.chunks,
+            split_backward=split,
+            beta=measured.beta if measured else 0.0,
+        )
+
+    def _next_replay(self, geometry: Geometry, split: bool) -> Policy:
+        if self._recording is None:
+            self._recording = Recording.load(f"{self._replay}{self._name}", geometry.rank)
+        return self._recording.replay(self._num_calls, geometry, split)
+
+    def ran(self, geometry: Geometry, split: bool, actions: Sequence[Action]) -> None:
+        """A call is over; write its decisions down if asked to."""
+        self._num_calls += 1
+        if self._record is None:
+            return
+        if self._recorder is None:
+            self._recorder = Recorder(f"{self._record}{self._name}", geometry)
+        self._recorder.write(geometry, split, actions)
+
+    def close(self) -> None:
+        """Close the recording. May be called twice."""
+        if self._recorder is not None:
+            self._recorder.close()
