@@ -51,20 +51,17 @@ class Result:
 
     slots: list[list[Slot]]
     peak_held: list[float]
+    own: list[float]
+    """What each rank alone would need for all its tasks, without a wait, at the speed it has."""
 
     @property
     def makespan(self) -> float:
         return max(slot.end for slots in self.slots for slot in slots)
 
     @property
-    def busy(self) -> list[float]:
-        """What each rank needed for its own tasks at the speed it had while it ran them."""
-        return [sum(slot.end - slot.start for slot in slots) for slots in self.slots]
-
-    @property
     def ratio(self) -> float:
-        """Makespan over the busiest rank's own work: 1 is perfect, and no schedule can be below."""
-        return self.makespan / max(self.busy)
+        """Makespan over the busiest rank's own work: 1 is perfect, and no schedule is below it."""
+        return self.makespan / max(self.own)
 
     @property
     def actions(self) -> list[list[Action]]:
@@ -117,7 +114,14 @@ def simulate(
     """
     clock = _Clock(lanes, costs, placement, split_backward, w_pieces, lead)
     clock.run()
-    return Result(clock.slots, [lane.peak_held for lane in lanes])
+    own = [_own_work(costs, rank, stages) for rank, stages in enumerate(placement.stages)]
+    return Result(clock.slots, [lane.peak_held for lane in lanes], own)
+
+
+def _own_work(costs: Costs, rank: int, stages: Sequence[int]) -> float:
+    work = sum(sum(kind[stage]) for kind in costs.durations for stage in stages)
+    slow = costs.slow_times.get(rank)
+    return work if slow is None else slow.end(0.0, work)
 
 
 class _Clock:

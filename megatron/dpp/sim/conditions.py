@@ -1,7 +1,8 @@
-"""The fourteen conditions that a schedule is judged under, as the design defines them.
+"""What varies in an iteration, and the fourteen conditions that a schedule is judged under.
 
-The unit of time is a whole rank's forward of a mean microbatch; its ``B`` and its ``W`` take one
-each, and a chunk's tasks ``1 / v``. A hop takes 0.01 of a chunk's forward unless the condition says
+A :data:`Change` turns quiet costs into varied ones; changes can follow each other. The design's
+unit of time is a whole rank's forward of a mean microbatch; its ``B`` and its ``W`` take one each,
+and a chunk's tasks ``1 / v``; a hop takes 0.01 of a chunk's forward unless the condition says
 otherwise. ``docs/simulator.md`` has the list. Used by the command line, the tests and
 ``profiling/sim_tables.py``.
 """
@@ -15,176 +16,211 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from megatron.dpp.schedule import Kind
-from megatron.dpp.sim.costs import Costs, Hop, SlowTimes, even_costs
+from megatron.dpp.sim.costs import Costs, Hop, Shape, SlowTimes, even_costs
 
 _HOP = 0.01
-_HEALTHY, _SLOW = 24.0, 6.0
-"""Mean lengths of the healthy and the slow times of a transient, in units of a rank's forward."""
+_SLOW = 6.0
+"""Mean length of a slow time, in units of a rank's forward."""
+
+Change = Callable[[Costs, Shape, random.Random], Costs]
+Factor = Callable[[Kind, int, int], float]
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """``num_ranks`` ranks of ``num_chunks`` chunks, ``num_microbatches`` microbatches."""
-
-    num_ranks: int
-    num_chunks: int
-    num_microbatches: int
-
-    @property
-    def num_stages(self) -> int:
-        return self.num_ranks * self.num_chunks
-
-
-Condition = Callable[[Shape, random.Random], Costs]
-
-
-def uniform(shape: Shape, rng: random.Random | None = None, *, hop: float = _HOP) -> Costs:
-    """All tasks alike. ``hop`` is in units of a chunk's forward."""
+def uniform(shape: Shape, hop: float = _HOP) -> Costs:
+    """All tasks alike, in the design's unit. ``hop`` is in chunk forwards."""
     chunk = 1.0 / shape.num_chunks
-    return even_costs(
-        shape.num_stages, shape.num_microbatches, times=(chunk, chunk, chunk), hop=hop * chunk
-    )
+    times = (chunk, chunk, chunk)
+    return even_costs(shape.num_stages, shape.num_microbatches, times=times, hop=hop * chunk)
 
 
-def jitter(sigma: float) -> Condition:
+def quiet(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
+    """No change."""
+    return costs
+
+
+def jitter(sigma: float) -> Change:
     """Every task takes a lognormal factor of mean 1."""
-
-    def make(shape: Shape, rng: random.Random) -> Costs:
-        return scale_tasks(uniform(shape), lambda *_: _lognormal(rng, sigma))
-
-    return make
+    return _scaling(lambda shape, rng: lambda *_: _lognormal(rng, sigma))
 
 
-def lengths(sigma: float) -> Condition:
+def lengths(sigma: float) -> Change:
     """A microbatch takes one lognormal factor of mean 1 on all stages."""
 
-    def make(shape: Shape, rng: random.Random) -> Costs:
-        factors = [_lognormal(rng, sigma) for _ in range(shape.num_microbatches)]
-        return scale_tasks(uniform(shape), lambda kind, stage, i: factors[i])
+    def factors(shape: Shape, rng: random.Random) -> Factor:
+        drawn = [_lognormal(rng, sigma) for _ in range(shape.num_microbatches)]
+        return lambda kind, stage, i: drawn[i]
 
-    return make
+    return _scaling(factors)
 
 
-def straggler(factor: float, rank: int | None = None) -> Condition:
+def slow_rank(factor: float, rank: int | None = None) -> Change:
     """All tasks of one rank (a random one unless given) take ``factor`` times as long."""
 
-    def make(shape: Shape, rng: random.Random) -> Costs:
+    def factors(shape: Shape, rng: random.Random) -> Factor:
         slow = rng.randrange(shape.num_ranks) if rank is None else rank
-        p = shape.num_ranks
-        return scale_tasks(
-            uniform(shape), lambda kind, stage, i: factor if stage % p == slow else 1.0
-        )
+        return lambda kind, stage, i: factor if stage % shape.num_ranks == slow else 1.0
 
-    return make
+    return _scaling(factors)
 
 
-def transient_one(shape: Shape, rng: random.Random) -> Costs:
-    """One rank at a time works at half speed, for a while; then another."""
-    intervals: dict[int, list[tuple[float, float]]] = {}
-    time, horizon = 0.0, _horizon(shape)
-    while time < horizon:
-        start = time + rng.expovariate(1 / _HEALTHY)
-        rank = rng.randrange(shape.num_ranks)
-        time = start + rng.expovariate(1 / _SLOW)
-        intervals.setdefault(rank, []).append((start, time))
-    slow = {rank: SlowTimes(times) for rank, times in intervals.items()}
-    return dataclasses.replace(uniform(shape), slow_times=slow)
+def heavy_head(extra: float) -> Change:
+    """The last virtual stage takes ``extra`` whole ranks' forwards more for each of F, B and W."""
+
+    def change(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
+        more = extra * rank_forward(costs, shape)
+        last = shape.num_stages - 1
+        return map_tasks(costs, lambda kind, stage, i, t: t + more if stage == last else t)
+
+    return change
 
 
-def transient_all(factor: float = 2.0, share: float = 0.2) -> Condition:
+def transient_one(factor: float = 2.0, share: float = 0.2) -> Change:
+    """One rank at a time is ``factor`` times slower for a while; then another."""
+
+    def change(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
+        intervals: dict[int, list[tuple[float, float]]] = {}
+        for start, end in _slow_intervals(costs, shape, rng, share):
+            intervals.setdefault(rng.randrange(shape.num_ranks), []).append((start, end))
+        slow = {rank: SlowTimes(times, factor) for rank, times in intervals.items()}
+        return dataclasses.replace(costs, slow_times=slow)
+
+    return change
+
+
+def transient_all(factor: float = 2.0, share: float = 0.2) -> Change:
     """Every rank, on its own, is ``factor`` times slower for about ``share`` of the time."""
 
-    def make(shape: Shape, rng: random.Random) -> Costs:
-        slow = {}
-        healthy = _SLOW * (1 - share) / share
-        for rank in range(shape.num_ranks):
-            intervals, time, horizon = [], 0.0, _horizon(shape)
-            while time < horizon:
-                start = time + rng.expovariate(1 / healthy)
-                time = start + rng.expovariate(1 / _SLOW)
-                intervals.append((start, time))
-            slow[rank] = SlowTimes(intervals, factor)
-        return dataclasses.replace(uniform(shape), slow_times=slow)
+    def change(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
+        slow = {
+            rank: SlowTimes(_slow_intervals(costs, shape, rng, share), factor)
+            for rank in range(shape.num_ranks)
+        }
+        return dataclasses.replace(costs, slow_times=slow)
 
-    return make
+    return change
 
 
-def slow_link(hop: float, *, random_each: bool = False, rank: int | None = None) -> Condition:
-    """Between one rank and the next (a random one unless given) a hop takes ``hop`` chunk forwards,
-    both ways.
+def slow_link(
+    time: float | None = None,
+    *,
+    chunk_forwards: float = 0.0,
+    random_each: bool = False,
+    rank: int | None = None,
+) -> Change:
+    """Between one rank and the next (a random one unless given) all hops are slow, both ways.
 
     Args:
+        time: of a hop, in the costs' unit; or ``chunk_forwards``, in chunk forwards.
         random_each: each message takes an exponential factor of mean 1.
     """
 
-    def make(shape: Shape, rng: random.Random) -> Costs:
+    def change(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
         pairs = shape.num_ranks if shape.num_chunks > 1 else shape.num_ranks - 1
         slow = rng.randrange(max(1, pairs)) if rank is None else rank
-        costs, chunk = uniform(shape), 1.0 / shape.num_chunks
+        hop = (
+            chunk_forwards * rank_forward(costs, shape) / shape.num_chunks if time is None else time
+        )
         hops = list(costs.hops)
         for stage in range(slow, len(hops), shape.num_ranks):
-            scale: tuple[list[float], list[float]] | tuple[()] = ()
+            scale: tuple[list[float], ...] = ()
             if random_each:
-                draws = [
-                    [rng.expovariate(1.0) for _ in range(shape.num_microbatches)] for _ in "FB"
-                ]
-                scale = (draws[0], draws[1])
-            hops[stage] = Hop(hop * chunk / 2, hop * chunk / 2, scale)
+                scale = tuple(
+                    [rng.expovariate(1.0) for _ in range(shape.num_microbatches)] for _ in range(2)
+                )
+            hops[stage] = Hop(hop / 2, hop / 2, scale)
         return dataclasses.replace(costs, hops=hops)
 
-    return make
+    return change
 
 
-def heavy_head(extra: float) -> Condition:
-    """The last virtual stage takes ``extra`` more (in whole ranks' forwards) for each of F, B and
-    W.
-    """
+def chain(*changes: Change) -> Change:
+    """One change after the other."""
 
-    def make(shape: Shape, rng: random.Random) -> Costs:
-        last, factor = shape.num_stages - 1, 1 + extra * shape.num_chunks
-        return scale_tasks(uniform(shape), lambda kind, stage, i: factor if stage == last else 1.0)
+    def change(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
+        for each in changes:
+            costs = each(costs, shape, rng)
+        return costs
 
-    return make
+    return change
 
 
-def scale_tasks(costs: Costs, factor: Callable[[Kind, int, int], float]) -> Costs:
-    """``costs`` with every task's duration multiplied by ``factor(kind, stage, microbatch)``."""
+def map_tasks(costs: Costs, function: Callable[[Kind, int, int, float], float]) -> Costs:
+    """``costs`` with each duration replaced by ``function(kind, stage, microbatch, duration)``."""
 
     def table(kind: Kind) -> list[list[float]]:
         return [
-            [time * factor(kind, stage, i) for i, time in enumerate(row)]
+            [function(kind, stage, i, time) for i, time in enumerate(row)]
             for stage, row in enumerate(costs.durations[kind])
         ]
 
     return dataclasses.replace(costs, durations=(table(Kind.F), table(Kind.B), table(Kind.W)))
 
 
-CONDITIONS: Mapping[str, Condition] = MappingProxyType(
-    {
-        "unif": uniform,
-        "com10": lambda shape, rng: uniform(shape, hop=0.1),
-        "jit.1": jitter(0.1),
-        "jit.3": jitter(0.3),
-        "str1.2": straggler(1.2),
-        "str1.5": straggler(1.5),
-        "str2": straggler(2.0),
-        "tr1": transient_one,
-        "trN": transient_all(),
-        "lnk1": slow_link(1.0),
-        "lnk2": slow_link(2.0),
-        "lnkR": slow_link(1.0, random_each=True),
-        "head": heavy_head(0.5),
-        "len": lengths(0.5),
-    }
-)
+def rank_forward(costs: Costs, shape: Shape) -> float:
+    """Mean time of a whole rank's forward of one microbatch: the design's unit."""
+    total = sum(sum(row) for row in costs.durations[Kind.F])
+    return total / (shape.num_ranks * shape.num_microbatches)
+
+
+def _rng(name: str, shape: Shape, seed: int) -> random.Random:
+    """Independent draws for each cell of a table: with equal ones, every shape would get the same
+    slow rank.
+    """
+    p, v, m = shape.num_ranks, shape.num_chunks, shape.num_microbatches
+    return random.Random(f"{name} {p} {v} {m} {seed}")
+
+
+def _scaling(factors: Callable[[Shape, random.Random], Factor]) -> Change:
+    def change(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
+        factor = factors(shape, rng)
+        return map_tasks(costs, lambda kind, stage, i, time: time * factor(kind, stage, i))
+
+    return change
+
+
+def _slow_intervals(
+    costs: Costs, shape: Shape, rng: random.Random, share: float
+) -> list[tuple[float, float]]:
+    """Slow times that alternate with healthy ones, until later than any schedule ends."""
+    unit = rank_forward(costs, shape)
+    healthy, slow = unit * _SLOW * (1 - share) / share, unit * _SLOW
+    horizon = 12.0 * unit * (shape.num_microbatches + 2 * shape.num_ranks)
+    intervals, time = [], 0.0
+    while time < horizon:
+        start = time + rng.expovariate(1 / healthy)
+        time = start + rng.expovariate(1 / slow)
+        intervals.append((start, time))
+    return intervals
 
 
 def _lognormal(rng: random.Random, sigma: float) -> float:
     return math.exp(sigma * rng.gauss(0.0, 1.0) - sigma * sigma / 2)
 
 
-def _horizon(shape: Shape) -> float:
-    """Later than any schedule of ``shape`` ends: all work of a rank three times over, and the
-    filling.
-    """
-    return 12.0 * (shape.num_microbatches + 2 * shape.num_ranks)
+CONDITIONS: Mapping[str, Change] = MappingProxyType(
+    {
+        "unif": quiet,
+        "com10": lambda costs, shape, rng: uniform(shape, hop=0.1),
+        "jit.1": jitter(0.1),
+        "jit.3": jitter(0.3),
+        "str1.2": slow_rank(1.2),
+        "str1.5": slow_rank(1.5),
+        "str2": slow_rank(2.0),
+        "tr1": transient_one(),
+        "trN": transient_all(),
+        "lnk1": slow_link(chunk_forwards=1.0),
+        "lnk2": slow_link(chunk_forwards=2.0),
+        "lnkR": slow_link(chunk_forwards=1.0, random_each=True),
+        "head": heavy_head(0.5),
+        "len": lengths(0.5),
+    }
+)
+"""The design's conditions, as changes of :func:`uniform`."""
+
+FIXED_CONDITIONS = frozenset({"unif", "com10", "head"})
+"""Those that draw nothing: one seed says it all."""
+
+
+def condition_costs(name: str, shape: Shape, seed: int) -> Costs:
+    """Costs of ``shape`` under the condition ``name``."""
+    return CONDITIONS[name](uniform(shape), shape, _rng(name, shape, seed))

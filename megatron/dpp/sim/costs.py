@@ -9,10 +9,23 @@ differ by their schedules alone. Made by ``conditions.py`` (the named conditions
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron.dpp.schedule import Kind
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``num_ranks`` ranks of ``num_chunks`` chunks each, and ``num_microbatches`` microbatches."""
+
+    num_ranks: int
+    num_chunks: int
+    num_microbatches: int
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_ranks * self.num_chunks
 
 
 class SlowTimes:
@@ -57,7 +70,7 @@ class Hop:
 
     latency: float
     occupancy: float
-    scale: tuple[Sequence[float], Sequence[float]] | tuple[()] = ()
+    scale: tuple[Sequence[float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,21 +103,11 @@ def even_costs(
     *,
     times: tuple[float, float, float] = (1.0, 1.0, 1.0),
     hop: float = 0.0,
-    scale: Callable[[Kind, int, int], float] | None = None,
 ) -> Costs:
-    """Every stage's ``F``, ``B`` and ``W`` take ``times``, multiplied by ``scale(kind, stage,
-    microbatch)``.
-
-    Half of ``hop`` is latency and half occupies the link.
+    """Every stage's ``F``, ``B`` and ``W`` take ``times``; half of ``hop`` is latency, half
+    occupies the link.
     """
-
-    def row(kind: Kind, stage: int) -> list[float]:
-        if scale is None:
-            return [times[kind]] * num_microbatches
-        return [times[kind] * scale(kind, stage, i) for i in range(num_microbatches)]
-
-    def table(kind: Kind) -> list[list[float]]:
-        return [row(kind, stage) for stage in range(num_stages)]
-
-    durations = (table(Kind.F), table(Kind.B), table(Kind.W))
-    return Costs(durations, [Hop(hop / 2, hop / 2)] * (num_stages - 1))
+    forward, backward, weight = (
+        [[time] * num_microbatches for _ in range(num_stages)] for time in times
+    )
+    return Costs((forward, backward, weight), [Hop(hop / 2, hop / 2)] * (num_stages - 1))

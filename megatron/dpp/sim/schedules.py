@@ -7,12 +7,15 @@ lie; `simulate` of ``clock.py`` runs it. Used by the command line, the tests and
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import Geometry, Policy, Scheduler, parse_cap
 from megatron.dpp.sim.clock import Lane, Result, interleaved_placement, simulate
-from megatron.dpp.sim.conditions import Shape
-from megatron.dpp.sim.costs import Costs
+from megatron.dpp.sim.costs import Costs, Shape
+from megatron.dpp.sim.fixed import FixedOrder, gpipe_order, zb_h1_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +70,60 @@ class Plan:
             split_backward=self.split_backward,
             beta=self.beta,
         )
+
+
+STATIC = ("gpipe", "1f1b", "interleaved", "zb-h1")
+"""Static schedules to compare with. All but ``interleaved`` give a rank one chunk, whatever
+``--chunks`` says.
+"""
+
+
+def find_plan(name: str, **settings: Any) -> Plan:
+    """The plan of a policy's name; ``earlier-dpp`` is the rule of earlier implementations.
+
+    That rule is: the first ready backward, else the first ready forward, fused, without a limit of
+    memory.
+    """
+    if name == "earlier-dpp":
+        return Plan(policy="depth-first", cap="none", split_backward=False)
+    return Plan(policy=name, **settings)
+
+
+def run_static(name: str, shape: Shape, costs: Costs, *, beta: float = 0.0) -> Result:
+    """Simulate one of :data:`STATIC` over the same costs.
+
+    Schedules of one chunk per rank get a rank's stages joined: a task takes what those of its
+    chunks take, a hop what the hop to the next rank takes.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    if name not in STATIC:
+        raise ConfigError(f"schedule {name}: expected one of {', '.join(STATIC)}")
+    if name == "interleaved":
+        return Plan(policy="megatron", cap="megatron", split_backward=False).run(shape, costs)
+    if shape.num_chunks > 1:
+        costs = join_chunks(costs, shape)
+        shape = dataclasses.replace(shape, num_chunks=1)
+    if name == "1f1b":
+        return Plan(policy="megatron", cap="megatron", split_backward=False).run(shape, costs)
+    split, order = (True, zb_h1_order) if name == "zb-h1" else (False, gpipe_order)
+    lanes = []
+    for rank in range(shape.num_ranks):
+        geometry = Geometry(shape.num_ranks, rank, 1, shape.num_microbatches)
+        first, last = 0 if geometry.is_first else None, 0 if geometry.is_last else None
+        kept = 1.0 - beta if split else 0.0
+        lanes.append(FixedOrder(order(geometry), first=first, last=last, kept=kept))
+    placement = interleaved_placement(shape.num_ranks, 1)
+    return simulate(lanes, costs, placement, split_backward=split)
+
+
+def join_chunks(costs: Costs, shape: Shape) -> Costs:
+    """Costs of the same model with one chunk per rank, which has the work of all its stages."""
+    p = shape.num_ranks
+
+    def joined(rows: list[list[float]]) -> list[list[float]]:
+        return [[sum(times) for times in zip(*rows[rank::p], strict=True)] for rank in range(p)]
+
+    forward, backward, weight = (joined(rows) for rows in costs.durations)
+    return Costs((forward, backward, weight), costs.hops[: p - 1], costs.slow_times)

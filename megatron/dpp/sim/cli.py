@@ -1,0 +1,253 @@
+"""``python -m megatron.dpp.sim``: simulate, compare and draw schedules from the command line.
+
+    python -m megatron.dpp.sim --pp 4 --chunks 2 --microbatches 8
+    python -m megatron.dpp.sim --pp 8 --chunks 2 --microbatches 32 --jitter 0.3 --compare --seeds 10
+    python -m megatron.dpp.sim --costs costs.json --microbatches 32 --compare --png step.png
+
+The form of a cost file is in ``measured.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+
+from megatron.dpp.errors import ConfigError, DppError
+from megatron.dpp.sim import conditions
+from megatron.dpp.sim.clock import Result
+from megatron.dpp.sim.conditions import CONDITIONS, Change, chain, condition_costs, uniform
+from megatron.dpp.sim.costs import Costs, Shape
+from megatron.dpp.sim.grid import format_grid
+from megatron.dpp.sim.measured import MeasuredCosts, load_costs
+from megatron.dpp.sim.schedules import STATIC, find_plan, run_static
+
+_GRID_COLUMNS = 260
+"""Wider grids are not printed unless asked for: they would wrap."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status (2: something asked for cannot be)."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        _run(args)
+    except DppError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron.dpp.sim",
+        description="Simulate pipeline schedules. Times are in units of a whole rank's forward of "
+        "one microbatch, or in seconds with --costs.",
+    )
+    shape = parser.add_argument_group("shape")
+    shape.add_argument("--pp", type=int, default=4, help="pipeline ranks (default 4)")
+    shape.add_argument("--chunks", type=int, default=2, help="model chunks per rank (default 2)")
+    shape.add_argument("--microbatches", type=int, default=8, help="microbatches (default 8)")
+    shape.add_argument("--group", type=int, help="microbatch group size (default: --pp)")
+    _add_schedule_flags(parser)
+    _add_cost_flags(parser)
+    out = parser.add_argument_group("output")
+    out.add_argument(
+        "--grid",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="print the grid (default: where it is narrow enough)",
+    )
+    out.add_argument("--png", metavar="FILE", help="draw the schedules (first seed)")
+    return parser
+
+
+def _add_schedule_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("schedule")
+    group.add_argument(
+        "--policy",
+        action="append",
+        metavar="NAME",
+        help="dynamic (default), depth-first, breadth-first, megatron, your own module:function, "
+        f"or a static schedule: {', '.join(STATIC)}, earlier-dpp; may be repeated",
+    )
+    group.add_argument(
+        "--compare",
+        action="store_true",
+        help="add the static schedules, the earlier DPP rule, and dynamic fused",
+    )
+    group.add_argument("--cap", default="auto", help="as --dpp-activation-cap (default auto)")
+    group.add_argument(
+        "--split-backward",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="weight gradients apart from input gradients (default yes)",
+    )
+    group.add_argument("--w-pieces", type=int, default=1, help="pieces of a chunk's W (default 1)")
+    group.add_argument(
+        "--beta", type=float, default=0.0, help="share of an activation that a B frees (default 0)"
+    )
+    group.add_argument(
+        "--lead",
+        type=float,
+        default=0.0,
+        help="a rank chooses this long before its running task ends (default 0)",
+    )
+
+
+def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("costs and what varies (applied in this order)")
+    group.add_argument("--costs", metavar="FILE", help="measured costs; gives --pp and --chunks")
+    group.add_argument(
+        "--condition", choices=list(CONDITIONS), help="one of the design's conditions"
+    )
+    group.add_argument(
+        "--hop", type=float, default=0.01, help="time of a hop in chunk forwards (default 0.01)"
+    )
+    group.add_argument("--head", type=float, help="the last stage's F, B, W take this much more")
+    group.add_argument("--jitter", type=float, metavar="SIGMA", help="lognormal factor per task")
+    group.add_argument(
+        "--lengths", type=float, metavar="SIGMA", help="lognormal factor per microbatch"
+    )
+    group.add_argument("--slow-rank", metavar="RANK:FACTOR", help="as in 1:1.5")
+    group.add_argument("--slow-link", metavar="A-B:TIME", help="as in 0-1:2, in chunk forwards")
+    group.add_argument(
+        "--transient",
+        metavar="FACTORx:SHARE%",
+        help="every rank slow for a share of the time, as in 2x:20%%",
+    )
+    group.add_argument("--seed", type=int, default=0, help="first seed (default 0)")
+    group.add_argument("--seeds", type=int, default=1, help="seeds to average over (default 1)")
+
+
+def _run(args: argparse.Namespace) -> None:
+    measured = load_costs(args.costs) if args.costs else None
+    if measured is None:
+        shape = Shape(args.pp, args.chunks, args.microbatches)
+    else:
+        shape = measured.shape(args.microbatches)
+    _check(args, shape, measured)
+    change = chain(*_changes(args))
+    names = args.policy or ["dynamic"]
+    runs = {name: _runner(name, args, shape) for name in names}
+    if args.compare:
+        runs |= _comparison(args, shape, measured)
+    results: dict[str, list[Result]] = {name: [] for name in runs}
+    for seed in range(args.seed, args.seed + args.seeds):
+        costs = change(_base(args, shape, measured, seed), shape, random.Random(f"change {seed}"))
+        for name, run in runs.items():
+            results[name].append(run(costs))
+    _report(args, shape, results, "s" if measured else "")
+
+
+def _check(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None) -> None:
+    if min(shape.num_ranks, shape.num_chunks, shape.num_microbatches, args.seeds) < 1:
+        raise ConfigError("--pp, --chunks, --microbatches and --seeds must be at least 1")
+    if args.w_pieces < 1:
+        raise ConfigError(f"--w-pieces {args.w_pieces}: must be at least 1")
+    if measured and args.condition:
+        raise ConfigError("--condition has costs of its own; with --costs use --jitter and so on")
+    if measured and not measured.split and args.split_backward:
+        raise ConfigError(
+            f"{args.costs} has no W times (its run had a fused backward): add --no-split-backward"
+        )
+
+
+def _base(
+    args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None, seed: int
+) -> Costs:
+    if measured:
+        return measured.costs(shape.num_microbatches, random.Random(f"samples {seed}"))
+    if args.condition:
+        return condition_costs(args.condition, shape, seed)
+    return uniform(shape, args.hop)
+
+
+def _changes(args: argparse.Namespace) -> list[Change]:
+    found: list[Change] = []
+    if args.head is not None:
+        found.append(conditions.heavy_head(args.head))
+    if args.jitter is not None:
+        found.append(conditions.jitter(args.jitter))
+    if args.lengths is not None:
+        found.append(conditions.lengths(args.lengths))
+    if args.slow_rank:
+        rank, factor = _numbers("--slow-rank", args.slow_rank, r"{}:{}", "1:1.5")
+        found.append(conditions.slow_rank(factor, int(rank)))
+    if args.slow_link:
+        a, b, hop = _numbers("--slow-link", args.slow_link, r"{}-{}:{}", "0-1:2")
+        if int(b) != int(a) + 1 and int(b) != 0:
+            raise ConfigError(f"--slow-link {args.slow_link}: {a:g} and {b:g} are not neighbours")
+        found.append(conditions.slow_link(chunk_forwards=hop, rank=int(a)))
+    if args.transient:
+        factor, share = _numbers("--transient", args.transient, r"{}x:{}%", "2x:20%")
+        if not (0 < share < 100 and factor > 0):
+            raise ConfigError(f"--transient {args.transient}: the share must be in 0 .. 100 %")
+        found.append(conditions.transient_all(factor, share / 100))
+    return found
+
+
+def _numbers(flag: str, text: str, form: str, example: str) -> list[float]:
+    match = re.fullmatch(form.replace("{}", r"(\d+\.?\d*)"), text)
+    if match is None:
+        raise ConfigError(f"{flag} {text}: expected a value like {example}")
+    return [float(group) for group in match.groups()]
+
+
+def _runner(name: str, args: argparse.Namespace, shape: Shape) -> Callable[[Costs], Result]:
+    if name in STATIC:
+        return lambda costs: run_static(name, shape, costs, beta=args.beta)
+    plan = find_plan(
+        name,
+        cap=args.cap,
+        split_backward=args.split_backward,
+        beta=args.beta,
+        w_pieces=args.w_pieces,
+        group=args.group,
+    )
+    return lambda costs: plan.run(shape, costs, lead=args.lead)
+
+
+def _comparison(
+    args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None
+) -> dict[str, Callable[[Costs], Result]]:
+    names = [*STATIC, "earlier-dpp"]
+    if measured and not measured.split:
+        names.remove("zb-h1")
+    if shape.num_chunks == 1:
+        names.remove("interleaved")
+    runs = {name: _runner(name, args, shape) for name in names}
+    fused = argparse.Namespace(**{**vars(args), "split_backward": False})
+    return runs | {"dynamic, fused": _runner("dynamic", fused, shape)}
+
+
+def _report(
+    args: argparse.Namespace, shape: Shape, results: dict[str, list[Result]], unit: str
+) -> None:
+    print(
+        f"{shape.num_ranks} ranks x {shape.num_chunks} chunks, "
+        f"{shape.num_microbatches} microbatches, {args.seeds} seed(s)"
+    )
+    print(f"{'schedule':24s} {'makespan':>10s} {'ratio':>7s} {'peak':>6s}  peak by rank")
+    for name, runs in results.items():
+        first = runs[0]
+        makespan = statistics.fmean(run.makespan for run in runs)
+        ratio = statistics.fmean(run.ratio for run in runs)
+        chunks = len(first.slots) and 1 + max(s.action.chunk for s in first.slots[0])
+        peaks = [held / chunks for held in first.peak_held]
+        shown = " ".join(f"{peak:.3g}" for peak in peaks[:16]) + (" ..." if peaks[16:] else "")
+        print(f"{name:24s} {makespan:9.4g}{unit or ' '} {ratio:7.3f} {max(peaks):6.3g}  {shown}")
+    print("ratio: makespan / the busiest rank's own work; peak: whole ranks' activations held")
+    for name, runs in results.items():
+        grid = format_grid(runs[0].slots)
+        narrow = max(map(len, grid.splitlines())) <= _GRID_COLUMNS
+        if args.grid or (args.grid is None and narrow and name in (args.policy or ["dynamic"])):
+            print(f"\n{name}\n{grid}")
+    if args.png:
+        from megatron.dpp.sim.draw import draw
+
+        draw({name: runs[0] for name, runs in results.items()}, args.png, unit)
+        print(f"drawn: {args.png}")

@@ -1,0 +1,89 @@
+"""Fixed orders: static schedules that follow a list, whatever arrives first.
+
+A :class:`FixedOrder` decides for one rank of a simulation as a
+:class:`~megatron.dpp.schedule.Scheduler` does, but from a list. Orders that Megatron itself has
+(1F1B, interleaved) are the policy ``megatron`` instead. Used by ``schedules.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.dpp.schedule import Action, Geometry, Kind
+
+
+class FixedOrder:
+    """Follows ``order`` and waits where its next task is not ready.
+
+    Args:
+        order: every task of the rank.
+        first: the chunk whose inputs come from the data, if any.
+        last: the chunk whose gradients come from the loss, if any.
+        kept: share of an activation that a ``W`` frees; 0 for a fused backward.
+    """
+
+    def __init__(
+        self, order: Sequence[Action], *, first: int | None, last: int | None, kept: float
+    ) -> None:
+        self._order = order
+        self._first, self._last, self._kept = first, last, kept
+        self._position = 0
+        self._arrived: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        self._held = 0.0
+        self.peak_held = 0.0
+
+    @property
+    def done(self) -> bool:
+        return self._position == len(self._order)
+
+    def arrived(self, direction: int, chunk: int, total: int) -> None:
+        """``total`` messages of a channel are here."""
+        self._arrived[direction][chunk] = total
+
+    def next(self) -> Action | None:
+        """The next task of the list when its input is here."""
+        if self.done:
+            return None
+        action = self._order[self._position]
+        if action.kind != Kind.W and not self._is_here(action):
+            return None
+        self._position += 1
+        change = {Kind.F: 1.0, Kind.B: self._kept - 1.0, Kind.W: -self._kept}
+        self._held += change[action.kind]
+        self.peak_held = max(self.peak_held, self._held)
+        return action
+
+    def _is_here(self, action: Action) -> bool:
+        implied = self._first if action.kind == Kind.F else self._last
+        if action.chunk == implied:
+            return True
+        return self._arrived[action.kind].get(action.chunk, 0) > action.microbatch
+
+
+def gpipe_order(geometry: Geometry) -> list[Action]:
+    """All forwards, then all backwards (Huang et al., "GPipe", 2019); one chunk per rank."""
+    microbatches = range(geometry.num_microbatches)
+    return [Action(Kind.F, 0, i) for i in microbatches] + [
+        Action(Kind.B, 0, i) for i in microbatches
+    ]
+
+
+def zb_h1_order(geometry: Geometry) -> list[Action]:
+    """ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023): 1F1B's memory, one chunk per
+    rank.
+
+    1F1B with each ``B`` apart from its ``W``: rank ``r`` lets the first ``r`` of its ``W`` wait,
+    then runs one behind each ``B``; those that waited fill the end.
+    """
+    m, behind = geometry.num_microbatches, geometry.num_ranks - 1 - geometry.rank
+    warmup = min(behind, m)
+    order = [Action(Kind.F, 0, i) for i in range(warmup)]
+    weights = 0
+    for i in range(m):
+        if i + warmup < m:
+            order.append(Action(Kind.F, 0, i + warmup))
+        order.append(Action(Kind.B, 0, i))
+        if i >= geometry.rank:
+            order.append(Action(Kind.W, 0, weights))
+            weights += 1
+    return order + [Action(Kind.W, 0, i) for i in range(weights, m)]

@@ -1,0 +1,118 @@
+"""Costs read from a file of measured times.
+
+The file is JSON; all times are in seconds, all sizes in bytes; a sample list needs at least one
+entry::
+
+    {"format": "dpp-costs", "version": 1, "num_ranks": 4, "num_chunks": 2,
+     "stages": [{"F": [...], "B": [...], "W": [...], "activation_bytes": 1234}, ...],
+     "hops": [[...], ...]}
+
+``stages`` has ``num_ranks * num_chunks`` entries in Megatron's order of virtual stages, ``hops``
+one fewer (stage ``s`` to ``s + 1``). ``W`` is empty where the run had a fused backward; only a
+fused schedule can be simulated then. ``activation_bytes`` is optional. Written by the trace tools;
+read by the command line and the planner.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.errors import DataError
+from megatron.dpp.schedule import Kind
+from megatron.dpp.sim.costs import Costs, Hop, Shape
+
+_FORMAT, _VERSION = "dpp-costs", 1
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """Samples of times in seconds.
+
+    Args:
+        tasks: ``tasks[stage][kind]`` are samples; ``W`` may be empty.
+        hops: ``hops[s]`` are samples of the way from stage ``s`` to ``s + 1``.
+        activation_bytes: of each stage's activation for one microbatch, where known.
+    """
+
+    num_ranks: int
+    num_chunks: int
+    tasks: list[tuple[list[float], list[float], list[float]]]
+    hops: list[list[float]]
+    activation_bytes: list[float | None]
+
+    @property
+    def split(self) -> bool:
+        """Whether the weight gradients were measured apart."""
+        return any(samples[Kind.W] for samples in self.tasks)
+
+    def costs(self, num_microbatches: int, rng: random.Random | None = None) -> Costs:
+        """Costs of an iteration: drawn from the samples, or their medians where ``rng`` is None."""
+        one = statistics.median if rng is None else rng.choice
+
+        def row(samples: list[float]) -> list[float]:
+            if not samples:
+                return [0.0] * num_microbatches
+            if rng is None:
+                return [statistics.median(samples)] * num_microbatches
+            return [rng.choice(samples) for _ in range(num_microbatches)]
+
+        def table(kind: Kind) -> list[list[float]]:
+            return [row(samples[kind]) for samples in self.tasks]
+
+        hops = [Hop(one(samples) / 2, one(samples) / 2) for samples in self.hops]
+        return Costs((table(Kind.F), table(Kind.B), table(Kind.W)), hops)
+
+    def shape(self, num_microbatches: int) -> Shape:
+        return Shape(self.num_ranks, self.num_chunks, num_microbatches)
+
+
+def load_costs(path: str | Path) -> MeasuredCosts:
+    """Read a cost file.
+
+    Raises:
+        DataError: it is missing, of another format, or incomplete; names what is wrong.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"cost file {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise DataError(f"cost file {path}: no JSON: {error}") from error
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        raise DataError(f'cost file {path}: its "format" is not "{_FORMAT}"')
+    if data.get("version") != _VERSION:
+        raise DataError(f"cost file {path}: version {data.get('version')}, this reads {_VERSION}")
+    try:
+        return _parse(data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"cost file {path}: {type(error).__name__}: {error}") from error
+
+
+def _parse(data: dict[str, Any]) -> MeasuredCosts:
+    num_ranks, num_chunks = int(data["num_ranks"]), int(data["num_chunks"])
+    num_stages = num_ranks * num_chunks
+    stages, hops = data["stages"], data["hops"]
+    if len(stages) != num_stages or len(hops) != num_stages - 1:
+        raise ValueError(
+            f"{num_ranks} ranks of {num_chunks} chunks need {num_stages} stages and "
+            f"{num_stages - 1} hops; it has {len(stages)} and {len(hops)}"
+        )
+    tasks = [
+        (_samples(stage, "F"), _samples(stage, "B"), _samples(stage, "W", least=0))
+        for stage in stages
+    ]
+    sizes = [stage.get("activation_bytes") for stage in stages]
+    named = [_samples({f"hop {s}": hop}, f"hop {s}") for s, hop in enumerate(hops)]
+    return MeasuredCosts(num_ranks, num_chunks, tasks, named, sizes)
+
+
+def _samples(entry: dict[str, Any], name: str, least: int = 1) -> list[float]:
+    samples = [float(sample) for sample in entry[name]]
+    if len(samples) < least or any(not 0 <= sample < float("inf") for sample in samples):
+        raise ValueError(f"{name} needs {least} or more times, none negative; it has {samples}")
+    return samples

@@ -1,0 +1,57 @@
+"""What --dpp-activation-cap means, and what it refuses."""
+
+import pytest
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.schedule import Geometry, parse_cap
+
+
+def geometry(rank=0, num_chunks=2, num_microbatches=16):
+    return Geometry(4, rank, num_chunks, num_microbatches)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_chunks", "rank", "chunks"),
+    [
+        ("auto", 2, 3, 11),
+        ("auto", 1, 3, 6),
+        ("megatron", 2, 3, 11),
+        ("megatron", 1, 3, 4),
+        ("strict", 2, 3, 5),
+        ("strict", 1, 3, 1),
+        ("1.5p", 2, 0, 12),
+        ("2p", 1, 0, 8),
+        ("6MiB", 1, 0, 6),
+        ("5000000B", 1, 0, 5e6 / (1 << 20)),
+    ],
+)
+def test_values(text, num_chunks, rank, chunks):
+    cap = parse_cap(text, geometry(rank, num_chunks), bytes_per_chunk_activation=1 << 20)
+    assert cap.chunks == pytest.approx(chunks)
+    assert f"rank {rank} may hold {cap.chunks:g} chunk activations" in cap.text
+
+
+def test_short_iterations_need_no_more_than_there_is():
+    assert parse_cap("megatron", geometry(num_microbatches=1)).chunks == 2
+
+
+def test_bytes_wait_for_a_measurement():
+    cap = parse_cap("20GiB", geometry())
+    assert cap.needs_measuring
+    assert cap.chunks == parse_cap("auto", geometry()).chunks
+    assert "20GiB" in cap.text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("half", "expected auto"),
+        ("1.2.3p", "no number"),
+        ("0.5p", "needs 11"),
+        ("1MiB", "needs 11"),
+        ("20 parsecs", "expected auto"),
+    ],
+)
+def test_refusals(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_cap(text, geometry(), bytes_per_chunk_activation=1 << 20)

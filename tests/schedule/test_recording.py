@@ -1,0 +1,104 @@
+"""Decisions written down and run again, and what a replay that cannot be followed says."""
+
+import json
+
+import pytest
+
+from megatron.dpp.errors import DataError, ReplayError
+from megatron.dpp.schedule import (
+    GRADIENT,
+    Action,
+    Geometry,
+    Recorder,
+    Recording,
+    Replay,
+    Scheduler,
+)
+from megatron.dpp.sim import Plan, Shape, condition_costs, interleaved_placement, simulate
+
+SHAPE = Shape(3, 2, 6)
+
+
+def geometry(rank, num_microbatches=6, **more):
+    return Geometry(3, rank, 2, num_microbatches, **more)
+
+
+def test_a_run_under_jitter_is_replayed_under_other_jitter(tmp_path):
+    path = str(tmp_path / "order")
+    first = Plan().run(SHAPE, condition_costs("jit.3", SHAPE, seed=1))
+    for rank, actions in enumerate(first.actions):
+        with Recorder(path, geometry(rank)) as recorder:
+            recorder.write(geometry(rank), True, actions)
+        recorder.close()
+    lanes = [
+        Scheduler(geometry(rank), policy=Recording.load(path, rank).replay(0, geometry(rank), True))
+        for rank in range(3)
+    ]
+    costs = condition_costs("jit.3", SHAPE, seed=2)
+    again = simulate(lanes, costs, interleaved_placement(3, 2), split_backward=True)
+    assert again.actions == first.actions
+    assert Plan().run(SHAPE, costs).actions != first.actions
+
+
+def test_several_iterations_of_different_shape(tmp_path):
+    path = str(tmp_path / "order")
+    evaluation = geometry(1, 2, forward_only=True)
+    with Recorder(path, geometry(1)) as recorder:
+        recorder.write(geometry(1), False, [Action.parse("0F0")])
+        recorder.write(evaluation, True, [Action.parse("0F0"), Action.parse("0F1")])
+    recording = Recording.load(path, 1)
+    assert len(recording.iterations) == 2
+    recording.replay(1, evaluation, False)
+    with pytest.raises(ReplayError, match=r"num_microbatches was 2 and is 6"):
+        recording.replay(1, geometry(1), True)
+    with pytest.raises(ReplayError, match="holds 2 iterations"):
+        recording.replay(2, geometry(1), True)
+
+
+def replayed(text, num_microbatches=6, cap=None):
+    actions = [Action.parse(word) for word in text.split()]
+    return Scheduler(Geometry(3, 0, 1, num_microbatches), policy=Replay(actions, "tape"), cap=cap)
+
+
+def test_a_replay_waits_for_what_is_on_its_way():
+    scheduler = replayed("0F0 0B0")
+    assert str(scheduler.next()) == "0F0"
+    assert scheduler.next() is None
+    scheduler.arrived(GRADIENT, 0, 1)
+    assert str(scheduler.next()) == "0B0"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("0F0 0F2", r"tape: action 2 of 2, 0F2, may not run on rank 0: 1 of 6 F of chunk 0"),
+        ("0F0 0F1 0F2 0F3", r"action 4 of 4, 0F3.*3 of 3 chunk activations are held"),
+        ("0F0 0W0", r"action 2 of 2.*no weight gradient"),
+        ("0F0 0B1", r"action 2 of 2.*0 of 6 B"),
+        ("0F0 5F0", r"action 2 of 2.*chunks 0 .. 0"),
+        ("0F0", r"ends after 1 actions; 0F1 is left"),
+    ],
+)
+def test_a_replay_that_cannot_be_followed_says_where_and_why(text, why):
+    scheduler = replayed(text, cap=3)
+    with pytest.raises(ReplayError, match=why):
+        for _ in range(len(text.split()) + 1):
+            scheduler.next()
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "No such file"),
+        ("", "not a recording"),
+        ("{}\n", "not a recording"),
+        ("nonsense\n", "line 1: no JSON"),
+        ("[1]\n", "line 1: expected a JSON object"),
+        (json.dumps({"format": "dpp-schedule", "version": 9}) + "\n", "version 9"),
+    ],
+)
+def test_broken_files_are_named(tmp_path, content, why):
+    if content is not None:
+        (tmp_path / "order.rank0").write_text(content)
+    with pytest.raises(DataError, match=why):
+        Recording.load(str(tmp_path / "order"), 0)

@@ -1,0 +1,190 @@
+"""One rank's scheduler: what it allows, what it refuses, what it says."""
+
+import pytest
+
+from megatron.dpp.errors import ConfigError, ScheduleError
+from megatron.dpp.schedule import (
+    FORWARD,
+    GRADIENT,
+    Action,
+    Cause,
+    Geometry,
+    Scheduler,
+    find_policy,
+)
+
+
+def drain(scheduler):
+    ran = []
+    while (action := scheduler.next()) is not None:
+        ran.append(str(action))
+    return " ".join(ran)
+
+
+def wait_once(view):
+    """A user's policy, found by name."""
+    del view
+
+
+class Insists:
+    """A user's policy that wants a backward before its forward."""
+
+    def __call__(self, view):
+        return Action.parse("0B0")
+
+
+def test_a_first_rank_fills_and_stops_at_its_cap():
+    scheduler = Scheduler(Geometry(2, 0, 1, 8), cap=3)
+    assert drain(scheduler) == "0F0 0F1 0F2"
+    assert scheduler.held == scheduler.peak_held == 3
+    stall = scheduler.stall()
+    assert stall.cause is Cause.MEMORY_CAP
+    assert stall.channels == ((GRADIENT, 0),)
+    scheduler.arrived(GRADIENT, 0, 2)
+    assert drain(scheduler) == "0B0 0B1 0W0 0F3 0W1 0F4"
+    assert scheduler.peak_held == 3
+
+
+def test_fused_backward_emits_no_weight_gradients():
+    scheduler = Scheduler(Geometry(2, 1, 1, 3), split_backward=False)
+    scheduler.arrived(FORWARD, 0, 3)
+    assert drain(scheduler) == "0F0 0B0 0F1 0B1 0F2 0B2"
+    assert scheduler.done
+    assert scheduler.stall().cause is Cause.DONE
+    assert scheduler.num_out_of_order == 0
+
+
+def test_weight_gradients_go_first_in_first_out_piece_by_piece():
+    scheduler = Scheduler(Geometry(1, 0, 1, 2, w_pieces=(2,)), cap=4)
+    assert drain(scheduler) == "0F0 0B0 0F1 0B1 0W0 0W0.1 0W1 0W1.1"
+    assert scheduler.held == 0
+
+
+def test_a_chunk_without_pieces_defers_nothing():
+    scheduler = Scheduler(Geometry(1, 0, 1, 2, w_pieces=(0,)))
+    assert drain(scheduler) == "0F0 0B0 0F1 0B1"
+    assert scheduler.done
+
+
+@pytest.mark.parametrize(("beta", "held"), [(0.0, 1.0), (0.5, 0.5), (1.0, 0.0)])
+def test_beta_is_what_a_backward_frees(beta, held):
+    scheduler = Scheduler(Geometry(1, 0, 1, 1), beta=beta)
+    scheduler.next(), scheduler.next()
+    assert scheduler.held == pytest.approx(held)
+    scheduler.next()
+    assert scheduler.held == 0
+
+
+def test_forward_only_holds_nothing_and_needs_no_cap():
+    scheduler = Scheduler(Geometry(2, 0, 2, 3, forward_only=True), cap=0)
+    assert drain(scheduler) == "0F0 0F1 0F2"
+    scheduler.arrived(FORWARD, 1, 3)
+    assert drain(scheduler) == "1F0 1F1 1F2"
+    assert scheduler.done and scheduler.peak_held == 0
+
+
+def test_restart_forgets():
+    scheduler = Scheduler(Geometry(1, 0, 1, 3))
+    first = drain(scheduler)
+    scheduler.restart()
+    assert not scheduler.done
+    assert drain(scheduler) == first
+
+
+def test_stalls_name_what_is_waited_for():
+    scheduler = Scheduler(Geometry(4, 1, 1, 2))
+    assert scheduler.next() is None
+    stall = scheduler.stall()
+    assert stall.cause is Cause.WARMUP and stall.channels == ((FORWARD, 0),)
+    scheduler.arrived(FORWARD, 0, 1)
+    drain(scheduler)
+    assert scheduler.stall().cause is Cause.WAIT_FORWARD
+    scheduler.arrived(FORWARD, 0, 2)
+    drain(scheduler)
+    stall = scheduler.stall()
+    assert stall.cause is Cause.COOLDOWN and "gradient 0 of chunk 0" in stall.text
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("0F1", "0 of 4 F of chunk 0 have run"),
+        ("1F0", "input has not arrived"),
+        ("1B0", "forward has not run"),
+        ("0W0", "no weight gradient is left"),
+        ("2F0", "chunks 0 .. 1"),
+        ("2B0", "chunks 0 .. 1"),
+    ],
+)
+def test_actions_that_may_not_run_are_refused_with_the_reason(text, why):
+    scheduler = Scheduler(Geometry(2, 0, 2, 4))
+    with pytest.raises(ScheduleError, match=why):
+        scheduler.run(Action.parse(text))
+
+
+def test_a_follower_runs_what_the_leader_decided():
+    leader, follower = (Scheduler(Geometry(1, 0, 2, 4)) for _ in range(2))
+    while not leader.done:
+        for chunk, ran in enumerate(leader.view.forwards_run[:1]):
+            for one in (leader, follower):
+                one.arrived(FORWARD, chunk + 1, ran)
+                one.arrived(GRADIENT, 0, leader.view.backwards_run[1])
+        action = leader.next()
+        follower.run(action)
+    assert follower.done
+    assert follower.peak_held == leader.peak_held
+
+
+@pytest.mark.parametrize(
+    ("direction", "chunk", "total", "why"),
+    [
+        (FORWARD, 0, 1, "from the data"),
+        (FORWARD, 1, 5, "only grows, to 4"),
+        (GRADIENT, 7, 1, "has 0 .. 1"),
+    ],
+)
+def test_impossible_arrivals_are_refused(direction, chunk, total, why):
+    scheduler = Scheduler(Geometry(2, 0, 2, 4))
+    with pytest.raises(ScheduleError, match=why):
+        scheduler.arrived(direction, chunk, total)
+
+
+def test_counts_of_arrivals_only_grow():
+    scheduler = Scheduler(Geometry(2, 1, 1, 4))
+    scheduler.arrived(FORWARD, 0, 2)
+    with pytest.raises(ScheduleError, match="only grows"):
+        scheduler.arrived(FORWARD, 0, 1)
+    with pytest.raises(ScheduleError, match="from the loss"):
+        scheduler.arrived(GRADIENT, 0, 1)
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(ConfigError, match="needs 8"):
+        Scheduler(Geometry(3, 0, 2, 6), cap=6)
+    with pytest.raises(ConfigError, match="beta"):
+        Scheduler(Geometry(1, 0, 1, 1), beta=1.5)
+
+
+def test_breadth_first_says_how_much_room_it_needs():
+    geometry = Geometry(2, 0, 2, 8)
+    with pytest.raises(ConfigError, match=r"16.*--dpp-activation-cap 4p"):
+        Scheduler(geometry, policy="breadth-first")
+    scheduler = Scheduler(geometry, policy="breadth-first", cap=16)
+    scheduler.arrived(FORWARD, 1, 2)
+    assert drain(scheduler) == " ".join([f"0F{i}" for i in range(8)] + ["1F0", "1F1"])
+
+
+def test_users_policies_are_found_by_name_and_checked():
+    scheduler = Scheduler(Geometry(1, 0, 1, 1), policy=f"{__name__}:wait_once")
+    assert scheduler.next() is None
+    assert scheduler.stall().cause is Cause.POLICY
+    with pytest.raises(ScheduleError, match="0B0 may not run"):
+        Scheduler(Geometry(1, 0, 1, 1), policy=f"{__name__}:Insists").next()
+
+
+@pytest.mark.parametrize(
+    "name", ["fastest", "nowhere_at_all:x", f"{__name__}:nothing", "json:__doc__"]
+)
+def test_unknown_policies_are_refused(name):
+    with pytest.raises(ConfigError, match="--dpp-policy"):
+        find_policy(name)

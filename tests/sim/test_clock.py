@@ -1,0 +1,142 @@
+"""The virtual clock: times by hand, links, slow times, stuck simulations, and properties under
+random times.
+"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.dpp.errors import ScheduleError
+from megatron.dpp.schedule import Geometry, Kind, Replay, Scheduler
+from megatron.dpp.sim import (
+    CONDITIONS,
+    STATIC,
+    Costs,
+    Hop,
+    Plan,
+    Shape,
+    SlowTimes,
+    condition_costs,
+    even_costs,
+    interleaved_placement,
+    run_static,
+    simulate,
+)
+
+
+def test_one_rank_takes_the_sum_of_its_work():
+    result = Plan().run(Shape(1, 1, 3), even_costs(1, 3, times=(1.0, 2.0, 4.0)))
+    assert result.makespan == pytest.approx(21.0)
+    assert result.ratio == pytest.approx(1.0)
+
+
+def test_two_ranks_by_hand():
+    """F takes 1, fused backward 2, a hop 1 (half of it on the link)."""
+    costs = even_costs(2, 1, times=(1.0, 1.0, 1.0), hop=1.0)
+    result = Plan(split_backward=False).run(Shape(2, 1, 1), costs)
+    assert [(str(s.action), s.start, s.end) for s in result.slots[0]] == [
+        ("0F0", 0.0, 1.0),
+        ("0B0", 6.0, 8.0),
+    ]
+    assert [(str(s.action), s.start, s.end) for s in result.slots[1]] == [
+        ("0F0", 2.0, 3.0),
+        ("0B0", 3.0, 5.0),
+    ]
+
+
+def test_messages_share_a_link_and_stay_in_order():
+    """Outputs appear every 1; each holds the link for 3, the first of them for 9."""
+    durations = ([[1.0] * 3, [0.1] * 3], [[0.1] * 3] * 2, [[0.0] * 3] * 2)
+    scale = [[3.0, 1.0, 1.0], [0.0] * 3]
+    costs = Costs(durations, [Hop(latency=0.0, occupancy=3.0, scale=scale)])
+    result = Plan(cap="2p").run(Shape(2, 1, 3), costs)
+    forwards = [slot.start for slot in result.slots[1] if slot.action.kind is Kind.F]
+    assert forwards == pytest.approx([10.0, 13.0, 16.0])
+
+
+def test_slow_times_stretch_work():
+    slow = SlowTimes([(10.0, 20.0), (30.0, 32.0)], factor=2.0)
+    assert slow.end(0.0, 5.0) == 5.0
+    assert slow.end(8.0, 4.0) == 14.0
+    assert slow.end(14.0, 4.0) == 21.0
+    assert slow.end(0.0, 26.0) == pytest.approx(32.0)
+
+
+def test_choosing_early_uses_older_knowledge():
+    """With a lead the rank commits to a weight gradient although the gradient arrives before it
+    starts.
+    """
+    shape = Shape(8, 2, 16)
+    costs = condition_costs("lnk2", shape, 0)
+    late = Plan(cap="megatron").run(shape, costs)
+    early = Plan(cap="megatron").run(shape, costs, lead=0.5)
+    assert early.makespan > late.makespan
+
+
+def test_a_stuck_simulation_fails_with_its_grid():
+    replay = [
+        Scheduler(Geometry(2, rank, 1, 2), policy=lambda view: view.forward(0)) for rank in range(2)
+    ]
+    with pytest.raises(ScheduleError) as caught:
+        simulate(replay, even_costs(2, 2), interleaved_placement(2, 1), split_backward=True)
+    text = str(caught.value)
+    assert "rank 0   0F0 0F1" in text
+    assert "rank 1: 0B0 may run; the policy waits" in text
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(list(CONDITIONS)),
+    st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9)),
+    st.sampled_from(["strict", "megatron", "auto"]),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_any_condition_ends_within_the_cap_and_in_order(condition, numbers, cap, split, seed):
+    shape = Shape(*numbers)
+    costs = condition_costs(condition, shape, seed)
+    plan = Plan(cap=cap, split_backward=split, w_pieces=2)
+    lanes = plan.lanes(shape)
+    result = plan.run(shape, costs)
+    assert result.makespan >= max(result.own) - 1e-9
+    for rank, ran in enumerate(result.actions):
+        assert result.peak_held[rank] <= lanes[rank].view.cap + 1e-6
+        for chunk in range(shape.num_chunks):
+            for kind in Kind:
+                order = [(a.microbatch, a.piece) for a in ran if a[:2] == (kind, chunk)]
+                assert order == sorted(set(order))
+        assert len(ran) == shape.num_chunks * shape.num_microbatches * (4 if split else 2)
+
+
+def test_what_the_clock_ran_can_be_replayed():
+    shape = Shape(3, 2, 6)
+    costs = condition_costs("trN", shape, 3)
+    first = Plan().run(shape, costs)
+    lanes = [
+        Scheduler(Geometry(3, rank, 2, 6), policy=Replay(ran))
+        for rank, ran in enumerate(first.actions)
+    ]
+    again = simulate(lanes, costs, interleaved_placement(3, 2), split_backward=True)
+    assert again.slots == first.slots
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_static_schedules_run_and_keep_their_memory(name):
+    shape = Shape(4, 2, 8)
+    result = run_static(name, shape, condition_costs("unif", shape, 0), beta=0.5)
+    chunks = 2 if name == "interleaved" else 1
+    expected = {"gpipe": 8, "1f1b": 4, "interleaved": 5.5, "zb-h1": 4}[name]
+    assert max(result.peak_held) / chunks == pytest.approx(expected)
+    assert result.ratio > 1.0
+
+
+@pytest.mark.parametrize("p", [1, 2, 5])
+@pytest.mark.parametrize("m", [1, 2, 7])
+def test_static_schedules_of_any_shape_end(p, m):
+    for name in STATIC:
+        shape = Shape(p, 2, m)
+        costs = condition_costs("jit.3", shape, 0)
+        result = run_static(name, shape, costs)
+        work = sum(sum(map(sum, kind)) for kind in costs.durations)
+        ran = sum(slot.end - slot.start for slots in result.slots for slot in slots)
+        assert ran == pytest.approx(work)

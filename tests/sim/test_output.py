@@ -1,0 +1,117 @@
+"""What a user sees: grids, pictures, cost files, the command line."""
+
+import json
+
+import pytest
+
+from megatron.dpp.errors import DataError
+from megatron.dpp.sim import Plan, Shape, even_costs, format_grid, load_costs, uniform
+from megatron.dpp.sim.cli import main
+
+
+def run(capsys, *arguments):
+    status = main(list(arguments))
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def cost_file(tmp_path, **changes):
+    stages = [{"F": [1.0, 1.2], "B": [1.0], "W": [0.5], "activation_bytes": 9} for _ in range(4)]
+    data = {"format": "dpp-costs", "version": 1, "num_ranks": 2, "num_chunks": 2}
+    data |= {"stages": stages, "hops": [[0.1]] * 3}
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(data | changes))
+    return str(path)
+
+
+def test_grid():
+    result = Plan(split_backward=False).run(Shape(2, 1, 2), even_costs(2, 2))
+    assert format_grid(result.slots).splitlines() == [
+        "rank 0   0F0 0F1 .   .   0B0 -   .   0B1 -",
+        "rank 1   .   0F0 0B0 -   0F1 0B1 -",
+    ]
+
+
+def test_a_grid_of_nothing():
+    assert format_grid([[], []]) == "(nothing ran)"
+
+
+def test_command_line_prints_grid_ratio_and_peak(capsys):
+    status, out, _ = run(capsys, "--pp", "2", "--chunks", "1", "--microbatches", "2")
+    assert status == 0
+    assert "rank 0   0F0 0F1" in out
+    assert out.splitlines()[2].startswith("dynamic")
+
+
+def test_command_line_compares(capsys):
+    status, out, _ = run(
+        capsys, "--pp", "4", "--microbatches", "8", "--jitter", "0.3", "--seeds", "2", "--compare",
+        "--slow-rank", "1:1.5", "--transient", "2x:20%", "--slow-link", "0-1:2", "--no-grid",
+    )  # fmt: skip
+    assert status == 0
+    ratios = {line[:24].strip(): float(line.split()[-6]) for line in out.splitlines()[2:-1]}
+    assert set(ratios) > {"dynamic", "1f1b", "interleaved", "zb-h1", "earlier-dpp"}
+    assert ratios["dynamic"] < ratios["interleaved"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--pp", "0"], "must be at least 1"),
+        (["--policy", "fastest"], "--dpp-policy fastest"),
+        (["--cap", "0.1p"], "--dpp-activation-cap"),
+        (["--slow-rank", "one"], "expected a value like 1:1.5"),
+        (["--slow-link", "0-2:1"], "not neighbours"),
+        (["--transient", "2x:0%"], "share"),
+        (["--costs", "nowhere.json"], "No such file"),
+        (["--w-pieces", "0"], "--w-pieces 0"),
+    ],
+)
+def test_command_line_refuses(capsys, arguments, message):
+    status, _, err = run(capsys, *arguments)
+    assert status == 2
+    assert message in err
+
+
+def test_costs_from_a_file(capsys, tmp_path):
+    status, out, _ = run(capsys, "--costs", cost_file(tmp_path), "--microbatches", "4")
+    assert status == 0
+    assert out.startswith("2 ranks x 2 chunks, 4 microbatches")
+    assert load_costs(cost_file(tmp_path)).costs(2).durations[0] == [[1.1, 1.1]] * 4
+
+
+def test_a_fused_cost_file_cannot_be_split(capsys, tmp_path):
+    path = cost_file(tmp_path, stages=[{"F": [1], "B": [2], "W": []}] * 4)
+    status, _, err = run(capsys, "--costs", path)
+    assert status == 2 and "--no-split-backward" in err
+    assert run(capsys, "--costs", path, "--no-split-backward", "--compare")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "x"}, "format"),
+        ({"version": 2}, "version 2"),
+        ({"hops": []}, "need 4 stages and 3 hops"),
+        ({"stages": [{"F": [], "B": [1], "W": []}] * 4}, "F needs 1 or more"),
+        ({"stages": [{"F": [-1], "B": [1], "W": []}] * 4}, "none negative"),
+        ({"stages": [{"B": [1], "W": []}] * 4}, "KeyError: 'F'"),
+    ],
+)
+def test_broken_cost_files_are_named(tmp_path, changes, message):
+    with pytest.raises(DataError, match=message):
+        load_costs(cost_file(tmp_path, **changes))
+
+
+def test_pictures(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "step.png"
+    status, _, _ = run(capsys, "--pp", "2", "--microbatches", "4", "--png", str(picture))
+    assert status == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_uniform_is_the_designs_unit():
+    costs = uniform(Shape(4, 2, 3))
+    assert costs.durations[0][7] == [0.5] * 3
+    assert costs.hops[0].latency + costs.hops[0].occupancy == pytest.approx(0.005)
