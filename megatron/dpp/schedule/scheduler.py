@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron.dpp.errors import ConfigError, ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
 from megatron.dpp.schedule.caps import default_cap
-from megatron.dpp.schedule.policies import Policy, check_room, find_policy
+from megatron.dpp.schedule.policies import BUILT_IN, Policy, check_room, find_policy
 from megatron.dpp.schedule.reference import peak_in_flight
 from megatron.dpp.schedule.refusals import refusal
 from megatron.dpp.schedule.state import RankState, Reference, View
@@ -89,6 +89,9 @@ class Scheduler:
             raise ConfigError(f"beta {beta}: the share that B frees must be in 0 .. 1")
         self.geometry = geometry
         self.policy = find_policy(policy) if isinstance(policy, str) else policy
+        # The built-in policies return only what the view offered; checking it again would double
+        # the cost of a decision.
+        self._is_built_in = self.policy in BUILT_IN.values()
         check_room(self.policy, geometry, cap)
         self._settings = (cap, split_backward, beta)
         self._reference = Reference(geometry)
@@ -169,7 +172,10 @@ class Scheduler:
         """
         action = self.policy(self._state)
         if action is not None:
-            self.run(action)
+            if self._is_built_in:
+                self._state.apply(action)
+            else:
+                self.run(action)
         return action
 
     def run(self, action: Action) -> None:
