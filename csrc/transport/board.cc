@@ -9,7 +9,8 @@ std::unique_ptr<Board> Board::create(uint32_t members, uint32_t counters) {
   return std::unique_ptr<Board>(new Board(std::move(memory), 0, members, counters));
 }
 
-std::unique_ptr<Board> Board::adopt(UniqueFd fd, uint32_t index, uint32_t members, uint32_t counters) {
+std::unique_ptr<Board> Board::adopt(UniqueFd fd, uint32_t index, uint32_t members,
+                                    uint32_t counters) {
   SharedMemory memory = SharedMemory::adopt(std::move(fd), total_bytes(members, counters));
   return std::unique_ptr<Board>(new Board(std::move(memory), index, members, counters));
 }
@@ -17,7 +18,8 @@ std::unique_ptr<Board> Board::adopt(UniqueFd fd, uint32_t index, uint32_t member
 Board::Board(SharedMemory memory, uint32_t index, uint32_t members, uint32_t counters)
     : memory_(std::move(memory)), index_(index), members_(members), counters_(counters) {}
 
-// Whole cache lines per member: a member that posts does not slow the others' reads of their own lines.
+// Whole cache lines per member: a member that posts does not slow the others' reads of their own
+// lines.
 size_t Board::member_words(uint32_t counters) { return (counters + 1 + 7) / 8 * 8; }
 
 size_t Board::total_bytes(uint32_t members, uint32_t counters) {
@@ -32,7 +34,9 @@ std::atomic<uint64_t>* Board::member(uint32_t index) const {
   return first + index * member_words(counters_);
 }
 
-std::atomic<uint64_t>& Board::word(uint64_t index) const { return member(members_)[index % kWords]; }
+std::atomic<uint64_t>& Board::word(uint64_t index) const {
+  return member(members_)[index % kWords];
+}
 
 void Board::ring() {
   for (const auto& peer : peers_) peer->ring();

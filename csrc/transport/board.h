@@ -1,9 +1,11 @@
-// A small block of shared memory in which the ranks of one stage agree on one order: see Board in base.py.
+// A small block of shared memory in which the ranks of one stage agree on one order: see Board in
+// base.py.
 //
 //   [BoardHead][member 0: read position, counters...][member 1 ...][words x kWords]
 //
-// Words: the leader writes the word, then `written` with release; a follower acquires `written`, reads the word, then
-// stores its read position with release, which is what the leader acquires before it writes over an old word.
+// Words: the leader writes the word, then `written` with release; a follower acquires `written`,
+// reads the word, then stores its read position with release, which is what the leader acquires
+// before it writes over an old word.
 #pragma once
 
 #include <atomic>
@@ -20,7 +22,8 @@ class Board {
   static constexpr uint64_t kWords = 4096;
 
   static std::unique_ptr<Board> create(uint32_t members, uint32_t counters);
-  static std::unique_ptr<Board> adopt(UniqueFd fd, uint32_t index, uint32_t members, uint32_t counters);
+  static std::unique_ptr<Board> adopt(UniqueFd fd, uint32_t index, uint32_t members,
+                                      uint32_t counters);
 
   int fd() const { return memory_.fd.get(); }
   uint32_t index() const { return index_; }

@@ -1,12 +1,17 @@
-// The seam between what is common to all kinds (order, pending puts, errors, waking) and what is special to one:
-// where slots live and how bytes get into them. A kind implements Sender and Receiver; see docs/transport.md.
+// The seam between what is common to all kinds (order, pending puts, errors, waking) and what is
+// special to one: where slots live and how bytes get into them. A kind implements Sender and
+// Receiver; see docs/transport.md.
 //
-// "Owner" below means: the caller's thread or the progress thread, never both at once (see outgoing.h).
+// "Owner" below means: the caller's thread or the progress thread, never both at once (see
+// outgoing.h).
 #pragma once
 
 #include <cstdint>
 #include <string>
+#include <string_view>
+#include <vector>
 
+#include "base/copy.h"
 #include "transport/message.h"
 
 namespace dpp {
@@ -30,19 +35,26 @@ class Sender {
  public:
   virtual ~Sender() = default;
 
-  // Caller's thread, once per message, in order: note what the payload waits for (an event on parcel.stream).
+  // Caller's thread, once per message, in order: note what the payload waits for (an event on
+  // parcel.stream).
   virtual void prepare(Parcel&) {}
+  // Caller's thread. CRC32C of the payload, which it may wait for.
+  virtual uint32_t checksum(const Parcel& parcel) {
+    return crc32c(parcel.data, parcel.header.bytes);
+  }
   // Owner. Whether the receiver has a free slot.
   virtual bool has_credit() = 0;
   // Owner. No credit was there: arrange to be woken. True when credit has come meanwhile.
   virtual bool ask_for_credit() = 0;
-  // Owner. Start to move the next message into the next slot; has_credit() was true. Several may be under way.
+  // Owner. Start to move the next message into the next slot; has_credit() was true. Several may be
+  // under way.
   virtual void begin(Parcel& parcel) = 0;
   // Owner. Whether the oldest begun message has left its source and was announced to the receiver.
   virtual Step finished() = 0;
 };
 
-// The receiving half of one channel; all calls come from the caller's thread.
+// The receiving half of one channel; calls come from the caller's thread, settle() from the
+// progress thread.
 class Receiver {
  public:
   virtual ~Receiver() = default;
@@ -55,6 +67,28 @@ class Receiver {
   virtual void copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) = 0;
   // The slot of message `sequence` may be written again, as soon as copy_out() is done with it.
   virtual void release(uint64_t sequence) = 0;
+  // CRC32C of what copy_out() moved to `to`.
+  virtual uint32_t checksum(const void* to, uint64_t bytes, uintptr_t) { return crc32c(to, bytes); }
+
+  // Whether settle() has anything to do: the progress thread is then woken by every release().
+  virtual bool settles() const { return false; }
+  // Progress thread: what goes on between arrival and take(), and after release(). kPoll while it
+  // waits for a GPU.
+  virtual Step settle(bool& progressed) {
+    static_cast<void>(progressed);
+    return Step::kDone;
+  }
+};
+
+// Descriptors of a kind that the progress thread waits for, edge triggered. One Link serves all
+// channels with a peer.
+class Link {
+ public:
+  virtual ~Link() = default;
+  virtual const std::vector<int>& descriptors() const = 0;
+  // Progress thread. False: do not watch this descriptor any longer.
+  virtual bool on_ready(size_t index) = 0;
+  virtual void on_credit(std::string_view note) = 0;
 };
 
 }  // namespace dpp

@@ -60,7 +60,8 @@ std::string header_fault(const Header& header, const Geometry& geometry, uint64_
     return "it names chunk " + std::to_string(header.chunk) + ", direction " +
            std::to_string(header.direction);
   }
-  if (header.dtype >= kNumDtypes) return differs("number of the dtype", header.dtype, kNumDtypes - 1);
+  if (header.dtype >= kNumDtypes)
+    return differs("number of the dtype", header.dtype, kNumDtypes - 1);
   if (header.num_dims > kMaxDims) return differs("number of dimensions", header.num_dims, kMaxDims);
   if (header.num_parts == 0 || header.part >= header.num_parts) {
     return "part " + std::to_string(header.part) + " of " + std::to_string(header.num_parts);

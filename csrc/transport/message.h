@@ -48,17 +48,20 @@ struct DtypeInfo {
   uint32_t bytes;
 };
 constexpr DtypeInfo kDtypes[] = {
-    {"float32", 4},  {"float16", 2},         {"bfloat16", 2},        {"float64", 8},
-    {"uint8", 1},    {"int8", 1},            {"int16", 2},           {"int32", 4},
-    {"int64", 8},    {"bool", 1},            {"float8_e4m3fn", 1},   {"float8_e5m2", 1},
-    {"complex64", 8}, {"float8_e4m3fnuz", 1}, {"float8_e5m2fnuz", 1}, {"complex128", 16},
+    {"float32", 4},     {"float16", 2},         {"bfloat16", 2},
+    {"float64", 8},     {"uint8", 1},           {"int8", 1},
+    {"int16", 2},       {"int32", 4},           {"int64", 8},
+    {"bool", 1},        {"float8_e4m3fn", 1},   {"float8_e5m2", 1},
+    {"complex64", 8},   {"float8_e4m3fnuz", 1}, {"float8_e5m2fnuz", 1},
+    {"complex128", 16},
 };
 constexpr uint8_t kNumDtypes = sizeof(kDtypes) / sizeof(kDtypes[0]);
 
 // Fills in magic, version, channel, sequence and the header's own sum.
 void seal_header(Header& header, const Geometry& geometry, uint64_t sequence);
 
-// Empty when `header`, a private copy, is the message number `sequence` of the channel; else what is wrong with it.
+// Empty when `header`, a private copy, is the message number `sequence` of the channel; else what
+// is wrong with it.
 std::string header_fault(const Header& header, const Geometry& geometry, uint64_t sequence);
 
 }  // namespace dpp

@@ -1,8 +1,9 @@
-// The queue of one outgoing channel: keeps messages in order and lets exactly one thread drive the Sender.
+// The queue of one outgoing channel: keeps messages in order and lets exactly one thread drive the
+// Sender.
 //
-// The caller's thread owns the Sender while nothing is pending (queued == done) and then sends at once, without a
-// hand-over. What cannot finish there and then is published in `queued_`, which hands the Sender to the progress
-// thread until `done_` has caught up.
+// The caller's thread owns the Sender while nothing is pending (queued == done) and then sends at
+// once, without a hand-over. What cannot finish there and then is published in `queued_`, which
+// hands the Sender to the progress thread until `done_` has caught up.
 #pragma once
 
 #include <atomic>
@@ -26,10 +27,12 @@ class Outgoing {
 
   // Caller's thread. kFull: nothing was queued.
   Put put(const Parcel& parcel);
+  uint32_t checksum(const Parcel& parcel) { return sender_->checksum(parcel); }
   uint64_t done() const { return done_.load(std::memory_order_acquire); }
   uint64_t pending() const { return queued_.load(std::memory_order_relaxed) - done(); }
 
-  // Progress thread. Says whether work is left and how it will go on; `progressed` is set when a message finished.
+  // Progress thread. Says whether work is left and how it will go on; `progressed` is set when a
+  // message finished.
   Step advance(bool& progressed);
 
  private:
@@ -45,8 +48,9 @@ class Outgoing {
   std::vector<Parcel> parcels_;
   uint64_t begun_ = 0;
 
-  // queued_: written by the caller's thread with release, so that the progress thread sees the parcel and begun_.
-  // done_: written by the owner with release, so that the other thread sees the Sender as the owner left it.
+  // queued_: written by the caller's thread with release, so that the progress thread sees the
+  // parcel and begun_. done_: written by the owner with release, so that the other thread sees the
+  // Sender as the owner left it.
   std::atomic<uint64_t> queued_{0};
   std::atomic<uint64_t> done_{0};
 };

@@ -36,7 +36,8 @@ void Peer::send_note(Note note, std::string_view body) {
   frame.append(body);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (outbox_.empty()) {
-    const ssize_t sent = ::send(socket_.get(), frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t sent =
+        ::send(socket_.get(), frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent > 0) frame.erase(0, static_cast<size_t>(sent));
     // A broken socket is reported where it is read.
     if (sent < 0 && errno != EAGAIN) return;
@@ -64,7 +65,8 @@ bool Peer::receive(const OnNote& on_note) {
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;
     if (got <= 0) {
       if (departed()) return false;
-      const std::string cause = got == 0 ? "its socket was closed" : with_errno("reading its socket");
+      const std::string cause =
+          got == 0 ? "its socket was closed" : with_errno("reading its socket");
       throw Error(Fault::kPeerDead, description_ + " died: " + cause);
     }
     inbox_.append(buffer.data(), static_cast<size_t>(got));
@@ -74,13 +76,14 @@ bool Peer::receive(const OnNote& on_note) {
 
 void Peer::parse(const OnNote& on_note) {
   while (inbox_.size() >= kFrameHead) {
-    const size_t length = static_cast<unsigned char>(inbox_[0]) +
-                          256u * static_cast<unsigned char>(inbox_[1]);
+    const size_t length =
+        static_cast<unsigned char>(inbox_[0]) + 256u * static_cast<unsigned char>(inbox_[1]);
     const auto note = static_cast<Note>(inbox_[2]);
     if (length > kMaxNote || note < Note::kCredit || note > Note::kFailed) {
       throw Error(Fault::kProtocol, description_ + " sent a note of kind " +
                                         std::to_string(static_cast<int>(note)) + " and " +
-                                        std::to_string(length) + " bytes; it is not listened to any longer");
+                                        std::to_string(length) +
+                                        " bytes; it is not listened to any longer");
     }
     if (inbox_.size() < kFrameHead + length) return;
     if (note == Note::kBye) departed_.store(true, std::memory_order_release);

@@ -1,7 +1,9 @@
-// One other process that passed authentication: its socket, its life, its bell, and the notes it sends.
+// One other process that passed authentication: its socket, its life, its bell, and the notes it
+// sends.
 //
-// Notes are small and rare (credit for a starving sender, a reason for leaving); payloads never pass here. On one
-// host the socket is SOCK_SEQPACKET, across hosts it is TCP; framing is the same: u16 length, u8 kind, body.
+// Notes are small and rare (credit for a starving sender, a reason for leaving); payloads never
+// pass here. On one host the socket is SOCK_SEQPACKET, across hosts it is TCP; framing is the same:
+// u16 length, u8 kind, body.
 #pragma once
 
 #include <functional>
@@ -23,7 +25,8 @@ class Peer {
   static constexpr size_t kMaxNote = 1024;
 
   // description: "rank 3 (pid 4711 on node7, shm)", for messages.
-  Peer(int rank, std::string description, UniqueFd socket, UniqueFd pidfd, std::optional<Bell> bell);
+  Peer(int rank, std::string description, UniqueFd socket, UniqueFd pidfd,
+       std::optional<Bell> bell);
 
   int rank() const { return rank_; }
   const std::string& description() const { return description_; }
@@ -37,8 +40,8 @@ class Peer {
   }
   void send_note(Note note, std::string_view body);
 
-  // Progress thread. Reads what is there; throws kPeerDead or kProtocol. False when the peer has left in good order
-  // and the socket needs no more watching.
+  // Progress thread. Reads what is there; throws kPeerDead or kProtocol. False when the peer has
+  // left in good order and the socket needs no more watching.
   bool receive(const OnNote& on_note);
   void flush();  // sends what did not fit before
   bool has_unsent();

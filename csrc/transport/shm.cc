@@ -60,7 +60,8 @@ Header* ShmBlock::header(size_t channel, uint64_t sequence) const {
 std::byte* ShmBlock::payload(size_t channel, uint64_t sequence) const {
   const Geometry& geometry = channels_[channel];
   const size_t slot = (sequence - 1) % geometry.depth;
-  return memory_.mapping.data() + offsets_[channel] + headers_bytes(geometry) + slot * stride(geometry);
+  return memory_.mapping.data() + offsets_[channel] + headers_bytes(geometry) +
+         slot * stride(geometry);
 }
 
 ShmSender::ShmSender(std::shared_ptr<ShmBlock> block, size_t channel, std::shared_ptr<Peer> peer)
@@ -71,9 +72,10 @@ ShmSender::ShmSender(std::shared_ptr<ShmBlock> block, size_t channel, std::share
       depth_(block_->channels_[channel].depth) {}
 
 bool ShmSender::has_room(std::memory_order order) {
-  const uint64_t in_use = sent_ - control_.head.load(order);
+  const uint64_t in_use = claimed_ - control_.head.load(order);
   if (in_use > depth_) {
-    throw Error(Fault::kProtocol, peer_->description() + " released messages that were never sent on " +
+    throw Error(Fault::kProtocol, peer_->description() +
+                                      " released messages that were never sent on " +
                                       block_->channels_[channel_].text());
   }
   return in_use < depth_;
@@ -83,20 +85,30 @@ bool ShmSender::has_room(std::memory_order order) {
 bool ShmSender::has_credit() { return has_room(std::memory_order_acquire); }
 
 bool ShmSender::ask_for_credit() {
-  // Either we see the new head, or the receiver, which stores head before it reads hungry, sees our wish.
+  // Either we see the new head, or the receiver, which stores head before it reads hungry, sees our
+  // wish.
   control_.hungry.store(1, std::memory_order_seq_cst);
   return has_room(std::memory_order_seq_cst);
 }
 
 void ShmSender::begin(Parcel& parcel) {
-  ++sent_;
-  copy_bytes(block_->payload(channel_, sent_), parcel.data, parcel.header.bytes);
-  *block_->header(channel_, sent_) = parcel.header;
-  control_.tail.store(sent_, std::memory_order_release);
-  peer_->ring();
+  copy_bytes(block_->payload(channel_, claim(parcel.header)), parcel.data, parcel.header.bytes);
+  announce();
 }
 
-ShmReceiver::ShmReceiver(std::shared_ptr<ShmBlock> block, size_t channel, std::shared_ptr<Peer> peer)
+uint64_t ShmSender::claim(const Header& header) {
+  *block_->header(channel_, ++claimed_) = header;
+  return claimed_;
+}
+
+uint64_t ShmSender::announce() {
+  control_.tail.store(++announced_, std::memory_order_release);
+  peer_->ring();
+  return announced_;
+}
+
+ShmReceiver::ShmReceiver(std::shared_ptr<ShmBlock> block, size_t channel,
+                         std::shared_ptr<Peer> peer)
     : block_(std::move(block)),
       channel_(channel),
       peer_(std::move(peer)),
@@ -106,10 +118,11 @@ ShmReceiver::ShmReceiver(std::shared_ptr<ShmBlock> block, size_t channel, std::s
 uint64_t ShmReceiver::arrived() {
   const uint64_t tail = control_.tail.load(std::memory_order_acquire);
   if (tail - released_ > depth_ || tail < seen_) {
-    throw Error(Fault::kProtocol, peer_->description() + " announced " + std::to_string(tail) + " messages on " +
-                                      block_->channels_[channel_].text() + " where " +
-                                      std::to_string(released_) + " were taken and " +
-                                      std::to_string(depth_) + " fit; it is not listened to any longer");
+    throw Error(Fault::kProtocol, peer_->description() + " announced " + std::to_string(tail) +
+                                      " messages on " + block_->channels_[channel_].text() +
+                                      " where " + std::to_string(released_) + " were taken and " +
+                                      std::to_string(depth_) +
+                                      " fit; it is not listened to any longer");
   }
   return seen_ = tail;
 }

@@ -1,11 +1,12 @@
-// Kind "shm": slots in sealed shared memory of the receiver, written by the sender, for CPU tensors on one host.
+// Kind "shm": slots in sealed shared memory of the receiver, written by the sender, for CPU tensors
+// on one host.
 //
 // One block per pair of ranks and direction, so that a sender can reach nothing but its own slots:
 //
 //   [control of channel 0 | 1 | ...] then for each channel [headers x depth][payload x depth]
 //
-// The sender writes payload, header, then `tail` with release; the receiver acquires `tail`, copies the header out
-// and validates the copy. The receiver frees a slot by storing `head` with release.
+// The sender writes payload, header, then `tail` with release; the receiver acquires `tail`, copies
+// the header out and validates the copy. The receiver frees a slot by storing `head` with release.
 #pragma once
 
 #include <atomic>
@@ -30,9 +31,10 @@ class ShmBlock {
   friend class ShmReceiver;
 
   struct Control {
-    alignas(64) std::atomic<uint64_t> tail;    // messages announced; written by the sender
-    alignas(64) std::atomic<uint64_t> head;    // messages released; written by the receiver
-    alignas(64) std::atomic<uint32_t> hungry;  // 1: the sender waits for head to move and wants a note
+    alignas(64) std::atomic<uint64_t> tail;  // messages announced; written by the sender
+    alignas(64) std::atomic<uint64_t> head;  // messages released; written by the receiver
+    alignas(
+        64) std::atomic<uint32_t> hungry;  // 1: the sender waits for head to move and wants a note
   };
   static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
@@ -55,6 +57,12 @@ class ShmSender : public Sender {
   void begin(Parcel& parcel) override;
   Step finished() override { return Step::kDone; }
 
+  // begin() in halves, for kinds whose payload moves elsewhere and takes time: the next slot is
+  // ours and has its header, but the receiver does not know; then the oldest such slot is shown to
+  // it. Returns its number.
+  uint64_t claim(const Header& header);
+  uint64_t announce();
+
  private:
   bool has_room(std::memory_order order);
 
@@ -63,7 +71,8 @@ class ShmSender : public Sender {
   const std::shared_ptr<Peer> peer_;
   ShmBlock::Control& control_;
   const uint64_t depth_;
-  uint64_t sent_ = 0;
+  uint64_t claimed_ = 0;
+  uint64_t announced_ = 0;
 };
 
 class ShmReceiver : public Receiver {

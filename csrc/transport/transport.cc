@@ -13,21 +13,38 @@
 
 #include "base/copy.h"
 #include "transport/shm.h"
+#include "transport/tcp.h"
 
 namespace dpp {
 
 namespace {
 
 constexpr uint64_t kKickTag = 0;
+constexpr uint64_t kLinkTag = uint64_t{1} << 32;
 constexpr uint64_t kShortestSpinNs = 20'000;
 constexpr uint64_t kLongestSpinNs = 200'000;
 constexpr uint64_t kRoomNapNs = 1'000'000;
 constexpr int kByeMs = 500;
+constexpr int kNotesMs = 5;
+constexpr uint32_t kEagerRounds = 100;  // of polling, before it naps in between
+constexpr std::chrono::microseconds kPollNap{20};
+// While a GPU works the progress thread asks again after a 32nd of the time that it has waited so
+// far: what it waits for is noticed at most 3 % late, and a long wait costs little.
+constexpr uint64_t kNapShare = 32;
+constexpr uint64_t kShortestNapNs = 2'000;
+constexpr uint64_t kLongestNapNs = 50'000;
 
 // epoll data: peer index and which of its descriptors.
 uint64_t socket_tag(size_t peer) { return 2 * (peer + 1); }
 uint64_t pidfd_tag(size_t peer) { return 2 * (peer + 1) + 1; }
+uint64_t link_tag(size_t link, size_t index) { return kLinkTag + (link << 8) + index; }
 size_t tagged_peer(uint64_t tag) { return tag / 2 - 1; }
+
+void nap(uint64_t nanoseconds) {
+  if (nanoseconds < kShortestNapNs) return;
+  const timespec length = {0, static_cast<long>(std::min(nanoseconds, kLongestNapNs))};
+  ::nanosleep(&length, nullptr);
+}
 
 }  // namespace
 
@@ -83,8 +100,7 @@ int Transport::make_shm_slots(int peer, const std::vector<size_t>& channels) {
   for (const size_t index : channels) geometry.push_back(incoming_.at(index).geometry);
   auto block = ShmBlock::create(geometry);
   for (size_t i = 0; i < channels.size(); ++i) {
-    incoming_[channels[i]].peer = peer;
-    incoming_[channels[i]].receiver = std::make_unique<ShmReceiver>(block, i, find_peer(peer));
+    set_receiver(channels[i], peer, std::make_unique<ShmReceiver>(block, i, find_peer(peer)));
   }
   return block->fd();
 }
@@ -94,10 +110,34 @@ void Transport::use_shm_slots(int peer, const std::vector<size_t>& channels, Uni
   for (const size_t index : channels) geometry.push_back(outgoing_geometry_.at(index));
   auto block = ShmBlock::adopt(std::move(fd), geometry);
   for (size_t i = 0; i < channels.size(); ++i) {
-    auto sender = std::make_unique<ShmSender>(block, i, find_peer(peer));
-    outgoing_[channels[i]] =
-        std::make_unique<Outgoing>(geometry[i], peer, std::move(sender), settings_.max_pending);
+    set_sender(channels[i], peer, std::make_unique<ShmSender>(block, i, find_peer(peer)));
   }
+}
+
+void Transport::set_receiver(size_t channel, int peer, std::unique_ptr<Receiver> receiver) {
+  if (receiver->settles()) settling_.push_back(receiver.get());
+  incoming_.at(channel).peer = peer;
+  incoming_[channel].receiver = std::move(receiver);
+}
+
+void Transport::set_sender(size_t channel, int peer, std::unique_ptr<Sender> sender) {
+  outgoing_.at(channel) = std::make_unique<Outgoing>(outgoing_geometry_[channel], peer,
+                                                     std::move(sender), settings_.max_pending);
+}
+
+void Transport::add_tcp_link(int peer, const std::vector<size_t>& incoming,
+                             const std::vector<size_t>& outgoing, std::vector<UniqueFd> sockets) {
+  auto link = std::make_shared<TcpLink>(find_peer(peer), &bell_, std::move(sockets));
+  for (const size_t index : incoming) {
+    incoming_.at(index).peer = peer;
+    incoming_[index].receiver = link->add_receiver(incoming_[index].geometry);
+  }
+  for (const size_t index : outgoing) {
+    const Geometry& geometry = outgoing_geometry_.at(index);
+    outgoing_[index] = std::make_unique<Outgoing>(geometry, peer, link->add_sender(geometry),
+                                                  settings_.max_pending);
+  }
+  links_.emplace_back(peer, std::move(link));
 }
 
 int Transport::make_board(uint32_t members, uint32_t counters, const std::vector<int>& followers) {
@@ -106,7 +146,8 @@ int Transport::make_board(uint32_t members, uint32_t counters, const std::vector
   return board_->fd();
 }
 
-void Transport::use_board(UniqueFd fd, uint32_t index, uint32_t members, uint32_t counters, int leader) {
+void Transport::use_board(UniqueFd fd, uint32_t index, uint32_t members, uint32_t counters,
+                          int leader) {
   board_ = Board::adopt(std::move(fd), index, members, counters);
   board_->connect(find_peer(leader));
 }
@@ -118,19 +159,28 @@ void Transport::start() {
   for (const Incoming& channel : incoming_) {
     if (!channel.receiver) throw Error(Fault::kSetup, "an incoming channel has no kind");
   }
+  for (size_t i = 0; i < links_.size(); ++i) {
+    const std::vector<int>& descriptors = links_[i].second->descriptors();
+    for (size_t j = 0; j < descriptors.size(); ++j) {
+      watch(descriptors[j], link_tag(i, j), EPOLLIN | EPOLLOUT | EPOLLET);
+    }
+  }
   thread_ = std::make_unique<std::thread>([this] { run(); });
 }
 
-// ---- hot calls ------------------------------------------------------------------------------------------------
+// ---- hot calls
+// ------------------------------------------------------------------------------------------------
 
 void Transport::check() {
   if (fork_guard_.forked()) {
-    throw Error(Fault::kForked, "rank " + std::to_string(settings_.rank) +
-                                    ": this transport was opened by the parent process; a forked child must not "
-                                    "use it (open one of its own)");
+    throw Error(Fault::kForked,
+                "rank " + std::to_string(settings_.rank) +
+                    ": this transport was opened by the parent process; a forked child must not "
+                    "use it (open one of its own)");
   }
   if (closed_) {
-    throw Error(Fault::kUnavailable, "rank " + std::to_string(settings_.rank) + ": the transport is closed");
+    throw Error(Fault::kUnavailable,
+                "rank " + std::to_string(settings_.rank) + ": the transport is closed");
   }
   // Acquire: pairs with the release in fail(), which makes failure_ visible.
   if (failed_.load(std::memory_order_acquire)) throw *failure_;
@@ -144,7 +194,7 @@ Outgoing::Put Transport::put(size_t channel, const Parcel& parcel) {
     sealed.header.sent_ns = monotonic_ns();
     if (settings_.checksum) {
       sealed.header.has_payload_crc = 1;
-      sealed.header.payload_crc = crc32c(parcel.data, parcel.header.bytes);
+      sealed.header.payload_crc = out.checksum(sealed);
     }
     Outgoing::Put result = out.put(sealed);
     while (result == Outgoing::Put::kFull) {
@@ -164,9 +214,9 @@ void Transport::wait_for_room(size_t channel) {
   while (out.pending() == settings_.max_pending) {
     check();
     if (monotonic_ns() > deadline) {
-      throw Error(Fault::kTimeout, "rank " + std::to_string(settings_.rank) + ": " +
-                                       std::to_string(out.pending()) + " puts wait for credit on " +
-                                       out.geometry().text() + "; rank " + std::to_string(out.peer()) +
+      throw Error(Fault::kTimeout, std::to_string(out.pending()) + " puts wait for credit on " +
+                                       out.geometry().text() + "; rank " +
+                                       std::to_string(out.peer()) +
                                        " is alive but takes nothing (--dpp-timeout)");
     }
     const timespec nap = {0, static_cast<long>(kRoomNapNs)};
@@ -215,10 +265,9 @@ const Header& Transport::head(size_t index, uint64_t& arrived_ns) {
     channel.header = channel.receiver->header(channel.taken + 1);
     const std::string fault = header_fault(channel.header, channel.geometry, channel.taken + 1);
     if (!fault.empty()) {
-      fail_and_throw(Error(Fault::kProtocol, "rank " + std::to_string(settings_.rank) + ": " +
-                                                 find_peer(channel.peer)->description() +
-                                                 " sent a broken header on " + channel.geometry.text() + ": " +
-                                                 fault + "; it is not listened to any longer"));
+      break_off(Fault::kProtocol, find_peer(channel.peer)->description() +
+                                      " sent a broken header on " + channel.geometry.text() + ": " +
+                                      fault + "; it is not listened to any longer");
     }
     channel.has_header = true;
   }
@@ -233,12 +282,14 @@ void Transport::take(size_t index, void* to, uint64_t bytes, uintptr_t stream) {
   }
   const uint64_t sequence = channel.taken + 1;
   channel.receiver->copy_out(sequence, to, bytes, stream);
-  if (channel.header.has_payload_crc && crc32c(to, bytes) != channel.header.payload_crc) {
-    fail_and_throw(Error(Fault::kProtocol, "rank " + std::to_string(settings_.rank) + ": payload checksum of microbatch " +
-                                               std::to_string(channel.header.microbatch) + " on " +
-                                               channel.geometry.text() + " is wrong"));
+  if (channel.header.has_payload_crc &&
+      channel.receiver->checksum(to, bytes, stream) != channel.header.payload_crc) {
+    break_off(Fault::kProtocol, "payload checksum of microbatch " +
+                                    std::to_string(channel.header.microbatch) + " on " +
+                                    channel.geometry.text() + " is wrong");
   }
   channel.receiver->release(sequence);
+  if (channel.receiver->settles()) kick();
   channel.taken = sequence;
   channel.has_header = false;
 }
@@ -257,7 +308,8 @@ bool Transport::wait(uint64_t nanoseconds) {
   return rung;
 }
 
-// ---- board ----------------------------------------------------------------------------------------------------
+// ---- board
+// ----------------------------------------------------------------------------------------------------
 
 void Transport::board_post(const uint64_t* counters) {
   check();
@@ -275,9 +327,9 @@ void Transport::board_append(uint64_t word) {
   while (!board_->append(word)) {
     check();
     if (monotonic_ns() > deadline) {
-      fail_and_throw(Error(Fault::kTimeout, "rank " + std::to_string(settings_.rank) +
-                                                ": a member of the stage's board has not read the last " +
-                                                std::to_string(Board::kWords) + " words; it is alive (--dpp-timeout)"));
+      break_off(Fault::kTimeout, "a member of the stage's board has not read the last " +
+                                     std::to_string(Board::kWords) +
+                                     " words; it is alive (--dpp-timeout)");
     }
     const timespec nap = {0, static_cast<long>(kRoomNapNs)};
     ::nanosleep(&nap, nullptr);
@@ -289,11 +341,23 @@ bool Transport::board_next(uint64_t& word) {
   return board_->next(word);
 }
 
-// ---- failures and closing -------------------------------------------------------------------------------------
+// ---- failures and closing
+// -------------------------------------------------------------------------------------
 
 bool Transport::departed(int rank) const { return find_peer(rank)->departed(); }
 
-void Transport::fail(const Error& error, int reporter) {
+std::string Transport::prefixed(const std::string& text) const {
+  return "rank " + std::to_string(settings_.rank) + ": " + text;
+}
+
+void Transport::fail(Fault fault, const std::string& text) {
+  std::string body(1, static_cast<char>(fault));
+  body += text.substr(0, Peer::kMaxNote - 64) + " (reported by rank " +
+          std::to_string(settings_.rank) + ")";
+  fail(Error(fault, prefixed(text)), body);
+}
+
+void Transport::fail(const Error& error, std::string_view body) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failure_) return;
@@ -301,30 +365,34 @@ void Transport::fail(const Error& error, int reporter) {
     failed_.store(true, std::memory_order_release);
   }
   bell_.ring();
-  // Ranks that are not linked to the culprit learn of it from us; the text keeps the first reporter.
-  std::string body(1, static_cast<char>(error.fault()));
-  body += std::string(error.what()).substr(0, Peer::kMaxNote - 64);
-  if (reporter == settings_.rank) body += " (reported by rank " + std::to_string(reporter) + ")";
+  // Ranks that are not linked to the culprit learn of it from us.
   for (const auto& peer : peers_) {
     if (!peer->departed()) peer->send_note(Peer::Note::kFailed, body);
   }
 }
 
+// A failure of the caller's thread. What check() threw is known already.
 void Transport::fail_and_throw(const Error& error) {
-  if (error.fault() != Fault::kForked && error.fault() != Fault::kUnavailable) fail(error, settings_.rank);
-  throw error;
+  if (failed_.load(std::memory_order_acquire)) throw *failure_;
+  break_off(error.fault(), error.what());
+}
+
+void Transport::break_off(Fault fault, const std::string& text) {
+  fail(fault, text);
+  throw *failure_;
 }
 
 void Transport::abort(const std::string& reason) {
   if (closed_ || fork_guard_.forked()) return;
-  fail(Error(Fault::kPeerDead, "rank " + std::to_string(settings_.rank) + " gave up: " + reason), settings_.rank);
+  fail(Fault::kPeerDead, "rank " + std::to_string(settings_.rank) + " gave up: " + reason);
 }
 
 void Transport::close() {
   if (closed_) return;
   closed_ = true;
   if (fork_guard_.forked()) {
-    // The thread and the connections are the parent's. Our copies of descriptors close with this object.
+    // The thread and the connections are the parent's. Our copies of descriptors close with this
+    // object.
     static_cast<void>(thread_.release());
     return;
   }
@@ -337,12 +405,17 @@ void Transport::close() {
     pollfd writable = {peer->socket(), POLLOUT, 0};
     if (peer->has_unsent() && ::poll(&writable, 1, kByeMs) > 0) peer->flush();
   }
+  settling_.clear();
+  outgoing_.clear();
+  outgoing_.clear();
   incoming_.clear();
+  links_.clear();
   board_.reset();
   peers_.clear();
 }
 
-// ---- progress thread ------------------------------------------------------------------------------------------
+// ---- progress thread
+// ------------------------------------------------------------------------------------------
 
 void Transport::kick() {
   const uint64_t one = 1;
@@ -355,10 +428,9 @@ void Transport::run() {
   try {
     progress();
   } catch (const Error& error) {
-    fail(Error(error.fault(), "rank " + std::to_string(settings_.rank) + ": " + error.what()), settings_.rank);
+    fail(error.fault(), error.what());
   } catch (const std::exception& error) {
-    fail(Error(Fault::kSetup, "rank " + std::to_string(settings_.rank) + ": progress thread: " + error.what()),
-         settings_.rank);
+    fail(Fault::kSetup, std::string("progress thread: ") + error.what());
   }
 }
 
@@ -367,51 +439,80 @@ void Transport::progress() {
   uint32_t rounds = 0;
   while (!stop_.load(std::memory_order_acquire)) {
     const bool active = advance_all() == Step::kPoll;
-    if (active && ++rounds > 100) std::this_thread::sleep_for(std::chrono::microseconds(20));
-    if (!active) rounds = 0;
-    const int count = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), active ? 0 : -1);
-    for (int i = 0; i < count; ++i) handle(events[i].data.u64, events[i].events);
+    rounds = active ? rounds + 1 : 0;
+    if (rounds > kEagerRounds) std::this_thread::sleep_for(kPollNap);
+    const int patience = active ? 0 : flush_notes() ? kNotesMs : -1;
+    const int count =
+        ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), patience);
+    for (int i = 0; i < count; ++i) handle(events[i].data.u64);
   }
 }
 
 Step Transport::advance_all() {
   bool progressed = false;
   Step all = Step::kDone;
-  for (const auto& channel : outgoing_) {
-    const Step step = channel->advance(progressed);
+  const auto add = [&all](Step step) {
     if (step == Step::kPoll || all == Step::kDone) all = step;
-  }
+  };
+  for (const auto& channel : outgoing_) add(channel->advance(progressed));
+  for (const Incoming& channel : incoming_) add(channel.receiver->settle());
   if (progressed) bell_.ring();  // flush() sleeps on it
   return all;
 }
 
-void Transport::handle(uint64_t tag, uint32_t) {
+// True while a note waits for room in a socket.
+bool Transport::flush_notes() {
+  bool unsent = false;
+  for (const auto& peer : peers_) {
+    peer->flush();
+    unsent = unsent || peer->has_unsent();
+  }
+  return unsent;
+}
+
+void Transport::handle(uint64_t tag) {
   if (tag == kKickTag) {
     uint64_t count = 0;
     static_cast<void>(!::read(kick_.get(), &count, sizeof(count)));
     return;
   }
+  if (tag >= kLinkTag) return handle_link(tag - kLinkTag);
   Peer& peer = *peers_[tagged_peer(tag)];
   read_notes(peer);
   if (tag == pidfd_tag(tagged_peer(tag))) {
     ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.pidfd(), nullptr);
     // What it said before it ended has just been read: a clean goodbye is not a death.
-    if (!peer.departed()) throw Error(Fault::kPeerDead, peer.description() + " died: its process ended");
+    if (!peer.departed())
+      throw Error(Fault::kPeerDead, peer.description() + " died: its process ended");
+  }
+}
+
+void Transport::handle_link(uint64_t tag) {
+  Link& link = *links_[tag >> 8].second;
+  const size_t index = tag & 0xff;
+  if (!link.on_ready(index)) {
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link.descriptors()[index], nullptr);
   }
 }
 
 void Transport::read_notes(Peer& peer) {
-  const bool open = peer.receive([&](Peer::Note note, std::string_view body) { on_note(peer, note, body); });
+  const bool open =
+      peer.receive([&](Peer::Note note, std::string_view body) { on_note(peer, note, body); });
   if (!open) ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.socket(), nullptr);
 }
 
 void Transport::on_note(const Peer& peer, Peer::Note note, std::string_view body) {
   if (note == Peer::Note::kBye) bell_.ring();
+  if (note == Peer::Note::kCredit && !body.empty()) {
+    for (const auto& [rank, link] : links_) {
+      if (rank == peer.rank()) link->on_credit(body);
+    }
+  }
   if (note != Peer::Note::kFailed || body.empty()) return;
   const auto fault = static_cast<Fault>(body[0]);
-  const std::string text = "rank " + std::to_string(settings_.rank) + ": " + std::string(body.substr(1));
+  const std::string text(body.substr(1));
   const bool known = fault > Fault::kNone && fault < Fault::kForked;
-  fail(Error(known ? fault : Fault::kPeerDead, text), peer.rank());
+  fail(Error(known ? fault : Fault::kPeerDead, prefixed(text)), body);
 }
 
 }  // namespace dpp

@@ -1,8 +1,9 @@
 // All channels of one rank: order, pending puts, waking, failures. Knows neither Python nor torch.
 //
-// Threads: one caller's thread (put, poll, head, take, wait, pending) and one owned progress thread, which sends what
-// could not be sent at once, watches the peers' lives and reads their notes. Set-up calls throw dpp::Error. The first
-// failure, wherever it happens, is stored and thrown by every later call but close().
+// Threads: one caller's thread (put, poll, head, take, wait, pending) and one owned progress
+// thread, which sends what could not be sent at once, watches the peers' lives and reads their
+// notes. Set-up calls throw dpp::Error. The first failure, wherever it happens, is stored and
+// thrown by every later call but close().
 #pragma once
 
 #include <atomic>
@@ -33,7 +34,8 @@ struct Settings {
 
 class Transport {
  public:
-  Transport(const Settings& settings, std::vector<Geometry> incoming, std::vector<Geometry> outgoing);
+  Transport(const Settings& settings, std::vector<Geometry> incoming,
+            std::vector<Geometry> outgoing);
   Transport(const Transport&) = delete;
   Transport& operator=(const Transport&) = delete;
   ~Transport();
@@ -41,16 +43,26 @@ class Transport {
   // Set-up, before start(). Channels are named by their index in the vectors given above.
   int bell_fd() const { return bell_.fd(); }
   void add_peer(int rank, std::string description, UniqueFd socket, UniqueFd pidfd, UniqueFd bell);
-  // Makes the slots of channels that come from one peer; the descriptor (not owned) is for that peer.
+  // Makes the slots of channels that come from one peer; the descriptor (not owned) is for that
+  // peer.
   int make_shm_slots(int peer, const std::vector<size_t>& channels);
   void use_shm_slots(int peer, const std::vector<size_t>& channels, UniqueFd fd);
+  // For kinds with a set-up of their own.
+  void set_receiver(size_t channel, int peer, std::unique_ptr<Receiver> receiver);
+  void set_sender(size_t channel, int peer, std::unique_ptr<Sender> sender);
+  const Geometry& incoming(size_t channel) const { return incoming_.at(channel).geometry; }
+  const Geometry& outgoing(size_t channel) const { return outgoing_geometry_.at(channel); }
+  std::shared_ptr<Peer> find_peer(int rank) const;
+  // Channels with one peer over authenticated TCP connections, which it owns from here on.
+  void add_tcp_link(int peer, const std::vector<size_t>& incoming,
+                    const std::vector<size_t>& outgoing, std::vector<UniqueFd> sockets);
   int make_board(uint32_t members, uint32_t counters, const std::vector<int>& followers);
   void use_board(UniqueFd fd, uint32_t index, uint32_t members, uint32_t counters, int leader);
   void start();
 
   // Hot calls, caller's thread only.
   Outgoing::Put put(size_t channel, const Parcel& parcel);
-  uint64_t done(size_t channel) const { return outgoing_[channel]->done(); }
+  uint64_t done(size_t channel) const { return outgoing_.at(channel)->done(); }
   uint64_t pending() const;
   void poll(uint64_t* arrived);
   const Header& head(size_t channel, uint64_t& arrived_ns);
@@ -65,9 +77,9 @@ class Transport {
   const Board* board() const { return board_.get(); }
 
   bool departed(int peer) const;
-  void check();               // throws what went wrong
+  void check();                           // throws what went wrong
   void abort(const std::string& reason);  // tells the peers that this rank gives up
-  void close();               // idempotent, bounded
+  void close();                           // idempotent, bounded
 
  private:
   struct Incoming {
@@ -77,21 +89,24 @@ class Transport {
     uint64_t seen = 0;
     uint64_t taken = 0;
     bool has_header = false;
-    Header header;                    // of message taken + 1, when has_header
+    Header header;                     // of message taken + 1, when has_header
     std::vector<uint64_t> arrived_ns;  // by slot
   };
 
-  std::shared_ptr<Peer> find_peer(int rank) const;
   void watch(int fd, uint64_t tag, uint32_t events);
-  void fail(const Error& error, int reporter);
+  std::string prefixed(const std::string& text) const;
+  // Stores the first failure and tells the peers. `body`: what a peer reported, passed on as it is.
+  void fail(Fault fault, const std::string& text);
+  void fail(const Error& error, std::string_view body);
   [[noreturn]] void fail_and_throw(const Error& error);
+  [[noreturn]] void break_off(Fault fault, const std::string& text);
   void wait_for_room(size_t channel);
   Incoming& arrived_channel(size_t channel);
 
   // Progress thread.
   void run();
   void progress();
-  Step advance_all();
+  Step advance_all(bool& progressed);
   void handle(uint64_t tag, uint32_t events);
   void read_notes(Peer& peer);
   void on_note(const Peer& peer, Peer::Note note, std::string_view body);
@@ -104,8 +119,10 @@ class Transport {
   UniqueFd epoll_;
   UniqueFd kick_;
   std::vector<std::shared_ptr<Peer>> peers_;
+  std::vector<std::pair<int, std::shared_ptr<Link>>> links_;  // by peer
   std::vector<Geometry> outgoing_geometry_;
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
+  std::vector<Receiver*> settling_;  // of incoming_, for the progress thread
   std::unique_ptr<Board> board_;
 
   // Caller's thread only.

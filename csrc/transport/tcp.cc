@@ -1,0 +1,265 @@
+#include "transport/tcp.h"
+
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+
+#include "base/copy.h"
+#include "base/error.h"
+
+namespace dpp {
+
+namespace {
+
+struct CreditNote {
+  uint32_t channel;
+  uint32_t reserved;
+  uint64_t released;
+};
+
+size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+}  // namespace
+
+// ---- sender
+// ---------------------------------------------------------------------------------------------------
+
+bool TcpSender::has_credit() {
+  return begun_.load(std::memory_order_relaxed) - released_.load(std::memory_order_acquire) <
+         unwritten_.size();
+}
+
+void TcpSender::begin(Parcel& parcel) {
+  const uint64_t begun = begun_.load(std::memory_order_relaxed);
+  begun_.store(begun + 1, std::memory_order_release);
+  link_->send(channel_, parcel, unwritten_[begun % unwritten_.size()]);
+}
+
+Step TcpSender::finished() {
+  // Acquire: the kernel has read the payload before the caller may free it.
+  if (unwritten_[finished_ % unwritten_.size()].load(std::memory_order_acquire) != 0)
+    return Step::kAgain;
+  ++finished_;
+  return Step::kDone;
+}
+
+// ---- receiver
+// -------------------------------------------------------------------------------------------------
+
+TcpReceiver::TcpReceiver(std::shared_ptr<TcpLink> link, uint32_t channel, const Geometry& geometry)
+    : link_(std::move(link)),
+      channel_(channel),
+      geometry_(geometry),
+      stride_(round_up(geometry.slot_bytes, 64)),
+      memory_(SharedMemory::create("dpp-tcp-slots",
+                                   round_up(std::max<size_t>(1, stride_ * geometry.depth), 4096))),
+      slots_(geometry.depth) {}
+
+std::byte* TcpReceiver::payload(uint64_t sequence) {
+  return memory_.mapping.data() + (sequence - 1) % slots_.size() * stride_;
+}
+
+void TcpReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t) {
+  copy_bytes(to, payload(sequence), bytes);
+}
+
+void TcpReceiver::release(uint64_t sequence) {
+  released_.store(sequence, std::memory_order_release);
+  const CreditNote note = {channel_, 0, sequence};
+  link_->peer_->send_note(Peer::Note::kCredit,
+                          std::string_view(reinterpret_cast<const char*>(&note), sizeof(note)));
+}
+
+std::byte* TcpReceiver::accept(const TcpFrame& frame) {
+  const uint64_t sequence = frame.header.sequence;
+  const uint64_t released = released_.load(std::memory_order_acquire);
+  if (sequence <= arrived_.load(std::memory_order_relaxed) ||
+      sequence > released + geometry_.depth) {
+    link_->refuse("message " + std::to_string(sequence) + " without credit on " + geometry_.text());
+  }
+  Slot& target = slot(sequence);
+  if (target.sequence != sequence) {
+    const std::string fault = header_fault(frame.header, geometry_, sequence);
+    if (!fault.empty()) link_->refuse("a broken header on " + geometry_.text() + ": " + fault);
+    target = Slot{frame.header, sequence, 0, 0};
+  } else if (std::memcmp(&target.header, &frame.header, sizeof(Header)) != 0) {
+    link_->refuse("two headers for one message on " + geometry_.text());
+  }
+  const uint64_t bytes = target.header.bytes;
+  if (frame.offset > bytes || frame.length > bytes - frame.offset ||
+      frame.length > bytes - target.announced) {
+    link_->refuse("a segment outside its message on " + geometry_.text());
+  }
+  target.announced += frame.length;
+  return payload(sequence) + frame.offset;
+}
+
+bool TcpReceiver::receive(uint64_t sequence, uint64_t bytes) {
+  slot(sequence).received += bytes;
+  const uint64_t before = arrived_.load(std::memory_order_relaxed);
+  uint64_t arrived = before;
+  // Stripes may finish out of order; messages arrive in order.
+  while (slot(arrived + 1).sequence == arrived + 1 &&
+         slot(arrived + 1).received == slot(arrived + 1).header.bytes) {
+    ++arrived;
+    if (arrived - before == slots_.size()) break;
+  }
+  // Release: the caller's thread that sees the count sees the header and the payload.
+  if (arrived != before) arrived_.store(arrived, std::memory_order_release);
+  return arrived != before;
+}
+
+// ---- link
+// -----------------------------------------------------------------------------------------------------
+
+TcpLink::TcpLink(std::shared_ptr<Peer> peer, Bell* bell, std::vector<UniqueFd> sockets)
+    : peer_(std::move(peer)), bell_(bell), connections_(sockets.size()) {
+  for (size_t i = 0; i < sockets.size(); ++i) {
+    const int flags = ::fcntl(sockets[i].get(), F_GETFL);
+    if (flags < 0 || ::fcntl(sockets[i].get(), F_SETFL, flags | O_NONBLOCK) != 0) {
+      throw Error(Fault::kSetup, with_errno("setting a connection to " + peer_->description()));
+    }
+    descriptors_.push_back(sockets[i].get());
+    connections_[i].socket = std::move(sockets[i]);
+  }
+}
+
+std::unique_ptr<Sender> TcpLink::add_sender(const Geometry& geometry) {
+  auto sender = std::make_unique<TcpSender>(shared_from_this(),
+                                            static_cast<uint32_t>(senders_.size()), geometry);
+  senders_.push_back(sender.get());
+  return sender;
+}
+
+std::unique_ptr<Receiver> TcpLink::add_receiver(const Geometry& geometry) {
+  auto receiver = std::make_unique<TcpReceiver>(shared_from_this(),
+                                                static_cast<uint32_t>(receivers_.size()), geometry);
+  receivers_.push_back(receiver.get());
+  return receiver;
+}
+
+void TcpLink::refuse(const std::string& why) const {
+  throw Error(Fault::kProtocol,
+              peer_->description() + " sent " + why + "; it is not listened to any longer");
+}
+
+void TcpLink::send(uint32_t channel, const Parcel& parcel, std::atomic<uint32_t>& unwritten) {
+  const uint64_t bytes = parcel.header.bytes;
+  const uint64_t parts = bytes >= kStripeBytes ? connections_.size() : 1;
+  const uint64_t stripe = parts == 1 ? bytes : round_up((bytes + parts - 1) / parts, 4096);
+  const auto* data = static_cast<const std::byte*>(parcel.data);
+  unwritten.store(static_cast<uint32_t>(parts), std::memory_order_relaxed);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (uint64_t part = 0; part < parts; ++part) {
+    TcpFrame frame;
+    frame.header = parcel.header;
+    frame.channel = channel;
+    frame.offset = std::min(bytes, part * stripe);
+    frame.length = std::min(stripe, bytes - frame.offset);
+    Connection& connection = connections_[part];
+    connection.queue.push_back(Segment{frame, data + frame.offset, 0, &unwritten});
+    if (connection.queue.size() == 1) pump(connection);
+  }
+}
+
+void TcpLink::pump(Connection& connection) {
+  while (!connection.queue.empty()) {
+    Segment& segment = connection.queue.front();
+    const uint64_t total = sizeof(TcpFrame) + segment.frame.length;
+    iovec pieces[2];
+    int count = 0;
+    if (segment.sent < sizeof(TcpFrame)) {
+      pieces[count++] = {reinterpret_cast<char*>(&segment.frame) + segment.sent,
+                         sizeof(TcpFrame) - segment.sent};
+    }
+    const uint64_t skip = segment.sent < sizeof(TcpFrame) ? 0 : segment.sent - sizeof(TcpFrame);
+    if (skip < segment.frame.length) {
+      pieces[count++] = {const_cast<std::byte*>(segment.payload) + skip,
+                         segment.frame.length - skip};
+    }
+    msghdr message = {};
+    message.msg_iov = pieces;
+    message.msg_iovlen = static_cast<size_t>(count);
+    const ssize_t sent = ::sendmsg(connection.socket.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0 && errno == EINTR) continue;
+    // EAGAIN: the edge of EPOLLOUT wakes the progress thread. Any other error is reported where we
+    // read.
+    if (sent < 0) return;
+    segment.sent += static_cast<uint64_t>(sent);
+    if (segment.sent < total) continue;
+    segment.unwritten->fetch_sub(1, std::memory_order_release);
+    connection.queue.pop_front();
+  }
+}
+
+bool TcpLink::on_ready(size_t index) {
+  Connection& connection = connections_[index];
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    pump(connection);
+  }
+  return receive(connection);
+}
+
+bool TcpLink::receive(Connection& connection) {
+  while (true) {
+    uint64_t got = 0;
+    if (connection.payload == nullptr) {
+      auto* frame = reinterpret_cast<std::byte*>(&connection.frame);
+      if (!receive_some(connection, frame + connection.frame_bytes,
+                        sizeof(TcpFrame) - connection.frame_bytes, got)) {
+        return connection.open;
+      }
+      connection.frame_bytes += got;
+      if (connection.frame_bytes < sizeof(TcpFrame)) continue;
+      if (connection.frame.channel >= receivers_.size()) refuse("a frame of an unknown channel");
+      connection.payload = receivers_[connection.frame.channel]->accept(connection.frame);
+      connection.left = connection.frame.length;
+    } else {
+      if (!receive_some(connection, connection.payload, connection.left, got))
+        return connection.open;
+      connection.payload += got;
+      connection.left -= got;
+    }
+    if (connection.left != 0) continue;
+    TcpReceiver& receiver = *receivers_[connection.frame.channel];
+    if (receiver.receive(connection.frame.header.sequence, connection.frame.length)) bell_->ring();
+    connection.payload = nullptr;
+    connection.frame_bytes = 0;
+  }
+}
+
+// False when nothing more is there now, or ever (connection.open is false then).
+bool TcpLink::receive_some(Connection& connection, std::byte* to, uint64_t bytes, uint64_t& got) {
+  while (true) {
+    const ssize_t result = ::recv(connection.socket.get(), to, bytes, MSG_DONTWAIT);
+    if (result > 0) {
+      got = static_cast<uint64_t>(result);
+      return true;
+    }
+    if (result < 0 && errno == EINTR) continue;
+    if (result < 0 && errno == EAGAIN) return false;
+    connection.open = false;
+    // An orderly end is judged by the control connection, which says whether the peer took its
+    // leave.
+    if (result == 0 || peer_->departed()) return false;
+    throw Error(Fault::kPeerDead,
+                peer_->description() + " died: " + with_errno("reading a data connection"));
+  }
+}
+
+void TcpLink::on_credit(std::string_view body) {
+  CreditNote note = {};
+  if (body.size() != sizeof(note))
+    refuse("a credit note of " + std::to_string(body.size()) + " bytes");
+  std::memcpy(&note, body.data(), sizeof(note));
+  if (note.channel >= senders_.size()) refuse("credit for an unknown channel");
+  TcpSender& sender = *senders_[note.channel];
+  if (note.released > sender.begun_.load(std::memory_order_acquire))
+    refuse("credit for messages never sent");
+  sender.released_.store(note.released, std::memory_order_release);
+}
+
+}  // namespace dpp
