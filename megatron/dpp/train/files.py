@@ -21,8 +21,13 @@ def check_files(args: argparse.Namespace) -> None:
     Raises:
         DataError: the first of them, and what is wrong with it.
     """
+    from megatron.dpp.train.checkpoint_files import check_whole
+    from megatron.dpp.train.checkpointing import find_start
     from megatron.dpp.train.configs import blends
 
+    found = find_start(args)
+    if found is not None:
+        check_whole(found, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     if not args.mock_data:
         blend, per_split = blends(args)
         for prefixes, _ in [each for each in [blend, *(per_split or [])] if each]:

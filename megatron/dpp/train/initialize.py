@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,12 +63,18 @@ class Run:
     def say(self, text: str) -> None:
         """Print on rank 0."""
         if self.is_first:
-            print(text, flush=True)
+            _print_line(text)
 
     def say_last(self, text: str) -> None:
         """Print on the last rank."""
         if self.is_last:
-            print(text, flush=True)
+            _print_line(text)
+
+
+def _print_line(text: str) -> None:
+    """In one write, so that two ranks' lines do not run into each other."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def choose_device(args: Args) -> None:
@@ -116,6 +123,7 @@ def initialize(
             when None.
     """
     from megatron.core import num_microbatches_calculator, parallel_state
+    from megatron.core.safe_globals import register_safe_globals
     from megatron.core.timers import Timers
 
     cpu_support = None
@@ -141,6 +149,7 @@ def initialize(
         **groups,
     )
     set_seeds(args)
+    register_safe_globals()
     num_microbatches_calculator.init_num_microbatches_calculator(
         rank,
         args.rampup_batch_size,

@@ -18,6 +18,7 @@ from megatron.core import num_microbatches_calculator as microbatches
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 
+from megatron.dpp.train.checkpointing import Checkpointer
 from megatron.dpp.train.data import Iterators
 from megatron.dpp.train.exits import ExitConditions
 from megatron.dpp.train.flops import flops_per_iteration
@@ -30,10 +31,7 @@ from megatron.dpp.train.norms import parameters_norm
 
 @dataclass
 class Trainer:
-    """A run that is ready to go.
-
-    ``save`` writes a checkpoint of the present state; it is called where Megatron-LM saves.
-    """
+    """A run that is ready to go."""
 
     run: Run
     trainee: Trainee
@@ -43,7 +41,7 @@ class Trainer:
     writers: Writers
     metrics: MetricsFile
     exits: ExitConditions
-    save: Callable[[], None]
+    checkpointer: Checkpointer
 
     def train(self) -> None:
         """Run until ``--train-iters`` or an exit condition. A last checkpoint is saved when one is
@@ -57,6 +55,7 @@ class Trainer:
         if args.manual_gc:
             gc.disable()
         while run.iteration < args.train_iters:
+            self.checkpointer.poll()
             self._set_batch_size()
             if run.iteration in (args.iterations_to_skip or ()):
                 self._skip_batch()
@@ -72,6 +71,8 @@ class Trainer:
             if self._after_step(hooks):
                 break
         hooks.off()
+        if args.save and run.iteration and self.checkpointer.last_saved != run.iteration:
+            self.checkpointer.save()
 
     def _connect(self) -> None:
         """Megatron-LM's settings of the schedule's hooks."""
@@ -99,7 +100,7 @@ class Trainer:
         before = microbatches.get_num_microbatches()
         microbatches.update_num_microbatches(run.consumed_train_samples, consistency_check=False)
         if microbatches.get_num_microbatches() != before and run.iteration and run.args.save:
-            self.save()
+            self.checkpointer.save()
         microbatches.update_num_microbatches(run.consumed_train_samples, verbose=True)
 
     def _batch_size(self) -> int:
@@ -220,7 +221,7 @@ class Trainer:
         if due or (reason and args.save):
             run.timers("interval-time").stop()
             hooks.off()
-            self.save()
+            self.checkpointer.save()
             hooks.on_again()
             run.timers("interval-time", log_level=0).start(barrier=True)
         if reason:

@@ -74,6 +74,7 @@ def pretrain(args: Args, task_name: str, rank: int, tokenizer: Any) -> None:
 
 
 def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
+    from megatron.dpp.train.checkpointing import Checkpointer
     from megatron.dpp.train.configs import transformer_config
     from megatron.dpp.train.data import build_iterators
     from megatron.dpp.train.exits import ExitConditions
@@ -86,6 +87,8 @@ def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
     set_train_iters(args)
     config = transformer_config(args)
     trainee = build_trainee(run, config, task.build_chunk)
+    checkpointer = stack.enter_context(contextlib.closing(Checkpointer(run, trainee)))
+    checkpointer.load()
     iterators = build_iterators(run, len(trainee.chunks), task.datasets)
     metrics = stack.enter_context(MetricsFile(args.metrics_file if run.is_last else None))
     trainer = Trainer(
@@ -97,7 +100,7 @@ def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
         writers=stack.enter_context(contextlib.closing(Writers(run))),
         metrics=metrics,
         exits=stack.enter_context(ExitConditions(run)),
-        save=lambda: None,
+        checkpointer=checkpointer,
     )
     run.say("training ..." if not args.skip_train else "skipping training (--skip-train is on) ...")
     if not args.skip_train:
@@ -119,25 +122,61 @@ def _task(name: str) -> Any:
 
 @contextlib.contextmanager
 def _schedule(run: Any) -> Iterator[Callable[..., Any]]:
-    """The dynamic pipeline with ``--use-dpp``, megatron-core's own schedule without."""
-    if not run.args.use_dpp:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
+    """The dynamic pipeline with ``--use-dpp``, megatron-core's own schedules without.
 
-        yield get_forward_backward_func()
-        return
-    from megatron.dpp import DppSchedule
-
+    ``--dpp-inject`` and ``--dpp-transport`` work with both, so that each can be measured alone.
+    With dropout and several stages both draw a task's masks from what the task is, so that their
+    losses are equal; ``--no-dpp-task-rng`` restores Megatron-LM's own order of draws.
+    """
     config = arguments.dpp_config(run.args)
-    with DppSchedule(config, recorder=run.recorder, seed=run.args.seed, log=run.say) as schedule:
-        schedule.iteration = run.iteration
-        yield schedule
+    options = {"recorder": run.recorder, "seed": run.args.seed, "log": run.say}
+    schedule: Any
+    if run.args.use_dpp:
+        from megatron.dpp import DppSchedule
+
+        schedule = DppSchedule(config, **options)
+    else:
+        from megatron.dpp.runtime.static import StaticSchedule
+
+        schedule = StaticSchedule(config, **options)
+
+    def call(**keywords: Any) -> Any:
+        if not keywords["forward_only"]:
+            schedule.iteration = run.iteration  # random states continue after a resume
+        return schedule(**keywords)
+
+    with contextlib.closing(schedule):
+        yield call
 
 
 def _recorder(run: Any) -> Any:
     """Where a trace goes: a file per rank with ``--trace``, nowhere without."""
-    from megatron.dpp.trace import NullRecorder
+    from megatron.core import parallel_state as mpu
 
-    return NullRecorder()
+    from megatron.dpp.trace import NullRecorder, TraceLayout, open_recorder, parse_iterations
+
+    args = run.args
+    if not args.trace:
+        return NullRecorder()
+    layout = TraceLayout(
+        data=mpu.get_data_parallel_rank(),
+        pipeline=mpu.get_pipeline_model_parallel_rank(),
+        tensor=mpu.get_tensor_model_parallel_rank(),
+        data_size=args.data_parallel_size,
+        pipeline_size=args.pipeline_model_parallel_size,
+        tensor_size=args.tensor_model_parallel_size,
+        num_chunks=args.virtual_pipeline_model_parallel_size or 1,
+        schedule="dpp" if args.use_dpp else "pp",
+    )
+    run.say(f"trace: {layout.path(args.trace_dir).parent}")
+    return open_recorder(
+        args.trace_dir,
+        rank=run.rank,
+        layout=layout,
+        device=run.device,
+        iterations=parse_iterations(args.trace_iterations) if args.trace_iterations else None,
+        interval=args.trace_interval,
+    )
 
 
 def _leave(run: Any) -> None:

@@ -1,0 +1,187 @@
+"""Where checkpoints lie, which of them are whole, and how one replaces another at a stroke.
+
+Megatron-LM's form: ``DIR/latest_checkpointed_iteration.txt`` names the newest of
+``DIR/iter_0000010``, ``DIR/iter_0000020``, ... A checkpoint is written as
+``iter_0000020.unfinished`` and renamed when every rank is done; the tracker file is replaced after
+that. So whatever moment a job dies at, the tracker names a whole checkpoint. ``checkpointing``
+fills the directories; nothing here needs a process group.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.dpp.errors import DataError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_UNFINISHED, _REPLACED = ".unfinished", ".replaced"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint on disk. ``release`` marks a model without training state; its iteration counts
+    as 0.
+    """
+
+    path: Path
+    iteration: int
+    release: bool = False
+
+    @property
+    def is_distributed(self) -> bool:
+        """Written by megatron-core's dist_checkpointing (``torch_dist``), not as ``torch``
+        files.
+        """
+        return (self.path / "metadata.json").is_file()
+
+
+def directory(root: str | Path, iteration: int) -> Path:
+    """Directory of a whole checkpoint."""
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def begin(root: str | Path, iteration: int) -> Path:
+    """Make an empty directory to write into; one left by an earlier attempt goes away."""
+    path = directory(root, iteration).with_suffix(_UNFINISHED)
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+def commit(root: str | Path, iteration: int) -> None:
+    """Make the directory from :func:`begin` the newest checkpoint."""
+    final = directory(root, iteration)
+    old = final.with_suffix(_REPLACED)
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    final.with_suffix(_UNFINISHED).rename(final)
+    write_tracker(root, iteration)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_tracker(root: str | Path, iteration: int) -> None:
+    """Replace the tracker file in one step, so that a reader sees the old or the new number."""
+    tracker = Path(root) / TRACKER
+    scratch = tracker.with_suffix(".new")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(str(iteration))
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(tracker)
+
+
+def find(root: str | None, step: int | None = None) -> Found | None:
+    """The checkpoint that a run with ``--load root --ckpt-step step`` starts from; None when there
+    is none.
+
+    Raises:
+        DataError: the tracker file is broken, or names a checkpoint that is not there.
+    """
+    if root is None:
+        return None
+    tracker = Path(root) / TRACKER
+    if step is None:
+        if not tracker.is_file():
+            return None
+        text = tracker.read_text(encoding="utf-8").strip()
+        if text == "release":
+            return Found(Path(root) / "release", 0, release=True)
+        if not text.isdigit():
+            raise DataError(f"{tracker}: holds {text!r}, expected an iteration number")
+        step = int(text)
+    path = directory(root, step)
+    if not path.is_dir():
+        replaced = path.with_suffix(_REPLACED)  # died between the two renames of commit()
+        if replaced.is_dir():
+            return Found(replaced, step)
+        whole = re.compile(r"iter_\d+")
+        there = sorted(p.name for p in Path(root).glob("iter_*") if whole.fullmatch(p.name))
+        raise DataError(f"{path}: no such checkpoint; there are: {', '.join(there) or 'none'}")
+    return Found(path, step)
+
+
+def unfinished(root: str | Path) -> list[Path]:
+    """Directories of checkpoints that were never completed."""
+    return sorted(Path(root).glob(f"iter_*{_UNFINISHED}"))
+
+
+def tidy(root: str | Path) -> list[str]:
+    """Remove what killed saves left behind; a line for each. Only one rank may call this."""
+    lines = []
+    for path in unfinished(root):
+        shutil.rmtree(path, ignore_errors=True)
+        lines.append(f"{path.name}: a save was interrupted here; removed, the one before is used")
+    for path in sorted(Path(root).glob(f"iter_*{_REPLACED}")):
+        final = path.with_suffix("")
+        if final.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.rename(final)
+            lines.append(f"{final.name}: restored; a save that was to replace it was interrupted")
+    return lines
+
+
+def check_whole(found: Found, tensor: int, pipeline: int) -> None:
+    """Refuse a checkpoint that lacks files, or that this layout cannot read.
+
+    Args:
+        tensor, pipeline: this run's parallel sizes; a ``torch`` checkpoint must have the same.
+
+    Raises:
+        DataError: naming the file.
+    """
+    if found.is_distributed:
+        _check_distributed(found.path)
+        return
+    names = {path.name for path in found.path.glob("mp_rank_*")}
+    if not names:
+        raise DataError(
+            f"{found.path}: neither metadata.json (torch_dist) nor mp_rank_* (torch) is there"
+        )
+    expected = {
+        f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline > 1 else "")
+        for t in range(tensor)
+        for p in range(pipeline)
+    }
+    if names != expected:
+        raise DataError(
+            f"{found.path} holds {', '.join(sorted(names))}, but this run needs "
+            f"{', '.join(sorted(expected))}: a torch checkpoint cannot change its tensor or "
+            "pipeline parallel size (torch_dist can)"
+        )
+    for name in sorted(names):
+        path = found.path / name / "model_optim_rng.pt"
+        if not path.is_file() or not path.stat().st_size:
+            raise DataError(f"{path}: missing or empty")
+
+
+def _check_distributed(path: Path) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    for name in ("common.pt", ".metadata"):
+        if not (path / name).is_file():
+            raise DataError(f"{path / name}: missing; the checkpoint is not whole")
+    try:
+        stored = FileSystemReader(path).read_metadata().storage_data
+    except Exception as error:  # a broken pickle raises anything
+        raise DataError(f"{path / '.metadata'}: unreadable ({error})") from error
+    ends: dict[str, int] = {}
+    for info in stored.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in sorted(ends.items()):
+        file = path / name
+        size = file.stat().st_size if file.is_file() else -1
+        if size < end:
+            state = "missing" if size < 0 else f"{size} bytes, expected at least {end}"
+            raise DataError(f"{file}: {state}; the checkpoint is not whole")
+
+
+def remove(path: Path) -> None:
+    """Delete an old checkpoint; a symbolic link is left alone."""
+    if not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)

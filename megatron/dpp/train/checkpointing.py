@@ -1,0 +1,457 @@
+"""Saving and resuming: megatron-core's dist_checkpointing (``torch_dist``) and plain ``torch``
+files.
+
+Keys and layout are Megatron-LM core_v0.16.1's, so its checkpoints load here and ours load there. A
+``torch_dist`` checkpoint may be resumed with other tensor, pipeline, virtual and data parallel
+sizes. Where files lie and how they become visible is ``checkpoint_files``' business.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.core.utils import unwrap_model
+
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.train import checkpoint_files as files
+from megatron.dpp.train.initialize import Run
+from megatron.dpp.train.model import Trainee
+
+_VERSION = 3.0
+_OURS = ("given",)
+
+
+class Checkpointer:
+    """Saves and loads the state of one run. ``close()`` waits for background writes."""
+
+    def __init__(self, run: Run, trainee: Trainee) -> None:
+        self._run, self._trainee = run, trainee
+        self._models = unwrap_model(trainee.chunks)
+        self._strategy: Any = None
+        args = run.args
+        self._queue = AsyncCallsQueue(args.use_persistent_ckpt_worker) if args.async_save else None
+        self.last_saved = -1
+        """Iteration of the last checkpoint that this run saved or started to save."""
+
+    # --- saving ---
+
+    def save(self) -> None:
+        """Write a checkpoint of the present iteration; a collective.
+
+        Raises:
+            DataError: writing failed; the checkpoint before is untouched.
+        """
+        run, args = self._run, self._run.args
+        iteration = run.iteration
+        if self._queue is not None:
+            self._queue.maybe_finalize_async_calls(blocking=True)
+        run.say(
+            f"saving checkpoint at iteration {iteration:7d} to {args.save} ({args.ckpt_format})"
+        )
+        if run.is_first:
+            files.begin(args.save, iteration)
+        dist.barrier()
+        target = files.directory(args.save, iteration).with_suffix(".unfinished")
+        start = time.perf_counter()
+        try:
+            if args.ckpt_format == "torch":
+                self._write_torch(target)
+            elif self._write_distributed(target):
+                self.last_saved = iteration
+                return
+        except (OSError, RuntimeError, dist_checkpointing.core.CheckpointingException) as error:
+            raise DataError(
+                f"{target}: saving failed ({error}); the checkpoint before is untouched"
+            ) from error
+        dist.barrier()
+        self._commit(iteration, start)
+        dist.barrier()
+        self.last_saved = iteration
+
+    def _commit(self, iteration: int, start: float) -> None:
+        run, args = self._run, self._run.args
+        if not run.is_first:
+            return
+        before = files.find(args.save) if (Path(args.save) / files.TRACKER).is_file() else None
+        files.commit(args.save, iteration)
+        seconds = time.perf_counter() - start
+        run.say(
+            f"  successfully saved checkpoint from iteration {iteration:7d} to {args.save} "
+            f"in {seconds:.1f} s"
+        )
+        keep = args.save_retain_interval
+        if keep and before and before.iteration not in (0, iteration) and before.iteration % keep:
+            files.remove(before.path)
+
+    def _write_torch(self, target: Path) -> None:
+        args = self._run.args
+        path = target / _rank_directory() / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        optimizer = self._trainee.optimizer
+        if args.use_distributed_optimizer and not args.no_save_optim:
+            optimizer.save_parameter_state(str(path.with_name("distrib_optim.pt")))
+        if mpu.get_expert_data_parallel_rank() == 0:
+            state = self._common_state(_random_state(args, sharded=False))
+            for name, model in self._named_models():
+                state[name] = model.state_dict_for_save_checkpoint()
+            if not args.no_save_optim:
+                state["optimizer"] = optimizer.state_dict()
+                state["opt_param_scheduler"] = self._trainee.scheduler.state_dict()
+            torch.save(state, path)
+
+    def _write_distributed(self, target: Path) -> bool:
+        """True when the write goes on in the background and will commit itself."""
+        args, iteration = self._run.args, self._run.iteration
+        metadata = _content_metadata(args)
+        state = self._sharded_state(metadata, with_random=not args.no_save_rng)
+        reuse = self._strategy is not None and args.ckpt_assume_constant_structure
+        if self._strategy is None:
+            self._strategy = self._save_strategy()
+        start = time.perf_counter()
+        request = dist_checkpointing.save(
+            state,
+            str(target),
+            self._strategy,
+            async_sharded_save=args.async_save,
+            validate_access_integrity=not reuse,
+            preprocess_common_before_consistancy_check=_without_rank,
+            content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"},
+        )
+        if request is None:
+            return False
+        assert self._queue is not None
+        request.add_finalize_fn(lambda: self._commit(iteration, start))
+        self._queue.schedule_async_request(request)
+        return True
+
+    def _save_strategy(self) -> Any:
+        args = self._run.args
+        strategy = get_default_save_sharded_strategy("torch_dist")
+        if args.ckpt_assume_constant_structure:
+            strategy.use_cached_ckpt_structure = True
+        if args.ckpt_fully_parallel_save:
+            group = mpu.get_data_parallel_group(with_context_parallel=True)
+            strategy = FullyParallelSaveStrategyWrapper(
+                strategy, group, args.ckpt_assume_constant_structure
+            )
+        return strategy
+
+    def poll(self) -> None:
+        """Commit background writes that are done; called between iterations. A collective."""
+        if self._queue is not None:
+            self._queue.maybe_finalize_async_calls(blocking=False)
+
+    def close(self) -> None:
+        """Wait for background writes and commit them; calling it twice is fine."""
+        if self._queue is not None:
+            self._queue.maybe_finalize_async_calls(blocking=True)
+            self._queue.close()
+            self._queue = None
+
+    # --- the state ---
+
+    def _named_models(self) -> list[tuple[str, Any]]:
+        if len(self._models) == 1:
+            return [("model", self._models[0])]
+        return [(f"model{i}", model) for i, model in enumerate(self._models)]
+
+    def _common_state(self, random_state: Any) -> dict[str, Any]:
+        run = self._run
+        state: dict[str, Any] = {
+            "args": _saved_args(run),
+            "checkpoint_version": _VERSION,
+            "iteration": run.iteration,
+            "num_floating_point_operations_so_far": run.flops_so_far,
+        }
+        if not run.args.no_save_rng:
+            state["rng_state"] = random_state
+        return state
+
+    def _sharded_state(
+        self, metadata: dict[str, Any], *, with_random: bool, loading: bool = False
+    ) -> dict[str, Any]:
+        """Everything as dist_checkpointing wants it; with ``loading`` as a request for it."""
+        args, trainee = self._run.args, self._trainee
+        state = self._common_state(_random_state(args, sharded=True))
+        if not with_random:
+            state.pop("rng_state", None)
+        for name, model in self._named_models():
+            state[name] = model.sharded_state_dict(metadata=metadata)
+        skip = args.no_load_optim or args.finetune if loading else args.no_save_optim
+        if trainee.optimizer is not None and not skip:
+            options = {"is_loading": True} if loading else {}
+            state["optimizer"] = trainee.optimizer.sharded_state_dict(
+                state, metadata=metadata, **options
+            )
+            state["opt_param_scheduler"] = trainee.scheduler.state_dict()
+        return state
+
+    # --- loading ---
+
+    def load(self) -> None:
+        """Resume from ``--load`` (or start from ``--pretrained-checkpoint``), if there is anything.
+
+        Raises:
+            DataError: the checkpoint is broken or does not fit the model.
+            ConfigError: this layout cannot read its optimizer state.
+        """
+        run, args = self._run, self._run.args
+        if args.load and run.is_first and Path(args.load).is_dir():
+            for line in files.tidy(args.load):
+                run.say(f"warning: {line}")
+        dist.barrier()
+        found = find_start(args)
+        if found is None:
+            if args.load:
+                run.say(f"{args.load}: no checkpoint yet; starting from random parameters")
+            return
+        run.say(f" loading checkpoint {found.path} ...")
+        args.finetune |= found.release
+        state = self._read_distributed(found) if found.is_distributed else self._read_torch(found)
+        self._apply(state, found)
+        run.say(f"  successfully loaded checkpoint {found.path} at iteration {run.iteration}")
+
+    def _read_torch(self, found: files.Found) -> dict[str, Any]:
+        path = found.path / _rank_directory() / "model_optim_rng.pt"
+        try:
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from error
+        except Exception as error:
+            raise DataError(f"{path}: unreadable ({error})") from error
+        return state
+
+    def _read_distributed(self, found: files.Found) -> dict[str, Any]:
+        args = self._run.args
+        path = str(found.path)
+        common = dist_checkpointing.load_common_state_dict(path)
+        saved = common.get("args", SimpleNamespace())
+        metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
+        metadata["dp_cp_group"] = mpu.get_data_parallel_group(with_context_parallel=True)
+        same = _model_layout(saved) == _model_layout(args)
+        args.no_load_optim = args.no_load_optim or getattr(saved, "no_save_optim", False)
+        if not same and not args.finetune:
+            self._check_resharding(saved, metadata)
+        with_random = (
+            same
+            and not (args.finetune or args.no_load_rng)
+            and not getattr(saved, "no_save_rng", False)
+        )
+        request = self._sharded_state(metadata, with_random=with_random, loading=True)
+        strategy = get_default_load_sharded_strategy(path)
+        if args.ckpt_fully_parallel_load:
+            strategy = FullyParallelLoadStrategyWrapper(strategy, metadata["dp_cp_group"])
+        try:
+            state: dict[str, Any] = dist_checkpointing.load(
+                request, path, strategy, strict=args.dist_ckpt_strictness
+            )
+        except (dist_checkpointing.core.CheckpointingException, OSError, KeyError) as error:
+            raise DataError(f"{found.path}: does not fit this model ({error})") from error
+        if not with_random:
+            state.pop("rng_state", None)
+        return state
+
+    def _check_resharding(self, saved: Any, metadata: dict[str, Any]) -> None:
+        run, args = self._run, self._run.args
+        layouts = f"(TP, PP) is {_model_layout(args)}, the checkpoint's {_model_layout(saved)}"
+        run.say(f"{layouts}: its random state is not used")
+        kind = metadata.get("distrib_optim_sharding_type")
+        if args.use_distributed_optimizer and not args.no_load_optim and kind == "dp_reshardable":
+            raise ConfigError(
+                f"{layouts}, and its distributed optimizer state was saved for one layout: save it "
+                "with --dist-ckpt-optim-fully-reshardable, or load with --no-load-optim"
+            )
+
+    def _apply(self, state: dict[str, Any], found: files.Found) -> None:
+        run, args = self._run, self._run.args
+        saved = state.get("args")
+        if not args.finetune:
+            run.iteration = int(state["iteration"])
+            run.flops_so_far = float(state.get("num_floating_point_operations_so_far", 0.0))
+            if saved is not None:
+                _check_model(args, saved, found.path)
+                run.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
+                run.skipped_train_samples = getattr(saved, "skipped_train_samples", 0)
+                run.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
+                update_num_microbatches(run.consumed_train_samples)
+        for (name, _), chunk in zip(self._named_models(), self._trainee.chunks, strict=True):
+            try:
+                chunk.load_state_dict(state[name])
+            except (RuntimeError, KeyError) as error:
+                raise DataError(f"{found.path}: does not fit this model ({error})") from error
+        self._apply_optimizer(state, found)
+        if not (args.finetune or args.no_load_rng) and "rng_state" in state:
+            _set_random_state(args, state["rng_state"])
+        dist.barrier()
+
+    def _apply_optimizer(self, state: dict[str, Any], found: files.Found) -> None:
+        args, trainee = self._run.args, self._trainee
+        optimizer = trainee.optimizer
+        if optimizer is None:
+            return
+        if args.finetune or args.no_load_optim:
+            if args.fp16 or args.bf16:
+                optimizer.reload_model_params()
+            return
+        if "optimizer" not in state:
+            raise DataError(f"{found.path}: holds no optimizer state; add --no-load-optim")
+        if not optimizer.is_stub_optimizer:
+            optimizer.load_state_dict(state["optimizer"])
+        if args.use_distributed_optimizer and not found.is_distributed:
+            optimizer.load_parameter_state(str(found.path / _rank_directory() / "distrib_optim.pt"))
+        trainee.scheduler.load_state_dict(state["opt_param_scheduler"])
+
+
+def find_start(args: argparse.Namespace) -> files.Found | None:
+    """The checkpoint that a run starts from; needs no process group.
+
+    Raises:
+        DataError: there is none although the flags demand one, or it is broken.
+    """
+    found = files.find(args.load, args.ckpt_step)
+    if found is None and args.pretrained_checkpoint:
+        found = files.find(args.pretrained_checkpoint)
+        if found is None:
+            raise DataError(f"--pretrained-checkpoint {args.pretrained_checkpoint}: none there")
+        args.finetune = True
+    if found is None and args.load and args.exit_on_missing_checkpoint:
+        raise DataError(f"--load {args.load}: no checkpoint there (--exit-on-missing-checkpoint)")
+    return found
+
+
+def _rank_directory() -> str:
+    """This rank's directory inside a ``torch`` checkpoint."""
+    name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        name += f"_{mpu.get_pipeline_model_parallel_rank():03d}"
+    if mpu.get_expert_model_parallel_world_size() > 1:
+        name += f"_{mpu.get_expert_model_parallel_rank():03d}"
+    return name
+
+
+def _saved_args(run: Run) -> argparse.Namespace:
+    """The arguments with the progress in them, where Megatron-LM looks for it."""
+    values = {name: value for name, value in vars(run.args).items() if name not in _OURS}
+    values |= {
+        "iteration": run.iteration,
+        "consumed_train_samples": run.consumed_train_samples,
+        "skipped_train_samples": run.skipped_train_samples,
+        "consumed_valid_samples": run.consumed_valid_samples,
+        "add_position_embedding": True,
+        "rank": 0,
+        "local_rank": 0,
+    }
+    return argparse.Namespace(**values)
+
+
+def _without_rank(common: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal on all ranks: megatron-core compares it before saving."""
+    return {
+        key: vars(value) if key == "args" else value
+        for key, value in common.items()
+        if key != "optimizer"  # the order of parameter groups differs between ranks
+    }
+
+
+def _content_metadata(args: argparse.Namespace) -> dict[str, Any]:
+    """How the state is cut into shards, as Megatron-LM notes it in the checkpoint."""
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if args.use_distributed_optimizer:
+        if args.dist_ckpt_optim_fully_reshardable:
+            metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+            metadata["distrib_optim_fully_reshardable_mem_efficient"] = (
+                args.distrib_optim_fully_reshardable_mem_efficient
+            )
+        else:
+            metadata["distrib_optim_sharding_type"] = "dp_reshardable"
+    metadata["dp_cp_group"] = mpu.get_data_parallel_group(with_context_parallel=True)
+    return metadata
+
+
+def _model_layout(args: Any) -> tuple[int, int]:
+    return (
+        getattr(args, "tensor_model_parallel_size", 1),
+        getattr(args, "pipeline_model_parallel_size", 1),
+    )
+
+
+def _check_model(args: argparse.Namespace, saved: Any, path: Path) -> None:
+    for name in (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "tokenizer_type",
+    ):
+        there, here = getattr(saved, name, None), getattr(args, name)
+        if there is not None and there != here:
+            flag = "--" + name.replace("_", "-")
+            raise DataError(f"{path} was saved with {flag} {there}, this run has {here}")
+
+
+def _random_state(args: argparse.Namespace, *, sharded: bool) -> Any:
+    """The state of every generator, as Megatron-LM stores it."""
+    state = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    states: list[Any] = [state]
+    if args.data_parallel_random_init and mpu.get_data_parallel_world_size() > 1:
+        states = [None] * mpu.get_data_parallel_world_size()
+        dist.all_gather_object(states, state, group=mpu.get_data_parallel_group())
+    if not sharded:
+        return states
+    shape: tuple[int, ...] = (
+        mpu.get_pipeline_model_parallel_world_size(),
+        mpu.get_tensor_model_parallel_world_size(),
+    )
+    place: tuple[int, ...] = (
+        mpu.get_pipeline_model_parallel_rank(),
+        mpu.get_tensor_model_parallel_rank(),
+    )
+    replica = mpu.get_data_parallel_rank(with_context_parallel=True)
+    if mpu.get_expert_model_parallel_world_size() > 1:
+        shape += (mpu.get_data_parallel_world_size(with_context_parallel=True),)
+        place += (replica,)
+        replica = 0
+    return ShardedObject("rng_state", states, shape, place, replica_id=replica)
+
+
+def _set_random_state(args: argparse.Namespace, states: Any) -> None:
+    state = states[mpu.get_data_parallel_rank() if args.data_parallel_random_init else 0]
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    torch.cuda.set_rng_state(state["cuda_rng_state"])
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    graph_safe = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
+    tracker.set_states(
+        {
+            name: tensor_parallel.convert_cuda_rng_state(each, to_graphable=graph_safe)
+            for name, each in state["rng_tracker_states"].items()
+        }
+    )
