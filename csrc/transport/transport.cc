@@ -26,8 +26,6 @@ constexpr uint64_t kLongestSpinNs = 200'000;
 constexpr uint64_t kRoomNapNs = 1'000'000;
 constexpr int kByeMs = 500;
 constexpr int kNotesMs = 5;
-constexpr uint32_t kEagerRounds = 100;  // of polling, before it naps in between
-constexpr std::chrono::microseconds kPollNap{20};
 // While a GPU works the progress thread asks again after a 32nd of the time that it has waited so
 // far: what it waits for is noticed at most 3 % late, and a long wait costs little.
 constexpr uint64_t kNapShare = 32;
@@ -129,13 +127,10 @@ void Transport::add_tcp_link(int peer, const std::vector<size_t>& incoming,
                              const std::vector<size_t>& outgoing, std::vector<UniqueFd> sockets) {
   auto link = std::make_shared<TcpLink>(find_peer(peer), &bell_, std::move(sockets));
   for (const size_t index : incoming) {
-    incoming_.at(index).peer = peer;
-    incoming_[index].receiver = link->add_receiver(incoming_[index].geometry);
+    set_receiver(index, peer, link->add_receiver(incoming_.at(index).geometry));
   }
   for (const size_t index : outgoing) {
-    const Geometry& geometry = outgoing_geometry_.at(index);
-    outgoing_[index] = std::make_unique<Outgoing>(geometry, peer, link->add_sender(geometry),
-                                                  settings_.max_pending);
+    set_sender(index, peer, link->add_sender(outgoing_geometry_.at(index)));
   }
   links_.emplace_back(peer, std::move(link));
 }
@@ -408,6 +403,7 @@ void Transport::close() {
   settling_.clear();
   outgoing_.clear();
   outgoing_.clear();
+  settling_.clear();
   incoming_.clear();
   links_.clear();
   board_.reset();
@@ -436,27 +432,31 @@ void Transport::run() {
 
 void Transport::progress() {
   std::array<epoll_event, 16> events;
-  uint32_t rounds = 0;
+  uint64_t polling_since = 0;
   while (!stop_.load(std::memory_order_acquire)) {
-    const bool active = advance_all() == Step::kPoll;
-    rounds = active ? rounds + 1 : 0;
-    if (rounds > kEagerRounds) std::this_thread::sleep_for(kPollNap);
+    bool progressed = false;
+    const bool active = advance_all(progressed) == Step::kPoll;
+    if (progressed) bell_.ring();  // flush() sleeps on it
+    if (!active || progressed) polling_since = 0;
+    if (active) {
+      const uint64_t now = monotonic_ns();
+      if (polling_since == 0) polling_since = now;
+      nap((now - polling_since) / kNapShare);
+    }
     const int patience = active ? 0 : flush_notes() ? kNotesMs : -1;
-    const int count =
-        ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), patience);
+    const int room = static_cast<int>(events.size());
+    const int count = ::epoll_wait(epoll_.get(), events.data(), room, patience);
     for (int i = 0; i < count; ++i) handle(events[i].data.u64);
   }
 }
 
-Step Transport::advance_all() {
-  bool progressed = false;
+Step Transport::advance_all(bool& progressed) {
   Step all = Step::kDone;
   const auto add = [&all](Step step) {
     if (step == Step::kPoll || all == Step::kDone) all = step;
   };
   for (const auto& channel : outgoing_) add(channel->advance(progressed));
-  for (const Incoming& channel : incoming_) add(channel.receiver->settle());
-  if (progressed) bell_.ring();  // flush() sleeps on it
+  for (Receiver* receiver : settling_) add(receiver->settle(progressed));
   return all;
 }
 

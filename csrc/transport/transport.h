@@ -107,7 +107,9 @@ class Transport {
   void run();
   void progress();
   Step advance_all(bool& progressed);
-  void handle(uint64_t tag, uint32_t events);
+  bool flush_notes();
+  void handle(uint64_t tag);
+  void handle_link(uint64_t tag);
   void read_notes(Peer& peer);
   void on_note(const Peer& peer, Peer::Note note, std::string_view body);
   void kick();
