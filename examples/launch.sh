@@ -107,7 +107,7 @@ common_args() {
   [[ $TRACE == 0 ]] || COMMON_ARGS+=(--trace)
   [[ -z $CHECKPOINT_PATH ]] || COMMON_ARGS+=(--save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH")
   [[ -z $TENSORBOARD_PATH ]] || COMMON_ARGS+=(--tensorboard-dir "$TENSORBOARD_PATH")
-  ((NUM_NODES == 1)) || COMMON_ARGS+=(--multi-node --num-gpus "$WORLD_SIZE")
+  ((NUM_NODES == 1)) || COMMON_ARGS+=(--multi-node)
   [[ -z $NODE_IPS ]] || COMMON_ARGS+=(--node-ips "$NODE_IPS")
 }
 
@@ -316,6 +316,10 @@ launch() {
   export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
   export TOKENIZERS_PARALLELISM=false
+  # What megatron-core says in every process about packages that nothing here needs.
+  local quiet="ignore:Transformer Engine and Apex are not installed:UserWarning"
+  quiet+=",ignore:Apex is not installed:UserWarning,ignore:full scope is deprecated:UserWarning"
+  export PYTHONWARNINGS=${PYTHONWARNINGS:-$quiet}
   local command=("$PYTHON" -m torch.distributed.run "${distributed[@]}" "$@")
   if [[ -n ${DRY_RUN:-} ]]; then
     print_command "${command[@]}"
@@ -323,6 +327,11 @@ launch() {
   fi
   # Takes the seconds that importing megatron-core takes, so only where a user adds flags.
   ((${#FURTHER_ARGUMENTS[@]} == 0)) || check_arguments "${@:2}"
-  ((NODE_RANK == 0)) || wait_for_master
+  if ((NODE_RANK > 0)); then
+    wait_for_master
+  elif ((NUM_NODES > 1)); then
+    echo "master at $MASTER_ADDR:$MASTER_PORT: waiting $WAIT_SECONDS s for $((NUM_NODES - 1)) other" \
+      "nodes (run_worker_*.sh with MASTER_ADDR=$MASTER_ADDR)"
+  fi
   exec "${command[@]}"
 }

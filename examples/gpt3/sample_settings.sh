@@ -7,7 +7,7 @@ if ((NUM_GPUS == 0)); then
   setting HIDDEN_SIZE 128
   setting NUM_ATTENTION_HEADS 4
   setting SEQ_LENGTH 128
-  setting TRAIN_ITERS 60
+  setting TRAIN_ITERS 50
   setting LR 2.0e-3
   setting MIN_LR 2.0e-4
 else
