@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import json
 import statistics
 import time
 from pathlib import Path
@@ -110,12 +111,22 @@ def cell(task: tuple[int, int, str, int]) -> Cell:
     return Cell(statistics.fmean(ratios), variance**0.5 / len(SHAPES), peak)
 
 
-def measure(seeds: int, workers: int) -> dict[tuple[int, int, str], Cell]:
-    """Every cell, in parallel processes."""
-    keys = [(r, v, c) for v in (2, 1, 4) for r in range(len(ROWS)) for c in CONDITIONS]
+def measure(seeds: int, workers: int, cache: Path | None) -> dict[tuple[int, int, str], Cell]:
+    """Every cell, in parallel processes; those that ``cache`` already has are not run again."""
+    keys = [(r, v, c) for v in (2, 1, 4) for c in CONDITIONS for r in range(len(ROWS))]
+    cells = {}
+    if cache and cache.exists():
+        for line in cache.read_text().splitlines():
+            *key, mean, error, peak = json.loads(line)
+            cells[tuple(key)] = Cell(mean, error, peak)
+    left = [key for key in keys if key not in cells]
     with concurrent.futures.ProcessPoolExecutor(workers) as pool:
-        cells = pool.map(cell, [(*key, seeds) for key in keys])
-        return dict(zip(keys, cells, strict=True))
+        for key, found in zip(left, pool.map(cell, [(*k, seeds) for k in left]), strict=True):
+            cells[key] = found
+            if cache:
+                with cache.open("a") as file:
+                    file.write(json.dumps([*key, *dataclasses.astuple(found)]) + "\n")
+    return cells
 
 
 def first_table(cells: dict[tuple[int, int, str], Cell]) -> list[str]:
@@ -184,9 +195,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--cache", type=Path, help="keep finished cells here, to go on later")
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/simulator.md"))
     args = parser.parse_args()
-    cells = measure(args.seeds, args.workers)
+    cells = measure(args.seeds, args.workers, args.cache)
     text = TEXT.format(
         seeds=args.seeds,
         first="\n".join(first_table(cells)),

@@ -26,10 +26,6 @@ from megatron.dpp.trace.analysis.times import IterationTimes
 from megatron.dpp.trace.analysis.work import Work
 
 _MOST_ITERATIONS = 5
-_UNDISTURBED = 0.4
-"""Disturbances only ever add time, so a task without them takes less than the median of what was
-seen.
-"""
 _SECOND = 1e9
 
 Table = list[list[float]]
@@ -173,7 +169,7 @@ def without_link(places: tuple[int, int]) -> Change:
 
 
 def _undisturbed(row: Sequence[float]) -> float:
-    return sorted(row)[int(len(row) * _UNDISTURBED)]
+    return sorted(row)[int(len(row) * work.UNDISTURBED)]
 
 
 def without_jitter(runs: Sequence[Recorded], places: Collection[int]) -> Change:

@@ -1,9 +1,9 @@
 """Who is slow: culprits, not those who merely wait for them.
 
 A rank that waits is late through no fault of its own, so waiting never makes a culprit. What counts
-is the time that work itself takes: a cell's (rank, chunk) median time per microbatch against the
-typical cell of the same chunk, a link's delay against the typical link, and the spread of a rank's
-task times around their own medians.
+is the time that work itself takes: a cell's (rank, chunk) undisturbed time per microbatch against
+the typical cell of the same chunk, a link's delay against the typical link, and how far a rank's
+task times lie above their own undisturbed ones.
 
 - ``slow-rank``: every chunk of the rank is slow by about the same factor, and its replicas are not.
 - ``heavy-stage``: one chunk is slow on all replicas (the last one carries the LM head): the layers
@@ -212,7 +212,7 @@ class StragglerSearch:
         return delay > _SLOW_LINK * typical and delay - typical > _LINK_SHARE * forward
 
     def _unsteady(self, explained: set[int | None]) -> list[Culprit]:
-        """Spread of task times around the medians of their own kind, rank and chunk."""
+        """Spread of task times above what their kind, rank and chunk take undisturbed."""
         ratios: dict[int, list[float]] = {}
         shared: dict[tuple[int, int], list[float]] = {}
         for work in self._works:
@@ -240,7 +240,7 @@ class StragglerSearch:
 
 
 def _spread(ratios: list[float]) -> float:
-    """The 90th percentile of time over median where the spread matters, else 1."""
+    """The 90th percentile over the undisturbed time where the spread matters, else 1."""
     ordered = sorted(ratios)
     tail = ordered[int(len(ordered) * 0.9)]
     mean = statistics.fmean(ordered)

@@ -6,13 +6,17 @@ A *cell* is one (rank, chunk). A task cut into pieces counts as one, with the pi
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass
 
 from megatron.dpp.trace.analysis.model import Iteration
 from megatron.dpp.trace.reader import TraceFile
 
 Cell = tuple[int, int]
+
+UNDISTURBED = 0.3
+"""Disturbances only ever add time: what a task takes without them is this quantile of what was
+seen.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +27,12 @@ class Work:
     tasks: dict[Cell, dict[str, dict[int, int]]]
 
     def typical(self, cell: Cell, kind: str) -> float:
-        """Median time of a kind of task, 0 where there is none."""
-        times = self.tasks[cell].get(kind)
-        return statistics.median(times.values()) if times else 0.0
+        """Time of an undisturbed task of a kind, 0 where there is none.
+
+        A rank that is slow now and then, or jitter, hardly moves it; one that is always slow does.
+        """
+        times = sorted(self.tasks[cell].get(kind, {}).values())
+        return float(times[int(len(times) * UNDISTURBED)]) if times else 0.0
 
     def num_tasks(self, rank: int) -> int:
         """Tasks of a rank, pieces counted as one."""
@@ -33,7 +40,7 @@ class Work:
         return sum(len(times) for kinds in own for times in kinds.values())
 
     def per_microbatch(self, cell: Cell) -> float:
-        """Median time of all of a cell's work for one microbatch."""
+        """Undisturbed time of all of a cell's work for one microbatch."""
         return sum(self.typical(cell, kind) for kind in self.tasks[cell])
 
 

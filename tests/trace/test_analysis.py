@@ -1,0 +1,198 @@
+"""The analysis finds what was put in, accounts for all time, and predicts what a removal gains."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.schedule import Geometry, reference_order
+from megatron.dpp.sim import load_costs
+from megatron.dpp.sim.whatif import WhatIf, cost_file, plan_of, recorded, removal
+from megatron.dpp.trace.analysis.decisions import differing_decisions
+from megatron.dpp.trace.analysis.limits import Limit
+from megatron.dpp.trace.analysis.model import RankIteration, Task
+from megatron.dpp.trace.analysis.stragglers import Culprit
+from megatron.dpp.trace.analysis.summary import summary
+from megatron.dpp.trace.analysis.times import length, subtract, union
+from megatron.dpp.trace.analysis.words import sentences, straggler_text
+from megatron.dpp.trace.reader import read_events
+from tests.trace.injected import CAUSES, analysed, culprit_of, inject
+from tests.trace.synthetic import Run
+
+
+def run_for(seed: int) -> Run:
+    return Run(chunks=1 + seed % 2, microbatches=10, iterations=3)
+
+
+def recorded_runs(analysis):
+    ranks = analysis.shape.pipelines()[0]
+    parts = zip(analysis.works, analysis.links, analysis.times, strict=True)
+    return ranks, [recorded(analysis.shape, ranks, *part) for part in parts]
+
+
+def check_culprits(analysis, cause, expected):
+    assert [(c.kind, c.name) for c in analysis.culprits] == [(cause, expected)]
+    (culprit,) = analysis.culprits
+    assert culprit.share == 1.0
+    assert culprit.rank not in culprit.victims
+    assert straggler_text({**vars(culprit), "name": culprit.name})
+
+
+def gain(times, before):
+    return 1 - sum(t.total for t in times) / sum(t.total for t in before)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_culprit_is_named_and_its_removal_gains_what_was_predicted(tmp_path, seed):
+    run = run_for(seed)
+    quiet = analysed(inject(run, "none", seed), tmp_path)
+    assert quiet.culprits == []
+    for cause in CAUSES:
+        slow = analysed(inject(run, cause, seed), tmp_path)
+        check_culprits(slow, cause, culprit_of(run, cause, seed))
+        ranks, runs = recorded_runs(slow)
+        what_if = WhatIf(runs, plan_of("dpp", split=True))
+        assert what_if.fidelity == pytest.approx(1.0, abs=0.03)
+        change = removal(slow.culprits[0], runs, ranks)
+        assert change is not None
+        predicted, measured = what_if.predict("", change).gain, gain(quiet.times, slow.times)
+        assert abs(predicted - measured) < max(0.1 * measured, 0.02)
+
+
+@pytest.mark.parametrize("cause", ["uneven-microbatches", "transient"])
+@pytest.mark.parametrize("seed", range(4))
+def test_unsteady_ranks_and_uneven_microbatches_are_told_apart(tmp_path, cause, seed):
+    run = run_for(seed)
+    slow = analysed(inject(run, cause, seed), tmp_path)
+    check_culprits(slow, cause, culprit_of(run, cause, seed))
+
+
+def test_a_rank_slow_in_the_last_iterations_only_has_a_since(tmp_path):
+    run = Run(iterations=8)
+    slow = inject(run, "slow-rank", 0)
+    whole, culprit = slow.cost, int(culprit_of(run, "slow-rank", 0).split()[1])
+    slow.cost = lambda i, *rest: whole(i, *rest) if i >= 5 else 10_000_000
+    (found,) = analysed(slow, tmp_path).culprits
+    assert (found.kind, found.rank, found.since) == ("slow-rank", culprit, 5)
+    assert found.share == pytest.approx(3 / 7)
+
+
+def test_every_nanosecond_of_the_window_is_accounted_for(tmp_path):
+    analysis = analysed(Run(chunks=2), tmp_path, skip=0)
+    assert len(analysis.times) == 3
+    for times in analysis.times:
+        assert times.ideal == max(rank.busy for rank in times.ranks.values())
+        assert times.window >= times.ideal
+        for rank in times.ranks.values():
+            assert rank.busy + rank.other + sum(rank.idle.values()) == rank.window
+            assert sum(rank.kinds.values()) == rank.busy
+            assert rank.tail == {"host": 50_000, "optimizer": 1_000_000}
+            assert rank.overlap <= rank.sending
+
+
+def test_totals_equal_those_summed_from_the_events(tmp_path):
+    analysis = analysed(Run(chunks=2), tmp_path, skip=0)
+    report = summary(analysis)
+    for file, row in zip(analysis.files, report["ranks"], strict=True):
+        events = list(read_events(file))
+        for kind in "FBW":
+            total = sum(e["dur"] for e in events if e["args"].get("kind") == kind)
+            assert row["kinds_ms"][kind] * 3 == pytest.approx(total / 1000, rel=1e-9)
+        sent = sum(e["args"]["bytes"] for e in events if e["cat"] == "send")
+        assert row["sent_bytes"] * 3 == sent
+        held = max(e["args"]["value"] for e in events if e["cat"] == "counter")
+        assert row["peaks"]["held"] == held
+    json.dumps(report, allow_nan=False)
+    assert sum(report["totals"]["bubble_by_cause"].values()) == pytest.approx(
+        report["totals"]["bubble"]
+    )
+    assert sentences(report)[-1] == "Nobody is conspicuously slow."
+
+
+def test_the_recorded_costs_are_a_cost_file_of_the_simulator(tmp_path):
+    _, runs = recorded_runs(analysed(Run(chunks=2), tmp_path))
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(cost_file(runs)))
+    costs = load_costs(path)
+    assert (costs.num_ranks, costs.num_chunks, costs.split) == (4, 2, True)
+    assert costs.tasks[3][0][0] == pytest.approx(0.005, rel=0.1)
+
+
+def test_a_static_schedule_differs_from_the_static_order_nowhere(tmp_path):
+    shape = analysed(Run(iterations=1, policy="megatron", split=False), tmp_path).shape
+    order = [str(action) for action in reference_order(Geometry(4, 1, 1, 8))]
+    tasks = [Task(i, i + 1, t[1], int(t[0]), int(t[2]), 0) for i, t in enumerate(order)]
+    assert differing_decisions(RankIteration(1, 0, tasks=tasks), shape) == 0
+    tasks[0], tasks[1] = tasks[1], tasks[0]
+    assert differing_decisions(RankIteration(1, 0, tasks=tasks), shape) == 1
+    assert differing_decisions(RankIteration(1, 0, tasks=tasks[:3]), shape) is None
+
+
+def test_replicas_tell_a_heavy_stage_from_a_slow_rank():
+    from megatron.dpp.trace.analysis.stragglers import StragglerSearch
+    from megatron.dpp.trace.analysis.work import Shape, Work
+
+    places = {rank: rank % 4 for rank in range(8)}
+    shape = Shape(4, 1, places, {rank: (rank // 4, 0) for rank in range(8)}, "dpp")
+
+    def search(slow: set[int]) -> list[Culprit]:
+        tasks = {
+            (rank, 0): {"F": dict.fromkeys(range(8), 150 if rank in slow else 100)}
+            for rank in range(8)
+        }
+        works = [Work(number, tasks) for number in range(3)]
+        return StragglerSearch(shape, works, [{}] * 3, dict.fromkeys(places, 0)).find()
+
+    assert [(c.kind, c.rank) for c in search({3})] == [("slow-rank", 3)]
+    assert [(c.kind, c.rank) for c in search({1, 5})] == [("heavy-stage", 1), ("heavy-stage", 5)]
+
+
+def test_iterations_that_not_all_ranks_finished_do_not_count(tmp_path):
+    run = Run(ranks=2, iterations=3)
+    whole = analysed(run, tmp_path / "whole", skip=0)
+    path = whole.files[1].path
+    text = path.read_text()
+    path.write_text(text[: text.index('"name":"iteration 2"') - 5])
+    again = analysed(run, tmp_path / "other", skip=0)
+    assert len(again.times) == 3
+    from megatron.dpp.trace.align import align
+    from megatron.dpp.trace.analysis.summary import analyse
+    from megatron.dpp.trace.reader import open_run
+
+    files = open_run(path.parent)
+    assert [t.number for t in analyse(files, align(files), skip=0).times] == [0, 1]
+    with pytest.raises(DataError, match="2 iterations that all 2 ranks finished, 2 of them skip"):
+        analyse(files, align(files), skip=2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60))), st.data())
+def test_interval_arithmetic_agrees_with_sets(pairs, data):
+    spans = [(min(p), max(p)) for p in pairs]
+    holes = [(min(p), max(p)) for p in data.draw(st.lists(st.tuples(*[st.integers(0, 60)] * 2)))]
+
+    def points(intervals):
+        return {x for a, b in intervals for x in range(a, b)}
+
+    merged = union(spans)
+    assert points(merged) == points(spans)
+    assert length(merged) == len(points(spans))
+    left = subtract(merged, union(holes))
+    assert points(left) == points(spans) - points(holes)
+    assert length(left) == len(points(left))
+
+
+def test_limits():
+    totals = {"bubble": 0.3, "iteration_ms": 10.0, "bubble_by_cause": {"message": 0.2}}
+    assert "0.3" in Limit.parse("bubble>0.25").broken(totals)
+    assert Limit.parse("bubble > 0.35").broken(totals) is None
+    assert Limit.parse("bubble.message>=0.2").broken(totals)
+    assert Limit.parse("bubble.host>0").broken(totals) is None
+    for text in ("bubble", "bubble>x", ">1", "bubble>1e"):
+        with pytest.raises(ConfigError, match="expected a total and a limit"):
+            Limit.parse(text)
+    with pytest.raises(ConfigError, match="no such total; there are bubble, iteration_ms"):
+        Limit.parse("nothing>1").broken(totals)
