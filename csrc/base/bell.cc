@@ -13,7 +13,8 @@ namespace dpp {
 namespace {
 
 constexpr size_t kBellBytes = 4096;
-constexpr uint64_t kNapNs = 50'000'000;  // belt to the braces: a lost wake-up costs this much and no more
+constexpr uint64_t kNapNs =
+    50'000'000;  // belt to the braces: a lost wake-up costs this much and no more
 
 uint32_t* address(std::atomic<uint32_t>& word) { return reinterpret_cast<uint32_t*>(&word); }
 

@@ -1,9 +1,11 @@
-// The one thing that an idle rank sleeps on: a futex word in shared memory that every peer may ring.
+// The one thing that an idle rank sleeps on: a futex word in shared memory that every peer may
+// ring.
 //
 //   ringer:  change something; word += 1; if sleepers > 0: futex_wake
 //   sleeper: seen = word; look for changes; sleepers += 1; if word == seen: futex_wait(word, seen)
 //
-// word and sleepers are sequentially consistent: either the ringer sees the sleeper, or the sleeper sees the new word.
+// word and sleepers are sequentially consistent: either the ringer sees the sleeper, or the sleeper
+// sees the new word.
 #pragma once
 
 #include <atomic>
@@ -21,7 +23,8 @@ class Bell {
   int fd() const { return memory_.fd.get(); }
   uint32_t word() const { return state()->word.load(std::memory_order_seq_cst); }
   void ring();
-  // Returns true as soon as the word differs from `seen`, false after `nanoseconds`. Spins for `spin_ns` first.
+  // Returns true as soon as the word differs from `seen`, false after `nanoseconds`. Spins for
+  // `spin_ns` first.
   bool wait(uint32_t seen, uint64_t nanoseconds, uint64_t spin_ns);
 
  private:

@@ -37,8 +37,8 @@ UniqueFd UniqueFd::duplicate() const {
 Mapping::Mapping(int fd, size_t bytes) {
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) {
-    throw Error(Fault::kSetup,
-                with_errno("mapping " + std::to_string(bytes) + " bytes of shared memory (ulimit -v?)"));
+    throw Error(Fault::kSetup, with_errno("mapping " + std::to_string(bytes) +
+                                          " bytes of shared memory (ulimit -v?)"));
   }
   data_ = static_cast<std::byte*>(data);
   size_ = bytes;
@@ -64,7 +64,8 @@ SharedMemory SharedMemory::create(const std::string& name, size_t bytes) {
   if (!fd) throw Error(Fault::kSetup, with_errno("memfd_create: " + what));
   // posix_fallocate returns its error and leaves errno alone.
   if (const int error = ::posix_fallocate(fd.get(), 0, static_cast<off_t>(bytes))) {
-    throw Error(Fault::kSetup, with_errno("allocating " + what + " (fewer --dpp-slots need less)", error));
+    throw Error(Fault::kSetup,
+                with_errno("allocating " + what + " (fewer --dpp-slots need less)", error));
   }
   if (::fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) {
     throw Error(Fault::kSetup, with_errno("sealing " + what));

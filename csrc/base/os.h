@@ -1,4 +1,5 @@
-// Owners of what the operating system lends: descriptors, mappings, sealed shared memory. Move-only.
+// Owners of what the operating system lends: descriptors, mappings, sealed shared memory.
+// Move-only.
 #pragma once
 
 #include <cstddef>
@@ -44,9 +45,9 @@ class Mapping {
   size_t size_ = 0;
 };
 
-// Anonymous memory that can be passed to another process and has no name. Its size is sealed, so neither side can
-// make the other's accesses fault by truncating it; its pages are allocated now, so a full machine is an error here
-// and not a SIGBUS later.
+// Anonymous memory that can be passed to another process and has no name. Its size is sealed, so
+// neither side can make the other's accesses fault by truncating it; its pages are allocated now,
+// so a full machine is an error here and not a SIGBUS later.
 struct SharedMemory {
   UniqueFd fd;
   Mapping mapping;

@@ -1,4 +1,5 @@
-// The binding: what Python calls, in lambdas of a few lines. Objects here are thin; dpp::Transport does the work.
+// The binding: what Python calls, in lambdas of a few lines. Objects here are thin; dpp::Transport
+// does the work.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -36,7 +37,8 @@ void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const Error& error) {
-    const py::object type = py::module_::import("megatron.dpp.errors").attr(class_of(error.fault()));
+    const py::object type =
+        py::module_::import("megatron.dpp.errors").attr(class_of(error.fault()));
     PyErr_SetString(type.ptr(), error.what());
   }
 }
@@ -58,7 +60,8 @@ std::vector<Geometry> geometries(const std::vector<py::tuple>& specs) {
   return result;
 }
 
-std::unique_ptr<Transport> make_transport(int rank, double timeout, bool checksum, uint32_t max_pending, bool spin,
+std::unique_ptr<Transport> make_transport(int rank, double timeout, bool checksum,
+                                          uint32_t max_pending, bool spin,
                                           const std::vector<py::tuple>& incoming,
                                           const std::vector<py::tuple>& outgoing) {
   dpp::Settings settings;
@@ -71,8 +74,9 @@ std::unique_ptr<Transport> make_transport(int rank, double timeout, bool checksu
 }
 
 // Returns whether the message is still pending, that is, whether the tensor must be kept alive.
-bool put(Transport& self, size_t channel, uintptr_t data, uint64_t bytes, uint8_t dtype, const py::tuple& shape,
-         int64_t iteration, int64_t microbatch, uint32_t part, uint32_t num_parts, uintptr_t stream) {
+bool put(Transport& self, size_t channel, uintptr_t data, uint64_t bytes, uint8_t dtype,
+         const py::tuple& shape, int64_t iteration, int64_t microbatch, uint32_t part,
+         uint32_t num_parts, uintptr_t stream) {
   dpp::Parcel parcel;
   parcel.data = reinterpret_cast<const void*>(data);
   parcel.stream = stream;
@@ -106,8 +110,8 @@ py::tuple head(Transport& self, size_t channel) {
   const dpp::Header& header = self.head(channel, arrived_ns);
   py::tuple shape(header.num_dims);
   for (size_t i = 0; i < header.num_dims; ++i) shape[i] = header.shape[i];
-  return py::make_tuple(header.dtype, shape, header.bytes, header.iteration, header.microbatch, header.part,
-                        header.num_parts, header.sent_ns, arrived_ns);
+  return py::make_tuple(header.dtype, shape, header.bytes, header.iteration, header.microbatch,
+                        header.part, header.num_parts, header.sent_ns, arrived_ns);
 }
 
 void take(Transport& self, size_t channel, uintptr_t to, uint64_t bytes, uintptr_t stream) {
@@ -131,7 +135,8 @@ bool wait(Transport& self, double seconds) {
 }
 
 void board_post(Transport& self, const std::vector<uint64_t>& counters) {
-  if (counters.size() != self.board()->num_counters()) throw py::value_error("wrong number of board counters");
+  if (counters.size() != self.board()->num_counters())
+    throw py::value_error("wrong number of board counters");
   self.board_post(counters.data());
 }
 
@@ -150,7 +155,8 @@ std::optional<uint64_t> board_next(Transport& self) {
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
-  module.doc() = "The C++ side of megatron.dpp.transport; see csrc/transport/transport.h for contracts.";
+  module.doc() =
+      "The C++ side of megatron.dpp.transport; see csrc/transport/transport.h for contracts.";
   py::register_local_exception_translator(translate);
   module.attr("abi_version") = dpp::kAbiVersion;
   module.attr("max_dims") = dpp::kMaxDims;
@@ -160,24 +166,33 @@ PYBIND11_MODULE(_native, module) {
 
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Transport>(module, "Transport")
-      .def(py::init(&make_transport), py::kw_only(), py::arg("rank"), py::arg("timeout"), py::arg("checksum"),
-           py::arg("max_pending"), py::arg("spin"), py::arg("incoming"), py::arg("outgoing"))
+      .def(py::init(&make_transport), py::kw_only(), py::arg("rank"), py::arg("timeout"),
+           py::arg("checksum"), py::arg("max_pending"), py::arg("spin"), py::arg("incoming"),
+           py::arg("outgoing"))
       .def("bell_fd", &Transport::bell_fd)
-      .def("add_peer",
-           [](Transport& self, int rank, std::string description, int socket, int pidfd, int bell) {
-             self.add_peer(rank, std::move(description), UniqueFd(socket), UniqueFd(pidfd), UniqueFd(bell));
-           },
-           "Owns the descriptors from here on; -1 for one that is not there.")
+      .def(
+          "add_peer",
+          [](Transport& self, int rank, std::string description, int socket, int pidfd, int bell) {
+            self.add_peer(rank, std::move(description), UniqueFd(socket), UniqueFd(pidfd),
+                          UniqueFd(bell));
+          },
+          "Owns the descriptors from here on; -1 for one that is not there.")
       .def("make_shm_slots", &Transport::make_shm_slots, no_gil)
-      .def("use_shm_slots",
-           [](Transport& self, int peer, const std::vector<size_t>& channels, int fd) {
-             self.use_shm_slots(peer, channels, UniqueFd(fd));
-           })
+      .def("use_shm_slots", [](Transport& self, int peer, const std::vector<size_t>& channels,
+                               int fd) { self.use_shm_slots(peer, channels, UniqueFd(fd)); })
+      .def(
+          "add_tcp_link",
+          [](Transport& self, int peer, const std::vector<size_t>& incoming,
+             const std::vector<size_t>& outgoing, const std::vector<int>& sockets) {
+            std::vector<UniqueFd> owned;
+            for (const int socket : sockets) owned.emplace_back(socket);
+            self.add_tcp_link(peer, incoming, outgoing, std::move(owned));
+          },
+          "Owns the sockets from here on.")
       .def("make_board", &Transport::make_board)
       .def("use_board",
-           [](Transport& self, int fd, uint32_t index, uint32_t members, uint32_t counters, int leader) {
-             self.use_board(UniqueFd(fd), index, members, counters, leader);
-           })
+           [](Transport& self, int fd, uint32_t index, uint32_t members, uint32_t counters,
+              int leader) { self.use_board(UniqueFd(fd), index, members, counters, leader); })
       .def("start", &Transport::start)
       .def("put", &put)
       .def("done", &Transport::done)

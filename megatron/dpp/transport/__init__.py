@@ -1,7 +1,8 @@
 """Moving tensors between pipeline ranks: channels, and the kinds that carry them.
 
-Start reading at ``base.py`` (the contract), then ``open.py`` (how a transport comes to be) and ``fake.py`` (the
-smallest implementation). This room knows nothing of schedules; ``runtime/`` calls it.
+Start reading at ``base.py`` (the contract), then ``open.py`` (how a transport comes to be) and
+``fake.py`` (the smallest implementation). This room knows nothing of schedules; ``runtime/`` calls
+it.
 """
 
 from megatron.dpp.transport.base import (

@@ -1,11 +1,12 @@
 """The contract that every transport kind keeps.
 
-A *channel* is a one-way first-in-first-out queue between two ranks. It belongs to one (chunk, direction) of the
-receiving rank. Order inside a channel is fixed; order between channels is free, and that freedom is what lets a
-pipeline schedule be dynamic. This room knows nothing of schedules: it moves tensors and says what has arrived.
+A *channel* is a one-way first-in-first-out queue between two ranks. It belongs to one (chunk,
+direction) of the receiving rank. Order inside a channel is fixed; order between channels is free,
+and that freedom is what lets a pipeline schedule be dynamic. This room knows nothing of schedules:
+it moves tensors and says what has arrived.
 
-The executor in ``runtime/`` is the caller. It opens one transport per process, keeps it for the whole run, and uses
-``poll``/``put``/``take``/``wait`` from one thread.
+The executor in ``runtime/`` is the caller. It opens one transport per process, keeps it for the
+whole run, and uses ``poll``/``put``/``take``/``wait`` from one thread.
 """
 
 from __future__ import annotations
@@ -50,15 +51,18 @@ class ChannelSpec:
     depth: int = 2
 
     def __str__(self) -> str:
-        return f"{self.direction.name.lower()} of chunk {self.chunk}, rank {self.source} -> {self.destination}"
+        name = self.direction.name.lower()
+        return f"{name} of chunk {self.chunk}, rank {self.source} -> {self.destination}"
 
 
 class Message(NamedTuple):
     """What ``take`` returns. ``tensor`` is fresh: it never shares storage with a slot.
 
-    ``part``/``num_parts``: a stage boundary that carries several tensors sends one message per tensor.
-    ``sent_ns`` is the sender's ``CLOCK_MONOTONIC`` when ``put`` was called and ``arrived_ns`` the receiver's when the
-    message was first seen to be complete; two hosts' clocks are not the same clock.
+    ``part``/``num_parts``: a stage boundary that carries several tensors sends one message per
+        tensor.
+    ``sent_ns`` is the sender's ``CLOCK_MONOTONIC`` when ``put`` was called and ``arrived_ns`` the
+    receiver's when the message was first seen to be complete; two hosts' clocks are not the same
+    clock.
     """
 
     tensor: torch.Tensor
@@ -80,11 +84,13 @@ class LinkInfo:
 
 
 class Board(abc.ABC):
-    """A small block shared by the ranks of one pipeline stage, with which they agree on one order of tasks.
+    """A small block shared by the ranks of one pipeline stage, with which they agree on one order
+    of tasks.
 
-    Member 0 is the leader. Each member posts its own counters (they only grow); the leader reads their element-wise
-    minimum and appends words, which every other member reads in the same order. No collective, no lock. A change
-    made by any member ends the ``wait`` of the transport that the board was opened with.
+    Member 0 is the leader. Each member posts its own counters (they only grow); the leader reads
+    their element-wise minimum and appends words, which every other member reads in the same order.
+    No collective, no lock. A change made by any member ends the ``wait`` of the transport that the
+    board was opened with.
     """
 
     index: int
@@ -100,7 +106,9 @@ class Board(abc.ABC):
 
     @abc.abstractmethod
     def append(self, word: int) -> None:
-        """Publish the next word, 0 <= word < 2**63 (leader). Waits, with the transport's deadline, for a reader that lags a full ring."""
+        """Publish the next word, 0 <= word < 2**63 (leader). Waits, with the transport's deadline,
+        for a reader that lags a full ring.
+        """
 
     @abc.abstractmethod
     def next(self) -> int | None:
@@ -110,8 +118,9 @@ class Board(abc.ABC):
 class Transport(abc.ABC):
     """Channels of one rank, of one or several kinds.
 
-    ``outgoing`` and ``incoming`` list this rank's channels; methods name a channel by its index in those lists.
-    After the first failure every method but ``close`` raises that failure (a :class:`~megatron.dpp.errors.TransportError`).
+    ``outgoing`` and ``incoming`` list this rank's channels; methods name a channel by its index in
+    those lists. After the first failure every method but ``close`` raises that failure (a
+    :class:`~megatron.dpp.errors.TransportError`).
     """
 
     rank: int
@@ -132,26 +141,32 @@ class Transport(abc.ABC):
     ) -> None:
         """Send ``tensor`` (contiguous, any dtype and shape up to ``slot_bytes``). Never blocks.
 
-        Without a free slot the message stays pending and is progressed later. The transport keeps the tensor's
-        storage alive until its copy is done; the caller may drop it (or set its ``.data``) but must not overwrite it.
-        On a GPU the copy is ordered after the work queued so far on the current stream.
+        Without a free slot the message stays pending and is progressed later. The transport keeps
+        the tensor's storage alive until its copy is done; the caller may drop it (or set its
+        ``.data``) but must not overwrite it. On a GPU the copy is ordered after the work queued so
+        far on the current stream.
         """
 
     @abc.abstractmethod
     def poll(self) -> Sequence[int]:
-        """Messages that have arrived in full on each incoming channel since the transport was opened. Cheap; drops tensors whose copy is done."""
+        """Messages that have arrived in full on each incoming channel since the transport was
+        opened. Cheap; drops tensors whose copy is done.
+        """
 
     @abc.abstractmethod
     def take(self, channel: int) -> Message:
-        """Copy the head message of an incoming channel into a fresh tensor on this rank's device and free its slot.
+        """Copy the head message of an incoming channel into a fresh tensor on this rank's device
+        and free its slot.
 
-        Work queued on the current stream afterwards sees the data. Raises ``ProtocolError`` when the header does not
-        fit the channel, and ``IndexError`` when nothing has arrived.
+        Work queued on the current stream afterwards sees the data. Raises ``ProtocolError`` when
+        the header does not fit the channel, and ``IndexError`` when nothing has arrived.
         """
 
     @abc.abstractmethod
     def wait(self, seconds: float) -> bool:
-        """Sleep until something arrives, a board changes, or ``seconds`` pass. True if something may have changed. Releases the GIL."""
+        """Sleep until something arrives, a board changes, or ``seconds`` pass. True if something
+        may have changed. Releases the GIL.
+        """
 
     @abc.abstractmethod
     def pending(self) -> int:
@@ -172,23 +187,33 @@ class Transport(abc.ABC):
     def overdue(
         self, channel: int, seconds: float, *, iteration: int, microbatch: int
     ) -> TransportError:
-        """The error to raise when an incoming message is not there after ``seconds``: its sender is alive, or left."""
+        """The error to raise when an incoming message is not there after ``seconds``: its sender is
+        alive, or left.
+        """
         spec = self.incoming[channel]
-        what = f"microbatch {microbatch} of iteration {iteration} ({spec}) has not arrived after {seconds:g} s"
+        what = (
+            f"rank {self.rank}: microbatch {microbatch} of iteration {iteration} ({spec}) has not "
+            f"arrived after {seconds:g} s"
+        )
         if self.departed(spec.source):
             return PeerDead(
-                f"rank {self.rank}: {what}, and rank {spec.source} has closed its transport"
+                f"{what}, and rank {spec.source} has closed its transport"
             )
         return TransferTimeout(
-            f"rank {self.rank}: {what}; rank {spec.source} is alive: it is slow, stopped or waiting itself "
-            f"(--dpp-timeout sets how long to wait)"
+            f"{what}; rank {spec.source} is alive: it is slow, stopped or waiting itself "
+            "(--dpp-timeout sets how long to wait)"
         )
 
-    def abort(self, reason: str) -> None:  # noqa: B027  (kinds that cannot tell their peers do nothing)
-        """Tell the peers at once that this rank gives up and why; they raise ``PeerDead`` with ``reason``."""
+    def abort(self, reason: str) -> None:  # noqa: B027
+        """Tell the peers at once that this rank gives up; they raise ``PeerDead`` with ``reason``.
+
+        Does nothing where a kind cannot tell them.
+        """
 
     def departed(self, peer: int) -> bool:
-        """Whether ``peer`` has closed its transport in good order (a dead one is a failure instead)."""
+        """Whether ``peer`` has closed its transport in good order (a dead one is a failure
+        instead).
+        """
         return False
 
     def __enter__(self) -> Transport:
@@ -209,10 +234,10 @@ def check_payload(tensor: torch.Tensor, spec: ChannelSpec) -> None:
     """Refuse what cannot travel on a channel: the caller's mistake, so a ``ValueError``."""
     if not tensor.is_contiguous():
         raise ValueError(
-            f"{spec}: tensor of shape {tuple(tensor.shape)} is not contiguous; call .contiguous()"
+            f"{spec}: a tensor of shape {tuple(tensor.shape)} is not contiguous; call .contiguous()"
         )
     if tensor.nbytes > spec.slot_bytes:
         raise ValueError(
-            f"{spec}: tensor of shape {tuple(tensor.shape)} and {tensor.dtype} has {tensor.nbytes} bytes, "
-            f"the channel's slots have {spec.slot_bytes}"
+            f"{spec}: a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} has "
+            f"{tensor.nbytes} bytes, the channel's slots have {spec.slot_bytes}"
         )

@@ -1,8 +1,9 @@
-"""The reference kind: ``torch.distributed`` send and receive over gloo. Slow, simple, and what the others must equal.
+"""The reference kind: ``torch.distributed`` send and receive over gloo. Slow, simple, and what the
+others must equal.
 
-Every pair of ranks gets a two-rank gloo group of its own over the job's store, so neither a default process group nor
-the other ranks take part. One thread per channel and end does the blocking calls: gloo's receive cannot be polled.
-CUDA tensors are staged through the CPU.
+Every pair of ranks gets a two-rank gloo group of its own over the job's store, so neither a default
+process group nor the other ranks take part. One thread per channel and end does the blocking calls:
+gloo's receive cannot be polled. CUDA tensors are staged through the CPU.
 
 A message is one buffer of the channel's fixed size: a line of JSON, padded, then the payload.
 """
@@ -106,7 +107,9 @@ class _Outgoing:
 
 
 class DistTransport(Transport):
-    """One rank's channels over gloo. See :func:`megatron.dpp.transport.open_transport` for the arguments."""
+    """One rank's channels over gloo. See :func:`megatron.dpp.transport.open_transport` for the
+    arguments.
+    """
 
     def __init__(
         self,
@@ -294,7 +297,8 @@ class DistTransport(Transport):
         threads += [channel.thread for channel in self._incoming]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        # A thread that still waits for a peer is a daemon and ends with the group's sockets or the process.
+        # A thread that still waits for a peer is a daemon and ends with the group's sockets or the
+        # process.
         self._groups.clear()
         if self._bell:
             self._bell.close()

@@ -1,14 +1,15 @@
 """An in-process network with seeded delays, reordering between channels and faults on demand.
 
-For tests of whatever drives a transport: every rank of a pipeline lives in this process, in threads of its own or
-stepped by one thread. It keeps the contract of ``base.py`` and is meaner than the real kinds: a payload is copied as
-late as the contract allows, so a caller that overwrites a tensor after ``put`` sees wrong numbers here first.
+For tests of whatever drives a transport: every rank of a pipeline lives in this process, in threads
+of its own or stepped by one thread. It keeps the contract of ``base.py`` and is meaner than the
+real kinds: a payload is copied as late as the contract allows, so a caller that overwrites a tensor
+after ``put`` sees wrong numbers here first.
 
     network = FakeNetwork(channels, seed=7, delay=0.01)
     transports = [network.transport(rank) for rank in range(4)]
 
-Time is the real clock, or a ``VirtualClock`` that jumps to the next event when every open transport waits
-(``stepping=True``: when any one of them waits, for tests that run all ranks in one thread).
+Time is the real clock, or a ``VirtualClock`` that jumps to the next event when every open transport
+waits (``stepping=True``: when any one of them waits, for tests that run all ranks in one thread).
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ from megatron.dpp.transport.base import (
 )
 
 Delay = float | Callable[[random.Random, ChannelSpec, int], float]
-"""Seconds a message travels: uniform in 0..delay, or a function of (generator, channel, index of the message)."""
+"""Seconds a message travels: uniform in 0..delay, or a function of (generator, channel, index of
+the message).
+"""
 
 _BOARD_RING = 4096
 
@@ -100,7 +103,8 @@ class FakeNetwork:
     Args:
         channels: every channel of the network.
         seed: seeds the delays.
-        delay: how long messages travel, see :data:`Delay`. Messages of one channel never overtake each other.
+        delay: how long messages travel, see :data:`Delay`. Messages of one channel never overtake
+            each other.
         clock: a :class:`VirtualClock`, or None for real time.
         stepping: with a virtual clock, one thread drives all ranks, so any ``wait`` may move time.
     """
@@ -148,7 +152,9 @@ class FakeNetwork:
     # Faults on demand.
 
     def kill(self, rank: int) -> None:
-        """Let ``rank`` die: every other rank fails with ``PeerDead``, and so does its own next call."""
+        """Let ``rank`` die: every other rank fails with ``PeerDead``, and so does its own next
+        call.
+        """
         self.fail(PeerDead(f"rank {rank} died (a fault asked for by the test)"))
 
     def fail(self, error: TransportError) -> None:
@@ -208,7 +214,9 @@ class FakeNetwork:
         return min(flying, default=float("inf"))
 
     def _wait(self, rank: int, seen: int, seconds: float) -> bool:
-        """Sleep until the rank's version passes ``seen``, or ``seconds`` pass; true when something may have changed."""
+        """Sleep until the rank's version passes ``seen``, or ``seconds`` pass; true when something
+        may have changed.
+        """
         deadline = self.now() + seconds
         self._sleepers[rank] = (deadline, seen)
         try:

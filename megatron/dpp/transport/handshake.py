@@ -1,8 +1,9 @@
 """Letting peers in and keeping everybody else out: a mutual proof over a fresh connection.
 
-Both sides know a random token of the job. Each sends a nonce and proves with an HMAC-SHA256 over both nonces, both
-ranks and the purpose of the connection that it knows the token; the token itself never travels here. Until the proof
-is complete nothing is read but at most ``MAX_HELLO`` bytes, for at most ``HELLO_SECONDS``.
+Both sides know a random token of the job. Each sends a nonce and proves with an HMAC-SHA256 over
+both nonces, both ranks and the purpose of the connection that it knows the token; the token itself
+never travels here. Until the proof is complete nothing is read but at most ``MAX_HELLO`` bytes, for
+at most ``HELLO_SECONDS``.
 
     connector                      acceptor
       hello {rank, nonce}    ->

@@ -1,7 +1,7 @@
 """The Python face of the C++ transport: sets it up, and translates tensors to addresses.
 
-Everything that happens per message is here or in C++; nothing per message allocates in C++. CUDA tensors pass through
-the host unless a link's kind can read them in place.
+Everything that happens per message is here or in C++; nothing per message allocates in C++. CUDA
+tensors pass through the host unless a link's kind can read them in place.
 """
 
 from __future__ import annotations
@@ -345,7 +345,9 @@ class _Opening:
     def _join(
         self, native: Any, connections: dict[int, Connection], facts: dict[int, Facts]
     ) -> None:
-        """Exchange offers (slots, bells, the board) with every peer: first all sends, then all receives."""
+        """Exchange offers (slots, bells, the board) with every peer: first all sends, then all
+        receives.
+        """
         for peer in connections:
             connections[peer].sock.settimeout(self._options.setup_timeout)
         for connection in connections.values():
@@ -401,7 +403,8 @@ class _Opening:
         if theirs != ours:
             raise VersionMismatch(
                 f"rank {self._rank} wants to send on the channels {ours}, rank {peer} has opened {theirs} "
-                "(source, destination, chunk, direction, slot bytes, depth); start both with equal settings"
+                "(source, destination, chunk, direction, slot bytes, depth); start both with equal "
+                "settings"
             )
         board = [len(self._board_ranks), self._board_counters]
         if self._board_ranks and peer == self._board_ranks[0] and message.get("board") != board:

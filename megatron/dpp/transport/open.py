@@ -1,4 +1,6 @@
-"""Opens a transport of the kinds that suit each link. The one door of this room besides ``FakeNetwork``."""
+"""Opens a transport of the kinds that suit each link. The one door of this room besides
+``FakeNetwork``.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,14 @@ def open_transport(
     Args:
         channels: every channel that this rank sends or receives; both ends must name equal specs.
         rank: this process's global rank.
-        store: where the ranks of the job find each other; None when every channel stays in this process.
+        store: where the ranks of the job find each other; None when every channel stays in this
+            process.
         device: where ``take`` puts tensors.
-        kind: ``auto`` chooses per link and says why in ``links()``; any other kind is used or is an error.
+        kind: ``auto`` chooses per link and says why in ``links()``; any other kind is used or is an
+            error.
         options: see :class:`TransportOptions`; equal on all ranks.
-        board_ranks: the global ranks of one pipeline stage, leader first, all on one host; gives ``transport.board``.
+        board_ranks: the global ranks of one pipeline stage, leader first, all on one host; gives
+            ``transport.board``.
         board_counters: how many counters each member of the board posts.
 
     Raises:

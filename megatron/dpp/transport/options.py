@@ -1,4 +1,6 @@
-"""What a caller may set when it opens a transport. Checked once, here; nothing below checks again."""
+"""What a caller may set when it opens a transport. Checked once, here; nothing below checks
+again.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,16 @@ class TransportOptions:
     """Settings of one transport; every rank of a job gives the same ones.
 
     Args:
-        timeout: seconds that a wait inside the transport (a lagging board reader, a full queue of puts) may last.
+        timeout: seconds that a wait inside the transport (a lagging board reader, a full queue of
+            puts) may last.
         setup_timeout: seconds in which all peers must have opened their side.
         checksum: send a CRC32C with every payload and check it in ``take``.
         workload: elements per chunk where a kind stages tensors through host memory.
-        node_ips: this host's address that links to other hosts are bound to; None lets no other host in.
+        node_ips: this host's address that links to other hosts are bound to; None lets no other
+            host in.
         name: tells transports apart that one job opens over one store.
-        token_file: file (mode 0600) with the job's secret; None agrees on a random one through the store.
+        token_file: file (mode 0600) with the job's secret; None agrees on a random one through the
+            store.
         max_pending: puts that may be waiting for credit on one channel before ``put`` itself waits.
         spin: spin before sleeping in ``wait``; None decides from the cores that are free.
     """

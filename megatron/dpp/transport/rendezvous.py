@@ -1,7 +1,7 @@
 """How ranks find each other: facts in the job's store, then one authenticated connection per pair.
 
-The lower rank of a pair connects, over an abstract unix socket on one host. ``native.py`` is the caller; it gets
-connected sockets and hands them to C++.
+The lower rank of a pair connects, over an abstract unix socket on one host. ``native.py`` is the
+caller; it gets connected sockets and hands them to C++.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _MAX_STRANGERS = 64
 class Facts:
     """What one rank tells the others about itself, and what the choice of a kind depends on.
 
-    ``host`` differs between machines, and between network namespaces of one machine: they cannot reach each other's
-    abstract sockets. ``settings`` are the options that both sides of a link must share.
+    ``host`` differs between machines, and between network namespaces of one machine: they cannot
+    reach each other's abstract sockets. ``settings`` are the options that both sides of a link must
+    share.
     """
 
     rank: int
@@ -57,7 +58,9 @@ class Connection:
 
 
 def host_identity() -> str:
-    """Equal for two processes exactly when shared memory can be passed between them over an abstract socket."""
+    """Equal for two processes exactly when shared memory can be passed between them over an
+    abstract socket.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
@@ -86,7 +89,9 @@ class Rendezvous:
         self._listener.close()
 
     def exchange(self, own: Facts, peers: Sequence[int]) -> dict[int, Facts]:
-        """Publish our facts and return the peers'; ``VersionMismatch`` when a peer runs something else."""
+        """Publish our facts and return the peers'; ``VersionMismatch`` when a peer runs something
+        else.
+        """
         self._store.set(f"{self._prefix}/facts/{self._rank}", json.dumps(asdict(own)))
         found = {}
         for peer in peers:
