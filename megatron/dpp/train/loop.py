@@ -43,9 +43,12 @@ class Trainer:
     exits: ExitConditions
     checkpointer: Checkpointer
 
-    def train(self) -> None:
-        """Run until ``--train-iters`` or an exit condition. A last checkpoint is saved when one is
-        due."""
+    def train(self) -> bool:
+        """Run until ``--train-iters`` or an exit condition, and save what is not saved yet.
+
+        Returns:
+            True when the last iteration was reached, False when an exit condition came before it.
+        """
         run, args = self.run, self.run.args
         self._connect()
         log = TrainingLog(run, self.writers)
@@ -69,10 +72,11 @@ class Trainer:
             log.add(step)
             self._write_metrics(step, time.perf_counter() - start)
             if self._after_step(hooks):
-                break
+                return False
         hooks.off()
         if args.save and run.iteration and self.checkpointer.last_saved != run.iteration:
             self.checkpointer.save()
+        return True
 
     def _connect(self) -> None:
         """Megatron-LM's settings of the schedule's hooks."""

@@ -103,9 +103,8 @@ def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
         checkpointer=checkpointer,
     )
     run.say("training ..." if not args.skip_train else "skipping training (--skip-train is on) ...")
-    if not args.skip_train:
-        trainer.train()
-    if args.eval_iters:
+    complete = args.skip_train or trainer.train()
+    if args.eval_iters and complete:
         place = f"iteration {run.iteration} on"
         trainer.evaluate(f"{place} validation set", iterators.valid)
         trainer.evaluate(f"{place} test set", iterators.test, "test")

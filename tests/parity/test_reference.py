@@ -1,0 +1,56 @@
+"""Unmodified Megatron-LM core_v0.16.1's numbers, for the same flags, data and seed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.runs import REPOSITORY, train
+
+
+@pytest.fixture(scope="session")
+def data(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the preprocessed reference corpus, ``gpt_text_document.{bin,idx}``."""
+    folder = tmp_path_factory.mktemp("reference")
+    vocabulary = reference / "vocab"
+    command = [
+        sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py"),
+        "--input", str(reference / "corpus.jsonl"), "--output-prefix", str(folder / "gpt"),
+        "--tokenizer-type", "GPT2BPETokenizer", "--append-eod", "--workers", "1",
+        "--vocab-file", str(vocabulary / "gpt2-vocab.json"),
+        "--merge-file", str(vocabulary / "gpt2-merges.txt"),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return folder
+
+
+def _flags(reference: Path, data: Path, config: dict[str, Any]) -> str:
+    flags: str = config["flags"]
+    for name in ("vocab/gpt2-vocab.json", "vocab/gpt2-merges.txt"):
+        flags = flags.replace(name, str(reference / name))
+    return flags.replace("gpt_text_document", str(data / "gpt_text_document"))
+
+
+@pytest.mark.parametrize(
+    ("name", "iterations"), [("s_gpt_pp1", 5), ("s_gpt_pp2_vpp2", 15)], ids=["pp1", "pp2-vpp2"]
+)
+def test_losses_rates_and_norms_are_megatron_lms(
+    reference: Path, data: Path, name: str, iterations: int
+) -> None:
+    config = json.loads((reference / "expected.json").read_text())["configs"][name]
+    flags = _flags(reference, data, config)
+    early = [] if iterations == len(config["iteration"]) else ["--exit-interval", str(iterations)]
+    result = train(data, name, config["ranks"], flags, "--device", "cpu", *early)
+    assert result.column("lm loss") == pytest.approx(config["lm_loss"][:iterations], abs=1e-5)
+    assert result.column("learning rate") == pytest.approx(config["lr"][:iterations], abs=1e-5)
+    norms = config["grad_norm"][:iterations]
+    assert result.column("grad norm") == pytest.approx(norms, rel=5e-4)
+    if not early:
+        losses = [row["lm loss"] for row in result.evaluations]
+        expected = [row["lm loss (exact)"] for row in config["eval"]]
+        assert losses == pytest.approx(expected, abs=1e-5)
