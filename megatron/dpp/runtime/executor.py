@@ -196,6 +196,7 @@ class Executor:
             self._pace.prolong(key, self._injector.factor(task), self._injector.seconds(task))
         self._pace.launched(key)
         self._recorder.end_task()
+        self._recorder.counter("held", self._scheduler.held)
 
     def _take(self, direction: Direction, chunk: int, microbatch: int) -> torch.Tensor | None:
         channel = self._channels.incoming(direction, chunk)
@@ -228,10 +229,10 @@ class Executor:
             )
         # Detached: the transport must keep this storage even when the output's own .data is freed.
         payload = tensor.detach().contiguous()
-        self._transport.put(channel, payload, iteration=self._iteration, microbatch=microbatch)
-        if self._recorder.enabled:
+        if self._recorder.enabled:  # before the put, or a fast copy could arrive before it was sent
             spec = self._channels.spec_out(channel)
             self._recorder.put(spec, microbatch, payload.nbytes, self._kinds[spec.destination])
+        self._transport.put(channel, payload, iteration=self._iteration, microbatch=microbatch)
         return True
 
     def _count_complete(self, chunk: int) -> None:

@@ -7,7 +7,9 @@ clocks ``a`` and ``b`` with unknown offsets (true time = clock + offset) each me
     offset[a] - offset[b] <= arrived (on b) - sent (on a)
 
 and messages the other way bound the difference from the other side. A collective that no rank
-leaves before all have entered says the same of every pair. These are difference constraints:
+leaves before all have entered says the same of every pair, and so does, loosely, an iteration:
+replicas reduce their
+gradients in it. These are difference constraints:
 shortest paths from a reference clock give the largest offset each clock can have, paths to it the
 smallest. Both extremes are consistent as a whole and so is their middle, which is used; half their
 distance is the uncertainty that remains. Nothing is assumed about the delays.
@@ -167,7 +169,7 @@ class _Scan:
                 self._arrival(file, event)
             elif cat == "send" and self._cross:
                 self._send(file, event)
-            elif cat == "span" and self._cross and "group" in event["args"]:
+            elif cat in ("span", "iteration") and self._cross:
                 self._span(file, event, spans)
 
     def _arrival(self, file: TraceFile, event: Event) -> None:
@@ -199,9 +201,12 @@ class _Scan:
 
     def _span(self, file: TraceFile, event: Event, seen: dict[tuple[Any, ...], int]) -> None:
         args, name = event["args"], event["name"]
-        own = (name, args["group"], args["iteration"])
+        shared = "data" if event["cat"] == "iteration" else args.get("group")
+        if shared is None:
+            return
+        own = (name, shared, args["iteration"])
         occurrence = seen[own] = seen.get(own, 0) + 1
-        group = _group_of(file, args["group"])
+        group = _group_of(file, shared)
         window = self._window(file, event)
         key = (window, name, group, args["iteration"], occurrence)
         collective = self.evidence.collectives.setdefault(key, _Collective())

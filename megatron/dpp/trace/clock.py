@@ -1,4 +1,4 @@
-"""The two clocks a recorder reads: the host's, and a GPU's through pooled events.
+"""The two devices a recorder looks at, the host and a GPU: their clocks and their memory.
 
 A *mark* is whatever a clock hands out when it is read in the hot path; the writing thread turns it
 into host nanoseconds later. On the host a mark is that number already. On a GPU it is an event
@@ -7,6 +7,7 @@ recorded in the current stream, and its time is known once the device has passed
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import deque
 from typing import Any
@@ -19,6 +20,10 @@ class HostClock:
     """``CLOCK_MONOTONIC`` of this host."""
 
     mark = staticmethod(time.monotonic_ns)
+
+    def peak_memory(self) -> int:
+        """Most bytes that this process has had in memory."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def resolve(self, mark: int) -> int | None:
         """Host time of a mark in nanoseconds."""
@@ -75,6 +80,10 @@ class DeviceClock:
         recorded_ns = time.monotonic_ns()
         event.record()
         return event, recorded_ns
+
+    def peak_memory(self) -> int:
+        """Most bytes that PyTorch has had allocated on the device."""
+        return int(self._cuda.max_memory_allocated(self._device))
 
     def resolve(self, mark: tuple[Any, int]) -> int | None:
         """Host time of a mark in nanoseconds, after which the mark is used up; None while the

@@ -106,7 +106,9 @@ class Recorder(abc.ABC):
 
     @abc.abstractmethod
     def counter(self, name: str, value: float) -> None:
-        """A quantity has changed, for example ``held`` activations or ``memory`` in bytes."""
+        """A quantity has changed, for example ``held`` activations. The recorder itself adds
+        ``memory``, the most bytes in use so far, at the end of each iteration.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -208,6 +210,7 @@ class FileRecorder(Recorder):
 
     def end_iteration(self) -> None:
         if self._recording:
+            self.counter("memory", self._clock.peak_memory())
             self._append("I", self._iteration_start, self._clock.mark(), self.iteration)
         self._recording = False
 
