@@ -222,7 +222,7 @@ check_nodes() {
   [[ $NODE_RANK =~ ^[0-9]+$ ]] || die "NODE_RANK=$NODE_RANK: must be a whole number, at least 0"
   ((NODE_RANK < NUM_NODES)) ||
     die "NODE_RANK=$NODE_RANK: with NUM_NODES=$NUM_NODES it must be less than $NUM_NODES"
-  [[ $MASTER_PORT =~ ^[0-9]+$ ]] && ((MASTER_PORT >= 1 && MASTER_PORT <= 65535)) ||
+  [[ $MASTER_PORT =~ ^[1-9][0-9]{0,4}$ && $MASTER_PORT -le 65535 ]] ||
     die "MASTER_PORT=$MASTER_PORT: must be a port number, 1 to 65535"
   [[ -n $MASTER_ADDR ]] || die "MASTER_ADDR is not set: name the host of NODE_RANK=0"
   [[ -z $NODE_IPS ]] && return
@@ -241,6 +241,7 @@ check_nodes() {
 # WAIT_SECONDS.
 wait_for_master() {
   local end=$((SECONDS + WAIT_SECONDS)) said=-1 left
+  # shellcheck disable=SC2016  # the inner shell expands them
   until timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$MASTER_ADDR" "$MASTER_PORT" 2>/dev/null; do
     left=$((end - SECONDS))
     ((left > 0)) ||
@@ -273,8 +274,9 @@ prepare_sample() {
   shift
   local prefix
   prefix=$REPOSITORY/$folder/sample-$(cat "${files[@]}" | sha256sum | cut -c -12)
-  DATA_PREFIXES=("${prefix}_text_$level")
-  [[ -f $DATA_PREFIXES.idx && -f $DATA_PREFIXES.bin ]] && return
+  local tokens=${prefix}_text_$level
+  DATA_PREFIXES=("$tokens")
+  [[ -f $tokens.idx && -f $tokens.bin ]] && return
   local command=("$PYTHON" "$REPOSITORY/tools/preprocess_data.py" --input "${files[0]}"
     --output-prefix "$prefix" "$@")
   if [[ -n ${DRY_RUN:-} ]]; then

@@ -24,7 +24,7 @@ done
 
 PYTHON=$(bash tools/setup.sh --dev)
 export PYTHON
-bash tools/check.sh
+bash tools/check.sh "$PYTHON"
 
 if ((${#required[@]})); then
   DPP_REQUIRE=$(IFS=, && echo "${required[*]}")
