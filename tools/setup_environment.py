@@ -1,8 +1,9 @@
 """Finds or makes the Python environment, installs what is missing and builds the C++ extension.
 
 ``tools/setup.sh`` runs it for ``run_*.sh``, ``tools/test.sh`` and ``prerequisite.sh``. It prints
-the path of the Python to use on stdout and one line about what it did on stderr. A second run looks at versions and at a hash of the sources and does nothing. Only the standard library is
-imported, because nothing else need be there yet.
+the path of the Python to use on stdout and one line about what it did on stderr. A second run looks
+at versions and at a hash of the sources and does nothing. Only the standard library is imported,
+because nothing else need be there yet.
 
 Which environment: the one at hand when PyTorch is installed in it (which is then never replaced),
 else ``.venv``. Where the one at hand must not be written to, ``.venv`` is laid over it.
