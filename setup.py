@@ -1,7 +1,8 @@
-"""Builds the C++ side of the transport: ``pip install -e .`` or ``python setup.py build_ext --inplace``.
+"""Builds the C++ side of the transport: ``pip install -e .`` or ``python setup.py build_ext
+--inplace``.
 
-Needs a C++17 compiler and pybind11, and nothing of CUDA, torch or libibverbs: those are opened at run time where they
-exist. One build serves machines with and without GPUs.
+Needs a C++17 compiler and pybind11, and nothing of CUDA, torch or libibverbs: those are opened at
+run time where they exist. One build serves machines with and without GPUs.
 """
 
 import os

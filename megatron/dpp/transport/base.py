@@ -196,9 +196,7 @@ class Transport(abc.ABC):
             f"arrived after {seconds:g} s"
         )
         if self.departed(spec.source):
-            return PeerDead(
-                f"{what}, and rank {spec.source} has closed its transport"
-            )
+            return PeerDead(f"{what}, and rank {spec.source} has closed its transport")
         return TransferTimeout(
             f"{what}; rank {spec.source} is alive: it is slow, stopped or waiting itself "
             "(--dpp-timeout sets how long to wait)"

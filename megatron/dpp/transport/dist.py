@@ -322,7 +322,7 @@ def _open_bell(
     board_counters: int,
 ) -> Any:
     """A transport of the native kind without channels: its board and its bell."""
-    from megatron.dpp.transport.native import open_native
+    from megatron.dpp.transport.opening import open_native
 
     return open_native(
         (),

@@ -64,7 +64,7 @@ def open_transport(
             board_ranks=board_ranks,
             board_counters=board_counters,
         )
-    from megatron.dpp.transport.native import open_native
+    from megatron.dpp.transport.opening import open_native
 
     return open_native(
         channels,

@@ -1,60 +1,57 @@
-"""How ranks find each other: facts in the job's store, then one authenticated connection per pair.
+"""How ranks find each other: facts in the job's store, then authenticated connections.
 
-The lower rank of a pair connects, over an abstract unix socket on one host. ``native.py`` is the
-caller; it gets connected sockets and hands them to C++.
+The lower rank of a pair connects, over an abstract unix socket on one host and over TCP between
+hosts. ``opening.py`` is the caller; it gets connected sockets and hands them to C++.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import queue
 import secrets
+import selectors
 import socket
 import stat
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from megatron.dpp.errors import AuthError, ConfigError, ProtocolError, SetupError, VersionMismatch
 from megatron.dpp.transport import handshake
+from megatron.dpp.transport.choose import Facts
 from megatron.dpp.transport.options import TransportOptions
 
 _MAX_STRANGERS = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What one rank tells the others about itself, and what the choice of a kind depends on.
-
-    ``host`` differs between machines, and between network namespaces of one machine: they cannot
-    reach each other's abstract sockets. ``settings`` are the options that both sides of a link must
-    share.
-    """
-
-    rank: int
-    abi: int
-    host: str
-    hostname: str
-    uid: int
-    pid: int
-    device: str
-    unix_address: str
-    settings: dict[str, int | float | bool]
+_BACKLOG = 128
+_SHORTEST_TOKEN = 16
+_ACCEPT_SLICE = 0.02  # seconds; also how late a finished proof may be noticed
 
 
 @dataclass
 class Connection:
-    """An authenticated connection and what we know of the process at its other end."""
+    """A connection, to whom and what for, and a pidfd of the process at its other end or -1."""
 
     peer: int
+    purpose: str
     sock: socket.socket
-    pidfd: int
+    pidfd: int = -1
+
+    def close(self) -> None:
+        """Give both descriptors back; twice is fine."""
+        self.sock.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
 
 
 def host_identity() -> str:
@@ -68,7 +65,9 @@ def host_identity() -> str:
 class Rendezvous:
     """One rank's meeting with its peers, over one store, for one transport. Use with ``with``."""
 
-    def __init__(self, store: Store, rank: int, options: TransportOptions) -> None:
+    def __init__(
+        self, store: Store, rank: int, options: TransportOptions, tcp_host: str | None = None
+    ) -> None:
         self._store = store
         self._rank = rank
         self._options = options
@@ -76,55 +75,79 @@ class Rendezvous:
         self._prefix = f"dpp/{options.name}/{opened}"
         self._deadline = time.monotonic() + options.setup_timeout
         self._token = self._agree_on_token()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listeners: list[socket.socket] = []
         job = hashlib.sha256(b"address" + self._token).hexdigest()[:16]
         self.unix_address = f"dpp-{job}-{rank}-{secrets.token_hex(4)}"
-        self._listener.bind("\0" + self.unix_address)
-        self._listener.listen(128)
+        self.tcp_address: tuple[str, int] | None = None
+        try:
+            self._listen(tcp_host)
+        except BaseException:
+            self.close()
+            raise
+
+    def _listen(self, tcp_host: str | None) -> None:
+        unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listeners.append(unix)
+        unix.bind("\0" + self.unix_address)
+        if tcp_host is not None:
+            try:
+                tcp = socket.create_server((tcp_host, 0), backlog=_BACKLOG)
+            except OSError as error:
+                raise SetupError(
+                    f"rank {self._rank}: cannot listen on {tcp_host} (--node-ips): {error}"
+                ) from error
+            self._listeners.append(tcp)
+            self.tcp_address = (tcp_host, tcp.getsockname()[1])
+        for listener in self._listeners:
+            listener.listen(_BACKLOG)
 
     def __enter__(self) -> Rendezvous:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._listener.close()
+        self.close()
+
+    def close(self) -> None:
+        """Listen no longer."""
+        for listener in self._listeners:
+            listener.close()
 
     def exchange(self, own: Facts, peers: Sequence[int]) -> dict[int, Facts]:
-        """Publish our facts and return the peers'; ``VersionMismatch`` when a peer runs something
-        else.
+        """Publish our facts and return the peers'.
+
+        Raises:
+            VersionMismatch: a peer runs something else.
+            SetupError: a peer does not come.
         """
         self._store.set(f"{self._prefix}/facts/{self._rank}", json.dumps(asdict(own)))
         found = {}
         for peer in peers:
-            found[peer] = Facts(**json.loads(self._get(f"facts/{peer}", f"rank {peer}")))
-            _compare(own, found[peer])
+            fields = json.loads(self._get(f"facts/{peer}", f"rank {peer}"))
+            if fields.get("abi") == own.abi and fields["tcp_address"] is not None:
+                fields["tcp_address"] = tuple(fields["tcp_address"])
+            _compare(own, fields)
+            found[peer] = Facts(**fields)
         return found
 
-    def connect(self, facts: dict[int, Facts], purpose: str = "control") -> dict[int, Connection]:
-        """One authenticated connection with every rank in ``facts``."""
-        connections: dict[int, Connection] = {}
+    def connect(
+        self, wanted: Sequence[tuple[Facts, str, bool]]
+    ) -> dict[tuple[int, str], Connection]:
+        """Authenticated connections, each given as (peer, purpose, over TCP or not).
+
+        Returns them by (rank of the peer, purpose).
+        """
+        made: dict[tuple[int, str], Connection] = {}
         try:
-            for peer in sorted(facts):
-                if peer > self._rank:
-                    connections[peer] = self._reach(facts[peer], purpose)
-            missing = {peer for peer in facts if peer < self._rank}
-            strangers = 0
-            while missing:
-                connection = self._admit(missing)
-                if connection is None:
-                    strangers += 1
-                    if strangers > _MAX_STRANGERS:
-                        raise AuthError(
-                            f"rank {self._rank}: {strangers} strangers tried to connect"
-                        )
-                    continue
-                connections[connection.peer] = connection
-                missing.discard(connection.peer)
+            for peer, purpose, over_tcp in sorted(wanted, key=lambda entry: entry[0].rank):
+                if peer.rank > self._rank:
+                    made[peer.rank, purpose] = self._reach(peer, purpose, over_tcp)
+            missing = {(peer.rank, purpose) for peer, purpose, _ in wanted} - set(made)
+            self._admit(missing, made)
         except BaseException:
-            for connection in connections.values():
-                connection.sock.close()
-                _close(connection.pidfd)
+            for connection in made.values():
+                connection.close()
             raise
-        return connections
+        return made
 
     def _agree_on_token(self) -> bytes:
         if self._options.token_file:
@@ -147,99 +170,137 @@ class Rendezvous:
     def _remaining(self) -> float:
         return self._deadline - time.monotonic()
 
-    def _reach(self, peer: Facts, purpose: str) -> Connection:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pidfd = -1
+    def _reach(self, peer: Facts, purpose: str, over_tcp: bool) -> Connection:
+        connection = Connection(peer.rank, purpose, _new_socket(over_tcp))
         try:
-            sock.settimeout(handshake.HELLO_SECONDS)
-            sock.connect("\0" + peer.unix_address)
-            pidfd = _check_process(sock, self._rank)
+            connection.sock.settimeout(handshake.HELLO_SECONDS)
+            where = peer.tcp_address if over_tcp else "\0" + peer.unix_address
+            connection.sock.connect(where or "")
+            self._check_process(connection)
             # The acceptor answers only after it has reached the ranks above it.
+            patience = max(0.001, self._remaining())
             handshake.connect_side(
-                sock, self._token, self._rank, peer.rank, purpose, max(0.001, self._remaining())
+                connection.sock, self._token, self._rank, peer.rank, purpose, patience
             )
         except OSError as error:
-            sock.close()
-            _close(pidfd)
+            connection.close()
+            address = peer.tcp_address if over_tcp else "this host"
             raise SetupError(
-                f"rank {self._rank}: cannot reach rank {peer.rank} on this host: {error}"
+                f"rank {self._rank}: cannot reach rank {peer.rank} on {address}: {error}"
             ) from error
         except BaseException:
-            sock.close()
-            _close(pidfd)
+            connection.close()
             raise
-        return Connection(peer.rank, sock, pidfd)
+        return connection
 
-    def _admit(self, expected: set[int]) -> Connection | None:
-        """The next connection that proves to be one of ``expected``; None for one that does not."""
-        remaining = self._remaining()
-        if remaining <= 0:
+    def _admit(
+        self, missing: set[tuple[int, str]], made: dict[tuple[int, str], Connection]
+    ) -> None:
+        """Accept until nobody is missing. Each stranger proves itself in a thread of its own, so
+        that one that stalls holds nobody up.
+        """
+        proven: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
+        with selectors.DefaultSelector() as selector:
+            for listener in self._listeners:
+                selector.register(listener, selectors.EVENT_READ)
+            refused = 0
+            while missing:
+                self._check_patience(missing, refused)
+                for key, _ in selector.select(_ACCEPT_SLICE):
+                    sock, _ = key.fileobj.accept()  # type: ignore[union-attr]
+                    threading.Thread(target=self._prove, args=(sock, proven), daemon=True).start()
+                while not proven.empty():
+                    connection = proven.get()
+                    name = (connection.peer, connection.purpose) if connection else None
+                    if connection is None or name not in missing:
+                        refused += 1
+                        if connection is not None:
+                            connection.close()
+                        continue
+                    missing.discard((connection.peer, connection.purpose))
+                    made[connection.peer, connection.purpose] = connection
+
+    def _check_patience(self, missing: set[tuple[int, str]], refused: int) -> None:
+        if refused > _MAX_STRANGERS:
+            raise AuthError(f"rank {self._rank}: {refused} connections could not prove themselves")
+        if self._remaining() <= 0:
             raise SetupError(
-                f"rank {self._rank}: ranks {sorted(expected)} have not connected after "
-                f"{self._options.setup_timeout:g} s"
+                f"rank {self._rank}: ranks {sorted({rank for rank, _ in missing})} have not "
+                f"connected after {self._options.setup_timeout:g} s"
+                + (f"; {refused} connections could not prove themselves" if refused else "")
             )
-        self._listener.settimeout(remaining)
+
+    def _prove(self, sock: socket.socket, proven: queue.SimpleQueue[Connection | None]) -> None:
+        connection = Connection(-1, "", sock)
         try:
-            sock, _ = self._listener.accept()
-        except TimeoutError:
-            return self._admit(expected)
-        pidfd = -1
-        try:
-            pidfd = _check_process(sock, self._rank)
-            peer, _ = handshake.accept_side(sock, self._token, self._rank)
-            if peer not in expected:
-                raise ProtocolError(f"rank {peer} connected, expected one of {sorted(expected)}")
+            self._check_process(connection)
+            peer, purpose = handshake.accept_side(sock, self._token, self._rank)
+            connection.peer, connection.purpose = peer, purpose
+            proven.put(connection)
         except (OSError, AuthError, ProtocolError):
-            sock.close()
-            _close(pidfd)
-            return None
-        return Connection(peer, sock, pidfd)
+            connection.close()
+            proven.put(None)
+
+    def _check_process(self, connection: Connection) -> None:
+        """Refuse another user's process on this host, and keep hold of the one that is there."""
+        sock = connection.sock
+        if sock.family != socket.AF_UNIX:
+            _watch_tcp(sock)
+            return
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, uid, _ = struct.unpack("3i", credentials)
+        if uid != os.getuid():
+            raise AuthError(
+                f"rank {self._rank}: a process of user {uid} is at the other end; "
+                f"we are {os.getuid()}"
+            )
+        # Another PID namespace or an old kernel has none: the end of the socket has to do.
+        with contextlib.suppress(OSError):
+            connection.pidfd = os.pidfd_open(pid)
+
+
+def _new_socket(over_tcp: bool) -> socket.socket:
+    if over_tcp:
+        return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _watch_tcp(sock: socket.socket) -> None:
+    """No delay for small messages, and three seconds until a host that vanished is noticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 3000)
 
 
 def read_token(path: Path) -> bytes:
     """The job's secret from a file that only its owner may read."""
     try:
-        facts = path.stat()
+        mode = stat.S_IMODE(path.stat().st_mode)
         secret = path.read_bytes().strip()
     except OSError as error:
         raise ConfigError(f"token file {path}: {error.strerror}") from error
-    if stat.S_IMODE(facts.st_mode) & 0o077:
-        raise ConfigError(
-            f"token file {path} has mode {stat.S_IMODE(facts.st_mode):o}; chmod 600 it"
-        )
-    if len(secret) < 16:
+    if mode & 0o077:
+        raise ConfigError(f"token file {path} has mode {mode:o}; chmod 600 it")
+    if len(secret) < _SHORTEST_TOKEN:
         raise ConfigError(f"token file {path} holds {len(secret)} bytes; 16 are the least")
     return secret
 
 
-def _check_process(sock: socket.socket, rank: int) -> int:
-    """Refuse another user's process; return a pidfd of the peer, or -1 where it cannot be had."""
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", credentials)
-    if uid != os.getuid():
-        raise AuthError(
-            f"rank {rank}: a process of user {uid} is at the other end; we are {os.getuid()}"
-        )
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return -1  # another PID namespace, or an old kernel: the end of the socket has to do
-
-
-def _compare(own: Facts, peer: Facts) -> None:
-    if own.abi != peer.abi:
+def _compare(own: Facts, peer: dict[str, Any]) -> None:
+    """Before a peer's facts are taken for facts of our version."""
+    who = f"rank {peer.get('rank')} on {peer.get('hostname')}"
+    if own.abi != peer.get("abi"):
         raise VersionMismatch(
-            f"rank {own.rank} speaks transport version {own.abi}, rank {peer.rank} on {peer.hostname} "
-            f"{peer.abi}; install one version everywhere"
+            f"rank {own.rank} speaks transport version {own.abi}, {who} speaks {peer.get('abi')}; "
+            "install one version everywhere"
         )
     for name, value in own.settings.items():
-        if peer.settings.get(name) != value:
+        other = peer["settings"].get(name)
+        if other != value:
             raise VersionMismatch(
-                f"transport option {name} is {value} on rank {own.rank} and {peer.settings.get(name)} on "
-                f"rank {peer.rank}; start all ranks with equal settings"
+                f"transport option {name} is {value} on rank {own.rank} and {other} on {who}; "
+                "start all ranks with equal settings"
             )
-
-
-def _close(fd: int) -> None:
-    if fd >= 0:
-        os.close(fd)

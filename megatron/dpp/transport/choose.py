@@ -1,0 +1,93 @@
+"""Which kind a link gets: a pure function of what both sides say about themselves, with its reason.
+
+Both ranks of a link call it with the same two facts and must come to the same answer, so it may
+look at nothing else. ``opening.py`` calls it; ``doctor`` prints what it looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.dpp.errors import TransportUnavailable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What one rank tells the others about itself.
+
+    ``host`` differs between machines, and between network namespaces of one machine: they cannot
+    reach each other's abstract sockets. ``tcp_address`` is where it listens for other hosts, if it
+    does. ``settings`` are the options that both sides of a link must share.
+    """
+
+    rank: int
+    abi: int
+    host: str
+    hostname: str
+    uid: int
+    pid: int
+    device: str
+    unix_address: str
+    tcp_address: tuple[str, int] | None
+    settings: dict[str, int | float | bool]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kind and why it was taken."""
+
+    kind: str
+    reason: str
+
+
+Obstacle = Callable[[Facts, Facts], str | None]
+
+
+def _shm_obstacle(one: Facts, other: Facts) -> str | None:
+    if one.host != other.host:
+        return f"{one.hostname} and {other.hostname} do not share memory"
+    if one.uid != other.uid:
+        return f"the processes belong to users {one.uid} and {other.uid}"
+    return None
+
+
+def _tcp_obstacle(one: Facts, other: Facts) -> str | None:
+    for side in (one, other):
+        if side.tcp_address is None:
+            return (
+                f"rank {side.rank} on {side.hostname} listens on no address; name this host's "
+                "address with --node-ips"
+            )
+    return None
+
+
+_RULES: tuple[tuple[str, Obstacle, str], ...] = (
+    ("shm", _shm_obstacle, "same host, same user: shared memory"),
+    ("tcp", _tcp_obstacle, "different hosts, and no RDMA link: TCP"),
+)
+"""Kinds in order of preference: what stands against it, and why it is taken when nothing does."""
+
+
+def choose(own: Facts, peer: Facts, wanted: str = "auto") -> Choice:
+    """The kind of the link between two ranks.
+
+    Raises:
+        TransportUnavailable: ``wanted`` (or, for ``auto``, every kind) is not possible; says why.
+    """
+    one, other = sorted((own, peer), key=lambda facts: facts.rank)
+    between = f"between rank {one.rank} ({one.hostname}) and rank {other.rank} ({other.hostname})"
+    obstacles = []
+    for kind, obstacle, reason in _RULES:
+        if wanted not in ("auto", kind):
+            continue
+        against = obstacle(one, other)
+        if against is None:
+            staged = any(facts.device != "cpu" for facts in (one, other))
+            note = "; CUDA tensors pass through the host's memory" if staged else ""
+            return Choice(kind, (reason if wanted == "auto" else f"asked for: {kind}") + note)
+        obstacles.append(f"{kind}: {against}")
+    if not obstacles:
+        known = ", ".join(kind for kind, _, _ in _RULES)
+        raise TransportUnavailable(f"--dpp-transport {wanted} {between}: known kinds are {known}")
+    raise TransportUnavailable(f"--dpp-transport {wanted} {between}: {'; '.join(obstacles)}")

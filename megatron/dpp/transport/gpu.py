@@ -1,0 +1,126 @@
+"""Setting up links whose slots lie in GPU memory: offers, a second way when the first is refused,
+and a pattern written through each link before anything relies on it.
+
+``native.py``'s set-up is the caller, over connections that are already authenticated. Per message
+nothing of this runs. The C++ side is ``csrc/transport/cuda_links.h``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron.dpp.errors import SetupError, TransportUnavailable
+from megatron.dpp.transport import handshake
+
+
+@dataclass
+class GpuLink:
+    """One peer: the connection to it, and our channels from and to it, in the order of both sides."""
+
+    peer: int
+    sock: socket.socket
+    incoming: Sequence[int]
+    outgoing: Sequence[int]
+    refused: str = field(default="", init=False)  # why we could not open the peer's first offer
+
+
+def device_index(device: torch.device) -> int:
+    """The driver's number of a torch device; both count what CUDA_VISIBLE_DEVICES leaves."""
+    return device.index if device.index is not None else torch.cuda.current_device()
+
+
+def gpu_facts(library: Any, device: torch.device) -> tuple[str, dict[str, bool]]:
+    """The UUID of our GPU, and for each GPU that we see whether ours can write into its memory."""
+    own = library.CudaDevice(device_index(device))
+    return own.uuid, {uuid: own.access_to(uuid) in ("same", "yes") for uuid in own.visible()}
+
+
+class GpuLinks:
+    """Joins the GPU links of one rank. All ranks go through the same rounds: first every send, then
+    every receive, so nobody waits in a circle.
+    """
+
+    def __init__(self, library: Any, native: Any, rank: int, device: torch.device, max_pending: int):
+        self._rank = rank
+        self._links = library.CudaLinks(native, device_index(device), max_pending)
+
+    def join(self, links: Sequence[GpuLink]) -> None:
+        """Make our slots, open the peers', and try every link.
+
+        Raises:
+            SetupError: memory ran out, or the driver lets no peer open it.
+            TransportUnavailable: a link does not deliver what was written.
+        """
+        for link in links:
+            self._offer(link, legacy=True)
+        for link in links:
+            link.refused = self._open(link)
+            handshake.send_message(link.sock, {"refused": link.refused})
+        for link in links:
+            answer, _ = handshake.receive_message(link.sock)
+            if answer.get("refused"):
+                self._offer(link, legacy=False)
+        for link in links:
+            if link.refused and (again := self._open(link)):
+                raise SetupError(
+                    f"rank {self._rank} cannot open the GPU memory of rank {link.peer}: {link.refused}; "
+                    f"{again}. Containers must share the IPC and PID namespaces (--ipc=host --pid=host); "
+                    "--dpp-transport staged does without"
+                )
+        self._try(links)
+
+    def _offer(self, link: GpuLink, legacy: bool) -> None:
+        message, fds = {"handle": ""}, []
+        if link.incoming:
+            control, handle, memory = self._links.make_ipc_slots(link.peer, link.incoming, legacy)
+            message["handle"] = handle.hex()
+            fds = [fd for fd in (control, memory) if fd >= 0]
+        handshake.send_message(link.sock, message, fds)
+
+    def _open(self, link: GpuLink) -> str:
+        """Opens what the peer offers; returns why it could not be opened."""
+        message, fds = handshake.receive_message(link.sock, 2)
+        if not link.outgoing:
+            for fd in fds:
+                os.close(fd)
+            return ""
+        handle = bytes.fromhex(str(message.get("handle", "")))
+        control, memory = [*fds, -1, -1][:2]
+        try:
+            self._links.use_ipc_slots(link.peer, link.outgoing, control, handle, memory)
+        except SetupError as error:
+            return str(error)[:1000]
+        return ""
+
+    def _try(self, links: Sequence[GpuLink]) -> None:
+        for link in links:
+            seed = secrets.randbits(63)
+            if link.outgoing:
+                self._links.write_pattern(link.peer, seed)
+            handshake.send_message(link.sock, {"seed": seed})
+        for link in links:
+            message, _ = handshake.receive_message(link.sock)
+            fault = ""
+            if link.incoming:
+                fault = self._links.pattern_fault(link.peer, int(message.get("seed", 0)))
+            handshake.send_message(link.sock, {"fault": fault})
+            if fault:
+                self._raise(link, fault)
+        for link in links:
+            message, _ = handshake.receive_message(link.sock)
+            if message.get("fault"):
+                self._raise(link, str(message["fault"]))
+
+    def _raise(self, link: GpuLink, fault: str) -> None:
+        raise TransportUnavailable(
+            f"rank {self._rank}: the GPU link with rank {link.peer} does not deliver what is written: "
+            f"{fault}. An IOMMU or ACS redirects traffic between the GPUs: turn it off in the "
+            "firmware, or use --dpp-transport staged"
+        )
