@@ -37,6 +37,7 @@ class TraceFile:
     layout: TraceLayout
     device: str
     host: str
+    process: int
     clock: str
     run: str
     start_ns: int
@@ -85,7 +86,7 @@ def read_header(path: Path) -> TraceFile:
         )
     try:
         layout = TraceLayout(**{f.name: args[f.name] for f in fields(TraceLayout)})
-        names = ("rank", "device", "host", "clock", "run", "start_ns", "start_unix_ns")
+        names = ("rank", "device", "host", "process", "clock", "run", "start_ns", "start_unix_ns")
         values = {name: args[name] for name in names}
     except KeyError as error:
         raise DataError(f"{path}: the header lacks {error}") from None

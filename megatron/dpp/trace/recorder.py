@@ -111,6 +111,12 @@ class Recorder(abc.ABC):
         """
 
     @abc.abstractmethod
+    def scalars(self) -> dict[str, float]:
+        """Numbers of the last iteration written, for TensorBoard (see
+        :mod:`megatron.dpp.trace.scalars`).
+        """
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Write what is left and end the file. May be called twice."""
 
@@ -164,6 +170,9 @@ class NullRecorder(Recorder):
 
     def counter(self, name: str, value: float) -> None:
         pass
+
+    def scalars(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None:
         pass
@@ -259,6 +268,9 @@ class FileRecorder(Recorder):
         if self._recording:
             now = time.monotonic_ns()
             self._append("C", now, now, self.iteration, name, value)
+
+    def scalars(self) -> dict[str, float]:
+        return self._writer.scalars.latest
 
     def close(self) -> None:
         self._recording = self._spans = False

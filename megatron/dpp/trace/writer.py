@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.dpp.trace.clock import DeviceClock, HostClock
 from megatron.dpp.trace.lines import event_line, first_line, header, last_line
+from megatron.dpp.trace.scalars import IterationScalars
 from megatron.dpp.trace.schema import TraceLayout
 
 _PERIOD_S = 0.2
@@ -42,6 +43,7 @@ class TraceWriter:
     ) -> None:
         self.path = path
         self.dropped = 0
+        self.scalars = IterationScalars()
         self._queue = queue
         self._clock = clock
         self._rank = rank
@@ -100,7 +102,9 @@ class TraceWriter:
         if start_ns is None:
             self.dropped += 1
             return ""
-        return event_line(self._rank, (event[0], start_ns, end_ns, *event[3:]), self._start_ns)
+        resolved = (event[0], start_ns, end_ns, *event[3:])
+        self.scalars.add(resolved)
+        return event_line(self._rank, resolved, self._start_ns)
 
     def _discard(self, *marks: Any) -> None:
         for mark in marks:

@@ -139,6 +139,8 @@ class TrainingLog:
         ):
             if number is not None:
                 add(name, number, run, samples=True)
+        for name, value in run.recorder.scalars().items():
+            add(name, value, run)
         if run.args.log_memory_to_tensorboard and run.device.type == "cuda":
             statistics = torch.cuda.memory_stats()
             for name, key in (

@@ -121,30 +121,35 @@ def _message(event: Event) -> MessageId | None:
     return MessageId(*link, args["microbatch"])
 
 
-class _Reader:
-    """Turns the events of one rank into its iterations."""
+class IterationBuilder:
+    """Turns the events of one rank, fed one by one, into its iterations.
 
-    def __init__(self, file: TraceFile, alignment: Alignment) -> None:
+    Args:
+        file: the rank's header.
+        alignment: puts times on the run's reference clock; without one they stay on the rank's own.
+    """
+
+    def __init__(self, file: TraceFile, alignment: Alignment | None = None) -> None:
         self._file, self._alignment = file, alignment
+        self._current = RankIteration(file.rank, -1)
 
     def _interval(self, event: Event) -> tuple[int, int]:
         start = self._file.time_ns(event)
-        moved = self._alignment.to_global(self._file.rank, start)
-        return moved, moved + self._file.duration_ns(event)
+        if self._alignment is not None:
+            start = self._alignment.to_global(self._file.rank, start)
+        return start, start + self._file.duration_ns(event)
 
-    def iterations(self) -> Iterator[RankIteration]:
-        """Whole iterations only: what a crash cut short is left out."""
-        current = RankIteration(self._file.rank, -1)
-        for event in read_events(self._file):
-            if event.get("cat") == "iteration":
-                current.number = event["args"]["iteration"]
-                current.start, current.end = self._interval(event)
-                for events in (current.tasks, current.waits, current.spans):
-                    events.sort()
-                yield current
-                current = RankIteration(self._file.rank, -1)
-            else:
-                self._add(current, event)
+    def feed(self, event: Event) -> RankIteration | None:
+        """The iteration that this event ends, if it does."""
+        if event.get("cat") != "iteration":
+            self._add(self._current, event)
+            return None
+        whole, self._current = self._current, RankIteration(self._file.rank, -1)
+        whole.number = event["args"]["iteration"]
+        whole.start, whole.end = self._interval(event)
+        for events in (whole.tasks, whole.waits, whole.spans):
+            events.sort()
+        return whole
 
     def _add(self, current: RankIteration, event: Event) -> None:
         cat, args = event["cat"], event["args"]
@@ -171,9 +176,18 @@ class _Reader:
             current.sends.append(Send(start, message, args["bytes"], args["kind"]))
             return
         sent = args.get("sent_ns")
-        if sent is not None and message.source in self._alignment.clocks:
+        if sent is not None and self._alignment and message.source in self._alignment.clocks:
             sent = self._alignment.to_global(message.source, sent)
         current.arrivals.append(Arrival(sent, start, end, message, args["bytes"]))
+
+
+def _iterations(file: TraceFile, alignment: Alignment) -> Iterator[RankIteration]:
+    """Whole iterations only: what a crash cut short is left out."""
+    builder = IterationBuilder(file, alignment)
+    for event in read_events(file):
+        whole = builder.feed(event)
+        if whole is not None:
+            yield whole
 
 
 def _allow_open_files(count: int) -> None:
@@ -195,7 +209,7 @@ def read_iterations(
         only: numbers of the iterations wanted (default: all).
     """
     _allow_open_files(len(files))
-    streams = [_Reader(file, alignment).iterations() for file in files]
+    streams = [_iterations(file, alignment) for file in files]
     heads = [next(stream, None) for stream in streams]
     while all(head is not None for head in heads):
         ranks = [head for head in heads if head is not None]

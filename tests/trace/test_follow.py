@@ -1,0 +1,83 @@
+"""The live view: files that grow, ranks that die, a run that starts again."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.dpp.errors import DataError
+from megatron.dpp.trace.follow import FollowedRun
+from tests.trace.injected import inject
+from tests.trace.synthetic import Run, write
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOW = inject(Run(iterations=4), "slow-rank", 0)
+
+
+def monitor(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools/monitor.py"), "--once", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_a_growing_file_is_read_once_and_cut_anywhere(tmp_path):
+    directory = write(SLOW, tmp_path)
+    texts = {path: path.read_bytes() for path in directory.iterdir()}
+    for path, text in texts.items():
+        path.write_bytes(text[:2000])
+    run = FollowedRun(tmp_path)
+    run.poll()
+    assert run.iterations() == []
+    for end in range(2000, max(map(len, texts.values())) + 3001, 3001):
+        for path, text in texts.items():
+            with path.open("ab") as file:
+                file.write(text[end : end + 3001])
+        run.poll()
+    assert [i.number for i in run.iterations()] == [0, 1, 2, 3]
+    assert all(file.ended for file in run.files.values())
+    assert len(run.iterations()[2].ranks[1].tasks) == 24
+
+
+def test_a_new_run_takes_the_place_of_the_old(tmp_path):
+    write(Run(ranks=2, iterations=5), tmp_path)
+    run = FollowedRun(tmp_path, keep=3)
+    run.poll()
+    assert [i.number for i in run.iterations()] == [2, 3, 4]
+    write(Run(ranks=2, iterations=1), tmp_path)
+    run.poll()
+    assert [i.number for i in run.iterations()] == [0]
+
+
+def test_a_directory_without_traces_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="no trace"):
+        FollowedRun(tmp_path)
+    assert "no trace" in monitor("--benchmark_dir", str(tmp_path)).stderr
+
+
+def test_the_monitor_shows_ranks_loss_and_stragglers(tmp_path):
+    directory = write(SLOW, tmp_path)
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [{"iteration": 7, "lm loss": 3.25}, {"iteration": 7, "set": "valid", "lm loss": 9.0}]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"iterat')
+    done = monitor("--benchmark_dir", str(directory), "--metrics-file", str(metrics))
+    assert done.returncode == 0, done.stderr
+    assert "iteration 7  loss 3.2500" in done.stdout
+    assert done.stdout.count("ended") == 4
+    assert "times slower than its peers" in done.stdout
+
+
+def test_the_monitor_tells_a_dead_rank(tmp_path):
+    directory = write(SLOW, tmp_path, whole=False)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    path = next(directory.glob("*pipeline-2*"))
+    head, process = path.read_text(), f'"process":{gone.pid}'
+    path.write_text(re.sub(r'"process":\d+', process, head, count=1))
+    done = monitor("--benchmark_dir", str(directory))
+    assert done.returncode == 3
+    states = [line.split()[1] for line in done.stdout.splitlines() if line[:5].strip().isdigit()]
+    assert states == ["runs", "runs", "DEAD", "runs"]
