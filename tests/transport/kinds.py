@@ -1,0 +1,119 @@
+"""The kinds that go through the conformance suite, and how a test opens them.
+
+A new kind joins with one entry in ``KINDS``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import FileStore, HashStore
+
+from megatron.dpp.transport import (
+    ChannelSpec,
+    Direction,
+    FakeNetwork,
+    Transport,
+    TransportOptions,
+    open_transport,
+)
+
+KINDS = ("fake", "dist", "shm", "tcp")
+NATIVE_KINDS = ("shm", "tcp")
+PATIENCE = 30.0
+"""Seconds after which a test gives up; never reached when all is well."""
+
+
+def pair(slot_bytes: int = 1 << 16, depth: int = 2) -> list[ChannelSpec]:
+    """Two channels from rank 0 to rank 1 and one back."""
+    return [
+        ChannelSpec(0, 1, 0, Direction.FORWARD, slot_bytes, depth),
+        ChannelSpec(0, 1, 1, Direction.FORWARD, slot_bytes, depth),
+        ChannelSpec(1, 0, 0, Direction.BACKWARD, slot_bytes, depth),
+    ]
+
+
+def of_rank(channels: Sequence[ChannelSpec], rank: int) -> list[ChannelSpec]:
+    """The channels that concern one rank."""
+    return [spec for spec in channels if rank in (spec.source, spec.destination)]
+
+
+@contextlib.contextmanager
+def opened(
+    kind: str, channels: Sequence[ChannelSpec], *, counters: int = 0, **options: Any
+) -> Iterator[list[Transport]]:
+    """All ranks' transports in this process. With ``counters``, all ranks share a board."""
+    ranks = sorted({spec.source for spec in channels} | {spec.destination for spec in channels})
+    board: dict[str, Any] = {"board_ranks": ranks, "board_counters": counters} if counters else {}
+    if kind == "fake":
+        network = FakeNetwork(channels, seed=1, delay=0.001)
+        transports: list[Transport] = [network.transport(rank, **board) for rank in ranks]
+    else:
+        store, settings = HashStore(), TransportOptions(**{"setup_timeout": PATIENCE, **options})
+
+        def open_one(rank: int) -> Transport:
+            mine = of_rank(channels, rank)
+            return open_transport(
+                mine, rank=rank, store=store, kind=kind, options=settings, **board
+            )
+
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            transports = list(pool.map(open_one, ranks))
+    with contextlib.ExitStack() as stack:
+        # All at once: gloo's goodbye needs the other side.
+        pool = stack.enter_context(ThreadPoolExecutor(len(ranks)))
+        for transport in transports:
+            stack.callback(pool.submit, transport.close)
+        yield transports
+
+
+def take_next(transport: Transport, channel: int, already: int) -> Any:
+    """Wait for message number ``already`` of a channel and take it."""
+    while transport.poll()[channel] <= already:
+        assert transport.wait(PATIENCE), f"nothing arrived on {transport.incoming[channel]}"
+    return transport.take(channel)
+
+
+@contextlib.contextmanager
+def forked(
+    count: int, body: Callable[[int, str, Any], None], path: Path
+) -> Iterator[tuple[list[BaseProcess], Any]]:
+    """``body(rank, store path, queue)`` in processes of their own, which end with the block."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+
+    def run(rank: int) -> None:
+        faulthandler.dump_traceback_later(PATIENCE, file=sys.__stderr__, exit=True)
+        torch.set_num_threads(1)
+        body(rank, str(path / "store"), results)
+
+    processes = [context.Process(target=run, args=(rank,), daemon=True) for rank in range(count)]
+    for process in processes:
+        process.start()
+    try:
+        yield processes, results
+    finally:
+        for process in processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGKILL)
+            process.join(PATIENCE)
+
+
+def open_from_file(
+    kind: str, channels: Sequence[ChannelSpec], rank: int, path: str, **options: Any
+) -> Transport:
+    """One rank's transport in a process of its own."""
+    settings = TransportOptions(**{"setup_timeout": PATIENCE, **options})
+    mine = of_rank(channels, rank)
+    return open_transport(mine, rank=rank, store=FileStore(path), kind=kind, options=settings)
