@@ -10,7 +10,9 @@ from megatron.dpp.sim.clock import Placement, Result, Slot, interleaved_placemen
 from megatron.dpp.sim.conditions import CONDITIONS, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Hop, Shape, SlowTimes, even_costs
 from megatron.dpp.sim.grid import format_grid
-from megatron.dpp.sim.measured import MeasuredCosts, load_costs
+from megatron.dpp.sim.measured import MeasuredCosts, load_costs, parse_costs
+from megatron.dpp.sim.model_costs import ModelCosts, ModelShape, Part, from_measured, from_shapes
+from megatron.dpp.sim.plan import Layout, Planner, Prediction
 from megatron.dpp.sim.schedules import STATIC, Plan, find_plan, run_static
 
 __all__ = [
@@ -18,9 +20,15 @@ __all__ = [
     "STATIC",
     "Costs",
     "Hop",
+    "Layout",
     "MeasuredCosts",
+    "ModelCosts",
+    "ModelShape",
+    "Part",
     "Placement",
     "Plan",
+    "Planner",
+    "Prediction",
     "Result",
     "Shape",
     "Slot",
@@ -29,8 +37,11 @@ __all__ = [
     "even_costs",
     "find_plan",
     "format_grid",
+    "from_measured",
+    "from_shapes",
     "interleaved_placement",
     "load_costs",
+    "parse_costs",
     "run_static",
     "simulate",
     "uniform",

@@ -83,14 +83,23 @@ def load_costs(path: str | Path) -> MeasuredCosts:
         raise DataError(f"cost file {path}: {error.strerror}") from error
     except ValueError as error:
         raise DataError(f"cost file {path}: no JSON: {error}") from error
+    return parse_costs(data, f"cost file {path}")
+
+
+def parse_costs(data: Any, name: str) -> MeasuredCosts:
+    """The content of a cost file; ``name`` says in errors where it comes from.
+
+    Raises:
+        DataError: it is of another format, or incomplete; names what is wrong.
+    """
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise DataError(f'cost file {path}: its "format" is not "{_FORMAT}"')
+        raise DataError(f'{name}: its "format" is not "{_FORMAT}"')
     if data.get("version") != _VERSION:
-        raise DataError(f"cost file {path}: version {data.get('version')}, this reads {_VERSION}")
+        raise DataError(f"{name}: version {data.get('version')}, this reads {_VERSION}")
     try:
         return _parse(data)
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"cost file {path}: {type(error).__name__}: {error}") from error
+        raise DataError(f"{name}: {type(error).__name__}: {error}") from error
 
 
 def _parse(data: dict[str, Any]) -> MeasuredCosts:

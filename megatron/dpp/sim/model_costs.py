@@ -1,0 +1,256 @@
+"""What the parts of a model cost, so that layouts which were never run can be simulated.
+
+A :class:`ModelCosts` says what a layer, the embedding and the head (with the loss) take. It comes
+from measured stage times (:func:`from_measured`, which solves for the parts and refuses when they
+do not explain the stages) or from the model's shapes alone (:func:`from_shapes`, which counts
+floating point operations). Read by ``plan.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.schedule import Kind
+from megatron.dpp.sim.costs import Costs, Hop, Shape
+from megatron.dpp.sim.measured import MeasuredCosts
+
+_MISFIT = 0.15
+"""A stage whose time differs by more than this share from what its parts predict is not understood.
+"""
+
+Times = tuple[float, float, float]
+"""Seconds of ``F``, ``B`` and ``W`` for one microbatch."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A layer, the embedding or the head. ``state_bytes``: its weights, gradients and optimizer
+    state.
+    """
+
+    times: Times
+    activation_bytes: float = 0.0
+    state_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """A model's parts.
+
+    Args:
+        num_layers: of the transformer.
+        layer: each of them.
+        embedding: before the first layer.
+        head: after the last layer: final norm, output layer, loss.
+        hop: seconds between neighbouring stages.
+        sigma: spread of task times (of their logarithm).
+    """
+
+    num_layers: int
+    layer: Part
+    embedding: Part
+    head: Part
+    hop: float = 0.0
+    sigma: float = 0.0
+
+    def stage_times(self, layers: Sequence[int], kind: Kind) -> list[float]:
+        """Seconds of each stage's ``kind`` with ``layers[s]`` layers on stage ``s``."""
+        times = [n * self.layer.times[kind] for n in layers]
+        times[0] += self.embedding.times[kind]
+        times[-1] += self.head.times[kind]
+        return times
+
+    def activation_bytes(self, layers: Sequence[int]) -> list[float]:
+        """Bytes of each stage's activation for one microbatch."""
+        sizes = [n * self.layer.activation_bytes for n in layers]
+        sizes[0] += self.embedding.activation_bytes
+        sizes[-1] += self.head.activation_bytes
+        return sizes
+
+    def state_bytes(self, layers: Sequence[int], num_ranks: int) -> list[float]:
+        """Bytes of each rank's weights, gradients and optimizer state."""
+        sizes = [sum(layers[rank::num_ranks]) * self.layer.state_bytes for rank in range(num_ranks)]
+        sizes[0] += self.embedding.state_bytes
+        sizes[-1] += self.head.state_bytes
+        return sizes
+
+    def with_memory_of(self, other: ModelCosts) -> ModelCosts:
+        """These times with the memory of ``other``; activations that were measured stay."""
+
+        def joined(mine: Part, theirs: Part) -> Part:
+            activation = mine.activation_bytes or theirs.activation_bytes
+            return Part(mine.times, activation, theirs.state_bytes)
+
+        return dataclasses.replace(
+            self,
+            layer=joined(self.layer, other.layer),
+            embedding=joined(self.embedding, other.embedding),
+            head=joined(self.head, other.head),
+        )
+
+    def costs(self, shape: Shape, layers: Sequence[int], seed: int | None = None) -> Costs:
+        """Costs of an iteration; with the spread of task times when ``seed`` is given."""
+        rng = random.Random(f"plan {seed}")
+        sigma = 0.0 if seed is None else self.sigma
+
+        def row(time: float) -> list[float]:
+            if not sigma:
+                return [time] * shape.num_microbatches
+            draws = (rng.gauss(0.0, sigma) for _ in range(shape.num_microbatches))
+            return [time * math.exp(draw - sigma * sigma / 2) for draw in draws]
+
+        forward, backward, weight = (
+            [row(time) for time in self.stage_times(layers, kind)] for kind in Kind
+        )
+        hops = [Hop(self.hop / 2, self.hop / 2)] * (shape.num_stages - 1)
+        return Costs((forward, backward, weight), hops)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A transformer, named as Megatron's flags name it.
+
+    Args:
+        flops: floating point operations per second that a GPU reaches, e.g. 4e14.
+        bytes_per_second: memory bandwidth; the softmax of the loss is bound by it.
+        state_bytes_per_parameter: 18 for bf16 weights, fp32 gradients and Adam in fp32.
+    """
+
+    num_layers: int
+    hidden_size: int
+    seq_length: int
+    vocab_size: int
+    micro_batch_size: int = 1
+    ffn_hidden_size: int | None = None
+    swiglu: bool = False
+    tensor_parallel: int = 1
+    flops: float = 4e14
+    bytes_per_second: float = 3e12
+    link_bytes_per_second: float = 2e11
+    state_bytes_per_parameter: float = 18.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "seq_length", "vocab_size", "micro_batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1")
+
+
+def from_shapes(model: ModelShape, sigma: float = 0.0) -> ModelCosts:
+    """Costs from floating point operations: 2 per weight and token for ``F``, as many each for
+    ``B`` and ``W``.
+
+    The core of attention has no weights: 2 operations forward, 4 in ``B``. A causal mask halves
+    them. Activations are those of a layer without recompute, with flash attention, in 16 bits: 34
+    bytes per element (Korthikanti et al., "Reducing Activation Recomputation", 2022).
+    """
+    h, tokens = model.hidden_size, model.seq_length * model.micro_batch_size
+    ffn = model.ffn_hidden_size or 4 * h
+    weights = 4 * h * h + (3 if model.swiglu else 2) * h * ffn
+    linear = 2 * weights * tokens / model.tensor_parallel / model.flops
+    core = 2 * model.seq_length * h * tokens / model.tensor_parallel / model.flops
+    share = model.state_bytes_per_parameter / model.tensor_parallel
+    layer = Part(
+        (linear + core, linear + 2 * core, linear),
+        activation_bytes=34 * h * tokens / model.tensor_parallel,
+        state_bytes=weights * share,
+    )
+    table = model.vocab_size * h
+    output = 2 * table * tokens / model.tensor_parallel / model.flops
+    logits = model.vocab_size * tokens / model.tensor_parallel
+    softmax = 12 * logits / model.bytes_per_second
+    head = Part((output + softmax, output + softmax, output), 4 * logits, table * share)
+    lookup = 4 * h * tokens / model.bytes_per_second
+    embedding = Part((lookup, 0.0, lookup), 2 * h * tokens, table * share)
+    hop = 2 * h * tokens / model.link_bytes_per_second
+    return ModelCosts(model.num_layers, layer, embedding, head, hop, sigma)
+
+
+def from_measured(measured: MeasuredCosts, layers: Sequence[int]) -> ModelCosts:
+    """Solve for the parts from a run that had ``layers[s]`` layers on stage ``s``.
+
+    Stages between the first and the last have layers only; the others' surplus is the embedding's
+    and the head's.
+
+    Raises:
+        DataError: the stages do not fit: too few, another number, or times that layers alone do not
+        explain.
+    """
+    num_stages = len(measured.tasks)
+    if len(layers) != num_stages:
+        raise DataError(f"{len(layers)} layer counts for {num_stages} measured stages")
+    inner = [s for s in range(1, num_stages - 1) if layers[s] > 0]
+    if not inner:
+        raise DataError(
+            f"{num_stages} stages: at least one between the first and the last must have layers, "
+            "or a layer cannot be told from the embedding and the head"
+        )
+    medians = [[_median(samples[kind]) for samples in measured.tasks] for kind in Kind]
+    layer, first, last = [], [], []
+    for kind in Kind:
+        times = medians[kind]
+        per_layer = sum(times[s] for s in inner) / sum(layers[s] for s in inner)
+        _check_fit(kind, per_layer, [(s, layers[s], times[s]) for s in inner])
+        layer.append(per_layer)
+        first.append(max(0.0, times[0] - layers[0] * per_layer))
+        last.append(max(0.0, times[-1] - layers[-1] * per_layer))
+    sizes = _part_sizes(measured, layers, inner)
+    return ModelCosts(
+        sum(layers),
+        Part(_times(layer), sizes[0]),
+        Part(_times(first), sizes[1]),
+        Part(_times(last), sizes[2]),
+        hop=_median([sample for hop in measured.hops for sample in hop]),
+        sigma=_spread(measured),
+    )
+
+
+def _check_fit(kind: Kind, per_layer: float, stages: Sequence[tuple[int, int, float]]) -> None:
+    for stage, count, time in stages:
+        expected = count * per_layer
+        if abs(time - expected) > _MISFIT * max(expected, 1e-12):
+            raise DataError(
+                f"stage {stage}: its {kind.name} takes {time * 1e3:.3f} ms, but {count} layers of "
+                f"{per_layer * 1e3:.3f} ms are {expected * 1e3:.3f} ms; the trace has a slow rank, "
+                "or layers that are not alike, and a layout planned from it would be wrong"
+            )
+
+
+def _part_sizes(
+    measured: MeasuredCosts, layers: Sequence[int], inner: Sequence[int]
+) -> tuple[float, float, float]:
+    sizes = measured.activation_bytes
+    known = [s for s in inner if sizes[s] is not None]
+    if not known:
+        return 0.0, 0.0, 0.0
+    layer = sum(sizes[s] or 0.0 for s in known) / sum(layers[s] for s in known)
+    first = max(0.0, (sizes[0] or 0.0) - layers[0] * layer)
+    last = max(0.0, (sizes[-1] or 0.0) - layers[-1] * layer)
+    return layer, first, last
+
+
+def _spread(measured: MeasuredCosts) -> float:
+    """Spread of the logarithm of task times, by quartiles, so that a few outliers do not count."""
+    logs = []
+    for stage in measured.tasks:
+        for samples in stage:
+            middle = _median(samples)
+            logs += [math.log(sample / middle) for sample in samples if sample > 0 and middle > 0]
+    if len(logs) < 8:
+        return 0.0
+    quartiles = statistics.quantiles(logs, n=4)
+    return (quartiles[2] - quartiles[0]) / 1.349
+
+
+def _median(samples: Sequence[float]) -> float:
+    return statistics.median(samples) if samples else 0.0
+
+
+def _times(values: Sequence[float]) -> Times:
+    forward, backward, weight = values
+    return forward, backward, weight

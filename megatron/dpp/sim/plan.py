@@ -1,0 +1,227 @@
+"""The layout planner: which layers on which stage, how many chunks, how much memory.
+
+No schedule can beat its busiest rank, so layers have to lie where they balance, the embedding and
+the head counted. For each number of chunks the planner balances the ranks, then moves single layers
+as long as the simulated iteration gets shorter, within the memory given. Called by
+``profiling/plan.py``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.schedule import Kind
+from megatron.dpp.sim.clock import Result
+from megatron.dpp.sim.costs import Shape
+from megatron.dpp.sim.model_costs import ModelCosts
+from megatron.dpp.sim.schedules import Plan
+
+CAPS = ("strict", "megatron", "1.5p", "2p")
+_WORTH = 0.002
+"""A change that gains less than this share is noise: the simpler layout, or the smaller cap, stays.
+"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``layers[s]`` transformer layers on virtual stage ``s``; the first has the embedding, the
+    last the head.
+    """
+
+    num_ranks: int
+    layers: tuple[int, ...]
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.layers) // self.num_ranks
+
+    def rank_layers(self, rank: int) -> int:
+        """Layers of all chunks of ``rank``."""
+        return sum(self.layers[rank :: self.num_ranks])
+
+    def text(self) -> str:
+        """As ``--pipeline-model-parallel-layout`` takes it.
+
+        >>> Layout(2, (1, 3, 2, 0)).text()
+        'Et|ttt|tt|L'
+        """
+        stages = ["t" * count for count in self.layers]
+        stages[0] = "E" + stages[0]
+        stages[-1] += "L"
+        return "|".join(stages)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A simulated iteration; times in seconds, memory in bytes by rank."""
+
+    layout: Layout
+    cap: str
+    seconds: float
+    busiest_seconds: float
+    peak_bytes: tuple[float, ...]
+
+
+class Planner:
+    """Searches layouts of one model on ``num_ranks`` ranks.
+
+    Args:
+        model: what its parts cost.
+        num_microbatches: of an iteration.
+        memory_bytes: of each rank, for weights, optimizer and activations; None is no limit.
+        split_backward: as in training.
+        seeds: iterations to average over where task times vary.
+        max_simulations: bound of the search for each number of chunks.
+    """
+
+    def __init__(
+        self,
+        model: ModelCosts,
+        num_ranks: int,
+        num_microbatches: int,
+        *,
+        memory_bytes: float | None = None,
+        split_backward: bool = True,
+        seeds: int = 3,
+        max_simulations: int = 150,
+    ) -> None:
+        if num_ranks < 1 or num_microbatches < 1:
+            raise ConfigError(
+                f"{num_ranks} ranks, {num_microbatches} microbatches: both must be at least 1"
+            )
+        self.model = model
+        self.num_ranks = num_ranks
+        self.num_microbatches = num_microbatches
+        self.memory_bytes = memory_bytes
+        self._split = split_backward
+        self._seeds = list(range(seeds)) if model.sigma else [None]
+        self._max_simulations = max_simulations
+
+    def predict(self, layout: Layout, cap: str, policy: str = "dynamic") -> Prediction:
+        """Simulate ``layout``; ``policy="megatron"`` is the static schedule, fused."""
+        shape = Shape(self.num_ranks, layout.num_chunks, self.num_microbatches)
+        split = self._split and policy == "dynamic"
+        plan = Plan(policy=policy, cap=cap, split_backward=split)
+        runs = [
+            plan.run(shape, self.model.costs(shape, layout.layers, seed)) for seed in self._seeds
+        ]
+        return Prediction(
+            layout,
+            cap,
+            statistics.fmean(run.makespan for run in runs),
+            statistics.fmean(max(run.own) for run in runs),
+            self._peak_bytes(layout, runs[0], split),
+        )
+
+    def default_layout(self, num_chunks: int) -> Layout | None:
+        """Megatron's own: the same number of layers on every stage; None where that does not work
+        out.
+        """
+        num_stages = self.num_ranks * num_chunks
+        if self.model.num_layers % num_stages:
+            return None
+        return Layout(self.num_ranks, (self.model.num_layers // num_stages,) * num_stages)
+
+    def best(self, chunks: Iterable[int], caps: Sequence[str] = CAPS) -> list[Prediction]:
+        """The best layout and cap for each number of chunks that fits, the fastest first.
+
+        Raises:
+            ConfigError: none fits; says what is missing.
+        """
+        found, refused = [], []
+        for num_chunks in chunks:
+            if self.model.num_layers < self.num_ranks * num_chunks - 2:
+                refused.append(f"{num_chunks} chunks need more layers")
+                continue
+            layout = self.improve(self.balanced(num_chunks))
+            fitting = [p for p in (self.predict(layout, cap) for cap in caps) if self.fits(p)]
+            if not fitting:
+                need = max(self.predict(layout, "strict").peak_bytes)
+                refused.append(f"{num_chunks} chunks need {need / 2**30:.1f} GiB on a rank")
+                continue
+            fastest = min(p.seconds for p in fitting)
+            found.append(next(p for p in fitting if p.seconds <= fastest * (1 + _WORTH)))
+        if not found:
+            raise ConfigError("no layout fits: " + "; ".join(refused))
+        return sorted(found, key=lambda p: p.seconds)
+
+    def fits(self, prediction: Prediction) -> bool:
+        """Whether every rank's peak is within the memory."""
+        return self.memory_bytes is None or max(prediction.peak_bytes) <= self.memory_bytes
+
+    def balanced(self, num_chunks: int) -> Layout:
+        """Layers dealt out one by one to the rank, and there the stage, that has least work."""
+        num_stages = self.num_ranks * num_chunks
+        layers = [1] * num_stages
+        layers[0] = layers[-1] = 0
+        if num_stages == 1:
+            return Layout(self.num_ranks, (self.model.num_layers,))
+        if num_stages > 2 and self.model.num_layers < num_stages - 2:
+            raise ConfigError(
+                f"{self.model.num_layers} layers on {num_stages} stages: each but the first and "
+                "the last needs one"
+            )
+        layer = sum(self.model.layer.times)
+        stage = [sum(times) for times in zip(*self._stage_times(layers), strict=True)]
+        rank = [sum(stage[r :: self.num_ranks]) for r in range(self.num_ranks)]
+        for _ in range(self.model.num_layers - sum(layers)):
+            least = min(range(self.num_ranks), key=lambda r: rank[r])
+            target = min(range(least, num_stages, self.num_ranks), key=lambda s: stage[s])
+            layers[target] += 1
+            stage[target] += layer
+            rank[least] += layer
+        return Layout(self.num_ranks, tuple(layers))
+
+    def improve(self, layout: Layout, cap: str = "auto") -> Layout:
+        """Move single layers between stages as long as the simulated iteration gets shorter."""
+        best, left = self.predict(layout, cap), self._max_simulations
+        while left > 0:
+            moves = self._moves(best.layout)[:left]
+            left -= len(moves)
+            tried = [self.predict(move, cap) for move in moves]
+            better = min(tried, key=lambda p: p.seconds, default=best)
+            if better.seconds >= best.seconds * (1 - _WORTH):
+                break
+            best = better
+        return best.layout
+
+    def _moves(self, layout: Layout) -> list[Layout]:
+        """Layouts with one layer elsewhere, those that relieve the busiest ranks first."""
+        work = [sum(times) for times in zip(*self._stage_times(layout.layers), strict=True)]
+        rank = [sum(work[r :: self.num_ranks]) for r in range(self.num_ranks)]
+        last, moves = len(layout.layers) - 1, []
+        for source, count in enumerate(layout.layers):
+            if count <= (0 if source in (0, last) else 1):
+                continue
+            for target in range(last + 1):
+                gain = rank[source % self.num_ranks] - rank[target % self.num_ranks]
+                if source != target and gain >= 0:
+                    moves.append((-gain, source, target))
+        found = []
+        for _, source, target in sorted(moves):
+            layers = list(layout.layers)
+            layers[source] -= 1
+            layers[target] += 1
+            found.append(Layout(self.num_ranks, tuple(layers)))
+        return found
+
+    def _stage_times(self, layers: Sequence[int]) -> list[list[float]]:
+        return [self.model.stage_times(layers, kind) for kind in Kind]
+
+    def _peak_bytes(self, layout: Layout, run: Result, split: bool) -> tuple[float, ...]:
+        """Peak of each rank; an activation lives from its ``F`` to its ``W`` (``B`` when fused)."""
+        sizes = self.model.activation_bytes(layout.layers)
+        state = self.model.state_bytes(layout.layers, self.num_ranks)
+        freed = Kind.W if split else Kind.B
+        peaks = []
+        for rank, slots in enumerate(run.slots):
+            held = peak = 0.0
+            for action, _, _ in slots:
+                size = sizes[action.chunk * self.num_ranks + rank]
+                held += size * ((action.kind is Kind.F) - (action.kind is freed))
+                peak = max(peak, held)
+            peaks.append(state[rank] + peak)
+        return tuple(peaks)

@@ -1,0 +1,227 @@
+#!/usr/bin/env python
+"""Plan which layers lie on which pipeline stage, how many chunks a rank has, and how much it may
+hold.
+
+    python profiling/plan.py benchmark/data-1-pipeline-4-tensor-1-dpp --microbatches 8
+    python profiling/plan.py costs.json --layers 2,2,2,2,2,2,2,2 --microbatches 32 --memory 80GiB
+    python profiling/plan.py --pp 4 --num-layers 16 --hidden-size 4096 --seq-length 2048
+    --vocab-size 50304
+
+From a traced run (or a cost file that ``profiling/report.py --costs`` wrote), or from the model's
+shapes alone. Prints Megatron's flags of the best plan, what it is predicted to gain, and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(_ROOT))
+
+from megatron.dpp.errors import ConfigError, DataError, DppError  # noqa: E402
+from megatron.dpp.sim import (  # noqa: E402
+    Layout,
+    MeasuredCosts,
+    ModelCosts,
+    ModelShape,
+    Planner,
+    Prediction,
+    from_measured,
+    from_shapes,
+    load_costs,
+    parse_costs,
+)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("run", nargs="?", help="directory of a traced run, or a cost file")
+    add("--layers", help="layers of each stage of that run, as in 2,2,2,1 (default: all alike)")
+    add("--num-layers", type=int, help="transformer layers of the model")
+    add("--pp", type=int, help="pipeline ranks (default: the run's)")
+    add("--microbatches", type=int, default=8, help="microbatches of an iteration (default 8)")
+    add("--chunks", default="1,2,4", help="numbers of chunks to try (default 1,2,4)")
+    add("--memory", help="memory of a rank for all of weights, optimizer and activations, as 80GiB")
+    add("--split-backward", action=argparse.BooleanOptionalAction, default=True)
+    shapes = parser.add_argument_group("the model's shapes (for memory too, beside a run)")
+    shapes.add_argument("--hidden-size", type=int)
+    shapes.add_argument("--ffn-hidden-size", type=int)
+    shapes.add_argument("--seq-length", type=int)
+    shapes.add_argument("--vocab-size", type=int)
+    shapes.add_argument("--micro-batch-size", type=int, default=1)
+    shapes.add_argument("--swiglu", action="store_true")
+    shapes.add_argument("--tensor-parallel", type=int, default=1)
+    shapes.add_argument("--tflops", type=float, default=400.0, help="a GPU reaches (default 400)")
+    shapes.add_argument("--jitter", type=float, default=0.0, help="spread of task times to assume")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 1 after an error."""
+    args = _parser().parse_args(argv)
+    try:
+        _run(args)
+    except (DppError, OSError) as error:
+        print(f"plan.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
+    measured = _measured(args.run) if args.run else None
+    model = _model(args, measured)
+    num_ranks = args.pp or (measured.num_ranks if measured else 0)
+    if num_ranks < 1:
+        raise ConfigError("--pp: how many pipeline ranks?")
+    planner = Planner(
+        model,
+        num_ranks,
+        args.microbatches,
+        memory_bytes=_bytes(args.memory) if args.memory else None,
+        split_backward=args.split_backward and (measured is None or measured.split),
+    )
+    chunks = [int(word) for word in args.chunks.split(",")]
+    plans = planner.best(chunks)
+    _print_parts(model, "measured" if measured else "from shapes")
+    _print_plans(planner, plans)
+    _print_baselines(planner, plans[0], chunks)
+
+
+def _measured(run: str) -> MeasuredCosts:
+    path = Path(run)
+    if path.is_file():
+        return load_costs(path)
+    # A run's directory: the trace's own tools turn it into samples.
+    from megatron.dpp.sim.whatif import cost_file, recorded
+    from megatron.dpp.trace.align import align
+    from megatron.dpp.trace.analysis.summary import analyse
+    from megatron.dpp.trace.reader import find_directory, open_run
+
+    files = open_run(find_directory(run, _ROOT))
+    analysis = analyse(files, align(files, lambda file: None))
+    ranks = analysis.shape.pipelines()[0]
+    parts = zip(analysis.works, analysis.links, analysis.times, strict=True)
+    runs = [recorded(analysis.shape, ranks, *part) for part in parts]
+    whole = [run for run in runs if run is not None]
+    if not whole:
+        raise DataError(f"{run}: no iteration was recorded in full")
+    return parse_costs(cost_file(whole), run)
+
+
+def _model(args: argparse.Namespace, measured: MeasuredCosts | None) -> ModelCosts:
+    shapes = _shapes(args)
+    if measured is None:
+        if shapes is None:
+            raise ConfigError(
+                "give a run, or --num-layers --hidden-size --seq-length --vocab-size for a plan "
+                "from shapes"
+            )
+        return from_shapes(shapes, args.jitter)
+    model = from_measured(measured, _layers(args, len(measured.tasks)))
+    return model.with_memory_of(from_shapes(shapes)) if shapes else model
+
+
+def _layers(args: argparse.Namespace, num_stages: int) -> list[int]:
+    if args.layers:
+        return [int(word) for word in args.layers.split(",")]
+    if not args.num_layers:
+        raise ConfigError("--num-layers (or --layers): how many layers did that run have?")
+    if args.num_layers % num_stages:
+        raise ConfigError(
+            f"{args.num_layers} layers do not lie evenly on {num_stages} stages: give --layers"
+        )
+    return [args.num_layers // num_stages] * num_stages
+
+
+def _shapes(args: argparse.Namespace) -> ModelShape | None:
+    if not (args.num_layers and args.hidden_size and args.seq_length and args.vocab_size):
+        return None
+    return ModelShape(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        seq_length=args.seq_length,
+        vocab_size=args.vocab_size,
+        micro_batch_size=args.micro_batch_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        swiglu=args.swiglu,
+        tensor_parallel=args.tensor_parallel,
+        flops=args.tflops * 1e12,
+    )
+
+
+def _bytes(text: str) -> float:
+    match = re.fullmatch(r"(\d+\.?\d*)\s*GiB", text)
+    if match is None:
+        raise ConfigError(f"--memory {text}: expected a value like 80GiB")
+    return float(match[1]) * 2**30
+
+
+def _print_parts(model: ModelCosts, source: str) -> None:
+    print(f"{model.num_layers} layers ({source}); milliseconds of F, B, W for one microbatch:")
+    for name, part in (
+        ("layer", model.layer),
+        ("embedding", model.embedding),
+        ("head", model.head),
+    ):
+        times = " ".join(f"{time * 1e3:8.3f}" for time in part.times)
+        print(f"  {name:10s} {times}   = {sum(part.times) / sum(model.layer.times):.2f} layers")
+    print(f"  hop {model.hop * 1e3:.3f} ms, spread of task times {model.sigma:.3f}")
+
+
+def _print_plans(planner: Planner, plans: list[Prediction]) -> None:
+    print(
+        f"\n{'chunks':>6s} {'cap':>9s} {'ms':>9s} {'busiest':>9s} {'ratio':>6s} {'GiB':>7s}  layout"
+    )
+    for plan in plans:
+        print(
+            f"{plan.layout.num_chunks:6d} {plan.cap:>9s} {plan.seconds * 1e3:9.2f} "
+            f"{plan.busiest_seconds * 1e3:9.2f} {plan.seconds / plan.busiest_seconds:6.3f} "
+            f"{max(plan.peak_bytes) / 2**30:7.2f}  {plan.layout.text()}"
+        )
+    best = plans[0]
+    print("\nFlags of the first:")
+    print(f"  --pipeline-model-parallel-size {planner.num_ranks}")
+    print(f"  --pipeline-model-parallel-layout '{best.layout.text()}'")
+    print(f"  --use-dpp --dpp-activation-cap {best.cap}")
+
+
+def _print_baselines(planner: Planner, best: Prediction, chunks: Sequence[int]) -> None:
+    """What the plan gains over Megatron's own layout, and why."""
+    print("\nAgainst the default layout (the same number of layers on every stage):")
+    for num_chunks in chunks:
+        layout = planner.default_layout(num_chunks)
+        if layout is None:
+            continue
+        static = planner.predict(layout, "megatron", policy="megatron")
+        ours = planner.predict(layout, "auto")
+        print(
+            f"  {num_chunks} chunks: static {_versus(static, best)}; dynamic "
+            f"{_versus(ours, best)}; "
+            f"busiest rank's own work {ours.busiest_seconds * 1e3:.2f} ms"
+        )
+    print(f"Why: {_reason(planner, best.layout)}")
+
+
+def _versus(other: Prediction, best: Prediction) -> str:
+    share = best.seconds / other.seconds
+    return f"{other.seconds * 1e3:.2f} ms (the plan takes {share:.3f} of that)"
+
+
+def _reason(planner: Planner, layout: Layout) -> str:
+    model = planner.model
+    head = sum(model.head.times) / sum(model.layer.times)
+    embedding = sum(model.embedding.times) / sum(model.layer.times)
+    layers = [layout.rank_layers(rank) for rank in range(layout.num_ranks)]
+    return (
+        f"the head costs as much as {head:.2f} layers and the embedding as {embedding:.2f}, so the "
+        f"ranks get {', '.join(map(str, layers))} layers; no schedule can beat its busiest rank"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""The layout planner: parts of a model, balanced layouts, memory, and its command line."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.sim import (
+    Layout,
+    ModelCosts,
+    ModelShape,
+    Part,
+    Planner,
+    from_measured,
+    from_shapes,
+    parse_costs,
+)
+
+LAYER = Part((1.0, 1.0, 1.0), activation_bytes=10.0, state_bytes=100.0)
+NOTHING = Part((0.0, 0.0, 0.0))
+
+
+def model(num_layers=16, head=2.0, **more):
+    return ModelCosts(num_layers, LAYER, NOTHING, Part((head,) * 3), hop=0.01, **more)
+
+
+def measured(layers, num_ranks, head=2.0, samples=(1.0,), slow=None):
+    """A run whose layers take 1 ms each and whose last stage has a head."""
+    stages = []
+    for stage, count in enumerate(layers):
+        time = count + (head if stage == len(layers) - 1 else 0.0)
+        time *= 1.5 if stage == slow else 1.0
+        kinds = {kind: [time * 1e-3 * sample for sample in samples] for kind in "FBW"}
+        stages.append(kinds | {"activation_bytes": 7.0 * count})
+    data = {"format": "dpp-costs", "version": 1, "num_ranks": num_ranks}
+    data |= {"num_chunks": len(layers) // num_ranks, "stages": stages}
+    return data | {"hops": [[1e-5]] * (len(layers) - 1)}
+
+
+def command_line(capsys, *arguments):
+    path = Path(__file__).resolve().parents[2] / "profiling" / "plan.py"
+    spec = importlib.util.spec_from_file_location("profiling_plan", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    status = module.main(list(arguments))
+    return status, *capsys.readouterr()
+
+
+def test_layouts_are_written_as_megatron_reads_them():
+    layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
+    layout = Layout(2, (1, 3, 2, 0))
+    parsed = layouts.PipelineParallelLayerLayout(layout.text(), pipeline_model_parallel_size=2)
+    parsed.validate_layer_layout(num_layers=6, mtp_num_layers=0)
+    assert parsed.virtual_pipeline_model_parallel_size == layout.num_chunks == 2
+    counts = [
+        sum(part.name == "decoder" for part in parsed.layout[rank][chunk])
+        for chunk in range(2)
+        for rank in range(2)
+    ]
+    assert counts == [1, 3, 2, 0]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_ranks_balance_with_the_head_counted(chunks):
+    planner = Planner(model(head=2.0, num_layers=18), 4, 8)
+    layout = planner.balanced(chunks)
+    assert sum(layout.layers) == 18
+    assert [layout.rank_layers(r) for r in range(4)] in ([5, 5, 5, 3], [6, 5, 4, 3])
+
+
+def test_the_plan_beats_the_default_layout():
+    planner = Planner(model(head=3.0), 4, 16)
+    best = planner.best([1, 2])[0]
+    default = planner.predict(planner.default_layout(best.layout.num_chunks), "auto")
+    assert best.seconds < 0.85 * default.seconds
+    assert best.busiest_seconds < default.busiest_seconds
+
+
+def test_searching_never_makes_it_worse():
+    planner = Planner(model(head=2.5, sigma=0.1), 3, 6, seeds=2)
+    start = planner.balanced(2)
+    improved = planner.improve(start)
+    assert sum(improved.layers) == 16
+    assert planner.predict(improved, "auto").seconds <= planner.predict(start, "auto").seconds
+
+
+def test_memory_bounds_the_plan():
+    free = Planner(model(), 4, 16).best([1])[0]
+    assert max(free.peak_bytes) > 500
+    tight = Planner(model(), 4, 16, memory_bytes=max(free.peak_bytes) - 1).best([1])[0]
+    assert max(tight.peak_bytes) < max(free.peak_bytes)
+    assert tight.seconds >= free.seconds
+    with pytest.raises(ConfigError, match="no layout fits: 1 chunks need"):
+        Planner(model(), 4, 16, memory_bytes=10).best([1])
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ConfigError, match="need more layers"):
+        Planner(model(num_layers=4), 4, 8).best([4])
+
+
+def test_parts_are_solved_from_a_run():
+    data = measured([2, 2, 2, 1], 4, head=2.0, samples=(0.9, 1.0, 1.1))
+    solved = from_measured(parse_costs(data, "run"), [2, 2, 2, 1])
+    assert solved.layer.times == pytest.approx((1e-3,) * 3)
+    assert solved.head.times == pytest.approx((2e-3,) * 3)
+    assert solved.embedding.times == pytest.approx((0.0,) * 3)
+    assert solved.layer.activation_bytes == 7.0
+    assert 0.05 < solved.sigma < 0.25
+
+
+def test_a_run_that_layers_do_not_explain_is_refused():
+    costs = parse_costs(measured([2, 2, 2, 2], 4, slow=1), "run")
+    with pytest.raises(DataError, match=r"stage \d: its F takes .* slow rank"):
+        from_measured(costs, [2, 2, 2, 2])
+    with pytest.raises(DataError, match="3 layer counts for 4"):
+        from_measured(costs, [2, 2, 2])
+    two = parse_costs(measured([2, 2], 2), "run")
+    with pytest.raises(DataError, match="at least one between"):
+        from_measured(two, [2, 2])
+
+
+def test_shapes_count_operations():
+    small = from_shapes(ModelShape(num_layers=4, hidden_size=64, seq_length=32, vocab_size=1000))
+    wide = from_shapes(ModelShape(num_layers=4, hidden_size=64, seq_length=32, vocab_size=2000))
+    forward, backward, weight = small.layer.times
+    assert weight == pytest.approx(2 * 12 * 64 * 64 * 32 / 4e14)
+    assert weight < forward < backward
+    assert wide.head.times[2] == pytest.approx(2 * small.head.times[2])
+
+
+def test_command_line_from_shapes(capsys):
+    arguments = "--pp 4 --num-layers 16 --hidden-size 2048 --seq-length 2048 --vocab-size 50304"
+    status, out, _ = command_line(capsys, *arguments.split(), "--memory", "80GiB")
+    assert status == 0
+    assert "--pipeline-model-parallel-layout 'E" in out
+    assert "Why: the head costs as much as" in out
+
+
+def test_command_line_from_a_cost_file(capsys, tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(measured([4, 4, 4, 4], 4, head=3.0)))
+    status, out, _ = command_line(capsys, str(path), "--num-layers", "16", "--chunks", "1,2")
+    assert status == 0
+    assert "measured" in out and "= 3.00 layers" in out
+    status, _, err = command_line(capsys, str(path))
+    assert status == 1 and "how many layers" in err
+    status, _, err = command_line(capsys, str(path), "--num-layers", "15")
+    assert status == 1 and "--layers" in err
