@@ -43,12 +43,18 @@ class LinkSamples:
         return self.num_bytes / len(self.any) / self.delay * 1e9 if self.delay else 0.0
 
 
-def _waited_for(rank: RankIteration, arrival: Arrival) -> bool:
-    return any(
-        wait.start <= arrival.arrived <= wait.end + _LOOK_NS
-        for wait in rank.waits
-        if wait.cause != "lookahead"
-    )
+def _waited_for(rank: RankIteration, arrival: Arrival, start: int, kind: str) -> bool:
+    """Whether the receiver was looking when the message came, so that its delay is the link's.
+
+    A static schedule looks at the end of its wait only; there the wait must have begun before the
+    send.
+    """
+    for wait in rank.waits:
+        if wait.cause == "lookahead" or not wait.start <= arrival.arrived <= wait.end + _LOOK_NS:
+            continue
+        if wait.start <= start or (kind != "p2p" and arrival.arrived > wait.start + _LOOK_NS):
+            return True
+    return False
 
 
 def link_samples(iteration: Iteration) -> dict[Link, LinkSamples]:
@@ -66,7 +72,7 @@ def link_samples(iteration: Iteration) -> dict[Link, LinkSamples]:
             link.any.append(delay)
             link.num_bytes += send.num_bytes if send else arrival.num_bytes
             link.kind = send.kind if send else link.kind
-            if _waited_for(rank, arrival):
+            if _waited_for(rank, arrival, start, link.kind):
                 link.clean.append(delay)
     return links
 

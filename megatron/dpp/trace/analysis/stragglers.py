@@ -30,7 +30,7 @@ _SLOW = 1.15
 _SLOW_LINK = 3.0
 _LINK_SHARE = 0.05
 _LONELY_LINK_SHARE = 0.25
-_OFTEN = 0.5
+_OFTEN = 0.7
 _SPREAD_TAIL, _SPREAD_MEAN = 1.2, 1.05
 _SHARED = 0.6
 
@@ -43,7 +43,7 @@ class Culprit:
         kind: as listed above.
         rank, chunk: where, for ranks and stages.
         link: the two ranks, for links.
-        factor: times slower than expected.
+        factor: times slower than expected; of an only link, than a quarter of a forward.
         share: part of the iterations in which it was.
         since: first iteration of those in which it was slow from then on.
         victims: ranks that waited most meanwhile.
@@ -191,7 +191,10 @@ class StragglerSearch:
             share, since = _history(flags)
             if share >= _OFTEN:
                 delay = statistics.median(total[link].delay for link in own)
-                factor = delay / max(_low_median(other), 1) if other else math.inf
+                usual = (
+                    _low_median(other) if other else _LONELY_LINK_SHARE * self._typical_forward()
+                )
+                factor = delay / max(usual, 1)
                 ends = (int(pair[0]), int(pair[1]))
                 victims = self._victims(set())
                 found.append(Culprit("slow-link", factor, share, since, link=ends, victims=victims))

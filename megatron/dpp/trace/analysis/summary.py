@@ -174,6 +174,7 @@ def _totals(analysis: Analysis) -> dict[str, Any]:
     ideal = statistics.fmean(t.ideal for t in times)
     return {
         "iteration_ms": statistics.median(t.total for t in times) / _MS,
+        "mean_ms": statistics.fmean(t.total for t in times) / _MS,
         "window_ms": window / _MS,
         "ideal_ms": ideal / _MS,
         "ideal_ratio": window / ideal if ideal else 0.0,

@@ -18,7 +18,7 @@ _CAUSES = {
 _KINDS = {
     "slow-rank": "{name} computes {factor:.2f} times slower than its peers",
     "heavy-stage": "the stage of {name} has {factor:.2f} times the work of the others: move layers",
-    "slow-link": "messages on {name} take {factor:.1f} times as long as elsewhere",
+    "slow-link": "messages on {name} take {factor:.1f} times as long as they should",
     "transient": "{name} is slow now and then (slowest tenth: {factor:.2f} times its usual)",
     "jitter": "task times vary on {name} (slowest tenth: {factor:.2f} times the usual)",
     "uneven-microbatches": "some microbatches are larger: the same ones are slow on {name}",
@@ -47,7 +47,8 @@ def sentences(report: dict[str, Any]) -> list[str]:
     """The summary, most important first."""
     totals, run = report["totals"], report["run"]
     lines = [
-        f"An iteration takes {totals['iteration_ms']:.1f} ms: {totals['window_ms']:.1f} ms for the "
+        f"An iteration takes {totals['mean_ms']:.1f} ms on average (median "
+        f"{totals['iteration_ms']:.1f}): {totals['window_ms']:.1f} ms for the "
         f"pipeline, {totals['tail_ms']:.1f} ms for gradient reduction, optimizer and the like.",
         f"The busiest rank needs {totals['ideal_ms']:.1f} ms for its own tasks, so the pipeline "
         f"takes {totals['ideal_ratio']:.3f} times the least possible.",
