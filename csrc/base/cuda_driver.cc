@@ -1,6 +1,7 @@
 #include "base/cuda_driver.h"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <array>
 #include <cstring>
@@ -105,7 +106,7 @@ void Api::check(Result result, const std::string& what) const {
 DevicePtr Device::open(int ordinal) { return DevicePtr(new Device(Api::load(), ordinal)); }
 
 Device::Device(std::shared_ptr<const Api> api, int ordinal)
-    : api_(std::move(api)), ordinal_(ordinal) {
+    : api_(std::move(api)), ordinal_(ordinal), pid_(::getpid()) {
   int count = 0;
   int device = 0;
   api_->check(api_->cuDeviceGetCount(&count), "cuDeviceGetCount");
@@ -127,7 +128,11 @@ Device::Device(std::shared_ptr<const Api> api, int ordinal)
               "retaining the primary context of " + name_);
 }
 
-Device::~Device() { static_cast<void>(api_->cuDevicePrimaryCtxRelease(ordinal_)); }
+Device::~Device() {
+  if (usable()) static_cast<void>(api_->cuDevicePrimaryCtxRelease(ordinal_));
+}
+
+bool Device::usable() const { return ::getpid() == pid_; }
 
 Device::Access Device::access_to(const std::string& uuid) const {
   if (uuid == uuid_) return Access::kSame;
@@ -140,6 +145,14 @@ Device::Access Device::access_to(const std::string& uuid) const {
     return possible != 0 ? Access::kYes : Access::kNo;
   }
   return Access::kHidden;
+}
+
+std::vector<std::string> Device::visible() const {
+  int count = 0;
+  api_->check(api_->cuDeviceGetCount(&count), "cuDeviceGetCount");
+  std::vector<std::string> found;
+  for (int device = 0; device < count; ++device) found.push_back(uuid_of(*api_, device));
+  return found;
 }
 
 Current::Current(const Device& device) : device_(device) {
@@ -160,7 +173,9 @@ Event::Event(DevicePtr device) : device_(std::move(device)) {
   device_->api().check(device_->api().cuEventCreate(&handle_, kDisableTiming), "cuEventCreate");
 }
 
-Event::~Event() { static_cast<void>(device_->api().cuEventDestroy(handle_)); }
+Event::~Event() {
+  if (device_->usable()) static_cast<void>(device_->api().cuEventDestroy(handle_));
+}
 
 void Event::record(StreamHandle stream) {
   device_->api().check(device_->api().cuEventRecord(handle_, stream),
@@ -180,6 +195,7 @@ Stream::Stream(DevicePtr device) : device_(std::move(device)) {
 }
 
 Stream::~Stream() {
+  if (!device_->usable()) return;
   const uint64_t deadline = monotonic_ns() + kDrainNs;
   while (device_->api().cuStreamQuery(handle_) == kNotReady && monotonic_ns() < deadline) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -267,7 +283,7 @@ Memory Memory::map(DevicePtr device, unsigned long long allocation, size_t bytes
 }
 
 Memory::~Memory() {
-  if (origin_ == Origin::kNone) return;
+  if (origin_ == Origin::kNone || !device_->usable()) return;
   const Api& api = device_->api();
   ContextHandle popped = nullptr;
   if (api.cuCtxPushCurrent(device_->context()) != kSuccess) return;  // the driver is shut down
@@ -304,6 +320,7 @@ Pinned::Pinned(DevicePtr device, void* data, size_t bytes)
 }
 
 Pinned::~Pinned() {
+  if (!device_->usable()) return;
   ContextHandle popped = nullptr;
   if (device_->api().cuCtxPushCurrent(device_->context()) != kSuccess) return;
   static_cast<void>(device_->api().cuMemHostUnregister(data_));

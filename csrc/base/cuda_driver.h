@@ -125,6 +125,8 @@ class Device {
   const Api& api() const { return *api_; }
   int ordinal() const { return ordinal_; }
   ContextHandle context() const { return context_; }
+  // False in a forked child, where the driver must not be called: destructors ask.
+  bool usable() const;
   const std::string& uuid() const { return uuid_; }  // 32 hexadecimal digits
   const std::string& name() const { return name_; }  // "NVIDIA H200 (cuda:0, 0000:04:00.0)"
 
@@ -132,12 +134,15 @@ class Device {
   // Whether this GPU can write into the memory of another one. kHidden: this process does not see
   // that one.
   Access access_to(const std::string& uuid) const;
+  // UUIDs of all GPUs that this process sees.
+  std::vector<std::string> visible() const;
 
  private:
   Device(std::shared_ptr<const Api> api, int ordinal);
 
   const std::shared_ptr<const Api> api_;
   const int ordinal_;
+  const int pid_;
   ContextHandle context_ = nullptr;
   std::string uuid_;
   std::string name_;

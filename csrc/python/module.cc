@@ -5,6 +5,7 @@
 
 #include <array>
 
+#include "python/cuda.h"
 #include "transport/transport.h"
 
 namespace py = pybind11;
@@ -210,4 +211,5 @@ PYBIND11_MODULE(_native, module) {
       .def("departed", &Transport::departed)
       .def("abort", &Transport::abort, no_gil)
       .def("close", &Transport::close, no_gil);
+  dpp::bind_cuda(module);
 }

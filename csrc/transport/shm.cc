@@ -117,10 +117,12 @@ ShmReceiver::ShmReceiver(std::shared_ptr<ShmBlock> block, size_t channel,
 
 uint64_t ShmReceiver::arrived() {
   const uint64_t tail = control_.tail.load(std::memory_order_acquire);
-  if (tail - released_ > depth_ || tail < seen_) {
+  // Relaxed: whoever stored it did so before the sender could see `head`, and that before this tail.
+  const uint64_t released = released_.load(std::memory_order_relaxed);
+  if (tail - released > depth_ || tail < seen_) {
     throw Error(Fault::kProtocol, peer_->description() + " announced " + std::to_string(tail) +
                                       " messages on " + block_->channels_[channel_].text() +
-                                      " where " + std::to_string(released_) + " were taken and " +
+                                      " where " + std::to_string(released) + " were taken and " +
                                       std::to_string(depth_) +
                                       " fit; it is not listened to any longer");
   }
@@ -134,7 +136,7 @@ void ShmReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_
 }
 
 void ShmReceiver::release(uint64_t sequence) {
-  released_ = sequence;
+  released_.store(sequence, std::memory_order_relaxed);
   control_.head.store(sequence, std::memory_order_seq_cst);
   if (control_.hungry.load(std::memory_order_seq_cst) != 0) {
     control_.hungry.store(0, std::memory_order_relaxed);

@@ -90,7 +90,7 @@ class ShmReceiver : public Receiver {
   ShmBlock::Control& control_;
   const uint64_t depth_;
   uint64_t seen_ = 0;
-  uint64_t released_ = 0;
+  std::atomic<uint64_t> released_{0};  // a GPU kind releases from the progress thread
 };
 
 }  // namespace dpp

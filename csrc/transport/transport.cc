@@ -113,7 +113,6 @@ void Transport::use_shm_slots(int peer, const std::vector<size_t>& channels, Uni
 }
 
 void Transport::set_receiver(size_t channel, int peer, std::unique_ptr<Receiver> receiver) {
-  if (receiver->settles()) settling_.push_back(receiver.get());
   incoming_.at(channel).peer = peer;
   incoming_[channel].receiver = std::move(receiver);
 }
@@ -153,6 +152,7 @@ void Transport::start() {
   }
   for (const Incoming& channel : incoming_) {
     if (!channel.receiver) throw Error(Fault::kSetup, "an incoming channel has no kind");
+    if (channel.receiver->settles()) settling_.push_back(channel.receiver.get());
   }
   for (size_t i = 0; i < links_.size(); ++i) {
     const std::vector<int>& descriptors = links_[i].second->descriptors();

@@ -7,7 +7,7 @@ look at nothing else. ``opening.py`` calls it; ``doctor`` prints what it looks a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.dpp.errors import TransportUnavailable
 
@@ -18,7 +18,8 @@ class Facts:
 
     ``host`` differs between machines, and between network namespaces of one machine: they cannot
     reach each other's abstract sockets. ``tcp_address`` is where it listens for other hosts, if it
-    does. ``settings`` are the options that both sides of a link must share.
+    does. ``settings`` are the options that both sides of a link must share. ``gpu`` is the UUID of
+    its GPU, and ``gpu_access`` says for each GPU that it sees whether its own can write there.
     """
 
     rank: int
@@ -31,6 +32,8 @@ class Facts:
     unix_address: str
     tcp_address: tuple[str, int] | None
     settings: dict[str, int | float | bool]
+    gpu: str = ""
+    gpu_access: dict[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,9 @@ class Choice:
     reason: str
 
 
+GPU_KINDS = ("cuda_ipc",)
+"""Kinds that read and write CUDA tensors where they are."""
+
 Obstacle = Callable[[Facts, Facts], str | None]
 
 
@@ -50,6 +56,17 @@ def _shm_obstacle(one: Facts, other: Facts) -> str | None:
     if one.uid != other.uid:
         return f"the processes belong to users {one.uid} and {other.uid}"
     return None
+
+
+def _cuda_ipc_obstacle(one: Facts, other: Facts) -> str | None:
+    for side in (one, other):
+        if not side.gpu:
+            return f"rank {side.rank} has no GPU of NVIDIA (device {side.device})"
+    # A GPU that is hidden from the other process (CUDA_VISIBLE_DEVICES) is tried when it is opened.
+    for own, peer in ((one, other), (other, one)):
+        if not own.gpu_access.get(peer.gpu, True):
+            return f"the GPU of rank {own.rank} has no peer access to the one of rank {peer.rank}"
+    return _shm_obstacle(one, other)
 
 
 def _tcp_obstacle(one: Facts, other: Facts) -> str | None:
@@ -63,6 +80,7 @@ def _tcp_obstacle(one: Facts, other: Facts) -> str | None:
 
 
 _RULES: tuple[tuple[str, Obstacle, str], ...] = (
+    ("cuda_ipc", _cuda_ipc_obstacle, "GPUs of one host with peer access: CUDA IPC"),
     ("shm", _shm_obstacle, "same host, same user: shared memory"),
     ("tcp", _tcp_obstacle, "different hosts, and no RDMA link: TCP"),
 )
@@ -83,7 +101,7 @@ def choose(own: Facts, peer: Facts, wanted: str = "auto") -> Choice:
             continue
         against = obstacle(one, other)
         if against is None:
-            staged = any(facts.device != "cpu" for facts in (one, other))
+            staged = kind not in GPU_KINDS and any(facts.device != "cpu" for facts in (one, other))
             note = "; CUDA tensors pass through the host's memory" if staged else ""
             return Choice(kind, (reason if wanted == "auto" else f"asked for: {kind}") + note)
         obstacles.append(f"{kind}: {against}")

@@ -22,7 +22,7 @@ from megatron.dpp.transport import handshake
 
 @dataclass
 class GpuLink:
-    """One peer: the connection to it, and our channels from and to it, in the order of both sides."""
+    """One peer: the connection to it, and our channels with it in the order of both sides."""
 
     peer: int
     sock: socket.socket
@@ -37,8 +37,16 @@ def device_index(device: torch.device) -> int:
 
 
 def gpu_facts(library: Any, device: torch.device) -> tuple[str, dict[str, bool]]:
-    """The UUID of our GPU, and for each GPU that we see whether ours can write into its memory."""
-    own = library.CudaDevice(device_index(device))
+    """The UUID of our GPU, and for each GPU that we see whether ours can write into its memory.
+
+    Empty without a GPU, or without NVIDIA's driver.
+    """
+    if device.type != "cuda":
+        return "", {}
+    try:
+        own = library.CudaDevice(device_index(device))
+    except TransportUnavailable:
+        return "", {}
     return own.uuid, {uuid: own.access_to(uuid) in ("same", "yes") for uuid in own.visible()}
 
 
@@ -47,7 +55,9 @@ class GpuLinks:
     every receive, so nobody waits in a circle.
     """
 
-    def __init__(self, library: Any, native: Any, rank: int, device: torch.device, max_pending: int):
+    def __init__(
+        self, library: Any, native: Any, rank: int, device: torch.device, max_pending: int
+    ):
         self._rank = rank
         self._links = library.CudaLinks(native, device_index(device), max_pending)
 
@@ -70,9 +80,9 @@ class GpuLinks:
         for link in links:
             if link.refused and (again := self._open(link)):
                 raise SetupError(
-                    f"rank {self._rank} cannot open the GPU memory of rank {link.peer}: {link.refused}; "
-                    f"{again}. Containers must share the IPC and PID namespaces (--ipc=host --pid=host); "
-                    "--dpp-transport staged does without"
+                    f"rank {self._rank} cannot open the GPU memory of rank {link.peer}: "
+                    f"{link.refused}; {again}. Containers must share the IPC and PID namespaces "
+                    "(--ipc=host --pid=host); --dpp-transport staged does without"
                 )
         self._try(links)
 
@@ -120,7 +130,7 @@ class GpuLinks:
 
     def _raise(self, link: GpuLink, fault: str) -> None:
         raise TransportUnavailable(
-            f"rank {self._rank}: the GPU link with rank {link.peer} does not deliver what is written: "
-            f"{fault}. An IOMMU or ACS redirects traffic between the GPUs: turn it off in the "
+            f"rank {self._rank}: the GPU link with rank {link.peer} does not deliver what is "
+            f"written: {fault}. An IOMMU or ACS redirects traffic between GPUs: turn it off in the "
             "firmware, or use --dpp-transport staged"
         )

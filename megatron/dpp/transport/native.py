@@ -25,6 +25,8 @@ from megatron.dpp.transport.base import (
     Transport,
     check_payload,
 )
+from megatron.dpp.transport.choose import GPU_KINDS
+from megatron.dpp.transport.gpu import device_index
 
 
 def load_native() -> Any:
@@ -85,8 +87,11 @@ class NativeTransport(Transport):
         self.board = board
         self._native = native
         self._device = device
-        self._staged = device.type != "cpu"
+        self._gpu = device_index(device) if device.type == "cuda" else -1
         self._links = links
+        on_gpu = {link.peer for link in links if link.kind in GPU_KINDS}
+        self._takes_in_place = [spec.source in on_gpu for spec in incoming]
+        self._sends_in_place = [spec.destination in on_gpu for spec in outgoing]
         self._num_incoming = len(incoming)
         self._dtypes = [getattr(torch, name, None) for name in dtype_names]
         self._codes = {dtype: code for code, dtype in enumerate(self._dtypes) if dtype is not None}
@@ -107,8 +112,12 @@ class NativeTransport(Transport):
     ) -> None:
         spec = self.outgoing[channel]
         check_payload(tensor, spec)
+        stream = 0
         if tensor.is_cuda:
-            tensor = tensor.cpu()
+            if self._sends_in_place[channel]:
+                stream = torch._C._cuda_getCurrentRawStream(self._gpu)
+            else:
+                tensor = tensor.cpu()
         code = self._codes.get(tensor.dtype)
         if code is None or tensor.dim() > 8:
             raise ValueError(f"{spec}: cannot send {tensor.dtype} with {tensor.dim()} dimensions")
@@ -122,7 +131,7 @@ class NativeTransport(Transport):
             microbatch,
             part,
             num_parts,
-            0,
+            stream,
         )
         self._num_puts[channel] += 1
         if pending:
@@ -148,9 +157,13 @@ class NativeTransport(Transport):
         code, shape, num_bytes, iteration, microbatch, part, num_parts, sent_ns, arrived_ns = (
             self._native.head(channel)
         )
-        tensor = torch.empty(shape, dtype=self._dtypes[code])
-        self._native.take(channel, tensor.data_ptr(), num_bytes, 0)
-        if self._staged:
+        if self._takes_in_place[channel]:
+            tensor = torch.empty(shape, dtype=self._dtypes[code], device=self._device)
+            stream = torch._C._cuda_getCurrentRawStream(self._gpu)
+            self._native.take(channel, tensor.data_ptr(), num_bytes, stream)
+        else:
+            tensor = torch.empty(shape, dtype=self._dtypes[code])
+            self._native.take(channel, tensor.data_ptr(), num_bytes, 0)
             tensor = tensor.to(self._device)
         return Message(tensor, iteration, microbatch, part, num_parts, sent_ns, arrived_ns)
 

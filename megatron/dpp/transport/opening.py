@@ -18,7 +18,8 @@ from torch._C._distributed_c10d import Store
 from megatron.dpp.errors import ConfigError, ProtocolError, VersionMismatch
 from megatron.dpp.transport import handshake
 from megatron.dpp.transport.base import ChannelSpec, LinkInfo
-from megatron.dpp.transport.choose import Choice, Facts, choose
+from megatron.dpp.transport.choose import GPU_KINDS, Choice, Facts, choose
+from megatron.dpp.transport.gpu import GpuLink, GpuLinks, gpu_facts
 from megatron.dpp.transport.native import NativeBoard, NativeTransport, load_native
 from megatron.dpp.transport.options import TransportOptions
 from megatron.dpp.transport.rendezvous import Connection, Rendezvous, host_identity
@@ -127,6 +128,7 @@ class _Opening:
         return self._options.node_ips or (_LOOPBACK if self._kind == "tcp" else None)
 
     def _own_facts(self, rendezvous: Rendezvous) -> Facts:
+        gpu, gpu_access = gpu_facts(self._library, self._device)
         return Facts(
             rank=self._rank,
             abi=self._library.abi_version,
@@ -138,6 +140,8 @@ class _Opening:
             unix_address=rendezvous.unix_address,
             tcp_address=rendezvous.tcp_address,
             settings={"checksum": self._options.checksum, "workload": self._options.workload},
+            gpu=gpu,
+            gpu_access=gpu_access,
         )
 
     def _choose(self, own: Facts, peer: int) -> Choice:
@@ -195,6 +199,22 @@ class _Opening:
                 data = [connections[peer, purpose].sock.detach() for purpose in _DATA]
                 incoming = _channels_with(self._incoming, peer)
                 native.add_tcp_link(peer, incoming, _channels_with(self._outgoing, peer), data)
+        self._join_gpus(native, controls)
+
+    def _join_gpus(self, native: Any, controls: dict[int, Connection]) -> None:
+        links = [
+            GpuLink(
+                peer,
+                control.sock,
+                _channels_with(self._incoming, peer),
+                _channels_with(self._outgoing, peer),
+            )
+            for peer, control in controls.items()
+            if self._choices[peer].kind in GPU_KINDS
+        ]
+        if links:
+            pending = self._options.max_pending
+            GpuLinks(self._library, native, self._rank, self._device, pending).join(links)
 
     def _add_peer(self, native: Any, peer: int, control: Connection, fds: list[int]) -> None:
         facts, kind = self._facts[peer], self._choices[peer].kind

@@ -1,0 +1,112 @@
+#include "transport/cuda_links.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "transport/cuda_ipc.h"
+
+namespace dpp {
+
+namespace {
+
+constexpr size_t kHeadBytes = 1 << 20;
+constexpr size_t kTailBytes = 64 << 10;
+
+// splitmix64: words that depend on place and seed, so that neither old data nor a shifted copy passes.
+std::vector<uint64_t> pattern(uint64_t seed, size_t bytes) {
+  std::vector<uint64_t> words((bytes + 7) / 8);
+  for (size_t i = 0; i < words.size(); ++i) {
+    uint64_t z = seed + (i + 1) * 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    words[i] = z ^ (z >> 31);
+  }
+  return words;
+}
+
+}  // namespace
+
+CudaLinks::CudaLinks(Transport& transport, int ordinal, uint32_t max_pending, bool writes)
+    : transport_(transport),
+      device_(cuda::Device::open(ordinal)),
+      max_pending_(max_pending),
+      how_(writes ? Marks::How::kWrites : Marks::How::kEvents) {}
+
+CudaLinks::Offer CudaLinks::make_ipc_slots(int peer, const std::vector<size_t>& channels, bool legacy) {
+  std::vector<Geometry> geometry;
+  for (const size_t index : channels) geometry.push_back(transport_.incoming(index));
+  const SlotLayout layout(geometry);
+  const auto make = legacy ? &cuda::Memory::allocate : &cuda::Memory::create;
+  auto memory = std::make_shared<cuda::Memory>(make(device_, std::max<size_t>(layout.total_bytes, 1)));
+  const auto block = ShmBlock::create(without_payload(geometry));
+  for (size_t i = 0; i < channels.size(); ++i) {
+    auto ring = std::make_unique<ShmReceiver>(block, i, transport_.find_peer(peer));
+    const DeviceSlots slots(memory, layout.offsets[i], geometry[i]);
+    transport_.set_receiver(channels[i], peer,
+                            std::make_unique<DeviceReceiver>(device_, slots, std::move(ring), how_));
+  }
+  Region& region = incoming_[peer];
+  region = {memory, std::make_shared<cuda::Stream>(device_), layout.total_bytes, UniqueFd()};
+  if (legacy) return {block->fd(), memory->handle(), -1};
+  region.exported = memory->descriptor();
+  return {block->fd(), "", region.exported.get()};
+}
+
+void CudaLinks::use_ipc_slots(int peer, const std::vector<size_t>& channels, UniqueFd control,
+                              const std::string& handle, UniqueFd fd) {
+  std::vector<Geometry> geometry;
+  for (const size_t index : channels) geometry.push_back(transport_.outgoing(index));
+  const SlotLayout layout(geometry);
+  auto memory = std::make_shared<cuda::Memory>(
+      fd ? cuda::Memory::import(device_, fd, layout.total_bytes) : cuda::Memory::open(device_, handle));
+  const auto stream = std::make_shared<cuda::Stream>(device_);
+  const auto block = ShmBlock::adopt(std::move(control), without_payload(geometry));
+  for (size_t i = 0; i < channels.size(); ++i) {
+    auto ring = std::make_unique<ShmSender>(block, i, transport_.find_peer(peer));
+    const DeviceSlots slots(memory, layout.offsets[i], geometry[i]);
+    transport_.set_sender(channels[i], peer,
+                          std::make_unique<CudaIpcSender>(device_, stream, slots, std::move(ring), max_pending_, how_));
+  }
+  outgoing_[peer] = {memory, stream, layout.total_bytes, UniqueFd()};
+}
+
+std::vector<CudaLinks::Piece> CudaLinks::Region::pieces() const {
+  const size_t head = std::min(bytes, kHeadBytes);
+  const size_t tail = std::min(bytes - head, kTailBytes);
+  return {{memory->address(), head}, {memory->address() + bytes - tail, tail}};
+}
+
+void CudaLinks::write_pattern(int peer, uint64_t seed) {
+  const Region& region = outgoing_.at(peer);
+  // Through device memory, so that it takes the way that messages take.
+  const cuda::Memory source = cuda::Memory::allocate(device_, kHeadBytes);
+  for (const Piece& piece : region.pieces()) {
+    if (piece.bytes == 0) continue;
+    cuda::write(*device_, source.address(), pattern(seed + piece.bytes, piece.bytes).data(), piece.bytes,
+                region.stream->get());
+    const cuda::Current current(*device_);
+    device_->api().check(
+        device_->api().cuMemcpyDtoDAsync(piece.address, source.address(), piece.bytes, region.stream->get()),
+        "the self-test of a link from " + device_->name());
+    region.stream->synchronize();
+  }
+}
+
+std::string CudaLinks::pattern_fault(int peer, uint64_t seed) {
+  const Region& region = incoming_.at(peer);
+  for (const Piece& piece : region.pieces()) {
+    const std::vector<uint64_t> expected = pattern(seed + piece.bytes, piece.bytes);
+    std::vector<uint64_t> found(expected.size());
+    cuda::read(*device_, found.data(), piece.address, piece.bytes, region.stream->get());
+    const size_t whole = piece.bytes / 8;
+    const auto first = std::mismatch(found.begin(), found.begin() + whole, expected.begin()).first;
+    const auto wrong = static_cast<size_t>(first - found.begin());
+    if (wrong != whole) {
+      return "byte " + std::to_string(8 * wrong) + " of " + std::to_string(piece.bytes) +
+             " arrived wrong on " + device_->name();
+    }
+  }
+  return "";
+}
+
+}  // namespace dpp

@@ -1,0 +1,230 @@
+"""One of two processes that exchange GPU tensors; started by test_cuda.py. Prints ``ok`` last.
+
+Run as ``python cuda_worker.py KIND RANK PORT DEVICE SCENARIO...``; all use one transport.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import sys
+import time
+
+import torch
+
+from megatron.dpp.transport import (
+    ChannelSpec,
+    Direction,
+    TransportOptions,
+    gpu,
+    handshake,
+    open_transport,
+)
+
+SLOT = 1 << 22
+CHUNKS = 3
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+BUSY_CYCLES = 20_000_000  # about 10 ms of a GPU
+
+
+class End:
+    """This rank's transport: it sends and receives on one channel for each of CHUNKS chunks."""
+
+    def __init__(self, kind, rank, port, device, options):
+        self.rank = rank
+        self.device = torch.device(device)
+        torch.cuda.set_device(self.device)
+        self.store = torch.distributed.TCPStore("127.0.0.1", port, 2, rank == 0)
+        specs = [
+            ChannelSpec(source, 1 - source, chunk, Direction(source), SLOT)
+            for source in (0, 1)
+            for chunk in range(CHUNKS)
+        ]
+        self.transport = open_transport(
+            specs, rank=rank, store=self.store, device=self.device, kind=kind, options=options
+        )
+        self.taken = [0] * CHUNKS
+        self.meetings = 0
+
+    def put(self, channel, tensor, microbatch=0):
+        self.transport.put(channel, tensor, iteration=1, microbatch=microbatch)
+
+    def take(self, channel):
+        deadline = time.monotonic() + 60
+        while self.transport.poll()[channel] <= self.taken[channel]:
+            assert time.monotonic() < deadline, f"nothing arrives on channel {channel}"
+            self.transport.wait(1.0)
+        self.taken[channel] += 1
+        return self.transport.take(channel)
+
+    def meet(self):
+        """Both processes are here."""
+        self.meetings += 1
+        key = f"meeting/{self.meetings}"
+        self.store.add(key, 1)
+        deadline = time.monotonic() + 60
+        while self.store.add(key, 0) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+def payload(seed, device):
+    """A tensor that both processes can make: any dtype, any shape up to a slot."""
+    choice = random.Random(seed)
+    dtype = choice.choice(DTYPES)
+    size = choice.choice((0, 1, 7, 4096, 65537, SLOT // dtype.itemsize))
+    raw = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(seed))
+    tensor = (raw * choice.randrange(1, 100)).to(dtype)
+    shape = choice.choice([(size,), (1, size), (size, 1, 1)])
+    return tensor.reshape(shape).to(device)
+
+
+def equal(message, seed):
+    expected = payload(seed, "cpu")
+    tensor = message.tensor
+    assert tensor.is_cuda and tensor.dtype == expected.dtype and tensor.shape == expected.shape
+    assert torch.equal(tensor.cpu(), expected), f"payload {seed} arrived wrong"
+
+
+def any_payload(end):
+    """Every dtype, shape and size, on all channels in random order, both directions at once."""
+    order = random.Random(3)
+    plan = [order.randrange(CHUNKS) for _ in range(150)]
+    for i, channel in enumerate(plan):
+        end.put(channel, payload(i, end.device), microbatch=i)
+        if i % 5 == 4:
+            for j in range(i - 4, i + 1):
+                message = end.take(plan[j])
+                assert message.microbatch == j and message.iteration == 1
+                equal(message, j)
+    end.transport.flush(30)
+
+
+def late_producer(end):
+    """The kernel that makes the payload runs long after put() returned."""
+    if end.rank == 0:
+        for i in range(8):
+            torch.cuda._sleep(BUSY_CYCLES)
+            tensor = torch.full((1 << 18,), float(i), device=end.device) * 2
+            end.put(0, tensor, i)
+            del tensor
+            # Would be the same memory if the transport let it go too early.
+            torch.full((1 << 18,), -1.0, device=end.device)
+        end.transport.flush(30)
+    else:
+        for i in range(8):
+            assert torch.equal(end.take(0).tensor.cpu(), torch.full((1 << 18,), 2.0 * i))
+
+
+def late_consumer(end):
+    """The slot's copy is queued behind long kernels while the sender has much more to send."""
+    if end.rank == 0:
+        for i in range(24):
+            end.put(1, torch.full((SLOT // 4,), float(i), device=end.device), i)
+        end.transport.flush(60)
+    else:
+        kept = []
+        for _ in range(24):
+            torch.cuda._sleep(BUSY_CYCLES)
+            kept.append(end.take(1).tensor)
+        for i, tensor in enumerate(kept):
+            assert torch.equal(tensor.cpu(), torch.full((SLOT // 4,), float(i))), i
+
+
+def slow_consumer(end):
+    """Twenty puts into two slots: none is lost, put never blocks, pending() says so."""
+    if end.rank == 0:
+        for i in range(20):
+            end.put(2, torch.full((1000,), float(i), device=end.device), i)
+        assert end.transport.pending() >= 18
+        end.meet()
+        end.transport.flush(30)
+        assert end.transport.pending() == 0
+    else:
+        end.meet()
+        for i in range(20):
+            message = end.take(2)
+            assert message.microbatch == i
+            assert message.tensor[0].item() == i and message.tensor[-1].item() == i
+
+
+def other_streams(end):
+    """put and take follow the current stream, whichever it is."""
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for i in range(30):
+        with torch.cuda.stream(streams[i % 3]):
+            if end.rank == 0:
+                torch.cuda._sleep(BUSY_CYCLES // 20)
+                end.put(0, torch.full((5000,), float(i), device=end.device) + 1, i)
+            else:
+                tensor = end.take(0).tensor
+                torch.cuda._sleep(BUSY_CYCLES // 20)
+                assert (tensor + 1).sum().item() == 5000 * (i + 2)
+    end.transport.flush(30)
+
+
+def freed_storage(end):
+    """The caller may replace a sent tensor's data, as Megatron does after a send."""
+    for i in range(10):
+        if end.rank == 0:
+            torch.cuda._sleep(BUSY_CYCLES // 10)
+            tensor = torch.full((1 << 20,), float(i), device=end.device)
+            end.put(1, tensor, i)
+            tensor.data = torch.empty((1,), device=end.device)
+            torch.full((1 << 20,), -5.0, device=end.device)
+        else:
+            assert end.take(1).tensor.sum().item() == i * (1 << 20)
+    end.transport.flush(30)
+
+
+def refuse_first_offers():
+    """As if the driver did not open IPC handles: slots are then exported as descriptors."""
+    open_offer = gpu.GpuLinks._open
+    refused = set()
+
+    def refuse_once(links, link):
+        if link.peer in refused:
+            return open_offer(links, link)
+        refused.add(link.peer)
+        for fd in handshake.receive_message(link.sock, 2)[1]:
+            os.close(fd)
+        return "refused by the test"
+
+    gpu.GpuLinks._open = refuse_once
+
+
+SCENARIOS = {
+    function.__name__: function
+    for function in (
+        any_payload,
+        late_producer,
+        late_consumer,
+        slow_consumer,
+        other_streams,
+        freed_storage,
+    )
+}
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(90, exit=True)
+    kind, rank, port, device, *names = sys.argv[1:]
+    options = TransportOptions(timeout=30, checksum="checksum" in names, workload=1 << 18)
+    if "refuse" in names:
+        refuse_first_offers()
+    end = End(kind, int(rank), int(port), device, options)
+    links = end.transport.links()
+    assert [link.kind for link in links] == [kind], links
+    for name in names:
+        if name in SCENARIOS:
+            SCENARIOS[name](end)
+            end.meet()
+            print(name, flush=True)
+    end.transport.close()
+    end.transport.close()
+    print("ok", flush=True)
+
+
+if __name__ == "__main__":
+    main()
