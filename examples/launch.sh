@@ -114,7 +114,7 @@ common_args() {
 # How many GPUs this machine offers, without the seconds that importing PyTorch takes.
 count_gpus() {
   if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
-    tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^ ]' || true
+    tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^ *[^ -]' || true # -1 hides them all
   elif command -v nvidia-smi >/dev/null; then
     nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
   else
