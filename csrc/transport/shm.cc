@@ -64,12 +64,14 @@ std::byte* ShmBlock::payload(size_t channel, uint64_t sequence) const {
          slot * stride(geometry);
 }
 
-ShmSender::ShmSender(std::shared_ptr<ShmBlock> block, size_t channel, std::shared_ptr<Peer> peer)
+ShmSender::ShmSender(std::shared_ptr<ShmBlock> block, size_t channel, std::shared_ptr<Peer> peer,
+                     const Copier& copier)
     : block_(std::move(block)),
       channel_(channel),
       peer_(std::move(peer)),
       control_(block_->control(channel)),
-      depth_(block_->channels_[channel].depth) {}
+      depth_(block_->channels_[channel].depth),
+      copier_(copier) {}
 
 bool ShmSender::has_room(std::memory_order order) {
   const uint64_t in_use = claimed_ - control_.head.load(order);
@@ -92,7 +94,7 @@ bool ShmSender::ask_for_credit() {
 }
 
 void ShmSender::begin(Parcel& parcel) {
-  copy_bytes(block_->payload(channel_, claim(parcel.header)), parcel.data, parcel.header.bytes);
+  copier_.copy(block_->payload(channel_, claim(parcel.header)), parcel.data, parcel.header.bytes);
   announce();
 }
 
@@ -108,16 +110,18 @@ uint64_t ShmSender::announce() {
 }
 
 ShmReceiver::ShmReceiver(std::shared_ptr<ShmBlock> block, size_t channel,
-                         std::shared_ptr<Peer> peer)
+                         std::shared_ptr<Peer> peer, const Copier& copier)
     : block_(std::move(block)),
       channel_(channel),
       peer_(std::move(peer)),
       control_(block_->control(channel)),
-      depth_(block_->channels_[channel].depth) {}
+      depth_(block_->channels_[channel].depth),
+      copier_(copier) {}
 
 uint64_t ShmReceiver::arrived() {
   const uint64_t tail = control_.tail.load(std::memory_order_acquire);
-  // Relaxed: whoever stored it did so before the sender could see `head`, and that before this tail.
+  // Relaxed: whoever stored it did so before the sender could see `head`, and that before this
+  // tail.
   const uint64_t released = released_.load(std::memory_order_relaxed);
   if (tail - released > depth_ || tail < seen_) {
     throw Error(Fault::kProtocol, peer_->description() + " announced " + std::to_string(tail) +
@@ -132,7 +136,7 @@ uint64_t ShmReceiver::arrived() {
 Header ShmReceiver::header(uint64_t sequence) { return *block_->header(channel_, sequence); }
 
 void ShmReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t) {
-  copy_bytes(to, block_->payload(channel_, sequence), bytes);
+  copier_.copy(to, block_->payload(channel_, sequence), bytes);
 }
 
 void ShmReceiver::release(uint64_t sequence) {

@@ -13,6 +13,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/copy.h"
 #include "base/os.h"
 #include "transport/kind.h"
 #include "transport/peer.h"
@@ -51,7 +52,8 @@ class ShmBlock {
 
 class ShmSender : public Sender {
  public:
-  ShmSender(std::shared_ptr<ShmBlock> block, size_t channel, std::shared_ptr<Peer> peer);
+  ShmSender(std::shared_ptr<ShmBlock> block, size_t channel, std::shared_ptr<Peer> peer,
+            const Copier& copier = Copier());
   bool has_credit() override;
   bool ask_for_credit() override;
   void begin(Parcel& parcel) override;
@@ -71,13 +73,15 @@ class ShmSender : public Sender {
   const std::shared_ptr<Peer> peer_;
   ShmBlock::Control& control_;
   const uint64_t depth_;
+  const Copier copier_;
   uint64_t claimed_ = 0;
   uint64_t announced_ = 0;
 };
 
 class ShmReceiver : public Receiver {
  public:
-  ShmReceiver(std::shared_ptr<ShmBlock> block, size_t channel, std::shared_ptr<Peer> peer);
+  ShmReceiver(std::shared_ptr<ShmBlock> block, size_t channel, std::shared_ptr<Peer> peer,
+              const Copier& copier = Copier());
   uint64_t arrived() override;
   Header header(uint64_t sequence) override;
   void copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) override;
@@ -89,6 +93,7 @@ class ShmReceiver : public Receiver {
   const std::shared_ptr<Peer> peer_;
   ShmBlock::Control& control_;
   const uint64_t depth_;
+  const Copier copier_;
   uint64_t seen_ = 0;
   std::atomic<uint64_t> released_{0};  // a GPU kind releases from the progress thread
 };

@@ -62,7 +62,7 @@ std::byte* TcpReceiver::payload(uint64_t sequence) {
 }
 
 void TcpReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t) {
-  copy_bytes(to, payload(sequence), bytes);
+  link_->copier_.copy(to, payload(sequence), bytes);
 }
 
 void TcpReceiver::release(uint64_t sequence) {
@@ -114,8 +114,9 @@ bool TcpReceiver::receive(uint64_t sequence, uint64_t bytes) {
 // ---- link
 // -----------------------------------------------------------------------------------------------------
 
-TcpLink::TcpLink(std::shared_ptr<Peer> peer, Bell* bell, std::vector<UniqueFd> sockets)
-    : peer_(std::move(peer)), bell_(bell), connections_(sockets.size()) {
+TcpLink::TcpLink(std::shared_ptr<Peer> peer, Bell* bell, const Copier& copier,
+                 std::vector<UniqueFd> sockets)
+    : peer_(std::move(peer)), bell_(bell), copier_(copier), connections_(sockets.size()) {
   for (size_t i = 0; i < sockets.size(); ++i) {
     const int flags = ::fcntl(sockets[i].get(), F_GETFL);
     if (flags < 0 || ::fcntl(sockets[i].get(), F_SETFL, flags | O_NONBLOCK) != 0) {

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <vector>
 
+#include "base/copy.h"
 #include "base/os.h"
 #include "transport/kind.h"
 #include "transport/peer.h"
@@ -93,7 +94,8 @@ class TcpReceiver : public Receiver {
 
 class TcpLink : public Link, public std::enable_shared_from_this<TcpLink> {
  public:
-  TcpLink(std::shared_ptr<Peer> peer, Bell* bell, std::vector<UniqueFd> sockets);
+  TcpLink(std::shared_ptr<Peer> peer, Bell* bell, const Copier& copier,
+          std::vector<UniqueFd> sockets);
 
   std::unique_ptr<Sender> add_sender(const Geometry& geometry);
   std::unique_ptr<Receiver> add_receiver(const Geometry& geometry);
@@ -132,6 +134,7 @@ class TcpLink : public Link, public std::enable_shared_from_this<TcpLink> {
 
   const std::shared_ptr<Peer> peer_;
   Bell* const bell_;  // of the transport, which outlives its links
+  const Copier copier_;
   std::vector<int> descriptors_;
   std::vector<TcpSender*>
       senders_;  // owned by the transport's channels, which are destroyed after the thread ends

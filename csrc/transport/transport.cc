@@ -38,6 +38,12 @@ uint64_t pidfd_tag(size_t peer) { return 2 * (peer + 1) + 1; }
 uint64_t link_tag(size_t link, size_t index) { return kLinkTag + (link << 8) + index; }
 size_t tagged_peer(uint64_t tag) { return tag / 2 - 1; }
 
+uint64_t largest_slot(const std::vector<Geometry>& channels) {
+  uint64_t largest = 0;
+  for (const Geometry& channel : channels) largest = std::max(largest, channel.slot_bytes);
+  return largest;
+}
+
 void nap(uint64_t nanoseconds) {
   if (nanoseconds < kShortestNapNs) return;
   const timespec length = {0, static_cast<long>(std::min(nanoseconds, kLongestNapNs))};
@@ -49,6 +55,7 @@ void nap(uint64_t nanoseconds) {
 Transport::Transport(const Settings& settings, std::vector<Geometry> incoming,
                      std::vector<Geometry> outgoing)
     : settings_(settings),
+      copier_(Copier::measured(std::max(largest_slot(incoming), largest_slot(outgoing)))),
       bell_(Bell::create()),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       kick_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
@@ -98,7 +105,8 @@ int Transport::make_shm_slots(int peer, const std::vector<size_t>& channels) {
   for (const size_t index : channels) geometry.push_back(incoming_.at(index).geometry);
   auto block = ShmBlock::create(geometry);
   for (size_t i = 0; i < channels.size(); ++i) {
-    set_receiver(channels[i], peer, std::make_unique<ShmReceiver>(block, i, find_peer(peer)));
+    set_receiver(channels[i], peer,
+                 std::make_unique<ShmReceiver>(block, i, find_peer(peer), copier_));
   }
   return block->fd();
 }
@@ -108,7 +116,7 @@ void Transport::use_shm_slots(int peer, const std::vector<size_t>& channels, Uni
   for (const size_t index : channels) geometry.push_back(outgoing_geometry_.at(index));
   auto block = ShmBlock::adopt(std::move(fd), geometry);
   for (size_t i = 0; i < channels.size(); ++i) {
-    set_sender(channels[i], peer, std::make_unique<ShmSender>(block, i, find_peer(peer)));
+    set_sender(channels[i], peer, std::make_unique<ShmSender>(block, i, find_peer(peer), copier_));
   }
 }
 
@@ -124,7 +132,7 @@ void Transport::set_sender(size_t channel, int peer, std::unique_ptr<Sender> sen
 
 void Transport::add_tcp_link(int peer, const std::vector<size_t>& incoming,
                              const std::vector<size_t>& outgoing, std::vector<UniqueFd> sockets) {
-  auto link = std::make_shared<TcpLink>(find_peer(peer), &bell_, std::move(sockets));
+  auto link = std::make_shared<TcpLink>(find_peer(peer), &bell_, copier_, std::move(sockets));
   for (const size_t index : incoming) {
     set_receiver(index, peer, link->add_receiver(incoming_.at(index).geometry));
   }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/bell.h"
+#include "base/copy.h"
 #include "base/error.h"
 #include "base/os.h"
 #include "transport/board.h"
@@ -116,6 +117,7 @@ class Transport {
 
   // Constant after start().
   const Settings settings_;
+  const Copier copier_;
   ForkGuard fork_guard_;
   Bell bell_;
   UniqueFd epoll_;
