@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from megatron.dpp.schedule import FORWARD, GRADIENT, Geometry, Kind, Scheduler
 from megatron.dpp.trace import TraceLayout
-from megatron.dpp.trace.lines import event_line, first_line, header, last_line
+from megatron.dpp.trace.lines import EventLines, first_line, header, last_line
 
 MS = 1_000_000
 Cost = Callable[[int, int, str, int, int], int]
@@ -219,12 +219,12 @@ def write(run: Run, directory: Path, *, whole: bool = True) -> Path:
         head["args"]["start_unix_ns"] = 1_700_000_000 * 10**9
         path = layout.path(directory)
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [first_line(head)]
+        lines, text_of = [first_line(head)], EventLines(rank, own)
         for event in events:
             moved = _shifted(event, run, rank)
             at = (moved[0], moved[1] + base, moved[2] + base, *moved[3:])
             if moved[0] == "A":
                 at = (*at[:6], at[6] + base, *at[7:])
-            lines.append(event_line(rank, at, own))
+            lines.append(text_of.line(at))
         path.write_text("".join(lines) + (last_line(rank, 0) if whole else ""))
     return path.parent

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.dpp.trace.lines import link_of
-
 
 class IterationScalars:
     """Takes events with resolved times; ``latest`` is what the last whole iteration came to.
@@ -29,15 +27,15 @@ class IterationScalars:
         self._values: dict[str, float] = {}
 
     def add(self, event: tuple[Any, ...]) -> None:
-        """Count one event (see ``lines.event_body``), whose times are in nanoseconds."""
+        """Count one event (see ``recorder``), whose times are in nanoseconds."""
         code, start, end = event[:3]
         if code == "T":
             self._busy += end - start
             self._last = max(self._last, end)
         elif code == "P":
-            link = link_of(event[4])
-            if "source" in link:
-                name = f"dpp/bytes/{link['source']}-{link['destination']}"
+            source = getattr(event[4], "source", None)
+            if source is not None:
+                name = f"dpp/bytes/{source}-{event[4].destination}"
                 self._values[name] = self._values.get(name, 0.0) + event[6]
         elif code == "C":
             name = "dpp/memory-bytes" if event[4] == "memory" else f"dpp/{event[4]}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.trace.clock import DeviceClock, HostClock
-from megatron.dpp.trace.lines import event_line, first_line, header, last_line
+from megatron.dpp.trace.lines import EventLines, first_line, header, last_line
 from megatron.dpp.trace.scalars import IterationScalars
 from megatron.dpp.trace.schema import TraceLayout
 
@@ -47,10 +47,11 @@ class TraceWriter:
         self._queue = queue
         self._clock = clock
         self._rank = rank
-        self._start_ns = time.monotonic_ns()
+        start_ns = time.monotonic_ns()
+        self._lines = EventLines(rank, start_ns)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("wb")
-        first = header(rank, layout, device, run, self._start_ns)
+        first = header(rank, layout, device, run, start_ns)
         self._write(first_line(first))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dpp-trace", daemon=True)
@@ -104,7 +105,7 @@ class TraceWriter:
             return ""
         resolved = (event[0], start_ns, end_ns, *event[3:])
         self.scalars.add(resolved)
-        return event_line(self._rank, resolved, self._start_ns)
+        return self._lines.line(resolved)
 
     def _discard(self, *marks: Any) -> None:
         for mark in marks:
