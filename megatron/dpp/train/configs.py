@@ -122,10 +122,25 @@ def _read(path: str) -> str:
         raise DataError(f"{path}: {error.strerror}") from error
 
 
+def sequences_per_dataset(args: Args) -> dict[str, int] | None:
+    """What ``--per-dataset-sequences-path`` says, or None without it.
+
+    Raises:
+        DataError: the file is missing or no JSON.
+    """
+    path = args.per_dataset_sequences_path
+    if path is None:
+        return None
+    try:
+        counts: dict[str, int] = json.loads(_read(path))
+    except ValueError as error:
+        raise DataError(f"--per-dataset-sequences-path {path}: not JSON ({error})") from error
+    return counts
+
+
 def dataset_values(args: Args, tokenizer: Any) -> dict[str, Any]:
     """Settings that GPT's and BERT's data sets share."""
     blend, per_split = blends(args)
-    sequences = args.per_dataset_sequences_path
     return {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
@@ -142,5 +157,4 @@ def dataset_values(args: Args, tokenizer: Any) -> dict[str, Any]:
         "multiple_validation_sets": False,
         "fast_cache_load": args.dataloader_fast_cache_load,
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
-        "sequences_per_dataset": json.loads(_read(sequences)) if sequences else None,
     }

@@ -7,7 +7,7 @@ take batches through :func:`tensor_parallel_batch`. What a sample holds is the d
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.dpp.errors import DataError
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.samplers import CyclicSampler, SequentialSampler
+from megatron.dpp.train.task import Task
 
 Args = argparse.Namespace
 
@@ -32,7 +33,11 @@ class Iterators(NamedTuple):
 
 
 def num_samples(args: Args) -> tuple[int, int | None, int]:
-    """Samples of training, validation and test that the run will read."""
+    """Samples of training, validation and test that the run will read.
+
+    At least one where none is read: megatron-core takes 0 for "as many as can be made", which for
+    BERT fills the memory.
+    """
     size = args.global_batch_size
     train = args.train_samples or args.train_iters * size
     if args.full_validation:
@@ -41,7 +46,7 @@ def num_samples(args: Args) -> tuple[int, int | None, int]:
         valid = args.eval_iters * size
     else:
         valid = (args.train_iters // args.eval_interval + 1) * args.eval_iters * size
-    return train, valid, args.eval_iters * size
+    return train, valid if valid is None else max(1, valid), max(1, args.eval_iters * size)
 
 
 def is_end_stage(vp_stage: int | None) -> bool:
@@ -53,28 +58,25 @@ def is_end_stage(vp_stage: int | None) -> bool:
     )
 
 
-def build_iterators(
-    run: Run, num_chunks: int, provider: Callable[[Run], tuple[type, Any]]
-) -> Iterators:
+def build_iterators(run: Run, num_chunks: int, task: Task) -> Iterators:
     """The iterators of this rank's chunks, positioned behind the samples already consumed.
-
-    Args:
-        provider: gives the data set class and its configuration.
 
     Raises:
         DataError: an index is missing or broken.
     """
-    kind, config = provider(run)
     chunks = [None] if num_chunks == 1 else list(range(num_chunks))
-    built = [_chunk_iterators(run, kind, config, vp_stage) for vp_stage in chunks]
+    built = [_chunk_iterators(run, task, vp_stage) for vp_stage in chunks]
     if num_chunks == 1:
         return built[0]
     return Iterators(*(list(each) for each in zip(*built, strict=True)))
 
 
-def _chunk_iterators(run: Run, kind: type, config: Any, vp_stage: int | None) -> Iterators:
+def _chunk_iterators(run: Run, task: Task, vp_stage: int | None) -> Iterators:
+    kind, config = task.datasets(run)
+
     def built_here() -> bool:
-        return is_end_stage(vp_stage) and bool(mpu.get_tensor_model_parallel_rank() == 0)
+        reads = task.every_stage_reads or is_end_stage(vp_stage)
+        return reads and bool(mpu.get_tensor_model_parallel_rank() == 0)
 
     args = run.args
     try:
@@ -104,7 +106,7 @@ def _sources(args: Args) -> str:
 
 
 def _loader(args: Args, dataset: Any, consumed: int) -> Any:
-    if dataset is None:
+    if dataset is None or len(dataset) == 0:  # empty: an evaluation of no iterations
         return None
     place = (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size())
     sampler: SequentialSampler | CyclicSampler

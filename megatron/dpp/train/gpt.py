@@ -15,7 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 
-from megatron.dpp.train.configs import dataset_values
+from megatron.dpp.train.configs import dataset_values, sequences_per_dataset
 from megatron.dpp.train.data import is_end_stage, tensor_parallel_batch
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.losses import checked, masked_sum
@@ -72,6 +72,7 @@ def datasets(run: Run) -> tuple[type, GPTDatasetConfig]:
     args = run.args
     config = GPTDatasetConfig(
         **dataset_values(args, run.tokenizer),
+        sequences_per_dataset=sequences_per_dataset(args),
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,

@@ -324,7 +324,7 @@ def _mean_losses(reduced: list[Any]) -> dict[str, torch.Tensor]:
             sums = _over_replicas(torch.vstack(values).sum(dim=0))
             means[key] = sums[0] / sums[1]
         else:
-            means[key] = torch.cat(values).mean()
+            means[key] = _over_replicas(torch.cat(values).mean()) / _num_replicas()
     return means
 
 
@@ -338,11 +338,15 @@ def _summed_losses(reduced: list[Any]) -> dict[str, torch.Tensor]:
         if values[0].numel() == 2:
             sums[key] = _over_replicas(torch.vstack(values).sum(dim=0))
         else:
-            total = torch.cat(values).sum()
-            sums[key] = torch.stack([total, torch.full_like(total, len(values))])
+            total = _over_replicas(torch.cat(values).sum())
+            sums[key] = torch.stack([total, torch.full_like(total, len(values) * _num_replicas())])
     return sums
 
 
 def _over_replicas(sums: torch.Tensor) -> torch.Tensor:
     dist.all_reduce(sums, group=mpu.get_data_parallel_group(with_context_parallel=True))
     return sums
+
+
+def _num_replicas() -> int:
+    return int(mpu.get_data_parallel_world_size(with_context_parallel=True))

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.errors import ConfigError, DataError, DppError
 from megatron.dpp.train import arguments
+
+if TYPE_CHECKING:
+    from megatron.dpp.train.task import Task
 
 Args = argparse.Namespace
 
 _BAD_INPUT = 2
+_FAILED = 1
 
 
 def main(task_name: str, argv: Sequence[str] | None = None) -> int:
@@ -35,7 +40,11 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return _BAD_INPUT
-    pretrain(args, task_name, rank, tokenizer)
+    try:
+        pretrain(args, task_name, rank, tokenizer)
+    except DppError as error:
+        print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+        return _FAILED
     return 0
 
 
@@ -68,9 +77,10 @@ def pretrain(args: Args, task_name: str, rank: int, tokenizer: Any) -> None:
     run = initialize(args, rank)
     run.tokenizer = tokenizer
     with contextlib.ExitStack() as stack:
-        stack.callback(_leave, run)
         run.recorder = stack.enter_context(_recorder(run))
         _train(run, task_name, stack)
+    # Not after an error: the other ranks may be in the middle of a collective.
+    _leave(run)
 
 
 def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
@@ -89,7 +99,7 @@ def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
     trainee = build_trainee(run, config, task.build_chunk)
     checkpointer = stack.enter_context(contextlib.closing(Checkpointer(run, trainee)))
     checkpointer.load()
-    iterators = build_iterators(run, len(trainee.chunks), task.datasets)
+    iterators = build_iterators(run, len(trainee.chunks), task)
     metrics = stack.enter_context(MetricsFile(args.metrics_file if run.is_last else None))
     trainer = Trainer(
         run=run,
@@ -112,11 +122,13 @@ def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
         metrics.write(iteration=run.iteration, parameters_sha256=gather_hashes(run, trainee.chunks))
 
 
-def _task(name: str) -> Any:
-    from megatron.dpp.train import gpt
+def _task(name: str) -> Task:
     from megatron.dpp.train.task import Task
 
-    return Task(name, "GPT2BPETokenizer", gpt.build_chunk, gpt.datasets, gpt.forward_step)
+    family = importlib.import_module(f"megatron.dpp.train.{name}")
+    return Task(
+        family.build_chunk, family.datasets, family.forward_step, every_stage_reads=name == "bert"
+    )
 
 
 @contextlib.contextmanager

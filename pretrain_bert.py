@@ -1,0 +1,11 @@
+"""Pre-train BERT with megatron-core's models, its static pipeline or (``--use-dpp``) a dynamic one.
+
+Started by torchrun with Megatron-LM's flags; see docs/training.md.
+"""
+
+import sys
+
+from megatron.dpp.train.pretrain import main
+
+if __name__ == "__main__":
+    sys.exit(main("bert"))
