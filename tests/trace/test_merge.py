@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.trace.merge import merge
+from megatron.dpp.trace.merge import _ticks, merge
 from megatron.dpp.trace.reader import open_run
 from tests.trace.synthetic import Run, write
 
@@ -60,6 +60,15 @@ def test_slices_of_a_track_do_not_overlap(merged):
             assert slices
             for (_, end), (start, _) in itertools.pairwise(slices):
                 assert start >= end - 0.002
+
+
+def test_messages_seen_at_one_moment_share_a_tick_and_overlap_nothing():
+    times = [5.0, 5.0, 5.4, 9.0]
+    block = [
+        {"tid": 2, "ts": ts, "dur": 50.0, "cat": "arrival", "args": {}} for ts in reversed(times)
+    ]
+    found = [(e["ts"], round(e["dur"], 3)) for e in _ticks(block)]
+    assert found == [(5.0, 0.4), (5.0, 0.4), (5.4, 1.0), (9.0, 1.0)]
 
 
 def test_every_send_has_an_arrow_to_its_arrival_and_none_runs_backwards(merged):

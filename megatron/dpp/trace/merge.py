@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,15 +85,18 @@ def _ticks(block: list[Event]) -> Iterator[Event]:
     arguments.
     """
     block.sort(key=lambda event: (event["tid"], event["ts"]))
-    for index, event in enumerate(block):
-        width = _TICK_US
-        if index + 1 < len(block) and block[index + 1]["tid"] == event["tid"]:
-            distance = block[index + 1]["ts"] - event["ts"]
-            width = min(width, distance) if distance > 0 else width
+    following: Event | None = None
+    later = math.inf
+    for event in reversed(block):
+        if following is None or following["tid"] != event["tid"]:
+            later = math.inf
+        elif following["ts"] > event["ts"]:
+            later = following["ts"]
         if event["cat"] == "arrival":
             event["args"]["queued_us"] = event["dur"]
-        event["dur"] = width
-        yield event
+        event["dur"] = min(_TICK_US, later - event["ts"])
+        following = event
+    yield from block
 
 
 class _Shift:
