@@ -34,6 +34,7 @@ WINDOW_NS = 10 * 10**9
 """Within a window clocks are taken to run at one rate; 1 ppm of drift makes 10 us of error."""
 _LARGEST_SLACK_NS = 1_000_000
 _SAMPLED_MICROBATCHES = 8
+_WITHIN, _ACROSS = ("arrival",), ("arrival", "send", "span", "iteration")
 
 Bounds = dict[tuple[str, str], int]
 """(a, b) -> the least ``arrived on b - sent on a`` seen: an upper bound of offset[a] - offset[b].
@@ -163,13 +164,13 @@ class _Scan:
     def read(self, file: TraceFile) -> None:
         """Add what one file knows."""
         spans: dict[tuple[Any, ...], int] = {}
-        for event in read_events(file):
-            cat = event.get("cat")
+        for event in read_events(file, _ACROSS if self._cross else _WITHIN):
+            cat = event["cat"]
             if cat == "arrival":
                 self._arrival(file, event)
-            elif cat == "send" and self._cross:
+            elif cat == "send":
                 self._send(file, event)
-            elif cat in ("span", "iteration") and self._cross:
+            else:
                 self._span(file, event, spans)
 
     def _arrival(self, file: TraceFile, event: Event) -> None:

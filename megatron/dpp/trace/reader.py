@@ -93,16 +93,20 @@ def read_header(path: Path) -> TraceFile:
     return TraceFile(path=path, layout=layout, complete=_is_complete(path), **values)
 
 
-def read_events(file: TraceFile) -> Iterator[Event]:
-    """Every event after the header. A last line cut short by a crash is left out.
+def read_events(file: TraceFile, only: tuple[str, ...] = ()) -> Iterator[Event]:
+    """Every event after the header, or only those of some categories. A last line cut short by a
+    crash is left out.
 
     Raises:
         DataError: another line is not JSON; the message names file and line.
     """
+    marks = tuple(f'"cat":"{category}"' for category in only)
     with file.path.open(encoding="utf-8", errors="replace") as lines:
         broken: int | None = None
         for number, line in enumerate(lines, 1):
             if number <= 2 or line in ("]\n", "]"):
+                continue
+            if marks and not any(mark in line for mark in marks):
                 continue
             if broken is not None:
                 raise DataError(f"{file.path}: line {broken} is not an event; the file is damaged")
