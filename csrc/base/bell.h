@@ -22,6 +22,8 @@ class Bell {
 
   int fd() const { return memory_.fd.get(); }
   uint32_t word() const { return state()->word.load(std::memory_order_seq_cst); }
+  // Gives the descriptor back; ringing still works.
+  void close_descriptor() { memory_.fd.reset(); }
   void ring();
   // Returns true as soon as the word differs from `seen`, false after `nanoseconds`. Spins for
   // `spin_ns` first.

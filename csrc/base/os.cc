@@ -6,6 +6,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <fstream>
+
 #include "base/error.h"
 
 namespace dpp {
@@ -13,6 +15,17 @@ namespace dpp {
 namespace {
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr size_t kPage = 4096;
+
+// What the kernel thinks can be allocated without swapping; everything where it does not say.
+size_t available_memory() {
+  std::ifstream facts("/proc/meminfo");
+  std::string name, unit;
+  for (size_t kib = 0; facts >> name >> kib; std::getline(facts, unit)) {
+    if (name == "MemAvailable:") return kib * 1024;
+  }
+  return SIZE_MAX;
+}
+
 }  // namespace
 
 UniqueFd& UniqueFd::operator=(UniqueFd&& other) noexcept {
@@ -60,8 +73,17 @@ void Mapping::swap(Mapping& other) noexcept {
 
 SharedMemory SharedMemory::create(const std::string& name, size_t bytes) {
   const std::string what = std::to_string(bytes) + " bytes of shared memory for " + name;
+  // Asking first: an allocation of more than there is ends in the kernel killing some process.
+  if (const size_t available = available_memory(); bytes > available) {
+    throw Error(Fault::kSetup, what + ": only " + std::to_string(available) +
+                                   " bytes are available (fewer --dpp-slots need less)");
+  }
   UniqueFd fd(::memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) throw Error(Fault::kSetup, with_errno("memfd_create: " + what));
+  if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) {
+    throw Error(Fault::kSetup, with_errno("sizing " + what));
+  }
+  Mapping mapping(fd.get(), bytes);
   // posix_fallocate returns its error and leaves errno alone.
   if (const int error = ::posix_fallocate(fd.get(), 0, static_cast<off_t>(bytes))) {
     throw Error(Fault::kSetup,
@@ -70,7 +92,6 @@ SharedMemory SharedMemory::create(const std::string& name, size_t bytes) {
   if (::fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) {
     throw Error(Fault::kSetup, with_errno("sealing " + what));
   }
-  Mapping mapping(fd.get(), bytes);
   return {std::move(fd), std::move(mapping)};
 }
 

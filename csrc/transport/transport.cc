@@ -416,6 +416,9 @@ void Transport::close() {
   links_.clear();
   board_.reset();
   peers_.clear();
+  epoll_.reset();
+  kick_.reset();
+  bell_.close_descriptor();
 }
 
 // ---- progress thread

@@ -90,7 +90,7 @@ def test_wrong_use_is_refused_without_harm(kind: str) -> None:
         with pytest.raises(ValueError, match="contiguous"):
             a.put(0, torch.zeros(4, 4).t()[:, 1:], iteration=0, microbatch=0)
         b.poll()
-        with pytest.raises(IndexError, match="rank 1.*nothing has arrived"):
+        with pytest.raises(IndexError, match=r"rank 1.*nothing has arrived"):
             b.take(0)
         a.put(0, torch.ones(16), iteration=0, microbatch=9)
         assert take_next(b, 0, 0).microbatch == 9

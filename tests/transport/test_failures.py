@@ -1,0 +1,393 @@
+"""What happens when a peer dies, leaves, lies or is a stranger. Processes and kill -9 are real."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import FileStore, HashStore
+
+from megatron.dpp.errors import (
+    AuthError,
+    ConfigError,
+    PeerDead,
+    ProtocolError,
+    SetupError,
+    TransportError,
+    UsedAfterFork,
+    VersionMismatch,
+)
+from megatron.dpp.transport import ChannelSpec, TransportOptions, handshake, open_transport
+from megatron.dpp.transport.rendezvous import Rendezvous, read_token
+from tests.transport.kinds import (
+    NATIVE_KINDS,
+    PATIENCE,
+    forked,
+    of_rank,
+    open_from_file,
+    opened,
+    pair,
+    take_next,
+)
+
+
+HEADER_BYTES = 144  # without the padding to whole cache lines
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_before_hello(kind: str, path: str, results: Any) -> None:
+    original = Rendezvous.connect
+    Rendezvous.connect = lambda *_: die()  # type: ignore[method-assign,assignment]
+    try:
+        open_from_file(kind, pair(), 1, path)
+    finally:
+        Rendezvous.connect = original  # type: ignore[method-assign]
+
+
+def die_in_handshake(kind: str, path: str, results: Any) -> None:
+    original = handshake.accept_side
+
+    def accept_and_die(sock: socket.socket, *_: Any) -> Any:
+        handshake.receive_message(sock)
+        die()
+
+    handshake.accept_side = accept_and_die  # type: ignore[assignment]
+    try:
+        open_from_file(kind, pair(), 1, path)
+    finally:
+        handshake.accept_side = original
+
+
+def die_after_put(kind: str, path: str, results: Any) -> None:
+    transport = open_from_file(kind, pair(), 1, path)
+    transport.put(0, torch.ones(100), iteration=0, microbatch=0)
+    die()
+
+
+def die_with_puts_pending(kind: str, path: str, results: Any) -> None:
+    transport = open_from_file(kind, pair(), 1, path)
+    for index in range(10):
+        transport.put(0, torch.ones(100), iteration=0, microbatch=index)
+    die()
+
+
+def die_in_close(kind: str, path: str, results: Any) -> None:
+    transport = open_from_file(kind, pair(), 1, path)
+    threading.Timer(0.001, die).start()
+    transport.close()
+    time.sleep(PATIENCE)
+
+
+STAGES: tuple[Callable[[str, str, Any], None], ...] = (
+    die_before_hello,
+    die_in_handshake,
+    die_after_put,
+    die_with_puts_pending,
+    die_in_close,
+)
+
+
+@pytest.mark.parametrize("kind", NATIVE_KINDS)
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
+def test_a_peer_killed_at_any_stage_is_noticed_and_named(
+    kind: str, stage: Callable[[str, str, Any], None], tmp_path: Path
+) -> None:
+    def body(rank: int, path: str, results: Any) -> None:
+        if rank == 1:
+            stage(kind, path, results)
+            return
+        try:
+            transport = open_from_file(kind, pair(), 0, path, setup_timeout=3.0)
+            while not transport.departed(1):
+                transport.poll()
+                transport.wait(PATIENCE)
+            transport.close()
+            results.put(("left in good order", ""))
+        except TransportError as error:
+            results.put((type(error).__name__, str(error)))
+
+    before = set(os.listdir("/dev/shm"))
+    with forked(2, body, tmp_path) as (_, results):
+        name, text = results.get(timeout=PATIENCE)
+    opening = stage in (die_before_hello, die_in_handshake)
+    expected = {"SetupError", "AuthError"} if opening else {"PeerDead"}
+    if stage is die_in_close:
+        expected = {"PeerDead", "left in good order"}
+    assert name in expected, text
+    assert name == "left in good order" or "rank 1" in text
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_ranks_without_a_link_to_the_dead_one_learn_its_name(tmp_path: Path) -> None:
+    line = [ChannelSpec(rank, rank + 1, 0, pair()[0].direction, 1 << 12) for rank in range(3)]
+
+    def body(rank: int, path: str, results: Any) -> None:
+        transport = open_from_file("shm", line, rank, path)
+        if rank == 0:
+            time.sleep(0.1)
+            die()
+        try:
+            while True:
+                transport.poll()
+                transport.wait(PATIENCE)
+        except PeerDead as error:
+            results.put((rank, str(error)))
+
+    with forked(4, body, tmp_path) as (_, results):
+        texts = dict(results.get(timeout=PATIENCE) for _ in range(3))
+    assert set(texts) == {1, 2, 3}
+    for rank, text in texts.items():
+        assert text.startswith(f"rank {rank}: rank 0 (pid")
+        assert "died" in text
+
+
+def test_a_stopped_peer_is_not_a_dead_one(tmp_path: Path) -> None:
+    def body(rank: int, path: str, results: Any) -> None:
+        transport = open_from_file("shm", pair(), rank, path)
+        results.put(rank)
+        if rank == 1:
+            signal.pause()
+        transport.poll()
+        while transport.wait(0.3):
+            transport.poll()
+        results.put(str(transport.overdue(0, 0.3, iteration=0, microbatch=0)))
+
+    with forked(2, body, tmp_path) as (processes, results):
+        assert {results.get(timeout=PATIENCE) for _ in range(2)} == {0, 1}
+        assert processes[1].pid is not None
+        os.kill(processes[1].pid, signal.SIGSTOP)
+        assert "rank 1 is alive" in results.get(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("kind", NATIVE_KINDS)
+def test_a_forked_child_must_not_use_its_parents_transport(kind: str) -> None:
+    with opened(kind, pair()) as (a, b):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                a.poll()
+            except UsedAfterFork:
+                a.close()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        a.put(0, torch.ones(3), iteration=0, microbatch=0)  # the parent's is unharmed
+        assert take_next(b, 0, 0).microbatch == 0
+
+
+@pytest.mark.parametrize("kind", NATIVE_KINDS)
+def test_a_rank_that_gives_up_says_why(kind: str) -> None:
+    with opened(kind, pair()) as (a, b):
+        with pytest.raises(ZeroDivisionError), a:
+            raise ZeroDivisionError("of all things")
+        with pytest.raises(PeerDead, match="rank 0 gave up: ZeroDivisionError: of all things"):
+            b.poll()
+            while b.wait(PATIENCE):
+                b.poll()
+
+
+def corrupt_slots(offset: int, change: bytes) -> None:
+    """Overwrite the same place in every block of slots of this process."""
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            name = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:
+            continue
+        if "memfd:dpp-slots" in name:
+            os.pwrite(int(fd), change, offset)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_broken_header_ends_the_link_and_nothing_else(seed: int) -> None:
+    chance = random.Random(seed)
+    channel = pair()[:1]
+    with opened("shm", channel) as (a, b):
+        a.put(0, torch.ones(4, 4), iteration=0, microbatch=0)
+        assert b.poll()[0] == 1
+        # One page of control words, then the header of slot 0; its last bytes are its own sum.
+        corrupt_slots(4096 + chance.randrange(HEADER_BYTES - 8), chance.randbytes(8))
+        with pytest.raises(ProtocolError, match="broken header on forward of chunk 0"):
+            b.take(0)
+        with pytest.raises(ProtocolError, match="rank 0"):
+            b.poll()
+        with pytest.raises(ProtocolError, match="reported by rank 1"):
+            while a.wait(PATIENCE):
+                a.poll()
+
+
+def test_an_impossible_count_ends_the_link() -> None:
+    with opened("shm", pair()[:1]) as (_, b):
+        corrupt_slots(0, (1 << 40).to_bytes(8, "little"))
+        with pytest.raises(ProtocolError, match="announced"):
+            b.poll()
+
+
+def test_a_torn_payload_is_found_by_its_checksum() -> None:
+    with opened("shm", pair()[:1], checksum=True) as (a, b):
+        a.put(0, torch.ones(64), iteration=0, microbatch=7)
+        b.poll()
+        corrupt_slots(4096 + 4096 + 100, b"\xff")
+        with pytest.raises(ProtocolError, match="checksum of microbatch 7"):
+            b.take(0)
+
+
+HELLOS = (
+    b"",
+    b"\x00",
+    b"\xff\xff",
+    b"\x10\x00{}",
+    b"\x02\x00{}",
+    b"\x02\x00[]",
+    b"\x0a\x00not json!!",
+    b'\x0f\x00{"rank": "one"}'[:17],
+    b'\x24\x00{"rank":1,"purpose":"x","nonce":123}',
+)
+
+
+def test_strangers_and_garbage_do_not_keep_a_job_from_opening() -> None:
+    store, addresses = HashStore(), []
+    ready = threading.Event()
+    original = Rendezvous.connect
+
+    def remember(self: Rendezvous, wanted: Any) -> Any:
+        if wanted[0][0].rank == 0:  # rank 1 accepts
+            addresses.append(self.unix_address)
+            ready.set()
+            time.sleep(0.2)
+        return original(self, wanted)
+
+    def bother() -> None:
+        assert ready.wait(PATIENCE)
+        for hello in HELLOS:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+                stranger.connect("\0" + addresses[0])
+                if hello:
+                    stranger.send(hello)
+
+    stranger = threading.Thread(target=bother)
+    stranger.start()
+    transports: dict[int, Any] = {}
+
+    def open_one(rank: int) -> None:
+        transports[rank] = open_transport(of_rank(pair(), rank), rank=rank, store=store, kind="shm")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rendezvous, "connect", remember)
+        threads = [threading.Thread(target=open_one, args=(rank,)) for rank in range(2)]
+        for thread in (*threads, stranger):
+            if thread is not stranger:
+                thread.start()
+        for thread in (*threads, stranger):
+            thread.join(PATIENCE)
+    assert set(transports) == {0, 1}
+    for transport in transports.values():
+        transport.close()
+
+
+def test_a_wrong_token_is_refused_on_both_sides() -> None:
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    errors: list[BaseException] = []
+
+    def accept() -> None:
+        try:
+            handshake.accept_side(right, b"one secret", 1)
+        except (AuthError, ProtocolError) as error:
+            errors.append(error)
+        right.close()
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    with left, pytest.raises(AuthError, match="does not know this job's token"):
+        handshake.connect_side(left, b"another secret", 0, 1, "control", 5.0)
+    thread.join(PATIENCE)
+    assert len(errors) == 1
+
+
+def test_a_token_file_must_be_private_and_long_enough(tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    with pytest.raises(ConfigError, match="No such file"):
+        read_token(secret)
+    secret.write_text("x" * 32)
+    secret.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_token(secret)
+    secret.chmod(0o600)
+    assert read_token(secret) == b"x" * 32
+    secret.write_text("short")
+    with pytest.raises(ConfigError, match="16 are the least"):
+        read_token(secret)
+
+
+def test_different_settings_are_named_before_any_message() -> None:
+    store = HashStore()
+    errors: list[str] = []
+
+    def open_one(rank: int) -> None:
+        options = TransportOptions(checksum=rank == 0, setup_timeout=5.0)
+        try:
+            open_transport(
+                of_rank(pair(), rank), rank=rank, store=store, kind="shm", options=options
+            )
+        except VersionMismatch as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=open_one, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert len(errors) == 2
+    assert all("checksum is" in text for text in errors)
+
+
+def test_a_peer_that_never_comes_is_named(tmp_path: Path) -> None:
+    options = TransportOptions(setup_timeout=0.3)
+    with pytest.raises(SetupError, match=r"rank 1 has not opened its transport after 0\.3 s"):
+        open_transport(
+            of_rank(pair(), 0),
+            rank=0,
+            store=FileStore(str(tmp_path / "store")),
+            kind="shm",
+            options=options,
+        )
+
+
+def test_memory_that_cannot_be_had_is_an_error_at_set_up(tmp_path: Path) -> None:
+    huge = [ChannelSpec(0, 1, 0, pair()[0].direction, 1 << 44, 2)]
+
+    def body(rank: int, path: str, results: Any) -> None:
+        try:
+            open_from_file("shm", huge, rank, path, setup_timeout=3.0)
+        except TransportError as error:
+            results.put((rank, type(error).__name__, str(error)))
+
+    with forked(2, body, tmp_path) as (_, results):
+        first = {r[0]: r for r in (results.get(timeout=PATIENCE) for _ in range(2))}
+    assert first[1][1] == "SetupError"
+    assert "bytes of shared memory" in first[1][2]
+
+
+def test_nothing_is_left_behind_by_opening_and_closing() -> None:
+    with opened("shm", pair()), opened("tcp", pair()):
+        pass  # also: two transports of one process at once, with equal names in different stores
+    before = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+    for kind in NATIVE_KINDS * 2:
+        with opened(kind, pair()) as (a, b):
+            a.put(0, torch.ones(3), iteration=0, microbatch=0)
+            take_next(b, 0, 0)
+    assert len(os.listdir("/proc/self/fd")) <= before[0]
+    assert len(os.listdir("/proc/self/task")) <= before[1]
