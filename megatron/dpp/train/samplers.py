@@ -77,7 +77,8 @@ class CyclicSampler:
             start = self._replica * share
             indices = [start + i for i in order[offset // self._num_replicas :]]
         else:
-            order = torch.randperm(active, generator=generator).tolist()
+            whole = self._total // self._size * self._size
+            order = torch.randperm(whole, generator=generator).tolist()
             indices = order[offset:][self._replica :: self._num_replicas]
         for start in range(0, len(indices) - self._size + 1, self._size):
             self._consumed += self._stride

@@ -1,0 +1,114 @@
+"""Flags: names, derived values, and refusals that name the flag."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.train.arguments import dpp_config, parse_args, warnings_of
+from megatron.dpp.train.validate import validate
+
+MINIMUM = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 10 --eval-interval 5 "
+    "--transformer-impl local --device cpu --mock-data"
+)
+
+
+def checked(more: str = "", world_size: int = 1, without: str = "") -> argparse.Namespace:
+    words = MINIMUM.split()
+    if without:
+        at = words.index(without)
+        del words[at : at + 2]
+    args = parse_args([*words, *more.split()])
+    validate(args, world_size)
+    return args
+
+
+def test_defaults_and_derived_values_are_megatrons() -> None:
+    args = checked("--bf16 --recompute-activations --tensor-model-parallel-size 2", world_size=4)
+    assert (args.ffn_hidden_size, args.kv_channels) == (256, 16)
+    assert (args.data_parallel_size, args.global_batch_size) == (2, 4)
+    assert args.params_dtype is torch.bfloat16
+    assert args.accumulate_allreduce_grads_in_fp32
+    assert args.recompute_granularity == "selective"
+    assert (args.adam_beta2, args.clip_grad, args.seed, args.initial_loss_scale) == (
+        0.999, 1.0, 1234, 2**32,
+    )  # fmt: skip
+
+
+def test_virtual_stages_follow_from_layers_per_stage() -> None:
+    pipeline = "--pipeline-model-parallel-size 2 --global-batch-size 8 "
+    args = checked(pipeline + "--num-layers-per-virtual-pipeline-stage 2", world_size=2)
+    assert args.virtual_pipeline_model_parallel_size == 2
+    assert args.overlap_p2p_comm
+    args = checked(pipeline + "--num-layers-per-virtual-pipeline-stage 4", world_size=2)
+    assert args.virtual_pipeline_model_parallel_size is None
+    assert not args.overlap_p2p_comm
+
+
+@pytest.mark.parametrize(
+    ("more", "world_size", "said"),
+    [
+        ("--pipeline-model-paralel-size 2", 1, "did you mean --pipeline-model-parallel-size"),
+        ("--tensor-model-parallel-size 2", 3, "3 processes cannot hold"),
+        ("--pipeline-model-parallel-size 3", 3, "--num-layers 8 is not divisible"),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+            2,
+            "4 layers per pipeline rank",
+        ),
+        ("--num-virtual-stages-per-pipeline-rank 2", 1, "need --pipeline-model-parallel-size"),
+        ("--global-batch-size 3", 1, "--global-batch-size 3 is not a multiple"),
+        ("--fp16 --bf16", 1, "--fp16 and --bf16"),
+        ("--min-lr 1", 1, "--min-lr 1.0 is above --lr"),
+        ("--save here", 1, "--save-interval"),
+        ("--data-path here", 1, "--mock-data and --data-path"),
+        ("--overlap-param-gather", 1, "--use-distributed-optimizer"),
+        ("--attention-backend fast", 1, "expected one of"),
+        ("--train-samples 5", 1, "--train-iters and --train-samples"),
+        ("--seq-length 64", 1, "--max-position-embeddings 32 is below"),
+    ],
+)
+def test_refusals_name_the_flag(more: str, world_size: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        checked(more, world_size)
+
+
+def test_dpp_flags_come_from_the_configuration() -> None:
+    args = checked("--use-dpp --dpp-slots 3 --no-dpp-split-backward --workload 7 --dpp-record x")
+    config = dpp_config(args)
+    assert (config.slots, config.split_backward, config.workload, config.record) == (
+        3, False, 7, "x",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="--dpp-transport pigeon"):
+        dpp_config(checked("--use-dpp --dpp-transport pigeon"))
+
+
+def test_flags_without_effect_are_named() -> None:
+    lines = warnings_of(checked("--dpp-slots 3 --num-gpus 8"))
+    assert any("--dpp-slots" in line for line in lines)
+    assert any("--num-gpus" in line for line in lines)
+    assert not warnings_of(checked())
+
+
+def test_yaml_settings_lie_between_defaults_and_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "language_model:\n  init_method_std: 0.5\n  attention_backend: local\n"
+        "no-bias-gelu-fusion: true\nlr: 0.25\nadam-beta1: 0.5\n"
+    )
+    args = checked(f"--yaml-cfg {path}")
+    assert (args.init_method_std, args.adam_beta1, args.lr) == (0.5, 0.5, 1e-3)
+    assert args.attention_backend.name == "local"
+    assert not args.bias_gelu_fusion
+    path.write_text("language_model:\n  hiden_size: 3\n")
+    with pytest.raises(ConfigError, match="did you mean hidden"):
+        checked(f"--yaml-cfg {path}")
+    path.write_text("- 3\n")
+    with pytest.raises(DataError, match="expected a mapping"):
+        checked(f"--yaml-cfg {path}")
