@@ -47,6 +47,13 @@ void bind_cuda(py::module_& module) {
              self.use_ipc_slots(peer, channels, UniqueFd(control), handle, UniqueFd(memory));
            },
            "Owns the descriptors from here on.")
+      .def("make_staged_slots", &CudaLinks::make_staged_slots)
+      .def("use_staged_slots",
+           [](CudaLinks& self, int peer, const std::vector<size_t>& channels, int control, int chunks,
+              uint64_t workload) {
+             self.use_staged_slots(peer, channels, UniqueFd(control), UniqueFd(chunks), workload);
+           },
+           "Owns the descriptors from here on.")
       .def("write_pattern", &CudaLinks::write_pattern, no_gil)
       .def("pattern_fault", &CudaLinks::pattern_fault, no_gil);
 }

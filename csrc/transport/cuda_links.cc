@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "transport/cuda_ipc.h"
+#include "transport/staged.h"
 
 namespace dpp {
 
@@ -32,9 +33,20 @@ CudaLinks::CudaLinks(Transport& transport, int ordinal, uint32_t max_pending, bo
       max_pending_(max_pending),
       how_(writes ? Marks::How::kWrites : Marks::How::kEvents) {}
 
-CudaLinks::Offer CudaLinks::make_ipc_slots(int peer, const std::vector<size_t>& channels, bool legacy) {
+std::vector<Geometry> CudaLinks::incoming_geometry(const std::vector<size_t>& channels) const {
   std::vector<Geometry> geometry;
   for (const size_t index : channels) geometry.push_back(transport_.incoming(index));
+  return geometry;
+}
+
+std::vector<Geometry> CudaLinks::outgoing_geometry(const std::vector<size_t>& channels) const {
+  std::vector<Geometry> geometry;
+  for (const size_t index : channels) geometry.push_back(transport_.outgoing(index));
+  return geometry;
+}
+
+CudaLinks::Offer CudaLinks::make_ipc_slots(int peer, const std::vector<size_t>& channels, bool legacy) {
+  const std::vector<Geometry> geometry = incoming_geometry(channels);
   const SlotLayout layout(geometry);
   const auto make = legacy ? &cuda::Memory::allocate : &cuda::Memory::create;
   auto memory = std::make_shared<cuda::Memory>(make(device_, std::max<size_t>(layout.total_bytes, 1)));
@@ -54,8 +66,7 @@ CudaLinks::Offer CudaLinks::make_ipc_slots(int peer, const std::vector<size_t>& 
 
 void CudaLinks::use_ipc_slots(int peer, const std::vector<size_t>& channels, UniqueFd control,
                               const std::string& handle, UniqueFd fd) {
-  std::vector<Geometry> geometry;
-  for (const size_t index : channels) geometry.push_back(transport_.outgoing(index));
+  const std::vector<Geometry> geometry = outgoing_geometry(channels);
   const SlotLayout layout(geometry);
   auto memory = std::make_shared<cuda::Memory>(
       fd ? cuda::Memory::import(device_, fd, layout.total_bytes) : cuda::Memory::open(device_, handle));
@@ -68,6 +79,39 @@ void CudaLinks::use_ipc_slots(int peer, const std::vector<size_t>& channels, Uni
                           std::make_unique<CudaIpcSender>(device_, stream, slots, std::move(ring), max_pending_, how_));
   }
   outgoing_[peer] = {memory, stream, layout.total_bytes, UniqueFd()};
+}
+
+std::pair<int, int> CudaLinks::make_staged_slots(int peer, const std::vector<size_t>& channels, uint64_t workload) {
+  const std::vector<Geometry> geometry = incoming_geometry(channels);
+  const SlotLayout layout(geometry);
+  auto memory = std::make_shared<cuda::Memory>(cuda::Memory::allocate(device_, std::max<size_t>(layout.total_bytes, 1)));
+  const auto stream = std::make_shared<cuda::Stream>(device_);
+  const auto block = ShmBlock::create(without_payload(geometry));
+  const auto chunks = StagedBlock::create(device_, geometry, workload);
+  for (size_t i = 0; i < channels.size(); ++i) {
+    const auto other = transport_.find_peer(peer);
+    const DeviceSlots slots(memory, layout.offsets[i], geometry[i]);
+    transport_.set_receiver(channels[i], peer,
+                            std::make_unique<StagedReceiver>(device_, stream, slots, chunks, i,
+                                                             std::make_unique<ShmReceiver>(block, i, other), other,
+                                                             how_));
+  }
+  return {block->fd(), chunks->fd()};
+}
+
+void CudaLinks::use_staged_slots(int peer, const std::vector<size_t>& channels, UniqueFd control, UniqueFd fd,
+                                 uint64_t workload) {
+  const std::vector<Geometry> geometry = outgoing_geometry(channels);
+  const auto stream = std::make_shared<cuda::Stream>(device_);
+  const auto block = ShmBlock::adopt(std::move(control), without_payload(geometry));
+  const auto chunks = StagedBlock::adopt(device_, std::move(fd), geometry, workload);
+  for (size_t i = 0; i < channels.size(); ++i) {
+    const auto other = transport_.find_peer(peer);
+    transport_.set_sender(channels[i], peer,
+                          std::make_unique<StagedSender>(device_, stream, chunks, i,
+                                                         std::make_unique<ShmSender>(block, i, other), other,
+                                                         max_pending_, how_));
+  }
 }
 
 std::vector<CudaLinks::Piece> CudaLinks::Region::pieces() const {

@@ -32,7 +32,11 @@ class CudaLinks {
   // Sender's side. Throws kSetup when the driver refuses the memory; may then be called with another offer.
   void use_ipc_slots(int peer, const std::vector<size_t>& channels, UniqueFd control, const std::string& handle,
                      UniqueFd memory);
-  // Sender's side: writes a pattern through the link; returns once it is there.
+  // "staged": the descriptors of headers and of chunks, both ours. workload: elements per chunk.
+  std::pair<int, int> make_staged_slots(int peer, const std::vector<size_t>& channels, uint64_t workload);
+  void use_staged_slots(int peer, const std::vector<size_t>& channels, UniqueFd control, UniqueFd chunks,
+                        uint64_t workload);
+  // For "cuda_ipc". Sender's side: writes a pattern through the link; returns once it is there.
   void write_pattern(int peer, uint64_t seed);
   // Receiver's side: empty, or what differs.
   std::string pattern_fault(int peer, uint64_t seed);
@@ -50,6 +54,9 @@ class CudaLinks {
     UniqueFd exported;
     std::vector<Piece> pieces() const;
   };
+
+  std::vector<Geometry> incoming_geometry(const std::vector<size_t>& channels) const;
+  std::vector<Geometry> outgoing_geometry(const std::vector<size_t>& channels) const;
 
   Transport& transport_;
   const cuda::DevicePtr device_;

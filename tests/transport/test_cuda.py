@@ -20,7 +20,7 @@ SCENARIOS = (
     "other_streams",
     "freed_storage",
 )
-KINDS = ("cuda_ipc",)
+KINDS = ("cuda_ipc", "staged")
 
 
 def free_port() -> int:

@@ -44,7 +44,7 @@ class Choice:
     reason: str
 
 
-GPU_KINDS = ("cuda_ipc",)
+GPU_KINDS = ("cuda_ipc", "staged")
 """Kinds that read and write CUDA tensors where they are."""
 
 Obstacle = Callable[[Facts, Facts], str | None]
@@ -58,15 +58,19 @@ def _shm_obstacle(one: Facts, other: Facts) -> str | None:
     return None
 
 
-def _cuda_ipc_obstacle(one: Facts, other: Facts) -> str | None:
+def _staged_obstacle(one: Facts, other: Facts) -> str | None:
     for side in (one, other):
         if not side.gpu:
             return f"rank {side.rank} has no GPU of NVIDIA (device {side.device})"
+    return _shm_obstacle(one, other)
+
+
+def _cuda_ipc_obstacle(one: Facts, other: Facts) -> str | None:
     # A GPU that is hidden from the other process (CUDA_VISIBLE_DEVICES) is tried when it is opened.
     for own, peer in ((one, other), (other, one)):
         if not own.gpu_access.get(peer.gpu, True):
             return f"the GPU of rank {own.rank} has no peer access to the one of rank {peer.rank}"
-    return _shm_obstacle(one, other)
+    return _staged_obstacle(one, other)
 
 
 def _tcp_obstacle(one: Facts, other: Facts) -> str | None:
@@ -81,6 +85,7 @@ def _tcp_obstacle(one: Facts, other: Facts) -> str | None:
 
 _RULES: tuple[tuple[str, Obstacle, str], ...] = (
     ("cuda_ipc", _cuda_ipc_obstacle, "GPUs of one host with peer access: CUDA IPC"),
+    ("staged", _staged_obstacle, "GPUs of one host without peer access: pinned host memory"),
     ("shm", _shm_obstacle, "same host, same user: shared memory"),
     ("tcp", _tcp_obstacle, "different hosts, and no RDMA link: TCP"),
 )

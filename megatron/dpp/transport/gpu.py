@@ -18,6 +18,7 @@ import torch
 
 from megatron.dpp.errors import SetupError, TransportUnavailable
 from megatron.dpp.transport import handshake
+from megatron.dpp.transport.options import TransportOptions
 
 
 @dataclass
@@ -25,6 +26,7 @@ class GpuLink:
     """One peer: the connection to it, and our channels with it in the order of both sides."""
 
     peer: int
+    kind: str
     sock: socket.socket
     incoming: Sequence[int]
     outgoing: Sequence[int]
@@ -56,10 +58,11 @@ class GpuLinks:
     """
 
     def __init__(
-        self, library: Any, native: Any, rank: int, device: torch.device, max_pending: int
-    ):
+        self, library: Any, native: Any, rank: int, device: torch.device, options: TransportOptions
+    ) -> None:
         self._rank = rank
-        self._links = library.CudaLinks(native, device_index(device), max_pending)
+        self._workload = options.workload
+        self._links = library.CudaLinks(native, device_index(device), options.max_pending)
 
     def join(self, links: Sequence[GpuLink]) -> None:
         """Make our slots, open the peers', and try every link.
@@ -84,11 +87,13 @@ class GpuLinks:
                     f"{link.refused}; {again}. Containers must share the IPC and PID namespaces "
                     "(--ipc=host --pid=host); --dpp-transport staged does without"
                 )
-        self._try(links)
+        self._try([link for link in links if link.kind == "cuda_ipc"])
 
     def _offer(self, link: GpuLink, legacy: bool) -> None:
         message, fds = {"handle": ""}, []
-        if link.incoming:
+        if link.incoming and link.kind == "staged":
+            fds = list(self._links.make_staged_slots(link.peer, link.incoming, self._workload))
+        elif link.incoming:
             control, handle, memory = self._links.make_ipc_slots(link.peer, link.incoming, legacy)
             message["handle"] = handle.hex()
             fds = [fd for fd in (control, memory) if fd >= 0]
@@ -103,8 +108,12 @@ class GpuLinks:
             return ""
         handle = bytes.fromhex(str(message.get("handle", "")))
         control, memory = [*fds, -1, -1][:2]
+        to = (link.peer, link.outgoing)
         try:
-            self._links.use_ipc_slots(link.peer, link.outgoing, control, handle, memory)
+            if link.kind == "staged":
+                self._links.use_staged_slots(*to, control, memory, self._workload)
+            else:
+                self._links.use_ipc_slots(*to, control, handle, memory)
         except SetupError as error:
             return str(error)[:1000]
         return ""

@@ -205,6 +205,7 @@ class _Opening:
         links = [
             GpuLink(
                 peer,
+                self._choices[peer].kind,
                 control.sock,
                 _channels_with(self._incoming, peer),
                 _channels_with(self._outgoing, peer),
@@ -213,8 +214,7 @@ class _Opening:
             if self._choices[peer].kind in GPU_KINDS
         ]
         if links:
-            pending = self._options.max_pending
-            GpuLinks(self._library, native, self._rank, self._device, pending).join(links)
+            GpuLinks(self._library, native, self._rank, self._device, self._options).join(links)
 
     def _add_peer(self, native: Any, peer: int, control: Connection, fds: list[int]) -> None:
         facts, kind = self._facts[peer], self._choices[peer].kind
