@@ -206,7 +206,7 @@ def timed_step(model: Model, schedule: Any, num_microbatches: int) -> float:
 
 def verify(model: Model, schedules: dict[str, Any], num_microbatches: int) -> dict[str, bool]:
     """Whether each schedule's losses and gradients equal the first one's, on every rank."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     expected: Any = None
     equal = {}

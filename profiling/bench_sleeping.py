@@ -86,24 +86,26 @@ class SleepingRunner:
 class Naps:
     """Sleeps as long as a task of this rank is to take, and adds up what it slept."""
 
-    def __init__(self, args: argparse.Namespace, rank: int, iteration: int, fused: bool) -> None:
+    def __init__(
+        self, args: argparse.Namespace, rank: int, num_chunks: int, iteration: int, fused: bool
+    ) -> None:
         from megatron.dpp.runtime.inject import Injector
 
         self._unit = args.sleep_ms * 1e-3
-        self._fused, self._iteration, self._ordinal = fused, iteration, 0
+        self._fused, self._iteration, self._work = fused, iteration, 0.0
+        self._num_chunks = num_chunks
         self._injector = Injector(args.inject, rank, args.ranks) if args.inject else None
         self.total = 0.0
 
     def __call__(self, kind: str, chunk: int, microbatch: int) -> None:
         from megatron.dpp.runtime.inject import Task
 
-        seconds = self._unit
+        units = 2 if kind == "B" and self._fused else 1
+        seconds, cost = units * self._unit, units / self._num_chunks
         if self._injector is not None:
-            task = Task(self._iteration, kind, chunk, microbatch, self._ordinal)
+            task = Task(self._iteration, kind, chunk, microbatch, self._work, cost)
             seconds *= self._injector.factor(task)
-        if kind == "B" and self._fused:
-            seconds *= 2
-        self._ordinal += 1
+        self._work += cost
         self.total += seconds
         _sleep_exactly(seconds)
 
@@ -134,7 +136,7 @@ def run_static(args: argparse.Namespace, v: int, m: int, iteration: int) -> floa
         batch_p2p_comm=v == 1,
     )
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    naps = Naps(args, rank, iteration, fused=True)
+    naps = Naps(args, rank, v, iteration, fused=True)
     counts: dict[tuple[str, int], int] = {}
 
     def nap_of(chunk: int) -> Any:
@@ -174,7 +176,7 @@ def run_dynamic(args: argparse.Namespace, v: int, m: int, iteration: int, state:
     geometry = Geometry(args.ranks, rank, v, m, w_pieces=(1,) * v if split else None)
     cap = parse_cap(args.cap, geometry).chunks
     scheduler = Scheduler(geometry, cap=cap, split_backward=split)
-    naps = Naps(args, rank, iteration, fused=not split)
+    naps = Naps(args, rank, v, iteration, fused=not split)
     decider = decider_for(scheduler, links.channels.receiving, None)
     decider.start(links.consumed)
     Executor(

@@ -114,6 +114,7 @@ class Executor:
         self.actions: list[Action] = []
         """What was run so far, in order."""
         self._runner_ns = 0
+        self._work = 0.0
         self.overhead_ns = 0
         """Host time spent on tasks outside of the runner: deciding, taking, putting, recording."""
         self._owed = [self._tasks_owed(chunk) for chunk in range(self._geometry.num_chunks)]
@@ -192,11 +193,21 @@ class Executor:
         """The task's own work is queued: prolong it if asked to, before its output may leave."""
         key = (kind, chunk)
         if self._injector is not None:
-            task = Task(self._iteration, kind, chunk, microbatch, len(self.actions))
+            cost = self._cost(kind, chunk)
+            task = Task(self._iteration, kind, chunk, microbatch, self._work, cost)
+            self._work += cost
             self._pace.prolong(key, self._injector.factor(task), self._injector.seconds(task))
         self._pace.launched(key)
         self._recorder.end_task()
         self._recorder.counter("held", self._scheduler.held)
+
+    def _cost(self, kind: str, chunk: int) -> float:
+        """A task's nominal work, in forwards of a whole rank."""
+        once = 1.0 / self._geometry.num_chunks
+        pieces = self._geometry.pieces(chunk) if self._split_backward else 0
+        if kind == "W":
+            return once / pieces
+        return once if kind == "F" or pieces else 2 * once
 
     def _take(self, direction: Direction, chunk: int, microbatch: int) -> torch.Tensor | None:
         channel = self._channels.incoming(direction, chunk)

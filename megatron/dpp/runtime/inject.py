@@ -23,21 +23,27 @@ _FORMS = (
     "jitter:SIGMA, transient:2x:20%, slow-rank:RANK:FACTOR, slow-link:A-B:5ms, lengths:SIGMA, "
     "head:FACTOR, delay:5ms (uniform up to), message-delay:5ms (uniform up to)"
 )
-_BURST_TASKS = 4
-"""A transient lasts this many tasks of a rank, so that it is felt as a slow period and not as
-noise.
+_BURST_WORK = 6.0
+"""Mean length of a transient, in forwards of a whole rank (POLICY.md, trN): a slow period that is
+felt, and not noise.
 """
 
 
 @dataclass(frozen=True)
 class Task:
-    """What an answer may depend on. ``ordinal`` counts the rank's tasks of this iteration."""
+    """What an answer may depend on.
+
+    ``begin`` and ``cost`` are in forwards of a whole rank: the work that the rank did before this
+    task in this iteration, and the task's own. So a slow period covers the same share of the work
+    whether a schedule cuts it into few tasks or many.
+    """
 
     iteration: int
     kind: str
     chunk: int
     microbatch: int
-    ordinal: int
+    begin: float = 0.0
+    cost: float = 0.0
 
 
 Slowdown = Callable[[int, int, Task], float]
@@ -117,12 +123,27 @@ class Injector:
     def _add_transient(self, text: str) -> None:
         factor_text, share_text = text.split(":")
         factor, share = float(factor_text.rstrip("x")), float(share_text.rstrip("%")) / 100
+        if not 0.0 < share < 1.0:
+            raise ConfigError(f"--dpp-inject transient:{text}: the share must be 1% to 99%")
 
         def rule(task: Task) -> float:
-            draw = self._draw(task.iteration, task.ordinal // _BURST_TASKS, 2)
-            return factor if draw.random() < share else 1.0
+            slow = self._slow_work(task.iteration, share, task.begin, task.begin + task.cost)
+            return 1.0 + (factor - 1.0) * slow / task.cost if task.cost else 1.0
 
         self._factors.append(rule)
+
+    def _slow_work(self, iteration: int, share: float, begin: float, end: float) -> float:
+        """How much of the work from ``begin`` to ``end`` falls into this rank's slow periods."""
+        draw = self._draw(iteration, 2)
+        slow = draw.random() < share
+        healthy_work = _BURST_WORK * (1.0 - share) / share
+        position, covered = 0.0, 0.0
+        while position < end:
+            length = draw.expovariate(1.0 / (_BURST_WORK if slow else healthy_work))
+            if slow:
+                covered += max(0.0, min(end, position + length) - max(begin, position))
+            position, slow = position + length, not slow
+        return covered
 
     def _add_slow_rank(self, text: str) -> None:
         rank_text, factor_text = text.split(":")

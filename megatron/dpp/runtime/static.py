@@ -104,10 +104,12 @@ class StaticSchedule:
         if self._injector is None:
             text = self.config.inject or ""
             self._injector = Injector(text, topology.rank, topology.num_ranks, self._seed)
-        injector, ordinals = self._injector, iter(range(1 << 30))
+        injector, work = self._injector, [0.0]
 
         def after(kind: str, chunk: int, microbatch: int) -> None:
-            task = Task(iteration, kind, chunk, microbatch, next(ordinals))
+            cost = (1 if kind == "F" else 2) / topology.num_chunks
+            task = Task(iteration, kind, chunk, microbatch, work[0], cost)
+            work[0] += cost
             self._pace.prolong((kind, chunk), injector.factor(task), injector.seconds(task))
             self._pace.launched((kind, chunk))
 

@@ -1,0 +1,56 @@
+"""Injected variability: a pure function of seed and task, equal in amount for every schedule."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.runtime.inject import Injector, Task
+
+
+def share_of_slow_work(pieces: int, ranks: int = 8) -> float:
+    """Mean extra work of 200 iterations whose 96 units are cut into this many pieces each."""
+    total = 0.0
+    for rank in range(ranks):
+        injector = Injector("transient:2x:20%", rank, ranks, seed=3)
+        for iteration in range(25):
+            for unit in range(96 * pieces):
+                task = Task(iteration, "F", 0, 0, unit / pieces, 1 / pieces)
+                total += (injector.factor(task) - 1.0) / pieces
+    return total / (ranks * 25 * 96)
+
+
+def test_transients_cover_the_same_work_however_it_is_cut() -> None:
+    whole, halves = share_of_slow_work(1), share_of_slow_work(2)
+    assert whole == pytest.approx(halves, rel=1e-9)
+    assert whole == pytest.approx(0.2, abs=0.03)
+
+
+def test_answers_depend_on_the_task_and_on_nothing_else() -> None:
+    task = Task(3, "B", 1, 7, 12.0, 0.5)
+    first = Injector("jitter:0.3,lengths:0.5", 1, 4, seed=5)
+    again = Injector("jitter:0.3,lengths:0.5", 1, 4, seed=5)
+    first.factor(Task(0, "F", 0, 0))
+    assert first.factor(task) == again.factor(task)
+    assert first.factor(task) != Injector("jitter:0.3", 2, 4, seed=5).factor(task)
+
+
+def test_slow_rank_and_slow_link_hit_only_theirs() -> None:
+    text = "slow-rank:1:1.5,slow-link:0-1:5ms"
+    assert Injector(text, 1, 4).factor(Task(0, "F", 0, 0)) == 1.5
+    assert Injector(text, 2, 4).factor(Task(0, "F", 0, 0)) == 1.0
+    assert Injector(text, 0, 4).message_seconds(1, 0, 9) == pytest.approx(5e-3)
+    assert Injector(text, 0, 4).message_seconds(1, 2, 9) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text", ["jiter:0.3", "jitter:x", "transient:2x", "slow-link:0-1:5", "transient:2x:0%"]
+)
+def test_a_form_that_is_not_known_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--dpp-inject"):
+        Injector(text, 0, 4)
+
+
+def test_a_rank_outside_the_pipeline_is_refused() -> None:
+    with pytest.raises(ConfigError, match="outside the pipeline of 4 ranks"):
+        Injector("slow-rank:4:2", 0, 4)
