@@ -1,0 +1,41 @@
+"""The C++ side under the address, undefined-behaviour and thread sanitizers."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PATIENCE = 300.0
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build with")
+
+
+def build(sanitizers: str, folder: Path) -> Path:
+    """The stress program with the given sanitizers; skips where their libraries are missing."""
+    binary = folder / "stress"
+    sources = [REPOSITORY / "csrc/tests/stress.cc"]
+    for room in ("base", "transport"):
+        sources += sorted((REPOSITORY / "csrc" / room).glob("*.cc"))
+    command = ["g++", "-std=c++17", "-O1", "-g", "-pthread", f"-fsanitize={sanitizers}"]
+    command += ["-fno-sanitize-recover=all"] if "undefined" in sanitizers else []
+    command += [f"-I{REPOSITORY / 'csrc'}", *map(str, sources), "-ldl", "-o", str(binary)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    if "cannot find" in built.stderr and "san" in built.stderr:
+        pytest.skip(f"the {sanitizers} runtime is not installed")
+    assert built.returncode == 0, built.stderr[-2000:]
+    return binary
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_random_traffic_is_clean(sanitizers: str, tmp_path: Path) -> None:
+    binary = build(sanitizers, tmp_path)
+    for kind in ("shm", "tcp"):
+        ran = subprocess.run(
+            [str(binary), kind, "2000"], capture_output=True, text=True, timeout=PATIENCE
+        )
+        assert ran.returncode == 0, ran.stderr[-4000:]
