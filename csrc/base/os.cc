@@ -16,12 +16,13 @@ namespace {
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr size_t kPage = 4096;
 
-// What the kernel thinks can be allocated without swapping; everything where it does not say.
-size_t available_memory() {
+// What this machine has; everything where the kernel does not say. MemAvailable would be tighter,
+// but a virtual machine whose memory grows with its use may read 0 there.
+size_t total_memory() {
   std::ifstream facts("/proc/meminfo");
   std::string name, unit;
   for (size_t kib = 0; facts >> name >> kib; std::getline(facts, unit)) {
-    if (name == "MemAvailable:") return kib * 1024;
+    if (name == "MemTotal:") return kib * 1024;
   }
   return SIZE_MAX;
 }
@@ -74,8 +75,8 @@ void Mapping::swap(Mapping& other) noexcept {
 SharedMemory SharedMemory::create(const std::string& name, size_t bytes) {
   const std::string what = std::to_string(bytes) + " bytes of shared memory for " + name;
   // Asking first: an allocation of more than there is ends in the kernel killing some process.
-  if (const size_t available = available_memory(); bytes > available) {
-    throw Error(Fault::kSetup, what + ": only " + std::to_string(available) +
+  if (const size_t total = total_memory(); bytes > total) {
+    throw Error(Fault::kSetup, what + ": only " + std::to_string(total) +
                                    " bytes are available (fewer --dpp-slots need less)");
   }
   UniqueFd fd(::memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
