@@ -70,5 +70,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
             f"The largest predicted gain: {best['name']}, {best['gain']:.1%} of an iteration."
         )
     if run["cut_short"]:
-        lines.append(f"The traces of ranks {run['cut_short']} were cut short.")
+        lines.append(
+            f"The traces of {len(run['cut_short'])} ranks have no end: killed, or still running."
+        )
     return lines
