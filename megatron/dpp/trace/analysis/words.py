@@ -40,7 +40,7 @@ def straggler_text(straggler: dict[str, Any]) -> str:
     text = _KINDS[straggler["kind"]].format(**straggler)
     often = f"in {straggler['share']:.0%} of the iterations, since iteration {straggler['since']}"
     victims = ", ".join(f"rank {rank}" for rank in straggler["victims"])
-    return f"{text}, {often}" + (f"; {victims} wait most meanwhile" if victims else "")
+    return f"{text}, {often}" + (f"; waiting most meanwhile: {victims}" if victims else "")
 
 
 def sentences(report: dict[str, Any]) -> list[str]:
