@@ -124,18 +124,21 @@ class GpuLinks:
             if link.outgoing:
                 self._links.write_pattern(link.peer, seed)
             handshake.send_message(link.sock, {"seed": seed})
+        # Every verdict is sent and received before the first is raised: both sides then say why.
+        faults = []
         for link in links:
             message, _ = handshake.receive_message(link.sock)
             fault = ""
             if link.incoming:
                 fault = self._links.pattern_fault(link.peer, int(message.get("seed", 0)))
             handshake.send_message(link.sock, {"fault": fault})
-            if fault:
-                self._raise(link, fault)
+            faults.append((link, fault))
         for link in links:
             message, _ = handshake.receive_message(link.sock)
-            if message.get("fault"):
-                self._raise(link, str(message["fault"]))
+            faults.append((link, str(message.get("fault", ""))))
+        for link, fault in faults:
+            if fault:
+                self._raise(link, fault)
 
     def _raise(self, link: GpuLink, fault: str) -> None:
         raise TransportUnavailable(

@@ -1,0 +1,211 @@
+// A libcuda.so.1 without a GPU, for tests of what surrounds the driver: device memory is shared host memory, copies
+// happen at once, and an event says "not ready" for a few queries after it was recorded. One device, one context.
+//
+//   g++ -std=c++17 -shared -fPIC csrc/tests/fake_cuda.cc -o libcuda.so.1
+//
+// FAKE_CUDA_REFUSE_IPC=1 refuses IPC handles, FAKE_CUDA_CORRUPT=1 loses what is written between processes.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+namespace {
+
+using Address = unsigned long long;
+
+constexpr int kInvalid = 1, kOutOfMemory = 2, kNotSupported = 801, kNotReady = 600;
+constexpr int kPatience = 3;
+constexpr size_t kGranularity = 2 << 20;
+
+struct Block {
+  int fd;
+  size_t bytes;
+};
+struct FakeEvent {
+  std::atomic<int> patience{0};
+};
+
+std::mutex mutex;
+std::map<Address, Block> blocks;   // ours
+std::map<Address, size_t> opened;  // other processes'
+
+bool flag(const char* name) { return std::getenv(name) != nullptr; }
+
+int make(size_t bytes) {
+  const int fd = memfd_create("fake-gpu", MFD_CLOEXEC);
+  return ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? fd : -1;
+}
+
+Address map(int fd, size_t bytes, Address where = 0) {
+  void* hint = reinterpret_cast<void*>(where);
+  void* data = mmap(hint, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | (where ? MAP_FIXED : 0), fd, 0);
+  return data == MAP_FAILED ? 0 : reinterpret_cast<Address>(data);
+}
+
+bool foreign(Address address) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto next = opened.upper_bound(address);
+  if (next == opened.begin()) return false;
+  const auto& [start, bytes] = *std::prev(next);
+  return address < start + bytes;
+}
+
+}  // namespace
+
+extern "C" {
+
+int cuInit(unsigned) { return 0; }
+int cuDriverGetVersion(int* version) { return *version = 12000, 0; }
+int cuGetErrorName(int, const char** text) { return *text = "FAKE_ERROR", 0; }
+int cuGetErrorString(int, const char** text) { return *text = "refused by the fake driver", 0; }
+int cuDeviceGetCount(int* count) { return *count = 1, 0; }
+int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, 0; }
+int cuDeviceGetName(char* name, int size, int) { return std::snprintf(name, size, "Fake GPU"), 0; }
+int cuDeviceGetUuid(void* uuid, int) { return std::memset(uuid, 0x5a, 16), 0; }
+int cuDeviceGetPCIBusId(char* id, int size, int) { return std::snprintf(id, size, "0000:00:00.0"), 0; }
+int cuDeviceCanAccessPeer(int* can, int, int) { return *can = 1, 0; }
+int cuDevicePrimaryCtxRetain(void** context, int) { return *context = reinterpret_cast<void*>(1), 0; }
+int cuDevicePrimaryCtxRelease(int) { return 0; }
+int cuCtxGetCurrent(void** context) { return *context = nullptr, 0; }
+int cuCtxPushCurrent(void*) { return 0; }
+int cuCtxPopCurrent(void** context) { return *context = reinterpret_cast<void*>(1), 0; }
+
+int cuMemAlloc(Address* address, size_t bytes) {
+  const int fd = make(bytes);
+  if (fd < 0 || (*address = map(fd, bytes)) == 0) return kOutOfMemory;
+  const std::lock_guard<std::mutex> lock(mutex);
+  blocks[*address] = {fd, bytes};
+  return 0;
+}
+
+int cuMemFree(Address address) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = blocks.find(address);
+  if (found == blocks.end()) return kInvalid;
+  munmap(reinterpret_cast<void*>(address), found->second.bytes);
+  close(found->second.fd);
+  blocks.erase(found);
+  return 0;
+}
+
+struct Handle {
+  char bytes[64];
+};
+
+int cuIpcGetMemHandle(Handle* handle, Address address) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = blocks.find(address);
+  if (found == blocks.end()) return kInvalid;
+  std::snprintf(handle->bytes, sizeof(handle->bytes), "/proc/%d/fd/%d", getpid(), found->second.fd);
+  return 0;
+}
+
+int cuIpcOpenMemHandle(Address* address, Handle handle, unsigned) {
+  if (flag("FAKE_CUDA_REFUSE_IPC")) return kNotSupported;
+  const int fd = open(handle.bytes, O_RDWR | O_CLOEXEC);
+  struct stat facts = {};
+  if (fd < 0 || fstat(fd, &facts) != 0) return kInvalid;
+  *address = map(fd, static_cast<size_t>(facts.st_size));
+  close(fd);
+  const std::lock_guard<std::mutex> lock(mutex);
+  opened[*address] = static_cast<size_t>(facts.st_size);
+  return *address == 0 ? kOutOfMemory : 0;
+}
+
+int cuIpcCloseMemHandle(Address address) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = opened.find(address);
+  if (found == opened.end()) return kInvalid;
+  munmap(reinterpret_cast<void*>(address), found->second);
+  opened.erase(found);
+  return 0;
+}
+
+int cuMemGetAllocationGranularity(size_t* bytes, const void*, int) { return *bytes = kGranularity, 0; }
+int cuMemCreate(Address* allocation, size_t bytes, const void*, Address) {
+  const int fd = make(bytes);
+  return *allocation = static_cast<Address>(fd), fd < 0 ? kOutOfMemory : 0;
+}
+int cuMemRelease(Address allocation) { return close(static_cast<int>(allocation)); }
+int cuMemExportToShareableHandle(void* fd, Address allocation, int, Address) {
+  return *static_cast<int*>(fd) = fcntl(static_cast<int>(allocation), F_DUPFD_CLOEXEC, 0), 0;
+}
+int cuMemImportFromShareableHandle(Address* allocation, void* fd, int) {
+  const int copy = fcntl(static_cast<int>(reinterpret_cast<intptr_t>(fd)), F_DUPFD_CLOEXEC, 0);
+  return *allocation = static_cast<Address>(copy), copy < 0 ? kInvalid : 0;
+}
+int cuMemAddressReserve(Address* address, size_t bytes, size_t, Address, Address) {
+  void* data = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return *address = reinterpret_cast<Address>(data), data == MAP_FAILED ? kOutOfMemory : 0;
+}
+int cuMemAddressFree(Address address, size_t bytes) { return munmap(reinterpret_cast<void*>(address), bytes); }
+int cuMemMap(Address address, size_t bytes, size_t, Address allocation, Address) {
+  return map(static_cast<int>(allocation), bytes, address) == 0 ? kOutOfMemory : 0;
+}
+int cuMemUnmap(Address address, size_t bytes) {
+  void* data = mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  return data == MAP_FAILED ? kInvalid : 0;
+}
+int cuMemSetAccess(Address, size_t, const void*, size_t) { return 0; }
+int cuMemHostRegister(void*, size_t, unsigned) { return 0; }
+int cuMemHostUnregister(void*) { return 0; }
+int cuMemHostGetDevicePointer(Address* address, void* data, unsigned) {
+  return *address = reinterpret_cast<Address>(data), 0;
+}
+
+int cuMemcpyDtoDAsync(Address to, Address from, size_t bytes, void*) {
+  if (flag("FAKE_CUDA_CORRUPT") && foreign(to)) return 0;
+  std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
+  return 0;
+}
+int cuMemcpyDtoHAsync(void* to, Address from, size_t bytes, void* stream) {
+  return cuMemcpyDtoDAsync(reinterpret_cast<Address>(to), from, bytes, stream);
+}
+int cuMemcpyHtoDAsync(Address to, const void* from, size_t bytes, void* stream) {
+  return cuMemcpyDtoDAsync(to, reinterpret_cast<Address>(from), bytes, stream);
+}
+
+int cuStreamCreate(void** stream, unsigned) { return *stream = reinterpret_cast<void*>(2), 0; }
+int cuStreamDestroy(void*) { return 0; }
+int cuStreamQuery(void*) { return 0; }
+int cuStreamSynchronize(void*) { return 0; }
+int cuStreamWaitEvent(void*, void*, unsigned) { return 0; }
+int cuStreamWriteValue32(void*, Address address, uint32_t value, unsigned) {
+  reinterpret_cast<std::atomic<uint32_t>*>(address)->store(value, std::memory_order_release);
+  return 0;
+}
+int cuEventCreate(void** event, unsigned) { return *event = new FakeEvent, 0; }
+int cuEventDestroy(void* event) { return delete static_cast<FakeEvent*>(event), 0; }
+int cuEventRecord(void* event, void*) { return static_cast<FakeEvent*>(event)->patience = kPatience, 0; }
+int cuEventQuery(void* event) { return static_cast<FakeEvent*>(event)->patience-- > 0 ? kNotReady : 0; }
+
+#define FAKE(name) \
+  if (std::strcmp(symbol, #name) == 0) return *function = reinterpret_cast<void*>(&name), *status = 0, 0;
+
+int cuGetProcAddress_v2(const char* symbol, void** function, int, uint64_t, int* status) {
+  FAKE(cuInit) FAKE(cuDriverGetVersion) FAKE(cuGetErrorName) FAKE(cuGetErrorString)
+  FAKE(cuDeviceGetCount) FAKE(cuDeviceGet) FAKE(cuDeviceGetName) FAKE(cuDeviceGetUuid)
+  FAKE(cuDeviceGetPCIBusId) FAKE(cuDeviceCanAccessPeer)
+  FAKE(cuDevicePrimaryCtxRetain) FAKE(cuDevicePrimaryCtxRelease)
+  FAKE(cuCtxGetCurrent) FAKE(cuCtxPushCurrent) FAKE(cuCtxPopCurrent)
+  FAKE(cuMemAlloc) FAKE(cuMemFree) FAKE(cuIpcGetMemHandle) FAKE(cuIpcOpenMemHandle) FAKE(cuIpcCloseMemHandle)
+  FAKE(cuMemGetAllocationGranularity) FAKE(cuMemCreate) FAKE(cuMemRelease)
+  FAKE(cuMemExportToShareableHandle) FAKE(cuMemImportFromShareableHandle)
+  FAKE(cuMemAddressReserve) FAKE(cuMemAddressFree) FAKE(cuMemMap) FAKE(cuMemUnmap) FAKE(cuMemSetAccess)
+  FAKE(cuMemHostRegister) FAKE(cuMemHostUnregister) FAKE(cuMemHostGetDevicePointer)
+  FAKE(cuMemcpyDtoDAsync) FAKE(cuMemcpyDtoHAsync) FAKE(cuMemcpyHtoDAsync)
+  FAKE(cuStreamCreate) FAKE(cuStreamDestroy) FAKE(cuStreamQuery) FAKE(cuStreamSynchronize)
+  FAKE(cuStreamWaitEvent) FAKE(cuStreamWriteValue32)
+  FAKE(cuEventCreate) FAKE(cuEventDestroy) FAKE(cuEventRecord) FAKE(cuEventQuery)
+  return *status = 1, kInvalid;
+}
+
+}  // extern "C"

@@ -1,0 +1,120 @@
+"""The GPU kinds over the driver of csrc/tests/fake_cuda.cc, two ranks as threads of one process.
+
+Run by test_cuda_fake.py as ``python fake_cuda_worker.py KIND [writes]``, with that driver in
+LD_LIBRARY_PATH. CPU tensors play CUDA tensors: the fake driver's device memory is host memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import threading
+import time
+
+import torch
+from torch.distributed import HashStore
+
+from megatron.dpp.errors import DppError
+from megatron.dpp.transport import (
+    ChannelSpec,
+    Direction,
+    TransportOptions,
+    native,
+    open_transport,
+    opening,
+)
+from megatron.dpp.transport import gpu as gpu_module
+
+SLOT = 1 << 18
+CHUNKS = 3
+
+
+def pretend() -> None:
+    """Let the CPU be cuda:0."""
+    torch._C._cuda_getCurrentRawStream = lambda index: 0
+    native.device_index = gpu_module.device_index = lambda device: 0
+    facts = functools.partial(gpu_module.gpu_facts, device=torch.device("cuda"))
+    opening.gpu_facts = lambda library, device: facts(library)
+
+
+def open_both(kind: str, **settings):
+    store = HashStore()
+    specs = [
+        ChannelSpec(source, 1 - source, chunk, Direction(source), SLOT)
+        for source in (0, 1)
+        for chunk in range(CHUNKS)
+    ]
+    options = TransportOptions(timeout=20, setup_timeout=20, workload=5000, **settings)
+    ends, errors = {}, []
+
+    def open_end(rank: int) -> None:
+        try:
+            ends[rank] = open_transport(specs, rank=rank, store=store, kind=kind, options=options)
+        except DppError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=open_end, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        print(type(errors[0]).__name__, errors[0])
+        sys.exit(3)
+    return ends[0], ends[1]
+
+
+def take(end, channel, taken):
+    deadline = time.monotonic() + 20
+    while end.poll()[channel] <= taken[channel]:
+        assert time.monotonic() < deadline, f"nothing arrives on channel {channel}"
+        end.wait(0.5)
+    taken[channel] += 1
+    return end.take(channel)
+
+
+def exchange(a, b) -> None:
+    """Random channels, sizes and dtypes; puts run ahead of takes; every payload is compared."""
+    choice = random.Random(1)
+    sent = {channel: [] for channel in range(CHUNKS)}
+    taken = [0] * CHUNKS
+    for i in range(400):
+        channel = choice.randrange(CHUNKS)
+        if choice.random() < 0.5 or len(sent[channel]) == 0:
+            dtype = choice.choice((torch.float32, torch.bfloat16, torch.int64, torch.uint8))
+            size = choice.choice((0, 1, 1000, 5000, 5001, 12345, SLOT // 8))
+            tensor = (torch.arange(size) % 97 + i).to(dtype)
+            a.put(channel, tensor.clone(), iteration=2, microbatch=i)
+            sent[channel].append((i, tensor))
+        else:
+            number, expected = sent[channel].pop(0)
+            message = take(b, channel, taken)
+            assert message.microbatch == number and message.iteration == 2
+            assert message.tensor.dtype == expected.dtype
+            assert torch.equal(message.tensor, expected), f"message {number} on channel {channel}"
+    for channel, messages in sent.items():
+        for _, expected in messages:
+            assert torch.equal(take(b, channel, taken).tensor, expected)
+    a.flush(20)
+    assert a.pending() == 0
+
+
+def main() -> None:
+    pretend()
+    kind, *settings = sys.argv[1:]
+    library = native.load_native()
+    library.CudaLinks = functools.partial(library.CudaLinks, writes="writes" in settings)
+    a, b = open_both(kind, checksum="checksum" in settings)
+    assert [link.kind for link in a.links()] == [kind]
+    exchange(a, b)
+    exchange_back = threading.Thread(target=exchange, args=(b, a))
+    exchange_back.start()
+    exchange_back.join()
+    for end in (a, b, a):
+        end.close()
+    print("ok")
+
+
+if __name__ == "__main__":
+    main()
