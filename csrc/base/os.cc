@@ -7,7 +7,6 @@
 #include <time.h>
 #include <unistd.h>
 
-
 #include "base/error.h"
 
 namespace dpp {
