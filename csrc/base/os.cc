@@ -15,8 +15,8 @@ namespace {
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr size_t kPage = 4096;
 
-// What this machine has; everything where the kernel does not say. By a system call: where a process
-// holds two C++ libraries, parsing /proc/meminfo with a stream has read 0.
+// What this machine has; everything where the kernel does not say.
+// By a system call: a stream over /proc/meminfo has given 0 in a build where the value was not 0.
 size_t total_memory() {
   struct sysinfo facts = {};
   if (::sysinfo(&facts) != 0 || facts.totalram == 0) return SIZE_MAX;

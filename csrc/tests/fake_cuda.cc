@@ -1,9 +1,12 @@
-// A libcuda.so.1 without a GPU, for tests of what surrounds the driver: device memory is shared host memory, copies
-// happen at once, and an event says "not ready" for a few queries after it was recorded. One device, one context.
+// A libcuda.so.1 without a GPU, for tests of what surrounds the driver: device memory is shared
+// host memory, copies happen at once, and an event says "not ready" for a few queries after it was
+// recorded. One device, one context.
 //
 //   g++ -std=c++17 -shared -fPIC csrc/tests/fake_cuda.cc -o libcuda.so.1
 //
-// FAKE_CUDA_REFUSE_IPC=1 refuses IPC handles, FAKE_CUDA_CORRUPT=1 loses what is written between processes.
+// FAKE_CUDA_REFUSE_IPC=1 refuses IPC handles, FAKE_CUDA_CORRUPT=1 loses what is written between
+// processes.
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -46,7 +49,8 @@ int make(size_t bytes) {
 
 Address map(int fd, size_t bytes, Address where = 0) {
   void* hint = reinterpret_cast<void*>(where);
-  void* data = mmap(hint, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | (where ? MAP_FIXED : 0), fd, 0);
+  void* data =
+      mmap(hint, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | (where ? MAP_FIXED : 0), fd, 0);
   return data == MAP_FAILED ? 0 : reinterpret_cast<Address>(data);
 }
 
@@ -70,9 +74,13 @@ int cuDeviceGetCount(int* count) { return *count = 1, 0; }
 int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, 0; }
 int cuDeviceGetName(char* name, int size, int) { return std::snprintf(name, size, "Fake GPU"), 0; }
 int cuDeviceGetUuid(void* uuid, int) { return std::memset(uuid, 0x5a, 16), 0; }
-int cuDeviceGetPCIBusId(char* id, int size, int) { return std::snprintf(id, size, "0000:00:00.0"), 0; }
+int cuDeviceGetPCIBusId(char* id, int size, int) {
+  return std::snprintf(id, size, "0000:00:00.0"), 0;
+}
 int cuDeviceCanAccessPeer(int* can, int, int) { return *can = 1, 0; }
-int cuDevicePrimaryCtxRetain(void** context, int) { return *context = reinterpret_cast<void*>(1), 0; }
+int cuDevicePrimaryCtxRetain(void** context, int) {
+  return *context = reinterpret_cast<void*>(1), 0;
+}
 int cuDevicePrimaryCtxRelease(int) { return 0; }
 int cuCtxGetCurrent(void** context) { return *context = nullptr, 0; }
 int cuCtxPushCurrent(void*) { return 0; }
@@ -129,7 +137,9 @@ int cuIpcCloseMemHandle(Address address) {
   return 0;
 }
 
-int cuMemGetAllocationGranularity(size_t* bytes, const void*, int) { return *bytes = kGranularity, 0; }
+int cuMemGetAllocationGranularity(size_t* bytes, const void*, int) {
+  return *bytes = kGranularity, 0;
+}
 int cuMemCreate(Address* allocation, size_t bytes, const void*, Address) {
   const int fd = make(bytes);
   return *allocation = static_cast<Address>(fd), fd < 0 ? kOutOfMemory : 0;
@@ -146,12 +156,15 @@ int cuMemAddressReserve(Address* address, size_t bytes, size_t, Address, Address
   void* data = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   return *address = reinterpret_cast<Address>(data), data == MAP_FAILED ? kOutOfMemory : 0;
 }
-int cuMemAddressFree(Address address, size_t bytes) { return munmap(reinterpret_cast<void*>(address), bytes); }
+int cuMemAddressFree(Address address, size_t bytes) {
+  return munmap(reinterpret_cast<void*>(address), bytes);
+}
 int cuMemMap(Address address, size_t bytes, size_t, Address allocation, Address) {
   return map(static_cast<int>(allocation), bytes, address) == 0 ? kOutOfMemory : 0;
 }
 int cuMemUnmap(Address address, size_t bytes) {
-  void* data = mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  void* data = mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
   return data == MAP_FAILED ? kInvalid : 0;
 }
 int cuMemSetAccess(Address, size_t, const void*, size_t) { return 0; }
@@ -184,28 +197,21 @@ int cuStreamWriteValue32(void*, Address address, uint32_t value, unsigned) {
 }
 int cuEventCreate(void** event, unsigned) { return *event = new FakeEvent, 0; }
 int cuEventDestroy(void* event) { return delete static_cast<FakeEvent*>(event), 0; }
-int cuEventRecord(void* event, void*) { return static_cast<FakeEvent*>(event)->patience = kPatience, 0; }
-int cuEventQuery(void* event) { return static_cast<FakeEvent*>(event)->patience-- > 0 ? kNotReady : 0; }
-
-#define FAKE(name) \
-  if (std::strcmp(symbol, #name) == 0) return *function = reinterpret_cast<void*>(&name), *status = 0, 0;
+int cuEventRecord(void* event, void*) {
+  return static_cast<FakeEvent*>(event)->patience = kPatience, 0;
+}
+int cuEventQuery(void* event) {
+  return static_cast<FakeEvent*>(event)->patience-- > 0 ? kNotReady : 0;
+}
 
 int cuGetProcAddress_v2(const char* symbol, void** function, int, uint64_t, int* status) {
-  FAKE(cuInit) FAKE(cuDriverGetVersion) FAKE(cuGetErrorName) FAKE(cuGetErrorString)
-  FAKE(cuDeviceGetCount) FAKE(cuDeviceGet) FAKE(cuDeviceGetName) FAKE(cuDeviceGetUuid)
-  FAKE(cuDeviceGetPCIBusId) FAKE(cuDeviceCanAccessPeer)
-  FAKE(cuDevicePrimaryCtxRetain) FAKE(cuDevicePrimaryCtxRelease)
-  FAKE(cuCtxGetCurrent) FAKE(cuCtxPushCurrent) FAKE(cuCtxPopCurrent)
-  FAKE(cuMemAlloc) FAKE(cuMemFree) FAKE(cuIpcGetMemHandle) FAKE(cuIpcOpenMemHandle) FAKE(cuIpcCloseMemHandle)
-  FAKE(cuMemGetAllocationGranularity) FAKE(cuMemCreate) FAKE(cuMemRelease)
-  FAKE(cuMemExportToShareableHandle) FAKE(cuMemImportFromShareableHandle)
-  FAKE(cuMemAddressReserve) FAKE(cuMemAddressFree) FAKE(cuMemMap) FAKE(cuMemUnmap) FAKE(cuMemSetAccess)
-  FAKE(cuMemHostRegister) FAKE(cuMemHostUnregister) FAKE(cuMemHostGetDevicePointer)
-  FAKE(cuMemcpyDtoDAsync) FAKE(cuMemcpyDtoHAsync) FAKE(cuMemcpyHtoDAsync)
-  FAKE(cuStreamCreate) FAKE(cuStreamDestroy) FAKE(cuStreamQuery) FAKE(cuStreamSynchronize)
-  FAKE(cuStreamWaitEvent) FAKE(cuStreamWriteValue32)
-  FAKE(cuEventCreate) FAKE(cuEventDestroy) FAKE(cuEventRecord) FAKE(cuEventQuery)
-  return *status = 1, kInvalid;
+  Dl_info own = {};
+  dladdr(reinterpret_cast<void*>(&cuInit), &own);
+  void* library = dlopen(own.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+  *function = dlsym(library, symbol);
+  dlclose(library);
+  *status = *function == nullptr ? 1 : 0;
+  return *function == nullptr ? kInvalid : 0;
 }
 
 }  // extern "C"

@@ -13,7 +13,8 @@ namespace {
 constexpr size_t kHeadBytes = 1 << 20;
 constexpr size_t kTailBytes = 64 << 10;
 
-// splitmix64: words that depend on place and seed, so that neither old data nor a shifted copy passes.
+// splitmix64: words that depend on place and seed, so that neither old data nor a shifted copy
+// passes.
 std::vector<uint64_t> pattern(uint64_t seed, size_t bytes) {
   std::vector<uint64_t> words((bytes + 7) / 8);
   for (size_t i = 0; i < words.size(); ++i) {
@@ -45,17 +46,19 @@ std::vector<Geometry> CudaLinks::outgoing_geometry(const std::vector<size_t>& ch
   return geometry;
 }
 
-CudaLinks::Offer CudaLinks::make_ipc_slots(int peer, const std::vector<size_t>& channels, bool legacy) {
+CudaLinks::Offer CudaLinks::make_ipc_slots(int peer, const std::vector<size_t>& channels,
+                                           bool legacy) {
   const std::vector<Geometry> geometry = incoming_geometry(channels);
   const SlotLayout layout(geometry);
   const auto make = legacy ? &cuda::Memory::allocate : &cuda::Memory::create;
-  auto memory = std::make_shared<cuda::Memory>(make(device_, std::max<size_t>(layout.total_bytes, 1)));
+  auto memory =
+      std::make_shared<cuda::Memory>(make(device_, std::max<size_t>(layout.total_bytes, 1)));
   const auto block = ShmBlock::create(without_payload(geometry));
   for (size_t i = 0; i < channels.size(); ++i) {
     auto ring = std::make_unique<ShmReceiver>(block, i, transport_.find_peer(peer));
     const DeviceSlots slots(memory, layout.offsets[i], geometry[i]);
-    transport_.set_receiver(channels[i], peer,
-                            std::make_unique<DeviceReceiver>(device_, slots, std::move(ring), how_));
+    transport_.set_receiver(
+        channels[i], peer, std::make_unique<DeviceReceiver>(device_, slots, std::move(ring), how_));
   }
   Region& region = incoming_[peer];
   region = {memory, std::make_shared<cuda::Stream>(device_), layout.total_bytes, UniqueFd()};
@@ -68,23 +71,27 @@ void CudaLinks::use_ipc_slots(int peer, const std::vector<size_t>& channels, Uni
                               const std::string& handle, UniqueFd fd) {
   const std::vector<Geometry> geometry = outgoing_geometry(channels);
   const SlotLayout layout(geometry);
-  auto memory = std::make_shared<cuda::Memory>(
-      fd ? cuda::Memory::import(device_, fd, layout.total_bytes) : cuda::Memory::open(device_, handle));
+  auto memory =
+      std::make_shared<cuda::Memory>(fd ? cuda::Memory::import(device_, fd, layout.total_bytes)
+                                        : cuda::Memory::open(device_, handle));
   const auto stream = std::make_shared<cuda::Stream>(device_);
   const auto block = ShmBlock::adopt(std::move(control), without_payload(geometry));
   for (size_t i = 0; i < channels.size(); ++i) {
     auto ring = std::make_unique<ShmSender>(block, i, transport_.find_peer(peer));
     const DeviceSlots slots(memory, layout.offsets[i], geometry[i]);
     transport_.set_sender(channels[i], peer,
-                          std::make_unique<CudaIpcSender>(device_, stream, slots, std::move(ring), max_pending_, how_));
+                          std::make_unique<CudaIpcSender>(device_, stream, slots, std::move(ring),
+                                                          max_pending_, how_));
   }
   outgoing_[peer] = {memory, stream, layout.total_bytes, UniqueFd()};
 }
 
-std::pair<int, int> CudaLinks::make_staged_slots(int peer, const std::vector<size_t>& channels, uint64_t workload) {
+std::pair<int, int> CudaLinks::make_staged_slots(int peer, const std::vector<size_t>& channels,
+                                                 uint64_t workload) {
   const std::vector<Geometry> geometry = incoming_geometry(channels);
   const SlotLayout layout(geometry);
-  auto memory = std::make_shared<cuda::Memory>(cuda::Memory::allocate(device_, std::max<size_t>(layout.total_bytes, 1)));
+  auto memory = std::make_shared<cuda::Memory>(
+      cuda::Memory::allocate(device_, std::max<size_t>(layout.total_bytes, 1)));
   const auto stream = std::make_shared<cuda::Stream>(device_);
   const auto block = ShmBlock::create(without_payload(geometry));
   const auto chunks = StagedBlock::create(device_, geometry, workload);
@@ -92,25 +99,26 @@ std::pair<int, int> CudaLinks::make_staged_slots(int peer, const std::vector<siz
     const auto other = transport_.find_peer(peer);
     const DeviceSlots slots(memory, layout.offsets[i], geometry[i]);
     transport_.set_receiver(channels[i], peer,
-                            std::make_unique<StagedReceiver>(device_, stream, slots, chunks, i,
-                                                             std::make_unique<ShmReceiver>(block, i, other), other,
-                                                             how_));
+                            std::make_unique<StagedReceiver>(
+                                device_, stream, slots, chunks, i,
+                                std::make_unique<ShmReceiver>(block, i, other), other, how_));
   }
   return {block->fd(), chunks->fd()};
 }
 
-void CudaLinks::use_staged_slots(int peer, const std::vector<size_t>& channels, UniqueFd control, UniqueFd fd,
-                                 uint64_t workload) {
+void CudaLinks::use_staged_slots(int peer, const std::vector<size_t>& channels, UniqueFd control,
+                                 UniqueFd fd, uint64_t workload) {
   const std::vector<Geometry> geometry = outgoing_geometry(channels);
   const auto stream = std::make_shared<cuda::Stream>(device_);
   const auto block = ShmBlock::adopt(std::move(control), without_payload(geometry));
   const auto chunks = StagedBlock::adopt(device_, std::move(fd), geometry, workload);
   for (size_t i = 0; i < channels.size(); ++i) {
     const auto other = transport_.find_peer(peer);
-    transport_.set_sender(channels[i], peer,
-                          std::make_unique<StagedSender>(device_, stream, chunks, i,
-                                                         std::make_unique<ShmSender>(block, i, other), other,
-                                                         max_pending_, how_));
+    transport_.set_sender(
+        channels[i], peer,
+        std::make_unique<StagedSender>(device_, stream, chunks, i,
+                                       std::make_unique<ShmSender>(block, i, other), other,
+                                       max_pending_, how_));
   }
 }
 
@@ -126,12 +134,12 @@ void CudaLinks::write_pattern(int peer, uint64_t seed) {
   const cuda::Memory source = cuda::Memory::allocate(device_, kHeadBytes);
   for (const Piece& piece : region.pieces()) {
     if (piece.bytes == 0) continue;
-    cuda::write(*device_, source.address(), pattern(seed + piece.bytes, piece.bytes).data(), piece.bytes,
-                region.stream->get());
+    cuda::write(*device_, source.address(), pattern(seed + piece.bytes, piece.bytes).data(),
+                piece.bytes, region.stream->get());
     const cuda::Current current(*device_);
-    device_->api().check(
-        device_->api().cuMemcpyDtoDAsync(piece.address, source.address(), piece.bytes, region.stream->get()),
-        "the self-test of a link from " + device_->name());
+    device_->api().check(device_->api().cuMemcpyDtoDAsync(piece.address, source.address(),
+                                                          piece.bytes, region.stream->get()),
+                         "the self-test of a link from " + device_->name());
     region.stream->synchronize();
   }
 }

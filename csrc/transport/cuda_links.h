@@ -1,5 +1,5 @@
-// Sets up the links of one rank that carry GPU tensors: makes and opens slots, and proves each link with a pattern.
-// Needed until Transport::start(); senders and receivers keep what they use.
+// Sets up the links of one rank that carry GPU tensors: makes and opens slots, and proves each link
+// with a pattern. Needed until Transport::start(); senders and receivers keep what they use.
 #pragma once
 
 #include <map>
@@ -15,27 +15,31 @@ namespace dpp {
 class CudaLinks {
  public:
   // writes: notice finished copies by a word that the stream writes, else by querying an event.
-  CudaLinks(Transport& transport, int ordinal, uint32_t max_pending, bool writes);  // throws kUnavailable
+  CudaLinks(Transport& transport, int ordinal, uint32_t max_pending,
+            bool writes);  // throws kUnavailable
 
   const cuda::Device& device() const { return *device_; }
 
-  // What a receiver gives to one sender. Either handle or memory tells where the slots are. Descriptors stay ours.
+  // What a receiver gives to one sender. Either handle or memory tells where the slots are.
+  // Descriptors stay ours.
   struct Offer {
     int control = -1;
     std::string handle;  // legacy IPC handle
     int memory = -1;     // exported allocation
   };
 
-  // Receiver's side of "cuda_ipc". legacy: cuMemAlloc and an IPC handle, else cuMemCreate and a descriptor. Calling
-  // it again replaces the slots.
+  // Receiver's side of "cuda_ipc". legacy: cuMemAlloc and an IPC handle, else cuMemCreate and a
+  // descriptor. Calling it again replaces the slots.
   Offer make_ipc_slots(int peer, const std::vector<size_t>& channels, bool legacy);
-  // Sender's side. Throws kSetup when the driver refuses the memory; may then be called with another offer.
-  void use_ipc_slots(int peer, const std::vector<size_t>& channels, UniqueFd control, const std::string& handle,
-                     UniqueFd memory);
+  // Sender's side. Throws kSetup when the driver refuses the memory; may then be called with
+  // another offer.
+  void use_ipc_slots(int peer, const std::vector<size_t>& channels, UniqueFd control,
+                     const std::string& handle, UniqueFd memory);
   // "staged": the descriptors of headers and of chunks, both ours. workload: elements per chunk.
-  std::pair<int, int> make_staged_slots(int peer, const std::vector<size_t>& channels, uint64_t workload);
-  void use_staged_slots(int peer, const std::vector<size_t>& channels, UniqueFd control, UniqueFd chunks,
-                        uint64_t workload);
+  std::pair<int, int> make_staged_slots(int peer, const std::vector<size_t>& channels,
+                                        uint64_t workload);
+  void use_staged_slots(int peer, const std::vector<size_t>& channels, UniqueFd control,
+                        UniqueFd chunks, uint64_t workload);
   // For "cuda_ipc". Sender's side: writes a pattern through the link; returns once it is there.
   void write_pattern(int peer, uint64_t seed);
   // Receiver's side: empty, or what differs.

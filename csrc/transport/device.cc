@@ -13,12 +13,15 @@ constexpr size_t kSlotAlignment = 256;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-cuda::StreamHandle as_stream(uintptr_t stream) { return reinterpret_cast<cuda::StreamHandle>(stream); }
+cuda::StreamHandle as_stream(uintptr_t stream) {
+  return reinterpret_cast<cuda::StreamHandle>(stream);
+}
 cuda::Address as_address(const void* data) { return reinterpret_cast<cuda::Address>(data); }
 
 size_t stride_of(const Geometry& channel) { return round_up(channel.slot_bytes, kSlotAlignment); }
 
-uint32_t device_checksum(const cuda::Device& device, const void* data, uint64_t bytes, uintptr_t stream) {
+uint32_t device_checksum(const cuda::Device& device, const void* data, uint64_t bytes,
+                         uintptr_t stream) {
   std::vector<char> copy(bytes);
   cuda::read(device, copy.data(), as_address(data), bytes, as_stream(stream));
   return crc32c(copy.data(), bytes);
@@ -26,7 +29,8 @@ uint32_t device_checksum(const cuda::Device& device, const void* data, uint64_t 
 
 }  // namespace
 
-Marks::Marks(const cuda::DevicePtr& device, size_t depth, How how) : device_(device), depth_(depth) {
+Marks::Marks(const cuda::DevicePtr& device, size_t depth, How how)
+    : device_(device), depth_(depth) {
   if (how == How::kEvents) {
     for (size_t i = 0; i < depth; ++i) events_.push_back(std::make_unique<cuda::Event>(device));
     return;
@@ -41,12 +45,14 @@ void Marks::set(uint64_t sequence, cuda::StreamHandle stream) {
   if (!events_.empty()) return events_[slot(sequence)]->record(stream);
   // By default the driver fences: all earlier writes of the stream are visible before this one.
   const cuda::Address line = lines_address_ + slot(sequence) * kLine;
-  device_->api().check(device_->api().cuStreamWriteValue32(stream, line, static_cast<uint32_t>(sequence), 0),
-                       "cuStreamWriteValue32");
+  device_->api().check(
+      device_->api().cuStreamWriteValue32(stream, line, static_cast<uint32_t>(sequence), 0),
+      "cuStreamWriteValue32");
 }
 
 const std::atomic<uint32_t>& Marks::word(uint64_t sequence) const {
-  return *reinterpret_cast<const std::atomic<uint32_t>*>(lines_.mapping.data() + slot(sequence) * kLine);
+  return *reinterpret_cast<const std::atomic<uint32_t>*>(lines_.mapping.data() +
+                                                         slot(sequence) * kLine);
 }
 
 bool Marks::passed(uint64_t sequence) const {
@@ -66,7 +72,8 @@ std::vector<Geometry> without_payload(std::vector<Geometry> channels) {
   return channels;
 }
 
-DeviceSlots::DeviceSlots(std::shared_ptr<cuda::Memory> slots, size_t offset, const Geometry& geometry)
+DeviceSlots::DeviceSlots(std::shared_ptr<cuda::Memory> slots, size_t offset,
+                         const Geometry& geometry)
     : memory(std::move(slots)),
       first(memory->address() + offset),
       stride(stride_of(geometry)),
@@ -74,7 +81,10 @@ DeviceSlots::DeviceSlots(std::shared_ptr<cuda::Memory> slots, size_t offset, con
 
 DeviceSender::DeviceSender(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream,
                            std::unique_ptr<ShmSender> ring, uint32_t max_pending)
-    : device_(std::move(device)), stream_(std::move(stream)), ring_(std::move(ring)), events_(max_pending) {}
+    : device_(std::move(device)),
+      stream_(std::move(stream)),
+      ring_(std::move(ring)),
+      events_(max_pending) {}
 
 void DeviceSender::prepare(Parcel& parcel) {
   // With nothing outstanding every event is free: start over, so that few of them are ever made.
@@ -96,8 +106,8 @@ uint32_t DeviceSender::checksum(const Parcel& parcel) {
   return device_checksum(*device_, parcel.data, parcel.header.bytes, parcel.stream);
 }
 
-DeviceReceiver::DeviceReceiver(cuda::DevicePtr device, DeviceSlots slots, std::unique_ptr<ShmReceiver> ring,
-                               Marks::How how)
+DeviceReceiver::DeviceReceiver(cuda::DevicePtr device, DeviceSlots slots,
+                               std::unique_ptr<ShmReceiver> ring, Marks::How how)
     : device_(std::move(device)),
       slots_(std::move(slots)),
       ring_(std::move(ring)),
@@ -106,9 +116,9 @@ DeviceReceiver::DeviceReceiver(cuda::DevicePtr device, DeviceSlots slots, std::u
 void DeviceReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) {
   const cuda::Current current(*device_);
   if (bytes != 0) {
-    device_->api().check(
-        device_->api().cuMemcpyDtoDAsync(as_address(to), slots_.of(sequence), bytes, as_stream(stream)),
-        "copying a message out of its slot on " + device_->name());
+    device_->api().check(device_->api().cuMemcpyDtoDAsync(as_address(to), slots_.of(sequence),
+                                                          bytes, as_stream(stream)),
+                         "copying a message out of its slot on " + device_->name());
   }
   copied_.set(sequence, as_stream(stream));
 }

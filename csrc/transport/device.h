@@ -1,8 +1,10 @@
-// What the kinds that serve GPUs share: when a stream has passed a point, the slots in device memory, and both ends'
-// common halves. Order, headers, credit and waking are those of "shm": a block of host memory without payload.
+// What the kinds that serve GPUs share: when a stream has passed a point, the slots in device
+// memory, and both ends' common halves. Order, headers, credit and waking are those of "shm": a
+// block of host memory without payload.
 //
-// Nothing ever waits on the device for another process (no cuStreamWaitValue): a stream that waits can hold up every
-// other stream that shares its hardware queue, all of them with CUDA_DEVICE_MAX_CONNECTIONS=1.
+// Nothing ever waits on the device for another process (no cuStreamWaitValue): a stream that waits
+// can hold up every other stream that shares its hardware queue, all of them with
+// CUDA_DEVICE_MAX_CONNECTIONS=1.
 #pragma once
 
 #include <atomic>
@@ -15,8 +17,9 @@
 
 namespace dpp {
 
-// For each slot of a channel: whether a stream has passed the point where the slot's current message was marked.
-// Set and asked by different threads, in turn; the hand-over between them orders the accesses.
+// For each slot of a channel: whether a stream has passed the point where the slot's current
+// message was marked. Set and asked by different threads, in turn; the hand-over between them
+// orders the accesses.
 class Marks {
  public:
   enum class How { kEvents, kWrites };
@@ -32,7 +35,7 @@ class Marks {
   const cuda::DevicePtr device_;
   const size_t depth_;
   std::vector<std::unique_ptr<cuda::Event>> events_;  // kEvents
-  SharedMemory lines_;                                // kWrites: one line per slot, written by the GPU
+  SharedMemory lines_;  // kWrites: one line per slot, written by the GPU
   std::unique_ptr<cuda::Pinned> pinned_;
   cuda::Address lines_address_ = 0;
 };
@@ -60,8 +63,8 @@ struct DeviceSlots {
 class DeviceSender : public Sender {
  public:
   // max_pending: puts that may wait at once; each needs an event of its own.
-  DeviceSender(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream, std::unique_ptr<ShmSender> ring,
-               uint32_t max_pending);
+  DeviceSender(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream,
+               std::unique_ptr<ShmSender> ring, uint32_t max_pending);
 
   void prepare(Parcel& parcel) override;
   uint32_t checksum(const Parcel& parcel) override;
@@ -69,7 +72,8 @@ class DeviceSender : public Sender {
   bool ask_for_credit() override { return ring_->ask_for_credit(); }
 
  protected:
-  // Lets our stream wait for what produces the payload; after it the parcel's event may serve another one.
+  // Lets our stream wait for what produces the payload; after it the parcel's event may serve
+  // another one.
   void follow_producer(const Parcel& parcel);
 
   const cuda::DevicePtr device_;
@@ -81,13 +85,15 @@ class DeviceSender : public Sender {
   std::vector<std::unique_ptr<cuda::Event>> events_;
   uint64_t prepared_ = 0;
   uint64_t first_ = 0;  // the prepared message that has events_[0]
-  // Written by the owner with release once it has used an event; acquired before that event is recorded again.
+  // Written by the owner with release once it has used an event; acquired before that event is
+  // recorded again.
   std::atomic<uint64_t> followed_{0};
 };
 
 class DeviceReceiver : public Receiver {
  public:
-  DeviceReceiver(cuda::DevicePtr device, DeviceSlots slots, std::unique_ptr<ShmReceiver> ring, Marks::How how);
+  DeviceReceiver(cuda::DevicePtr device, DeviceSlots slots, std::unique_ptr<ShmReceiver> ring,
+                 Marks::How how);
 
   uint64_t arrived() override { return ring_->arrived(); }
   Header header(uint64_t sequence) override { return ring_->header(sequence); }

@@ -15,22 +15,23 @@ size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * 
 
 }  // namespace
 
-std::shared_ptr<StagedBlock> StagedBlock::create(cuda::DevicePtr device, std::vector<Geometry> channels,
+std::shared_ptr<StagedBlock> StagedBlock::create(cuda::DevicePtr device,
+                                                 std::vector<Geometry> channels,
                                                  uint64_t workload) {
   SharedMemory memory = SharedMemory::create("dpp-staging", total_bytes(channels, workload));
   return std::shared_ptr<StagedBlock>(
       new StagedBlock(std::move(device), std::move(memory), std::move(channels), workload));
 }
 
-std::shared_ptr<StagedBlock> StagedBlock::adopt(cuda::DevicePtr device, UniqueFd fd, std::vector<Geometry> channels,
-                                                uint64_t workload) {
+std::shared_ptr<StagedBlock> StagedBlock::adopt(cuda::DevicePtr device, UniqueFd fd,
+                                                std::vector<Geometry> channels, uint64_t workload) {
   SharedMemory memory = SharedMemory::adopt(std::move(fd), total_bytes(channels, workload));
   return std::shared_ptr<StagedBlock>(
       new StagedBlock(std::move(device), std::move(memory), std::move(channels), workload));
 }
 
-StagedBlock::StagedBlock(cuda::DevicePtr device, SharedMemory memory, std::vector<Geometry> channels,
-                         uint64_t workload)
+StagedBlock::StagedBlock(cuda::DevicePtr device, SharedMemory memory,
+                         std::vector<Geometry> channels, uint64_t workload)
     : memory_(std::move(memory)),
       channels_(std::move(channels)),
       workload_(workload),
@@ -67,8 +68,9 @@ uint64_t StagedBlock::num_chunks(const Header& header) const {
 }
 
 StagedSender::StagedSender(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream,
-                           std::shared_ptr<StagedBlock> block, size_t channel, std::unique_ptr<ShmSender> ring,
-                           std::shared_ptr<Peer> peer, uint32_t max_pending, Marks::How how)
+                           std::shared_ptr<StagedBlock> block, size_t channel,
+                           std::unique_ptr<ShmSender> ring, std::shared_ptr<Peer> peer,
+                           uint32_t max_pending, Marks::How how)
     : DeviceSender(std::move(device), std::move(stream), std::move(ring), max_pending),
       block_(std::move(block)),
       channel_(channel),
@@ -99,14 +101,15 @@ void StagedSender::fill_next(const Parcel& parcel) {
   const auto from = reinterpret_cast<cuda::Address>(parcel.data) + offset;
   ++issued_;
   if (bytes != 0) {
-    device_->api().check(
-        device_->api().cuMemcpyDtoHAsync(block_->buffer(channel_, issued_), from, bytes, stream_->get()),
-        "copying a chunk to host memory from " + device_->name());
+    device_->api().check(device_->api().cuMemcpyDtoHAsync(block_->buffer(channel_, issued_), from,
+                                                          bytes, stream_->get()),
+                         "copying a chunk to host memory from " + device_->name());
   }
   filled_.set(issued_, stream_->get());
 }
 
-// Sequentially consistent: either we see that the receiver sleeps, or it sees the chunk before it does.
+// Sequentially consistent: either we see that the receiver sleeps, or it sees the chunk before it
+// does.
 void StagedSender::publish() {
   control_.produced.store(++produced_, std::memory_order_seq_cst);
   if (control_.asleep.load(std::memory_order_seq_cst) == 0) return;
@@ -129,9 +132,10 @@ Step StagedSender::finished() {
   return Step::kDone;
 }
 
-StagedReceiver::StagedReceiver(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream, DeviceSlots slots,
-                               std::shared_ptr<StagedBlock> block, size_t channel,
-                               std::unique_ptr<ShmReceiver> ring, std::shared_ptr<Peer> peer, Marks::How how)
+StagedReceiver::StagedReceiver(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream,
+                               DeviceSlots slots, std::shared_ptr<StagedBlock> block,
+                               size_t channel, std::unique_ptr<ShmReceiver> ring,
+                               std::shared_ptr<Peer> peer, Marks::How how)
     : DeviceReceiver(std::move(device), std::move(slots), std::move(ring), how),
       stream_(std::move(stream)),
       block_(std::move(block)),
@@ -151,9 +155,10 @@ Step StagedReceiver::move_chunks(bool& progressed) {
     // Acquire at least: the sender wrote header and chunk before.
     const uint64_t produced = control_.produced.load(std::memory_order_seq_cst);
     if (produced - consumed_ > StagedBlock::kBuffers || produced < issued_) {
-      throw Error(Fault::kProtocol, peer_->description() + " announced " + std::to_string(produced) + " chunks on " +
-                                        block_->channels_[channel_].text() + " where " + std::to_string(consumed_) +
-                                        " were taken; it is not listened to any longer");
+      throw Error(Fault::kProtocol,
+                  peer_->description() + " announced " + std::to_string(produced) + " chunks on " +
+                      block_->channels_[channel_].text() + " where " + std::to_string(consumed_) +
+                      " were taken; it is not listened to any longer");
     }
     while (issued_ != produced) empty_next();
     while (consumed_ != issued_ && emptied_.passed(consumed_ + 1)) {
@@ -172,7 +177,8 @@ void StagedReceiver::start_message() {
   const Geometry& geometry = block_->channels_[channel_];
   const std::string fault = header_fault(header_, geometry, started_);
   if (!fault.empty()) {
-    throw Error(Fault::kProtocol, peer_->description() + " sent a broken header on " + geometry.text() + ": " + fault +
+    throw Error(Fault::kProtocol, peer_->description() + " sent a broken header on " +
+                                      geometry.text() + ": " + fault +
                                       "; it is not listened to any longer");
   }
 }
@@ -185,9 +191,10 @@ void StagedReceiver::empty_next() {
   const cuda::Current current(*device_);
   ++issued_;
   if (bytes != 0) {
-    device_->api().check(device_->api().cuMemcpyHtoDAsync(slots_.of(started_) + offset,
-                                                          block_->buffer(channel_, issued_), bytes, stream_->get()),
-                         "copying a chunk from host memory to " + device_->name());
+    device_->api().check(
+        device_->api().cuMemcpyHtoDAsync(slots_.of(started_) + offset,
+                                         block_->buffer(channel_, issued_), bytes, stream_->get()),
+        "copying a chunk from host memory to " + device_->name());
   }
   emptied_.set(issued_, stream_->get());
   const bool last = next_chunk_ == block_->num_chunks(header_);
@@ -197,7 +204,8 @@ void StagedReceiver::empty_next() {
 
 void StagedReceiver::consume() {
   ++consumed_;
-  if (ends_message_[consumed_ % StagedBlock::kBuffers]) arrived_.fetch_add(1, std::memory_order_release);
+  if (ends_message_[consumed_ % StagedBlock::kBuffers])
+    arrived_.fetch_add(1, std::memory_order_release);
   control_.consumed.store(consumed_, std::memory_order_release);
 }
 

@@ -1,10 +1,12 @@
-// Kind "staged": GPUs of one host without peer access. A message goes in chunks through pinned shared host memory:
+// Kind "staged": GPUs of one host without peer access. A message goes in chunks through pinned
+// shared host memory:
 //
 //   source GPU --D2H--> [buffer 0|1|2|3] --H2D--> slot on the destination GPU --take()--> tensor
 //
-// Two buffers are being filled while two are being emptied, so both copies go on at once. Both progress threads move
-// chunks by themselves; a message has arrived when its last chunk is in the slot. Chunks carry no description: their
-// sizes follow from the header, which the receiver validates before the first of them moves.
+// Two buffers are being filled while two are being emptied, so both copies go on at once. Both
+// progress threads move chunks by themselves; a message has arrived when its last chunk is in the
+// slot. Chunks carry no description: their sizes follow from the header, which the receiver
+// validates before the first of them moves.
 #pragma once
 
 #include "transport/device.h"
@@ -16,9 +18,10 @@ class StagedBlock {
   static constexpr uint64_t kBuffers = 4;
 
   // workload: elements per chunk.
-  static std::shared_ptr<StagedBlock> create(cuda::DevicePtr device, std::vector<Geometry> channels, uint64_t workload);
-  static std::shared_ptr<StagedBlock> adopt(cuda::DevicePtr device, UniqueFd fd, std::vector<Geometry> channels,
-                                            uint64_t workload);
+  static std::shared_ptr<StagedBlock> create(cuda::DevicePtr device, std::vector<Geometry> channels,
+                                             uint64_t workload);
+  static std::shared_ptr<StagedBlock> adopt(cuda::DevicePtr device, UniqueFd fd,
+                                            std::vector<Geometry> channels, uint64_t workload);
 
   int fd() const { return memory_.fd.get(); }
 
@@ -29,10 +32,12 @@ class StagedBlock {
   struct Control {
     alignas(64) std::atomic<uint64_t> produced;  // chunks in buffers; written by the sender
     alignas(64) std::atomic<uint64_t> consumed;  // chunks taken out; written by the receiver
-    alignas(64) std::atomic<uint32_t> asleep;    // 1: the receiver's progress thread wants a note for the next chunk
+    alignas(64) std::atomic<uint32_t> asleep;  // 1: the receiver's progress thread wants a note for
+                                               // the next chunk
   };
 
-  StagedBlock(cuda::DevicePtr device, SharedMemory memory, std::vector<Geometry> channels, uint64_t workload);
+  StagedBlock(cuda::DevicePtr device, SharedMemory memory, std::vector<Geometry> channels,
+              uint64_t workload);
   static size_t buffer_bytes(const std::vector<Geometry>& channels, uint64_t workload);
   static size_t total_bytes(const std::vector<Geometry>& channels, uint64_t workload);
   Control& control(size_t channel) const;
@@ -49,9 +54,9 @@ class StagedBlock {
 
 class StagedSender : public DeviceSender {
  public:
-  StagedSender(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream, std::shared_ptr<StagedBlock> block,
-               size_t channel, std::unique_ptr<ShmSender> ring, std::shared_ptr<Peer> peer, uint32_t max_pending,
-               Marks::How how);
+  StagedSender(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream,
+               std::shared_ptr<StagedBlock> block, size_t channel, std::unique_ptr<ShmSender> ring,
+               std::shared_ptr<Peer> peer, uint32_t max_pending, Marks::How how);
   void begin(Parcel& parcel) override;
   Step finished() override;
 
@@ -70,7 +75,7 @@ class StagedSender : public DeviceSender {
   std::vector<Parcel*> begun_;  // ring of the messages under way
   uint64_t num_begun_ = 0;
   uint64_t num_finished_ = 0;
-  bool following_ = false;  // our stream waits for the oldest one's producer
+  bool following_ = false;   // our stream waits for the oldest one's producer
   uint64_t next_chunk_ = 0;  // of the oldest one
   uint64_t issued_ = 0;
   uint64_t produced_ = 0;
@@ -79,8 +84,8 @@ class StagedSender : public DeviceSender {
 class StagedReceiver : public DeviceReceiver {
  public:
   StagedReceiver(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream, DeviceSlots slots,
-                 std::shared_ptr<StagedBlock> block, size_t channel, std::unique_ptr<ShmReceiver> ring,
-                 std::shared_ptr<Peer> peer, Marks::How how);
+                 std::shared_ptr<StagedBlock> block, size_t channel,
+                 std::unique_ptr<ShmReceiver> ring, std::shared_ptr<Peer> peer, Marks::How how);
   uint64_t arrived() override { return arrived_.load(std::memory_order_acquire); }
   Step settle(bool& progressed) override;
 
