@@ -58,8 +58,9 @@ class DppConfig:
     )
     timeout: float = _option(600.0, "seconds that a rank waits for a message before it gives up")
     lookahead: float = _option(
-        0.5,
-        "on a GPU: milliseconds of the running task that may be left when the next task is chosen",
+        -1.0,
+        "on a GPU: milliseconds of the running task that may be left when the next task is "
+        "chosen; -1 takes the time that launching a task takes",
     )
     task_rng: bool = _option(
         True,
@@ -87,7 +88,7 @@ class DppConfig:
                 f"--dpp-policy {self.policy}: expected one of {', '.join(POLICY_NAMES)} or your "
                 "own as module:function"
             )
-        for name, least in (("slots", 1), ("workload", 1), ("timeout", 0.001), ("lookahead", 0.0)):
+        for name, least in (("slots", 1), ("workload", 1), ("timeout", 0.001), ("lookahead", -1.0)):
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"{flag_of(name)} {value}: must be at least {least}")

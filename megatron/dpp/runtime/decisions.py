@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from megatron.dpp.config import DppConfig
 from megatron.dpp.schedule import (
     Action,
+    Cap,
     Geometry,
     Policy,
     Recorder,
     Recording,
     Scheduler,
     parse_cap,
+    peak_in_flight,
 )
 
 
@@ -103,14 +105,26 @@ class Decisions:
         cap = parse_cap(
             self._config.activation_cap, geometry, measured.activation_bytes if measured else None
         )
-        self._log(f"dynamic pipeline: {cap.text}")
+        chunks, text = self._with_head(cap, geometry, split)
+        self._log(f"dynamic pipeline: {text}")
         return Scheduler(
             geometry,
             policy=policy,
-            cap=cap.chunks,
+            cap=chunks,
             split_backward=split,
             beta=measured.beta if measured else 0.0,
         )
+
+    @staticmethod
+    def _with_head(cap: Cap, geometry: Geometry, split: bool) -> tuple[float, str]:
+        """Leave room for one activation on the last rank, whose LM head needs memory of its own.
+
+        Megatron's order holds least on that rank, so its cap stays far above what the order needs.
+        """
+        if not split or not geometry.is_last or geometry.num_ranks == 1:
+            return cap.chunks, cap.text
+        chunks = max(cap.chunks - 1, peak_in_flight(geometry))
+        return chunks, f"{cap.text}, here {chunks:g} beside the LM head"
 
     def _next_replay(self, geometry: Geometry, split: bool) -> Policy:
         if self._recording is None:

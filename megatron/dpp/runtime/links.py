@@ -54,5 +54,6 @@ def open_links(
 def pace_for(config: DppConfig, follow: bool) -> Pace:
     """How far the host may run ahead here: not at all on a CPU, a little on a GPU."""
     if torch.cuda.is_available():
-        return DevicePace(config.lookahead * 1e-3, follow)
+        lookahead = None if config.lookahead < 0 else config.lookahead * 1e-3
+        return DevicePace(lookahead, follow)
     return HostPace()

@@ -3,9 +3,10 @@
 On a CPU a task is over when its call returns, and there is nothing to pace. On a GPU a call only
 queues work. A dynamic schedule that queued several tasks would decide before it knows; one that
 waited for the device to be idle would leave it idle while the next task is launched.
-``DevicePace`` opens the next decision when little is left of the task that is running:
-``lookahead`` seconds, judged by how long tasks of its kind have taken (POLICY.md: late decisions
-cost 0.1-0.3 points, early ones up to 3.8).
+``DevicePace`` opens the next decision when what is left of the running task, judged by how long
+tasks of its kind have taken, is as long as launching the next one takes: later, and a task's first
+small kernels outrun their launches; earlier, and the decision knows less than it could
+(docs/decisions/0007-lookahead.md has the measurements).
 """
 
 from __future__ import annotations
@@ -86,16 +87,19 @@ class DevicePace:
     """For a GPU: the next task is chosen when the running one is nearly over.
 
     Args:
-        lookahead: seconds of device work that may be left when the next task is chosen.
+        lookahead: seconds of device work that may be left when the next task is chosen; None takes
+            the longest time that launching a task has taken.
         follow: never hold back (a follower of its stage's leader, or a static schedule).
     """
 
-    def __init__(self, lookahead: float, follow: bool = False) -> None:
+    def __init__(self, lookahead: float | None, follow: bool = False) -> None:
         self._lookahead, self._follow = lookahead, follow
         self._running: deque[_Running] = deque()
         self.durations: dict[tuple[str, int], float] = {}
         self._free: list[Any] = []
         self._start: Any = None
+        self._began = 0.0
+        self._launches: dict[tuple[str, int], float] = {}
         self._last_end = 0.0
         self._injected = 0.0
         self._cycles_per_second = 0.0
@@ -109,9 +113,13 @@ class DevicePace:
         head = self._running[0]
         started = max(self._last_end, head.queued_at)
         expected = self.durations.get(head.key, 0.0) + head.injected
-        return time.monotonic() - started >= expected - self._lookahead
+        lookahead = self._lookahead
+        if lookahead is None:
+            lookahead = max(self._launches.values(), default=0.0)
+        return time.monotonic() - started >= expected - lookahead
 
     def begin(self) -> None:
+        self._began = time.monotonic()
         self._start = self._event()
         self._start.record()
 
@@ -124,7 +132,9 @@ class DevicePace:
     def launched(self, key: tuple[str, int]) -> None:
         end = self._event()
         end.record()
-        task = _Running(key, self._start, end, self._injected, time.monotonic())
+        now = time.monotonic()
+        _learn(self._launches, key, now - self._began)
+        task = _Running(key, self._start, end, self._injected, now)
         self._running.append(task)
         self._injected = 0.0
         if self._follow:
