@@ -131,6 +131,8 @@ def initialize(
         from megatron.dpp.mcore.cpu import install
 
         cpu_support = install()
+    if args.deterministic_mode:
+        _use_deterministic_kernels()
     device = _join_process_group(args, rank)
     groups: dict[str, Any] = {"get_embedding_ranks": embedding_ranks} if embedding_ranks else {}
     parallel_state.initialize_model_parallel(
@@ -161,6 +163,12 @@ def initialize(
     _switch_reruns_off()
     timers = Timers(args.timing_log_level, args.timing_log_option)
     return Run(args=args, rank=rank, device=device, timers=timers, cpu_support=cpu_support)
+
+
+def _use_deterministic_kernels() -> None:
+    """``--deterministic-mode``: equal inputs give equal bits, at some cost in speed."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is opened
+    torch.use_deterministic_algorithms(True)
 
 
 def _join_process_group(args: Args, rank: int) -> torch.device:
