@@ -12,8 +12,8 @@ class Copier {
  public:
   // Never bypasses the cache.
   Copier() = default;
-  // Measures from which size on bypassing pays, for copies of up to `largest` bytes. Takes about
-  // 20 ms, and nothing where `largest` is small.
+  // Measures from which size on bypassing pays, for copies of up to `largest` bytes. Takes up
+  // to 0.1 s, and nothing where `largest` is small.
   static Copier measured(uint64_t largest);
 
   void copy(void* to, const void* from, uint64_t bytes) const;

@@ -14,6 +14,7 @@ namespace dpp {
 namespace {
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr size_t kPage = 4096;
+constexpr uintptr_t kLargePage = 2 << 20;
 
 // What this machine has; everything where the kernel does not say.
 // By a system call: a stream over /proc/meminfo has given 0 in a build where the value was not 0.
@@ -119,6 +120,14 @@ ForkGuard::ForkGuard() {
 }
 
 ForkGuard::~ForkGuard() { ::munmap(const_cast<uint32_t*>(alive_), kPage); }
+
+void expect_large_pages(void* memory, size_t bytes) {
+  const auto begin = reinterpret_cast<uintptr_t>(memory);
+  const uintptr_t first = (begin + kLargePage - 1) / kLargePage * kLargePage;
+  const uintptr_t end = (begin + bytes) / kLargePage * kLargePage;
+  // A hint: refused, everything works as before.
+  if (first < end) ::madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+}
 
 uint64_t monotonic_ns() {
   timespec now = {};

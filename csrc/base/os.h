@@ -70,6 +70,11 @@ class ForkGuard {
   volatile uint32_t* alive_ = nullptr;
 };
 
+// Memory that is about to be written for the first time gets large pages where it holds any and the
+// kernel has some: one fault then stands for 512, and in a virtual machine faults cost more than
+// the copy itself.
+void expect_large_pages(void* memory, size_t bytes);
+
 uint64_t monotonic_ns();
 
 }  // namespace dpp

@@ -18,7 +18,7 @@ using dpp::Geometry;
 using dpp::Transport;
 using dpp::UniqueFd;
 
-constexpr uint64_t kHoldGilBytes = 32 << 10;  // below, a copy is shorter than giving the lock away
+constexpr uint64_t kHoldGilBytes = 256 << 10;  // below, a copy is shorter than giving the lock away
 constexpr uint64_t kSignalSliceNs = 200'000'000;
 
 const char* class_of(Fault fault) {
@@ -109,10 +109,16 @@ py::list poll(Transport& self, size_t count) {
 py::tuple head(Transport& self, size_t channel) {
   uint64_t arrived_ns = 0;
   const dpp::Header& header = self.head(channel, arrived_ns);
-  py::tuple shape(header.num_dims);
-  for (size_t i = 0; i < header.num_dims; ++i) shape[i] = header.shape[i];
-  return py::make_tuple(header.dtype, shape, header.bytes, header.iteration, header.microbatch,
-                        header.part, header.num_parts, header.sent_ns, arrived_ns);
+  py::tuple shape(header.num_dims), strides(header.num_dims);
+  uint64_t stride = 1;
+  for (size_t i = header.num_dims; i-- != 0;) {
+    shape[i] = header.shape[i];
+    strides[i] = stride;
+    stride *= std::max<uint64_t>(1, header.shape[i]);
+  }
+  return py::make_tuple(header.dtype, shape, strides, header.bytes, header.iteration,
+                        header.microbatch, header.part, header.num_parts, header.sent_ns,
+                        arrived_ns);
 }
 
 void take(Transport& self, size_t channel, uintptr_t to, uint64_t bytes, uintptr_t stream) {

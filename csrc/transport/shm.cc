@@ -136,6 +136,7 @@ uint64_t ShmReceiver::arrived() {
 Header ShmReceiver::header(uint64_t sequence) { return *block_->header(channel_, sequence); }
 
 void ShmReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t) {
+  expect_large_pages(to, bytes);
   copier_.copy(to, block_->payload(channel_, sequence), bytes);
 }
 

@@ -62,6 +62,7 @@ std::byte* TcpReceiver::payload(uint64_t sequence) {
 }
 
 void TcpReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t) {
+  expect_large_pages(to, bytes);
   link_->copier_.copy(to, payload(sequence), bytes);
 }
 

@@ -410,8 +410,6 @@ void Transport::close() {
   }
   settling_.clear();
   outgoing_.clear();
-  outgoing_.clear();
-  settling_.clear();
   incoming_.clear();
   links_.clear();
   board_.reset();

@@ -154,18 +154,18 @@ class NativeTransport(Transport):
                     self._num_kept -= 1
 
     def take(self, channel: int) -> Message:
-        code, shape, num_bytes, iteration, microbatch, part, num_parts, sent_ns, arrived_ns = (
+        code, shape, strides, num_bytes, iteration, microbatch, part, num_parts, sent, arrived = (
             self._native.head(channel)
         )
-        if self._takes_in_place[channel]:
-            tensor = torch.empty(shape, dtype=self._dtypes[code], device=self._device)
-            stream = torch._C._cuda_getCurrentRawStream(self._gpu)
-            self._native.take(channel, tensor.data_ptr(), num_bytes, stream)
-        else:
-            tensor = torch.empty(shape, dtype=self._dtypes[code])
-            self._native.take(channel, tensor.data_ptr(), num_bytes, 0)
+        in_place = self._takes_in_place[channel]
+        device = self._device if in_place else None
+        # empty_strided() takes two thirds of the time of empty(), which is most of a small take().
+        tensor = torch.empty_strided(shape, strides, dtype=self._dtypes[code], device=device)
+        stream = torch._C._cuda_getCurrentRawStream(self._gpu) if in_place else 0
+        self._native.take(channel, tensor.data_ptr(), num_bytes, stream)
+        if self._gpu >= 0 and not in_place:
             tensor = tensor.to(self._device)
-        return Message(tensor, iteration, microbatch, part, num_parts, sent_ns, arrived_ns)
+        return Message(tensor, iteration, microbatch, part, num_parts, sent, arrived)
 
     def wait(self, seconds: float) -> bool:
         changed: bool = self._native.wait(seconds)

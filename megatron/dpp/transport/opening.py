@@ -7,15 +7,16 @@ and the stage's board if it leads one. Only then does C++ take the connections o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from megatron.dpp.errors import ConfigError, ProtocolError, VersionMismatch
+from megatron.dpp.errors import ConfigError, ProtocolError, SetupError, VersionMismatch
 from megatron.dpp.transport import handshake
 from megatron.dpp.transport.base import ChannelSpec, LinkInfo
 from megatron.dpp.transport.choose import GPU_KINDS, Choice, Facts, choose
@@ -183,23 +184,38 @@ class _Opening:
         for peer, control in controls.items():
             control.sock.settimeout(self._options.setup_timeout)
             shared = self._choices[peer].kind != "tcp"
-            handshake.send_message(control.sock, {}, [native.bell_fd()] if shared else None)
+            with self._while_joining(peer):
+                handshake.send_message(control.sock, {}, [native.bell_fd()] if shared else None)
         for peer, control in controls.items():
-            _, fds = handshake.receive_message(control.sock, 1)
+            with self._while_joining(peer):
+                _, fds = handshake.receive_message(control.sock, 1)
             self._add_peer(native, peer, control, fds)
         board_fd = -1
         if self._board_ranks and self._rank == self._board_ranks[0]:
             size, followers = len(self._board_ranks), self._board_ranks[1:]
             board_fd = native.make_board(size, self._board_counters, followers)
         for peer, control in controls.items():
-            self._send_offer(native, peer, control, board_fd)
+            with self._while_joining(peer):
+                self._send_offer(native, peer, control, board_fd)
         for peer, control in controls.items():
-            self._receive_offer(native, peer, control)
+            with self._while_joining(peer):
+                self._receive_offer(native, peer, control)
             if self._choices[peer].kind == "tcp":
                 data = [connections[peer, purpose].sock.detach() for purpose in _DATA]
                 incoming = _channels_with(self._incoming, peer)
                 native.add_tcp_link(peer, incoming, _channels_with(self._outgoing, peer), data)
         self._join_gpus(native, controls)
+
+    @contextlib.contextmanager
+    def _while_joining(self, peer: int) -> Iterator[None]:
+        """A peer that met an error of its own just hangs up: say whose error it is."""
+        try:
+            yield
+        except OSError as error:
+            raise SetupError(
+                f"rank {self._rank}: rank {peer} ended the set-up of its links ({error}); its own "
+                "message says why"
+            ) from error
 
     def _join_gpus(self, native: Any, controls: dict[int, Connection]) -> None:
         links = [
