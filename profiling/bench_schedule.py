@@ -15,6 +15,7 @@ schedule's bit by bit (deterministic kernels). Without a GPU it runs stages that
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -163,6 +164,7 @@ class Model:
 
         self.chunks.clear()
         parallel_state.destroy_model_parallel()
+        gc.collect()  # DDP's hooks make cycles; the next model's peak must not count this one
         torch.cuda.empty_cache()
 
 

@@ -10,6 +10,7 @@ measurement.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -213,9 +214,28 @@ def open_links(args: argparse.Namespace, v: int) -> Any:
     return Links(transport, channels)
 
 
+def open_static(args: argparse.Namespace) -> Any:
+    """Our channels under a static schedule where links are to be slow; None keeps gloo."""
+    from megatron.dpp.config import DppConfig
+    from megatron.dpp.mcore.static import ChannelExchange, ring_channels
+    from megatron.dpp.runtime.delayed import DelayedTransport
+    from megatron.dpp.runtime.inject import Injector
+    from megatron.dpp.runtime.links import open_links as open_transport
+
+    rank, ranks = dist.get_rank(), tuple(range(args.ranks))
+    injector = Injector(args.inject, rank, args.ranks) if args.inject else None
+    if injector is None or not injector.delays_messages:
+        return None
+    specs = ring_channels(ranks, rank, _SEQUENCE * _HIDDEN * 4, args.slots)
+    transport = open_transport(specs, DppConfig(transport=args.transport))
+    return ChannelExchange(DelayedTransport(transport, injector, ranks), 60.0)
+
+
 def measure(args: argparse.Namespace, name: str, m: int) -> dict[str, Any]:
     """Median seconds of a schedule's step, and its ratio to the busiest rank's own work."""
     from megatron.core import parallel_state
+
+    from megatron.dpp.mcore.static import over_channels
 
     kind, v = name.rstrip("0123456789"), int(name.lstrip("abcdefghijklmnopqrstuvwxyz"))
     parallel_state.initialize_model_parallel(
@@ -223,12 +243,14 @@ def measure(args: argparse.Namespace, name: str, m: int) -> dict[str, Any]:
         virtual_pipeline_model_parallel_size=v if v > 1 else None,
     )
     links = None if kind == "static" else open_links(args, v)
+    exchange = open_static(args) if kind == "static" else None
     took, ratios = [], []
     for iteration in range(args.rounds + 1):
         dist.barrier()
         start = time.perf_counter()
         if links is None:
-            own = run_static(args, v, m, iteration)
+            with over_channels(exchange) if exchange else contextlib.nullcontext():
+                own = run_static(args, v, m, iteration)
         else:
             own = run_dynamic(args, v, m, iteration, (links, kind == "split"))
         pair = torch.tensor([time.perf_counter() - start, own])
@@ -236,8 +258,9 @@ def measure(args: argparse.Namespace, name: str, m: int) -> dict[str, Any]:
         if iteration:  # the first one warms up
             took.append(float(pair[0]))
             ratios.append(float(pair[0] / pair[1]))
-    if links is not None:
-        links.transport.close()
+    for opened in (links, exchange):
+        if opened is not None:
+            opened.transport.close()
     parallel_state.destroy_model_parallel()
     return {
         "schedule": name,

@@ -71,7 +71,7 @@ class ChannelExchange:
     """
 
     def __init__(self, transport: Transport, timeout: float) -> None:
-        self._transport, self._timeout = transport, timeout
+        self.transport, self._timeout = transport, timeout
         self._out = {spec.direction: i for i, spec in enumerate(transport.outgoing)}
         self._in = {spec.direction: i for i, spec in enumerate(transport.incoming)}
         self._num_sent = dict.fromkeys(Direction, 0)
@@ -113,7 +113,7 @@ class ChannelExchange:
         number = self._num_sent[way]
         self._num_sent[way] += 1
         payload = tensor.detach().contiguous()
-        self._transport.put(self._out[way], payload, iteration=0, microbatch=number)
+        self.transport.put(self._out[way], payload, iteration=0, microbatch=number)
 
     def take(self, way: Direction) -> torch.Tensor:
         """The next message that comes from this side.
@@ -122,19 +122,19 @@ class ChannelExchange:
             TransferTimeout: it did not come in time.
         """
         channel, end = self._in[way], time.monotonic() + self._timeout
-        while self._transport.poll()[channel] <= self._num_taken[way]:
+        while self.transport.poll()[channel] <= self._num_taken[way]:
             if time.monotonic() > end:
                 raise TransferTimeout(
-                    f"{self._transport.incoming[channel]}: message {self._num_taken[way]} did not "
+                    f"{self.transport.incoming[channel]}: message {self._num_taken[way]} did not "
                     f"arrive within {self._timeout:g} s (--dpp-timeout); its sender is alive"
                 )
-            self._transport.wait(_NAP_SECONDS)
+            self.transport.wait(_NAP_SECONDS)
         self._num_taken[way] += 1
-        return self._transport.take(channel).tensor
+        return self.transport.take(channel).tensor
 
     def finish(self) -> None:
         """At the end of a step: everything that was put has left."""
-        self._transport.flush(self._timeout)
+        self.transport.flush(self._timeout)
 
 
 @contextlib.contextmanager
