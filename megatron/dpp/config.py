@@ -7,6 +7,7 @@ that), so a default or a help text exists in one place. Nothing here imports tor
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,8 @@ class DppConfig:
     """Settings of the dynamic pipeline and its transport.
 
     Every field ``x`` is also the flag ``--dpp-x`` of the training scripts (underscores become
-    dashes), except ``workload``, which keeps its older name ``--workload``.
+    dashes), except ``workload`` and ``node_ips``, which keep their older names ``--workload`` and
+    ``--node-ips``.
     """
 
     policy: str = _option(
@@ -67,6 +69,11 @@ class DppConfig:
         "derive the random state of a task from seed, iteration, microbatch and stage, not from "
         "execution order",
     )
+    node_ips: str | None = _option(
+        None,
+        "IPv4 addresses that links between hosts are bound to, separated by commas: one per node, "
+        "or one per rank",
+    )
     checksum: bool = _option(False, "send a CRC32C with every message and check it")
     record: str | None = _option(
         None, "file that every scheduling decision is written to (one per rank: .rankN is added)"
@@ -92,11 +99,46 @@ class DppConfig:
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"{flag_of(name)} {value}: must be at least {least}")
+        for address in self.node_ips.split(",") if self.node_ips else ():
+            if not _is_ipv4(address):
+                raise ConfigError(
+                    f"--node-ips {self.node_ips}: {address!r} is not an IPv4 address (like 10.0.0.1)"
+                )
         if self.record and self.record == self.replay:
             raise ConfigError(
                 f"--dpp-record and --dpp-replay both name {self.record}: a replay must not "
                 "overwrite its source"
             )
+
+    def node_ip(self, rank: int, world_size: int, ranks_per_node: int) -> str | None:
+        """The address of ``node_ips`` that a rank's links to other hosts are bound to.
+
+        Raises:
+            ConfigError: there is neither one address per node nor one per rank.
+        """
+        if not self.node_ips:
+            return None
+        addresses = self.node_ips.split(",")
+        if len(addresses) == world_size:
+            return addresses[rank]
+        num_nodes = -(-world_size // ranks_per_node)
+        if len(addresses) == num_nodes:
+            return addresses[rank // ranks_per_node]
+        raise ConfigError(
+            f"--node-ips {self.node_ips} has {len(addresses)} addresses: expected one per node "
+            f"({num_nodes}) or one per rank ({world_size})"
+        )
+
+
+def _is_ipv4(text: str) -> bool:
+    try:
+        ipaddress.IPv4Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+_OLD_NAMES = {"workload": "--workload", "node_ips": "--node-ips"}
 
 
 def flag_of(field_name: str) -> str:
@@ -105,7 +147,7 @@ def flag_of(field_name: str) -> str:
     >>> flag_of("activation_cap")
     '--dpp-activation-cap'
     """
-    return "--workload" if field_name == "workload" else "--dpp-" + field_name.replace("_", "-")
+    return _OLD_NAMES.get(field_name, "--dpp-" + field_name.replace("_", "-"))
 
 
 def option_fields() -> tuple[dataclasses.Field[Any], ...]:

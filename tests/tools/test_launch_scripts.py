@@ -171,7 +171,7 @@ def test_master_and_worker_agree_but_for_their_rank(model: str) -> None:
     assert master[:rank] + master[rank + 1 :] == worker[:rank] + worker[rank + 1 :]
     args = flags_of(worker)
     assert args.multi_node
-    assert args.node_ips == settings["NODE_IPS"]
+    assert args.dpp_node_ips == settings["NODE_IPS"]
     assert "--master_addr 10.0.0.1 --master_port 6000" in torchrun_part(master)
 
 

@@ -41,6 +41,16 @@ def _descriptors_and_threads() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
+def _leaked(before: tuple[int, int]) -> tuple[int, int]:
+    """What is left open. The kernel lists a thread for a moment after it was joined."""
+    for _ in range(100):
+        after = _descriptors_and_threads()
+        if after <= before:
+            break
+        time.sleep(0.01)
+    return after[0] - before[0], after[1] - before[1]
+
+
 def _exchange(transport: Transport, chance: random.Random) -> None:
     """Send and check numbered messages of random sizes until something goes wrong."""
     sent = taken = 0
@@ -68,9 +78,7 @@ def _live(kind: str, rank: int, path: str, seed: int, parent: Connection) -> Non
     except (TransportError, AssertionError) as error:
         noticed = time.monotonic_ns()
         transport.close()
-        after = _descriptors_and_threads()
-        leaked = (after[0] - before[0], after[1] - before[1])
-        parent.send(Report(type(error).__name__, str(error), noticed, leaked))
+        parent.send(Report(type(error).__name__, str(error), noticed, _leaked(before)))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,13 @@ def pipeline_of(chunks: list[torch.nn.Module], pg_collection: Any = None) -> Top
     return Topology(tuple(ranks), torch.distributed.get_rank(group), len(chunks))
 
 
+def own_address(config: DppConfig) -> str | None:
+    """This rank's part of ``--node-ips``; torchrun says how many ranks a node has."""
+    world_size = torch.distributed.get_world_size()
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return config.node_ip(torch.distributed.get_rank(), world_size, ranks_per_node)
+
+
 def open_links(
     specs: Sequence[ChannelSpec], config: DppConfig, stage_ranks: Sequence[int] = ()
 ) -> Transport:
@@ -31,7 +39,7 @@ def open_links(
 
     Args:
         specs: every channel that begins or ends at this rank.
-        config: kind, timeout, checksum and chunk size.
+        config: kind, timeout, checksum, chunk size and addresses.
         stage_ranks: ranks that share a board with this one, leader first; empty for none.
     """
     rank = torch.distributed.get_rank()
@@ -44,7 +52,10 @@ def open_links(
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         kind=config.transport,
         options=TransportOptions(
-            timeout=config.timeout, checksum=config.checksum, workload=config.workload
+            timeout=config.timeout,
+            checksum=config.checksum,
+            workload=config.workload,
+            node_ips=own_address(config),
         ),
         board_ranks=(stage_ranks or None) if specs else None,
         board_counters=sum(spec.destination == rank for spec in specs),

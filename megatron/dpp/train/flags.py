@@ -507,7 +507,6 @@ OURS = (
         "--ignore-forward-tensor-parallel", True, False, "accepted for old scripts: has no effect"
     ),
     Flag("--num-gpus", int, None, "accepted for old scripts: torchrun decides"),
-    Flag("--node-ips", str, None, "accepted for old scripts: torchrun decides"),
     Flag("--multi-node", True, False, "accepted for old scripts: torchrun decides"),
 )
 
@@ -530,7 +529,6 @@ WITHOUT_EFFECT = (
     "forward_backward_disaggregating",
     "ignore_forward_tensor_parallel",
     "num_gpus",
-    "node_ips",
     "multi_node",
     "decoder_seq_length",
     "log_timers_to_tensorboard",
