@@ -1,8 +1,7 @@
 """``pretrain``: a whole training run, from command line to exit code.
 
 ``pretrain_gpt.py`` and ``pretrain_bert.py`` call :func:`main`. Settings that cannot work are
-printed once, as one line, and end every rank with exit code 2 before a process group exists, most
-of them before PyTorch is imported.
+printed once, as one line, and end every rank with exit code 2 before a process group exists.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.dpp.errors import ConfigError, DataError, DppError
-from megatron.dpp.train import arguments, preflight
+from megatron.dpp.train import arguments
 
 if TYPE_CHECKING:
     from megatron.dpp.train.task import Task
 
 Args = argparse.Namespace
 
+_BAD_INPUT = 2
 _FAILED = 1
 
 
@@ -35,15 +35,12 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
     """
     rank, world_size = arguments.rank_and_world()
     try:
-        args, tokenizer = preflight.check(task_name, argv, world_size)
-        _settle(args)
+        args = arguments.parse_args(argv)
+        tokenizer = _prepare(args, task_name, rank, world_size)
     except (ConfigError, DataError) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return preflight.BAD_INPUT
-    if rank == 0:
-        for line in arguments.warnings_of(args):
-            print(f"warning: {line}", file=sys.stderr, flush=True)
+        return _BAD_INPUT
     try:
         pretrain(args, task_name, rank, tokenizer)
     except DppError as error:
@@ -52,13 +49,27 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _settle(args: Args) -> None:
-    """What takes PyTorch and megatron-core to find out; still without the other ranks."""
-    from megatron.dpp.train.configs import set_types
-    from megatron.dpp.train.initialize import choose_device
+def _prepare(args: Args, task_name: str, rank: int, world_size: int) -> Any:
+    """Everything that can be checked without the other ranks."""
+    from megatron.dpp.train import initialize
+    from megatron.dpp.train.files import check_files
+    from megatron.dpp.train.validate import validate
 
-    choose_device(args)
-    set_types(args)
+    if args.tokenizer_type is None:
+        args.tokenizer_type = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}[
+            task_name
+        ]
+    initialize.choose_device(args)
+    validate(args, world_size)
+    if args.use_dpp:
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        arguments.dpp_config(args).node_ip(rank, world_size, ranks_per_node)
+    check_files(args)
+    tokenizer = initialize.build_vocabulary(args)
+    if rank == 0:
+        for line in arguments.warnings_of(args):
+            print(f"warning: {line}", file=sys.stderr, flush=True)
+    return tokenizer
 
 
 def pretrain(args: Args, task_name: str, rank: int, tokenizer: Any) -> None:
