@@ -102,7 +102,7 @@ class DppConfig:
         for address in self.node_ips.split(",") if self.node_ips else ():
             if not _is_ipv4(address):
                 raise ConfigError(
-                    f"--node-ips {self.node_ips}: {address!r} is not an IPv4 address (like 10.0.0.1)"
+                    f"--node-ips {self.node_ips}: {address!r} is not an IPv4 address"
                 )
         if self.record and self.record == self.replay:
             raise ConfigError(

@@ -131,6 +131,7 @@ def test_survivors_of_a_kill_raise_and_leave_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_thousand_kills(tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     seconds = sorted(_kill_one(seed, tmp_path) for seed in range(1000))
