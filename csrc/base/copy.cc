@@ -8,6 +8,7 @@
 #include <array>
 #include <cstring>
 #include <memory>
+#include <new>
 
 #include "base/os.h"
 
@@ -127,7 +128,8 @@ Copier Copier::measured(uint64_t largest) {
   if (!kCanStream || largest < kSmallestStream) return Copier();
   const uint64_t room = std::min(largest, kLargestTrial);
   const uint64_t total = (2 + kTrialSlots) * room;
-  const std::unique_ptr<std::byte[]> arena(new std::byte[total]);
+  const std::unique_ptr<std::byte[]> arena(new (std::nothrow) std::byte[total]);
+  if (!arena) return Copier();
   expect_large_pages(arena.get(), total);
   std::memset(arena.get(), 0, total);
   uint64_t threshold = UINT64_MAX;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import socket
 import threading
@@ -379,6 +380,30 @@ def test_memory_that_cannot_be_had_is_an_error_at_set_up(tmp_path: Path) -> None
     assert first[1][1] == "SetupError"
     assert "bytes of shared memory" in first[1][2]
     assert first[0][1] in ("SetupError", "ProtocolError")  # sending to it or receiving from it
+
+
+@pytest.mark.parametrize("kind", NATIVE_KINDS)
+def test_a_limit_on_address_space_is_an_error_at_set_up(kind: str, tmp_path: Path) -> None:
+    large = pair(slot_bytes=24 << 20)
+
+    def body(rank: int, path: str, results: Any) -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_AS, (used + (40 << 20), used + (40 << 20)))
+        try:
+            open_from_file(kind, large, rank, path, setup_timeout=3.0).close()
+            results.put((rank, "no error", ""))
+        except TransportError as error:
+            results.put((rank, type(error).__name__, str(error)))
+
+    before = set(os.listdir("/dev/shm"))
+    with forked(2, body, tmp_path) as (_, results):
+        found = {rank: rest for rank, *rest in (results.get(timeout=PATIENCE) for _ in range(2))}
+    assert found[1][0] == "SetupError", found
+    assert "ulimit -v" in found[1][1]
+    # Over tcp the other rank may be done with its own set-up before it can know.
+    assert found[0][0] in ("SetupError", "ProtocolError", "PeerDead", "no error"), found
+    assert set(os.listdir("/dev/shm")) <= before
 
 
 def test_nothing_is_left_behind_by_opening_and_closing() -> None:
