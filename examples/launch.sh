@@ -6,7 +6,7 @@ REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 die() {
   echo "error: $*" >&2
-  exit 1
+  exit 2
 }
 
 # setting NAME DEFAULT: the environment's value wins; every setting can be changed this way.
@@ -138,6 +138,7 @@ take_positional() {
     shift
   done
   FURTHER_ARGUMENTS=("$@")
+  ((!$#)) || preflight flags "$@"
 }
 
 check_whole_numbers() {
@@ -258,7 +259,7 @@ wait_for_master() {
 # use_environment: the Python to run with, set up when something is missing.
 use_environment() {
   [[ -n ${DRY_RUN:-} ]] && PYTHON=${PYTHON:-python3} && return
-  PYTHON=$(bash "$REPOSITORY/tools/setup.sh") || exit 1
+  PYTHON=$(bash "$REPOSITORY/tools/setup.sh") || exit
 }
 
 # prepare_sample FOLDER LEVEL FILE... -- ARGUMENT...: makes the token files of a sample corpus unless
@@ -286,19 +287,12 @@ prepare_sample() {
   fi
 }
 
-# check_arguments FLAG...: refuses flags that the training script does not know.
-check_arguments() {
-  local code='
-import sys
-sys.path.insert(0, sys.argv.pop(1))
-from megatron.dpp.errors import DppError
-from megatron.dpp.train.arguments import parse_args
-try:
-    parse_args()
-except DppError as error:
-    sys.exit(f"error: {error}")
-'
-  "$PYTHON" -W ignore -c "$code" "$REPOSITORY" "$@" || exit 1
+# preflight gpt|bert|flags FLAG...: refuses, without importing PyTorch, what cannot work; "flags"
+# looks only whether the training script knows them, and needs nothing but Python.
+preflight() {
+  [[ -n ${DRY_RUN:-} ]] && return
+  PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} WORLD_SIZE=${WORLD_SIZE:-1} \
+    "${PYTHON:-python3}" -m megatron.dpp.train.preflight "$@" || exit
 }
 
 print_command() {
@@ -327,8 +321,8 @@ launch() {
     print_command "${command[@]}"
     exit 0
   fi
-  # Takes the seconds that importing megatron-core takes, so only where a user adds flags.
-  ((${#FURTHER_ARGUMENTS[@]} == 0)) || check_arguments "${@:2}"
+  local model=${1##*pretrain_}
+  preflight "${model%.py}" "${@:2}"
   if ((NODE_RANK > 0)); then
     wait_for_master
   elif ((NUM_NODES > 1)); then

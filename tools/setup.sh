@@ -10,11 +10,11 @@ set -euo pipefail
 python=${PYTHON:-python3}
 if ! command -v "$python" >/dev/null; then
   echo "error: '$python' is not there; install Python 3.10 or newer, or name one with PYTHON=" >&2
-  exit 1
+  exit 2
 fi
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
   echo "error: $("$python" -V 2>&1) at $(command -v "$python") is too old: Python 3.10 or newer is" \
     "needed; name one with PYTHON=" >&2
-  exit 1
+  exit 2
 fi
 exec "$python" "$(dirname "${BASH_SOURCE[0]}")/setup_environment.py" "$@"

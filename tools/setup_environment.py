@@ -271,7 +271,7 @@ def main() -> int:
             environment, done = set_up(files)
     except SetupFailed as error:
         print(f"error: set-up: {error}", file=sys.stderr)
-        return 1
+        return 2
     what = ", ".join(done) or "nothing to do"
     using = f"using {environment.python}, PyTorch {environment.torch}"
     print(f"set-up: {what}; {using} ({time.monotonic() - start:.1f} s)", file=sys.stderr)

@@ -79,14 +79,14 @@ def test_a_failed_build_shows_its_end_and_is_tried_again(repository: Path) -> No
     (repository / "setup.py").write_text("raise SystemExit('no such header: x.h')")
     for _ in range(2):
         result = set_up(repository)
-        assert result.returncode == 1
+        assert result.returncode == 2
         assert "the C++ extension could not be built" in result.stderr
         assert "no such header: x.h" in result.stderr
 
 
 def test_without_a_compiler_it_says_so_at_once(repository: Path) -> None:
     result = set_up(repository, CXX="no-such-compiler")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "no C++ compiler: 'no-such-compiler' is not in PATH" in result.stderr
     assert not (repository / "build" / "setup.log").exists()
 
@@ -105,7 +105,7 @@ def test_no_compiler_is_needed_when_nothing_has_to_be_built(repository: Path) ->
 
 def test_an_interpreter_that_is_not_there(repository: Path) -> None:
     result = set_up(repository, PYTHON="no-such-python")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "'no-such-python' is not there" in result.stderr
 
 

@@ -10,6 +10,7 @@ import torch
 
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.train.arguments import dpp_config, parse_args, warnings_of
+from megatron.dpp.train.configs import set_types
 from megatron.dpp.train.validate import validate
 
 MINIMUM = (
@@ -26,6 +27,7 @@ def checked(more: str = "", world_size: int = 1, without: str = "") -> argparse.
         del words[at : at + 2]
     args = parse_args([*words, *more.split()])
     validate(args, world_size)
+    set_types(args)
     return args
 
 
@@ -69,7 +71,7 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--save here", 1, "--save-interval"),
         ("--data-path here", 1, "--mock-data and --data-path"),
         ("--overlap-param-gather", 1, "--use-distributed-optimizer"),
-        ("--attention-backend fast", 1, "expected one of"),
+        ("--attention-backend fast", 1, "invalid choice: 'fast'"),
         ("--train-samples 5", 1, "--train-iters and --train-samples"),
         ("--seq-length 64", 1, "--max-position-embeddings 32 is below"),
     ],

@@ -2,7 +2,8 @@
 
 Rows of ``flags`` first, then one flag per remaining field of megatron-core's dataclasses, then
 ours from :class:`megatron.dpp.config.DppConfig`. This module turns text into a namespace; whether
-the values fit together is ``validate``'s business, and what they mean is ``configs``'.
+the values fit together is ``validate``'s business, and what they mean is ``configs``'. Nothing
+here imports torch or megatron-core, so that a wrong flag is refused at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 
 from megatron.dpp.config import DppConfig, flag_of, option_fields
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.train.fields import add_dataclass_flags
+from megatron.dpp.train.fields import add_flags, core_fields
 from megatron.dpp.train.flags import GROUPS, UNSET_FIELDS, WITHOUT_EFFECT, Flag
 
 
@@ -28,27 +29,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with every flag. Importing megatron-core's dataclasses is its only cost."""
-    from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDatasetConfig
-    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
+    """The parser with every flag."""
     parser = _Parser(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for title, rows in GROUPS.items():
         group = parser.add_argument_group(title)
         for row in rows:
             _add_row(group, row)
     _add_dpp_flags(parser)
-    for kind in (
-        TransformerConfig,
-        OptimizerConfig,
-        DistributedDataParallelConfig,
-        GPTDatasetConfig,
-        BERTMaskedWordPieceDatasetConfig,
-    ):
-        add_dataclass_flags(parser, kind, skip=UNSET_FIELDS, title=f"megatron-core {kind.__name__}")
+    for name, fields in core_fields().items():
+        add_flags(parser, fields, skip=UNSET_FIELDS, title=f"megatron-core {name}")
     return parser
 
 

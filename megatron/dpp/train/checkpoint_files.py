@@ -9,6 +9,7 @@ fills the directories; nothing here needs a process group.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -103,6 +104,23 @@ def find(root: str | None, step: int | None = None) -> Found | None:
         there = sorted(p.name for p in Path(root).glob("iter_*") if whole.fullmatch(p.name))
         raise DataError(f"{path}: no such checkpoint; there are: {', '.join(there) or 'none'}")
     return Found(path, step)
+
+
+def find_start(args: argparse.Namespace) -> Found | None:
+    """The checkpoint that a run starts from; needs no process group.
+
+    Raises:
+        DataError: there is none although the flags demand one, or it is broken.
+    """
+    found = find(args.load, args.ckpt_step)
+    if found is None and args.pretrained_checkpoint:
+        found = find(args.pretrained_checkpoint)
+        if found is None:
+            raise DataError(f"--pretrained-checkpoint {args.pretrained_checkpoint}: none there")
+        args.finetune = True
+    if found is None and args.load and args.exit_on_missing_checkpoint:
+        raise DataError(f"--load {args.load}: no checkpoint there (--exit-on-missing-checkpoint)")
+    return found
 
 
 def unfinished(root: str | Path) -> list[Path]:

@@ -221,7 +221,7 @@ class Checkpointer:
             for line in files.tidy(args.load):
                 run.say(f"warning: {line}")
         dist.barrier()
-        found = find_start(args)
+        found = files.find_start(args)
         if found is None:
             if args.load:
                 run.say(f"{args.load}: no checkpoint yet; starting from random parameters")
@@ -321,23 +321,6 @@ class Checkpointer:
         if args.use_distributed_optimizer and not found.is_distributed:
             optimizer.load_parameter_state(str(found.path / _rank_directory() / "distrib_optim.pt"))
         trainee.scheduler.load_state_dict(state["opt_param_scheduler"])
-
-
-def find_start(args: argparse.Namespace) -> files.Found | None:
-    """The checkpoint that a run starts from; needs no process group.
-
-    Raises:
-        DataError: there is none although the flags demand one, or it is broken.
-    """
-    found = files.find(args.load, args.ckpt_step)
-    if found is None and args.pretrained_checkpoint:
-        found = files.find(args.pretrained_checkpoint)
-        if found is None:
-            raise DataError(f"--pretrained-checkpoint {args.pretrained_checkpoint}: none there")
-        args.finetune = True
-    if found is None and args.load and args.exit_on_missing_checkpoint:
-        raise DataError(f"--load {args.load}: no checkpoint there (--exit-on-missing-checkpoint)")
-    return found
 
 
 def _rank_directory() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +15,28 @@ from megatron.core.optimizer import AdamOptimizerConfig, OptimizerConfig, SGDOpt
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.train.fields import enum_members
+from megatron.dpp.train.files import data_words, read_text
 
 Args = argparse.Namespace
+
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,
+}
+
+
+def set_types(args: Args) -> None:
+    """Put torch's dtypes and megatron-core's enumerations where checked ``args`` hold names, in
+    place."""
+    enum_members(args)
+    args.params_dtype = _DTYPES["fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"]
+    for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        value = getattr(args, name)
+        setattr(args, name, _DTYPES.get(value, value))
 
 
 def _same_names(kind: Any, args: Args) -> dict[str, Any]:
@@ -94,32 +113,11 @@ def blends(args: Args) -> tuple[Any, Any]:
     Raises:
         DataError: a file named by ``--data-args-path`` or ``--per-split-data-args-path`` is bad.
     """
-    if args.data_args_path:
-        return get_blend_from_list(_read(args.data_args_path).split()), None
-    if args.data_path:
-        return get_blend_from_list(args.data_path), None
-    if args.per_split_data_args_path:
-        try:
-            lists = json.loads(_read(args.per_split_data_args_path))
-            paths = [lists[name] for name in ("train", "valid", "test")]
-        except (ValueError, KeyError) as error:
-            raise DataError(
-                f"--per-split-data-args-path {args.per_split_data_args_path}: "
-                f"expected a JSON object with train, valid and test ({error})"
-            ) from error
-        paths = [path.split() if isinstance(path, str) else path for path in paths]
-    else:
-        paths = [args.train_data_path, args.valid_data_path, args.test_data_path]
-    if not any(paths):
-        return None, None
-    return None, [get_blend_from_list(path) for path in paths]
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
+    words, per_split = data_words(args)
+    return (
+        words and get_blend_from_list(words),
+        per_split and [get_blend_from_list(each) for each in per_split],
+    )
 
 
 def sequences_per_dataset(args: Args) -> dict[str, int] | None:
@@ -132,7 +130,7 @@ def sequences_per_dataset(args: Args) -> dict[str, int] | None:
     if path is None:
         return None
     try:
-        counts: dict[str, int] = json.loads(_read(path))
+        counts: dict[str, int] = json.loads(read_text(path))
     except ValueError as error:
         raise DataError(f"--per-dataset-sequences-path {path}: not JSON ({error})") from error
     return counts

@@ -1,14 +1,17 @@
-"""Are the files that a run names there and whole? Checked before any process group exists."""
+"""Are the files that a run names there and whole? Checked by ``preflight`` before any
+process group exists, and without the seconds that importing PyTorch takes."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import struct
 from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.train.checkpoint_files import check_whole, find_start
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
@@ -21,21 +24,59 @@ def check_files(args: argparse.Namespace) -> None:
     Raises:
         DataError: the first of them, and what is wrong with it.
     """
-    from megatron.dpp.train.checkpoint_files import check_whole
-    from megatron.dpp.train.checkpointing import find_start
-    from megatron.dpp.train.configs import blends
-
     found = find_start(args)
     if found is not None:
         check_whole(found, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     if not args.mock_data:
-        blend, per_split = blends(args)
-        for prefixes, _ in [each for each in [blend, *(per_split or [])] if each]:
-            for prefix in prefixes:
+        words, per_split = data_words(args)
+        for each in [words, *(per_split or [])]:
+            for prefix in _prefixes(each or []):
                 check_index(prefix)
     for flag, path in (("--save", args.save), ("--tensorboard-dir", args.tensorboard_dir)):
         if path and Path(path).exists() and not os.access(path, os.W_OK):
             raise DataError(f"{flag} {path}: not writable")
+
+
+def data_words(args: argparse.Namespace) -> tuple[list[str] | None, list[Any] | None]:
+    """Prefixes, or weights and prefixes, as the data flags give them: ``(for all splits, per
+    split)``, one of them None. A split without data has None.
+
+    Raises:
+        DataError: a file named by ``--data-args-path`` or ``--per-split-data-args-path`` is bad.
+    """
+    if args.data_args_path:
+        return read_text(args.data_args_path).split(), None
+    if args.data_path:
+        return args.data_path, None
+    if args.per_split_data_args_path:
+        try:
+            lists = json.loads(read_text(args.per_split_data_args_path))
+            paths = [lists[name] for name in ("train", "valid", "test")]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"--per-split-data-args-path {args.per_split_data_args_path}: "
+                f"expected a JSON object with train, valid and test ({error})"
+            ) from error
+        return None, [path.split() if isinstance(path, str) else path for path in paths]
+    paths = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    return None, paths if any(paths) else None
+
+
+def read_text(path: str) -> str:
+    """Raises :class:`DataError` when the file cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+
+
+def _prefixes(words: list[str]) -> list[str]:
+    """Without the weights, which stand before every prefix or before none."""
+    try:
+        weights = [float(word) for word in words[::2]]
+    except ValueError:
+        return words
+    return words[1::2] if len(words) == 2 * len(weights) else words
 
 
 def check_index(prefix: str) -> None:

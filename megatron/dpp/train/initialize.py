@@ -8,6 +8,7 @@ the process groups live in megatron-core's ``parallel_state``.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import random
 import sys
@@ -22,9 +23,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.train.tokenizers import Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.dpp.train.tokenizers import Tokenizer
 
 Args = argparse.Namespace
+
+_FUSED_KERNELS = {
+    "gradient_accumulation_fusion": "fused_weight_gradient_mlp_cuda",
+    "masked_softmax_fusion": "scaled_upper_triang_masked_softmax_cuda",
+}
 
 
 @dataclass
@@ -78,7 +84,8 @@ def _print_line(text: str) -> None:
 
 
 def choose_device(args: Args) -> None:
-    """Settle ``--device auto`` and what depends on it, in place.
+    """Settle ``--device auto`` and what depends on it, in place: the backend, and kernels that are
+    not there, where Megatron would stop in mid-start.
 
     Raises:
         ConfigError: ``--device cuda`` on a machine without one.
@@ -89,28 +96,9 @@ def choose_device(args: Args) -> None:
         raise ConfigError("--device cuda: PyTorch sees no GPU here; use --device cpu")
     if args.device == "cpu":
         args.distributed_backend = "gloo"
-
-
-def build_vocabulary(args: Args) -> Tokenizer:
-    """The tokenizer of ``--tokenizer-type``; sets ``args.padded_vocab_size`` where it is not
-    given."""
-    tokenizer = build_tokenizer(
-        args.tokenizer_type,
-        args.vocab_file,
-        args.merge_file,
-        vocab_size=args.vocab_size,
-        vocab_extra_ids=args.vocab_extra_ids,
-    )
-    if args.padded_vocab_size is None:
-        args.padded_vocab_size = padded_vocab_size(
-            tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
-        )
-    if args.padded_vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"--padded-vocab-size {args.padded_vocab_size} is below the vocabulary's "
-            f"{tokenizer.vocab_size}"
-        )
-    return tokenizer
+    for flag, module in _FUSED_KERNELS.items():
+        if args.device == "cpu" or importlib.util.find_spec(module) is None:
+            setattr(args, flag, False)
 
 
 def initialize(
@@ -184,7 +172,7 @@ def _join_process_group(args: Args, rank: int) -> torch.device:
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     if "MASTER_ADDR" not in os.environ:  # one process, no launcher
-        options["store"] = dist.distributed_c10d.HashStore()  # type: ignore[attr-defined]
+        options["store"] = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(**options)
     return device
 

@@ -1,7 +1,8 @@
 """``pretrain``: a whole training run, from command line to exit code.
 
 ``pretrain_gpt.py`` and ``pretrain_bert.py`` call :func:`main`. Settings that cannot work are
-printed once, as one line, and end every rank with exit code 2 before a process group exists.
+printed once, as one line, and end every rank with exit code 2 before a process group exists, most
+of them before PyTorch is imported.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.dpp.errors import ConfigError, DataError, DppError
-from megatron.dpp.train import arguments
+from megatron.dpp.train import arguments, preflight
 
 if TYPE_CHECKING:
     from megatron.dpp.train.task import Task
 
 Args = argparse.Namespace
 
-_BAD_INPUT = 2
 _FAILED = 1
 
 
@@ -35,12 +35,17 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
     """
     rank, world_size = arguments.rank_and_world()
     try:
-        args = arguments.parse_args(argv)
-        tokenizer = _prepare(args, task_name, rank, world_size)
+        args, tokenizer = preflight.check(task_name, argv, world_size)
+        _settle(args)
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        arguments.dpp_config(args).node_ip(rank, world_size, ranks_per_node)
     except (ConfigError, DataError) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return _BAD_INPUT
+        return preflight.BAD_INPUT
+    if rank == 0:
+        for line in arguments.warnings_of(args):
+            print(f"warning: {line}", file=sys.stderr, flush=True)
     try:
         pretrain(args, task_name, rank, tokenizer)
     except DppError as error:
@@ -49,27 +54,13 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _prepare(args: Args, task_name: str, rank: int, world_size: int) -> Any:
-    """Everything that can be checked without the other ranks."""
-    from megatron.dpp.train import initialize
-    from megatron.dpp.train.files import check_files
-    from megatron.dpp.train.validate import validate
+def _settle(args: Args) -> None:
+    """What takes PyTorch and megatron-core to find out; still without the other ranks."""
+    from megatron.dpp.train.configs import set_types
+    from megatron.dpp.train.initialize import choose_device
 
-    if args.tokenizer_type is None:
-        args.tokenizer_type = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}[
-            task_name
-        ]
-    initialize.choose_device(args)
-    validate(args, world_size)
-    if args.use_dpp:
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        arguments.dpp_config(args).node_ip(rank, world_size, ranks_per_node)
-    check_files(args)
-    tokenizer = initialize.build_vocabulary(args)
-    if rank == 0:
-        for line in arguments.warnings_of(args):
-            print(f"warning: {line}", file=sys.stderr, flush=True)
-    return tokenizer
+    choose_device(args)
+    set_types(args)
 
 
 def pretrain(args: Args, task_name: str, rank: int, tokenizer: Any) -> None:
@@ -81,8 +72,12 @@ def pretrain(args: Args, task_name: str, rank: int, tokenizer: Any) -> None:
     with contextlib.ExitStack() as stack:
         run.recorder = stack.enter_context(_recorder(run))
         _train(run, task_name, stack)
+    folder = _trace_layout(run).path(args.trace_dir).parent
     # Not after an error: the other ranks may be in the middle of a collective.
     _leave(run)
+    if args.trace:
+        run.say(f"trace: {folder}")
+        run.say(f"look at it: python profiling/aggregate.py --benchmark_dir {folder}")
 
 
 def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
@@ -164,14 +159,28 @@ def _schedule(run: Any) -> Iterator[Callable[..., Any]]:
 
 def _recorder(run: Any) -> Any:
     """Where a trace goes: a file per rank with ``--trace``, nowhere without."""
-    from megatron.core import parallel_state as mpu
-
-    from megatron.dpp.trace import NullRecorder, TraceLayout, open_recorder, parse_iterations
+    from megatron.dpp.trace import NullRecorder, open_recorder, parse_iterations
 
     args = run.args
     if not args.trace:
         return NullRecorder()
-    layout = TraceLayout(
+    return open_recorder(
+        args.trace_dir,
+        rank=run.rank,
+        layout=_trace_layout(run),
+        device=run.device,
+        iterations=parse_iterations(args.trace_iterations) if args.trace_iterations else None,
+        interval=args.trace_interval,
+    )
+
+
+def _trace_layout(run: Any) -> Any:
+    from megatron.core import parallel_state as mpu
+
+    from megatron.dpp.trace import TraceLayout
+
+    args = run.args
+    return TraceLayout(
         data=mpu.get_data_parallel_rank(),
         pipeline=mpu.get_pipeline_model_parallel_rank(),
         tensor=mpu.get_tensor_model_parallel_rank(),
@@ -180,15 +189,6 @@ def _recorder(run: Any) -> Any:
         tensor_size=args.tensor_model_parallel_size,
         num_chunks=args.virtual_pipeline_model_parallel_size or 1,
         schedule="dpp" if args.use_dpp else "pp",
-    )
-    run.say(f"trace: {layout.path(args.trace_dir).parent}")
-    return open_recorder(
-        args.trace_dir,
-        rank=run.rank,
-        layout=layout,
-        device=run.device,
-        iterations=parse_iterations(args.trace_iterations) if args.trace_iterations else None,
-        interval=args.trace_interval,
     )
 
 

@@ -2,8 +2,10 @@
 the flag.
 
 :func:`validate` runs on every rank, before any process group exists. It fills in derived values
-(data-parallel size, virtual stages, dtypes) and raises :class:`~megatron.dpp.errors.ConfigError`
-for the first rule that is broken.
+(data-parallel size, virtual stages) and raises :class:`~megatron.dpp.errors.ConfigError` for the
+first rule that is broken. What it says costs no import of torch or megatron-core; names of dtypes
+become dtypes in ``configs.set_types``, and kernels that are not there are switched off by
+``initialize.choose_device``.
 """
 
 from __future__ import annotations
@@ -12,18 +14,9 @@ import argparse
 import importlib.util
 import math
 
-import torch
-
 from megatron.dpp.errors import ConfigError
 
 Args = argparse.Namespace
-
-_DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.uint8,
-}
 
 
 def validate(args: Args, world_size: int) -> None:
@@ -166,7 +159,14 @@ def _num_chunks(args: Args) -> int:
         )
         return int(stages // pipeline)
     if args.num_virtual_stages_per_pipeline_rank is not None:
-        return int(args.num_virtual_stages_per_pipeline_rank)
+        chunks = int(args.num_virtual_stages_per_pipeline_rank)
+        _require(
+            0 < chunks * pipeline <= args.num_layers,
+            f"--num-virtual-stages-per-pipeline-rank {chunks} x --pipeline-model-parallel-size "
+            f"{pipeline} = {chunks * pipeline} virtual stages; --num-layers is {args.num_layers}: "
+            "each stage needs a layer",
+        )
+        return chunks
     uneven = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
     layers = args.num_layers
     layers += args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
@@ -241,20 +241,13 @@ def _length_of_training(args: Args) -> None:
 
 def _precision(args: Args) -> None:
     _require(not (args.fp16 and args.bf16), "--fp16 and --bf16 exclude each other")
-    args.params_dtype = torch.float32
-    if args.fp16:
-        args.params_dtype = torch.float16
-        if not args.loss_scale:  # NaN is then a message to the loss scaler
-            args.check_for_nan_in_loss_and_grad = False
+    if args.fp16 and not args.loss_scale:  # NaN is then a message to the loss scaler
+        args.check_for_nan_in_loss_and_grad = False
     if args.bf16:
-        args.params_dtype = torch.bfloat16
         if args.grad_reduce_in_bf16:
             args.accumulate_allreduce_grads_in_fp32 = False
         elif args.main_grads_dtype == "fp32":
             args.accumulate_allreduce_grads_in_fp32 = True
-    for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-        value = getattr(args, name)
-        setattr(args, name, _DTYPES.get(value, value))
     half = args.fp16 or args.bf16
     _require(not args.fp16_lm_cross_entropy or args.fp16, "--fp16-lm-cross-entropy needs --fp16")
     _require(
@@ -309,16 +302,6 @@ def _memory(args: Args) -> None:
 
 
 def _kernels(args: Args) -> None:
-    """Switch off what needs a kernel library that is not there; Megatron would stop in
-    mid-start."""
-
-    def missing(module: str) -> bool:
-        return args.device == "cpu" or importlib.util.find_spec(module) is None
-
-    if missing("fused_weight_gradient_mlp_cuda"):
-        args.gradient_accumulation_fusion = False
-    if missing("scaled_upper_triang_masked_softmax_cuda"):
-        args.masked_softmax_fusion = False
     if args.transformer_impl == "local":
         args.no_persist_layer_norm = True
     elif importlib.util.find_spec("transformer_engine") is None:

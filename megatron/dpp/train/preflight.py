@@ -1,0 +1,89 @@
+"""Everything about a run that can be wrong and can be seen from its flags and files alone.
+
+``pretrain`` calls :func:`check` first; the launch scripts run this module before they start any
+process. Neither torch nor megatron-core is imported on the way (except for a
+``--pipeline-model-parallel-layout``, which megatron-core parses), so a wrong setting is answered in
+a fraction of a second. What needs a GPU, a process group or the other ranks is left to
+``initialize``.
+
+Usage: ``python -m megatron.dpp.train.preflight gpt|bert FLAGS``, with WORLD_SIZE set; ``flags`` in
+place of the model checks only that the flags exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.train import arguments
+from megatron.dpp.train.files import check_files
+from megatron.dpp.train.tokenizers import Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.dpp.train.validate import validate
+
+BAD_INPUT = 2
+"""Exit code of a process whose settings cannot work."""
+
+_TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
+
+
+def check(
+    task_name: str, argv: Sequence[str] | None, world_size: int
+) -> tuple[argparse.Namespace, Tokenizer]:
+    """Parsed and checked flags with what Megatron derives from them, and the tokenizer.
+
+    Args:
+        task_name: ``gpt`` or ``bert``.
+        argv: the command line; ``sys.argv`` when None.
+        world_size: number of processes of the job.
+
+    Raises:
+        ConfigError: a flag is unknown, or settings do not fit together.
+        DataError: a file is missing or broken.
+    """
+    args = arguments.parse_args(argv)
+    if args.tokenizer_type is None:
+        args.tokenizer_type = _TOKENIZERS[task_name]
+    validate(args, world_size)
+    if args.use_dpp:
+        arguments.dpp_config(args)
+    check_files(args)
+    return args, _build_vocabulary(args)
+
+
+def _build_vocabulary(args: argparse.Namespace) -> Tokenizer:
+    """Also sets ``args.padded_vocab_size`` where it is not given."""
+    tokenizer = build_tokenizer(
+        args.tokenizer_type,
+        args.vocab_file,
+        args.merge_file,
+        vocab_size=args.vocab_size,
+        vocab_extra_ids=args.vocab_extra_ids,
+    )
+    if args.padded_vocab_size is None:
+        args.padded_vocab_size = padded_vocab_size(
+            tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+        )
+    if args.padded_vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"--padded-vocab-size {args.padded_vocab_size} is below the vocabulary's "
+            f"{tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+def _main(task_name: str, argv: Sequence[str]) -> int:
+    try:
+        if task_name == "flags":
+            arguments.parse_args(argv)
+        else:
+            check(task_name, argv, arguments.rank_and_world()[1])
+    except (ConfigError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1], sys.argv[2:]))
