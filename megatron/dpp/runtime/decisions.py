@@ -60,6 +60,7 @@ class Decisions:
         self._config, self._log, self._name = config, log, name
         self._schedulers: dict[tuple[Geometry, bool], Scheduler] = {}
         self._measured: Measured | None = None
+        self._said: set[str] = set()
         self._record = config.record if decides else None
         self._replay = config.replay if decides else None
         self._recorder: Recorder | None = None
@@ -106,7 +107,9 @@ class Decisions:
             self._config.activation_cap, geometry, measured.activation_bytes if measured else None
         )
         chunks, text = self._with_head(cap, geometry, split)
-        self._log(f"dynamic pipeline: {text}")
+        if text not in self._said:  # measuring may leave a cap as it was
+            self._said.add(text)
+            self._log(f"dynamic pipeline: {text}")
         return Scheduler(
             geometry,
             policy=policy,
