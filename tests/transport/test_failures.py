@@ -384,12 +384,12 @@ def test_memory_that_cannot_be_had_is_an_error_at_set_up(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", NATIVE_KINDS)
 def test_a_limit_on_address_space_is_an_error_at_set_up(kind: str, tmp_path: Path) -> None:
-    large = pair(slot_bytes=24 << 20)
+    large = pair(slot_bytes=512 << 20)[:2]  # all of them received by rank 1
 
     def body(rank: int, path: str, results: Any) -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         if rank == 1:
-            resource.setrlimit(resource.RLIMIT_AS, (used + (40 << 20), used + (40 << 20)))
+            resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), used + (256 << 20)))
         try:
             open_from_file(kind, large, rank, path, setup_timeout=3.0).close()
             results.put((rank, "no error", ""))
