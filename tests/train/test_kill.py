@@ -1,0 +1,68 @@
+"""``kill -9`` of one rank in mid-iteration: the others end soon, name it, and leave nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from tests.runtime.launcher import REPOSITORY
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 "
+    "--train-iters 100000 --eval-iters 0 --mock-data --transformer-impl local --device cpu "
+    "--pipeline-model-parallel-size 2 --use-dpp --num-workers 0 --log-interval 100000 "
+)
+
+
+def _start(metrics: Path) -> subprocess.Popen[str]:
+    data = REPOSITORY / "datasets_gpt"
+    words = [
+        *FLAGS.split(), "--metrics-file", str(metrics),
+        "--vocab-file", str(data / "vocab.json"), "--merge-file", str(data / "merges.txt"),
+    ]  # fmt: skip
+    return subprocess.Popen(
+        [
+            sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
+            "--nproc_per_node", "2", str(REPOSITORY / "pretrain_gpt.py"), *words,
+        ],
+        cwd=metrics.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def _wait_for_iterations(job: subprocess.Popen[str], metrics: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < deadline, "no iteration within 120 s"
+        time.sleep(0.1)
+
+
+def test_the_others_end_and_name_the_killed_rank(tmp_path: Path) -> None:
+    metrics, shared_memory = tmp_path / "metrics.jsonl", set(os.listdir("/dev/shm"))
+    job = _start(metrics)
+    try:
+        _wait_for_iterations(job, metrics)
+        children = psutil.Process(job.pid).children(recursive=True)
+        (victim,) = (p for p in children if p.environ().get("RANK") == "1")
+        victim.send_signal(signal.SIGKILL)
+        output, _ = job.communicate(timeout=60)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGABRT)
+            print(job.communicate()[0])
+    assert job.returncode != 0
+    assert "rank 1" in output or "local_rank: 1" in output
+    assert not [p for p in children if p.is_running()]
+    assert set(os.listdir("/dev/shm")) <= shared_memory
