@@ -415,4 +415,8 @@ def test_nothing_is_left_behind_by_opening_and_closing() -> None:
             a.put(0, torch.ones(3), iteration=0, microbatch=0)
             take_next(b, 0, 0)
     assert len(os.listdir("/proc/self/fd")) <= before[0]
+    for _ in range(100):  # the kernel lists a thread for a moment after it was joined
+        if len(os.listdir("/proc/self/task")) <= before[1]:
+            break
+        time.sleep(0.01)
     assert len(os.listdir("/proc/self/task")) <= before[1]
