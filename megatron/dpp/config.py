@@ -101,9 +101,7 @@ class DppConfig:
                 raise ConfigError(f"{flag_of(name)} {value}: must be at least {least}")
         for address in self.node_ips.split(",") if self.node_ips else ():
             if not _is_ipv4(address):
-                raise ConfigError(
-                    f"--node-ips {self.node_ips}: {address!r} is not an IPv4 address"
-                )
+                raise ConfigError(f"--node-ips {self.node_ips}: {address!r} is not an IPv4 address")
         if self.record and self.record == self.replay:
             raise ConfigError(
                 f"--dpp-record and --dpp-replay both name {self.record}: a replay must not "
