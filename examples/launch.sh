@@ -137,6 +137,7 @@ take_positional() {
     names=("${names[@]:1}")
     shift
   done
+  # shellcheck disable=SC2034  # read by the script that sourced this one
   FURTHER_ARGUMENTS=("$@")
   ((!$#)) || preflight flags "$@"
 }
