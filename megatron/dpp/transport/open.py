@@ -31,8 +31,7 @@ def open_transport(
     Args:
         channels: every channel that this rank sends or receives; both ends must name equal specs.
         rank: this process's global rank.
-        store: where the ranks of the job find each other; None when every channel stays in this
-            process.
+        store: where the job's ranks find each other; None when all channels stay in this process.
         device: where ``take`` puts tensors.
         kind: ``auto`` chooses per link and says why in ``links()``; any other kind is used or is an
             error.
