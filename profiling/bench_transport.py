@@ -36,6 +36,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from megatron.dpp.transport import ChannelSpec, Direction, TransportOptions, open_transport
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
