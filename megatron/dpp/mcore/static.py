@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron.dpp.errors import TransferTimeout
+from megatron.dpp.mcore.patching import replaced
 from megatron.dpp.transport.base import ChannelSpec, Direction, Transport
 
 _NAP_SECONDS = 0.05
@@ -140,7 +141,7 @@ class ChannelExchange:
 @contextlib.contextmanager
 def over_channels(exchange: ChannelExchange) -> Iterator[None]:
     """megatron-core's P2P exchange goes over ``exchange`` while the block runs."""
-    with _replaced(
+    with replaced(
         P2PCommunicator, "_communicate", lambda original, own, **k: exchange.communicate(own, **k)
     ):
         yield
@@ -170,22 +171,7 @@ def around_steps(
         return result
 
     with (
-        _replaced(schedules, "forward_step", forward_step),
-        _replaced(schedules, "backward_step", backward_step),
+        replaced(schedules, "forward_step", forward_step),
+        replaced(schedules, "backward_step", backward_step),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
-    """``owner.name(...)`` is ``wrapper(original, ...)`` while the block runs."""
-    original = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

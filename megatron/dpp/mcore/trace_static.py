@@ -19,6 +19,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron.dpp.mcore.patching import replaced
 from megatron.dpp.trace import Recorder
 
 _FORWARD, _BACKWARD = 0, 1
@@ -204,21 +205,6 @@ class _StaticTrace:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
-    """``owner.name(...)`` is ``wrapper(original, ...)`` while the block runs."""
-    original = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-@contextlib.contextmanager
 def instrument_static_schedule(recorder: Recorder) -> Iterator[None]:
     """Record what megatron-core's schedules do while the block runs, between ``begin_iteration``
     and ``end_iteration``.
@@ -230,8 +216,8 @@ def instrument_static_schedule(recorder: Recorder) -> Iterator[None]:
         return
     trace = _StaticTrace(recorder)
     with (
-        _replaced(schedules, "forward_step", trace.forward_step),
-        _replaced(schedules, "backward_step", trace.backward_step),
-        _replaced(P2PCommunicator, "_communicate", trace.communicate),
+        replaced(schedules, "forward_step", trace.forward_step),
+        replaced(schedules, "backward_step", trace.backward_step),
+        replaced(P2PCommunicator, "_communicate", trace.communicate),
     ):
         yield

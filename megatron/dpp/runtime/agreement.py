@@ -47,8 +47,8 @@ class Decider:
                 self.scheduler.arrived(direction, chunk, total)
 
 
-class Leader(Decider):
-    """Member 0 of a stage: decides for all, from what all have received."""
+class _Member(Decider):
+    """One of several ranks of a stage: what it has received is posted on their board."""
 
     def __init__(
         self, scheduler: Scheduler, channels: Sequence[tuple[int, int]], board: Board
@@ -57,32 +57,30 @@ class Leader(Decider):
         self._board = board
         self._posted: Sequence[int] = ()
 
-    def next(self, arrived: Sequence[int]) -> Action | None:
+    def _post(self, arrived: Sequence[int]) -> None:
         if arrived != self._posted:
             self._posted = arrived
             self._board.post(arrived)
+
+
+class Leader(_Member):
+    """Member 0 of a stage: decides for all, from what all have received."""
+
+    def next(self, arrived: Sequence[int]) -> Action | None:
+        self._post(arrived)
         action = super().next(self._board.common())
         if action is not None:
             self._board.append(action.word())
         return action
 
 
-class Follower(Decider):
+class Follower(_Member):
     """Any other member: reports what it has received and runs what the leader has published."""
 
     followed = True
 
-    def __init__(
-        self, scheduler: Scheduler, channels: Sequence[tuple[int, int]], board: Board
-    ) -> None:
-        super().__init__(scheduler, channels)
-        self._board = board
-        self._posted: Sequence[int] = ()
-
     def next(self, arrived: Sequence[int]) -> Action | None:
-        if arrived != self._posted:
-            self._posted = arrived
-            self._board.post(arrived)
+        self._post(arrived)
         word = self._board.next()
         if word is None:
             return None
