@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.dpp.errors import TransferTimeout
+from megatron.dpp.errors import PeerDead, TransferTimeout
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.executor import Executor, Links
 from megatron.dpp.runtime.pace import HostPace
@@ -168,6 +168,24 @@ def test_members_of_a_stage_run_the_same_order() -> None:
     check_values(runners, 6)
     for leader, follower in zip(runners[::2], runners[1::2], strict=True):
         assert leader.log == follower.log
+
+
+def test_a_peer_that_left_is_named_at_once() -> None:
+    """It would otherwise be waited for until --dpp-timeout."""
+    specs = list(Topology((0, 1), 1, 1).channels(64, 2).specs)
+    network = FakeNetwork(specs)
+    network.transport(0).close()
+    channels = Topology((0, 1), 1, 1).channels(64, 2)
+    links = Links(network.transport(1), channels)
+    scheduler = Scheduler(Geometry(2, 1, 1, 2), split_backward=False)
+    decider = decider_for(scheduler, channels.receiving, None)
+    executor = Executor(
+        runner=Arithmetic(Topology((0, 1), 1, 1)), decider=decider, links=links,
+        recorder=NullRecorder(), pace=HostPace(), injector=None, split_backward=False,
+        iteration=0, timeout=600.0,
+    )  # fmt: skip
+    with pytest.raises(PeerDead, match="rank 0 has closed its transport"):
+        executor.run()
 
 
 def test_missing_message_ends_in_a_named_timeout() -> None:

@@ -79,5 +79,16 @@ class DelayedTransport(Transport):
     def links(self) -> Sequence[LinkInfo]:
         return self._inner.links()
 
+    def departed(self, peer: int) -> bool:
+        """Whether ``peer`` has left and nothing of it is still held back here."""
+        if not self._inner.departed(peer):
+            return False
+        self.poll()  # its last messages may not have been looked at yet
+        pairs = zip(self._due, self.incoming, strict=True)
+        return not any(due and spec.source == peer for due, spec in pairs)
+
+    def abort(self, reason: str) -> None:
+        self._inner.abort(reason)
+
     def close(self) -> None:
         self._inner.close()

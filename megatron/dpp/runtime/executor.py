@@ -106,6 +106,8 @@ class Executor:
         self._scheduler = decider.scheduler
         self._transport, self._channels = links.transport, links.channels
         self._kinds = {link.peer: link.kind for link in links.transport.links()}
+        self._consumed = links.consumed
+        self._sources = {spec.source for spec in links.transport.incoming}
         self._pace, self._injector = pace, injector
         self._iteration, self._timeout = iteration, timeout
         self._gap_start = 0
@@ -258,10 +260,27 @@ class Executor:
         if not self._gap_cause or self._gap_cause == "lookahead":
             self._close_gap()
             self._describe_gap()
+        self._check_senders()
         waited = (time.monotonic_ns() - self._gap_start) * 1e-9
         if waited > self._timeout:
             raise TransferTimeout(self._timeout_text())
         self._transport.wait(min(_NAP_SECONDS, self._timeout - waited + 1e-3))
+
+    def _check_senders(self) -> None:
+        """A message that is missing from a rank that has closed its links will never come."""
+        left = {peer for peer in self._sources if self._transport.departed(peer)}
+        if not left:
+            return
+        arrived = self._transport.poll()  # after the look at the peer: its last message is in it
+        for way, chunk in self._scheduler.stall().channels:
+            index = self._channels.incoming(way, chunk)
+            if index is None or self._channels.spec_in(index).source not in left:
+                continue
+            number = sum(a.kind == way and a.chunk == chunk for a in self.actions)
+            if arrived[index] - self._consumed[index] <= number:
+                raise self._transport.overdue(
+                    index, 0.0, iteration=self._iteration, microbatch=number
+                )
 
     def _describe_gap(self) -> None:
         if self._decider.followed:

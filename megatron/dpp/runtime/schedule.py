@@ -255,6 +255,8 @@ class DppSchedule:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None and self._session is not None:
+            self._session.links.transport.abort(f"{type(error).__name__}: {error}")
         self.close()
 
 

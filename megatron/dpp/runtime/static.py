@@ -142,4 +142,6 @@ class StaticSchedule:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None and self._transport is not None:
+            self._transport.abort(f"{type(error).__name__}: {error}")
         self.close()

@@ -153,7 +153,7 @@ def _schedule(run: Any) -> Iterator[Callable[..., Any]]:
             schedule.iteration = run.iteration  # random states continue after a resume
         return schedule(**keywords)
 
-    with contextlib.closing(schedule):
+    with schedule:  # leaving by an error tells the other ranks why
         yield call
 
 
