@@ -257,6 +257,40 @@ wait_for_master() {
   done
 }
 
+# use_interface: lets gloo, and NCCL where NODE_IPS names a network, talk over the interface of this
+# node's own address. Without it gloo takes what the host's name resolves to, often a loopback.
+use_interface() {
+  local addresses=() own=() found address interface
+  IFS=, read -ra addresses <<<"$NODE_IPS"
+  if ((${#addresses[@]} == NUM_NODES)); then
+    own=("${addresses[NODE_RANK]}")
+  else
+    own=("${addresses[@]:NODE_RANK*GPUS_PER_NODE:GPUS_PER_NODE}")
+  fi
+  found=$(PYTHONPATH=$REPOSITORY "$PYTHON" -m megatron.dpp.hosts "$MASTER_ADDR" "${own[@]}") || exit
+  read -r address interface <<<"$found"
+  echo "this node (NODE_RANK=$NODE_RANK) talks to the others from $address, interface" \
+    "${interface:-unknown}"
+  [[ $address != 127.* ]] ||
+    echo "warning: MASTER_ADDR=$MASTER_ADDR is a loopback address here: other hosts cannot reach it" >&2
+  [[ -n $interface ]] || return 0
+  export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
+  [[ -z $NODE_IPS ]] || export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$interface}
+}
+
+# meet_nodes: addresses that are given are checked before anything waits; without them the route to
+# the master decides, whose name may resolve only once it is there.
+meet_nodes() {
+  [[ -z $NODE_IPS ]] || use_interface
+  if ((NODE_RANK > 0)); then
+    wait_for_master
+  else
+    echo "master at $MASTER_ADDR:$MASTER_PORT: waiting $WAIT_SECONDS s for $((NUM_NODES - 1)) other" \
+      "nodes (run_worker_*.sh with MASTER_ADDR=$MASTER_ADDR)"
+  fi
+  [[ -n $NODE_IPS ]] || use_interface
+}
+
 # use_environment: the Python to run with, set up when something is missing.
 use_environment() {
   [[ -n ${DRY_RUN:-} ]] && PYTHON=${PYTHON:-python3} && return
@@ -293,6 +327,7 @@ prepare_sample() {
 preflight() {
   [[ -n ${DRY_RUN:-} ]] && return
   PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} WORLD_SIZE=${WORLD_SIZE:-1} \
+    LOCAL_WORLD_SIZE=${GPUS_PER_NODE:-1} \
     "${PYTHON:-python3}" -m megatron.dpp.train.preflight "$@" || exit
 }
 
@@ -304,6 +339,8 @@ print_command() {
 # launch SCRIPT ARGUMENT...: replaces this shell by torchrun. DRY_RUN=1 prints the command instead.
 launch() {
   local distributed=(--nproc_per_node "$GPUS_PER_NODE" --nnodes "$NUM_NODES")
+  local torchrun=torch.distributed.run
+  ((NUM_NODES == 1)) || torchrun=megatron.dpp.train.launch
   if ((NUM_NODES > 1)) || [[ -n $MASTER_PORT_IS_GIVEN ]]; then
     distributed+=(--node_rank "$NODE_RANK" --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT"
       --rdzv_conf "timeout=$WAIT_SECONDS")
@@ -317,18 +354,14 @@ launch() {
   local quiet="ignore:Transformer Engine and Apex are not installed:UserWarning"
   quiet+=",ignore:Apex is not installed:UserWarning,ignore:full scope is deprecated:UserWarning"
   export PYTHONWARNINGS=${PYTHONWARNINGS:-$quiet}
-  local command=("$PYTHON" -m torch.distributed.run "${distributed[@]}" "$@")
+  export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH}
+  local command=("$PYTHON" -m "$torchrun" "${distributed[@]}" "$@")
   if [[ -n ${DRY_RUN:-} ]]; then
     print_command "${command[@]}"
     exit 0
   fi
   local model=${1##*pretrain_}
   preflight "${model%.py}" "${@:2}"
-  if ((NODE_RANK > 0)); then
-    wait_for_master
-  elif ((NUM_NODES > 1)); then
-    echo "master at $MASTER_ADDR:$MASTER_PORT: waiting $WAIT_SECONDS s for $((NUM_NODES - 1)) other" \
-      "nodes (run_worker_*.sh with MASTER_ADDR=$MASTER_ADDR)"
-  fi
+  ((NUM_NODES == 1)) || meet_nodes
   exec "${command[@]}"
 }

@@ -20,14 +20,15 @@ PACKAGE = ROOT / "megatron" / "dpp"
 MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
+    "hosts": {"errors"},
     "schedule": {"config", "errors"},
     "trace": {"config", "errors", "schedule"},
     "sim": {"config", "errors", "schedule", "trace"},
     "transport": {"config", "errors", "trace"},
     "mcore": {"config", "errors", "trace", "transport"},
-    "runtime": {"config", "errors", "schedule", "transport", "trace", "mcore"},
+    "runtime": {"config", "errors", "hosts", "schedule", "transport", "trace", "mcore"},
 }
-WITHOUT_TORCH = {"errors", "config", "schedule", "sim"}
+WITHOUT_TORCH = {"errors", "config", "hosts", "schedule", "sim"}
 PUBLIC = {
     "Action",
     "ConfigError",

@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.hosts import address_towards
 from megatron.dpp.runtime.pace import DevicePace, HostPace, Pace
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.transport import TransportOptions, open_transport
@@ -26,10 +27,17 @@ def pipeline_of(chunks: list[torch.nn.Module], pg_collection: Any = None) -> Top
 
 
 def own_address(config: DppConfig) -> str | None:
-    """This rank's part of ``--node-ips``; torchrun says how many ranks a node has."""
+    """This rank's part of ``--node-ips``; torchrun says how many ranks a node has.
+
+    Left out, it is the address that packets to the master carry. None with one node only.
+    """
     world_size = torch.distributed.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return config.node_ip(torch.distributed.get_rank(), world_size, ranks_per_node)
+    given = config.node_ip(torch.distributed.get_rank(), world_size, ranks_per_node)
+    master = os.environ.get("MASTER_ADDR")
+    if given is None and master and ranks_per_node < world_size:
+        return address_towards(master)
+    return given
 
 
 def open_links(

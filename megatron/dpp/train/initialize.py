@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.train.agreement import check_agreement
 from megatron.dpp.train.tokenizers import Tokenizer
 
 Args = argparse.Namespace
@@ -122,6 +123,7 @@ def initialize(
     if args.deterministic_mode:
         _use_deterministic_kernels()
     device = _join_process_group(args, rank)
+    check_agreement(args, rank, args.world_size, dist.distributed_c10d._get_default_store())
     groups: dict[str, Any] = {"get_embedding_ranks": embedding_ranks} if embedding_ranks else {}
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,

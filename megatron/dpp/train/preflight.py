@@ -13,9 +13,11 @@ place of the model checks only that the flags exist.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
+from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.train import arguments
 from megatron.dpp.train.files import check_files
@@ -47,9 +49,23 @@ def check(
         args.tokenizer_type = _TOKENIZERS[task_name]
     validate(args, world_size)
     if args.use_dpp:
-        arguments.dpp_config(args)
+        _check_addresses(arguments.dpp_config(args), world_size)
     check_files(args)
     return args, _build_vocabulary(args)
+
+
+def _check_addresses(config: DppConfig, world_size: int) -> None:
+    """``--node-ips``: one per node or one per rank, and no two nodes share one."""
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    nodes: dict[str | None, int] = {}
+    for rank in range(world_size):
+        address = config.node_ip(rank, world_size, ranks_per_node)
+        node = rank // ranks_per_node
+        if address is not None and nodes.setdefault(address, node) != node:
+            raise ConfigError(
+                f"--node-ips {config.node_ips}: {address} stands for node {nodes[address]} and "
+                f"node {node}"
+            )
 
 
 def _build_vocabulary(args: argparse.Namespace) -> Tokenizer:

@@ -1,0 +1,104 @@
+"""Which of this host's addresses other hosts reach, and which interface has it.
+
+The launch scripts ask before they start anything (``python -m megatron.dpp.hosts``), and
+``runtime/links.py`` asks where ``--node-ips`` was left out. Nothing here imports torch, sends a
+packet or needs a tool of the system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import socket
+import struct
+import sys
+import time
+from collections.abc import Sequence
+
+from megatron.dpp.errors import ConfigError
+
+_SIOCGIFADDR = 0x8915
+_ANY_PORT = 9
+_BAD_INPUT = 2
+_RESOLVE_SECONDS = 20.0  # a cluster may publish the name of a node a little after its start
+
+
+def addresses() -> dict[str, str]:
+    """IPv4 addresses of this host (its network namespace), each with its interface."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+                found[socket.inet_ntoa(answer[20:24])] = name
+    return found
+
+
+def address_towards(host: str, patience: float = _RESOLVE_SECONDS) -> str:
+    """The address of this host that packets to ``host`` carry; loopback when ``host`` is loopback.
+
+    Args:
+        host: name or IPv4 address.
+        patience: seconds in which the name may become known.
+
+    Raises:
+        ConfigError: the name does not resolve, or no route leads there.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, _ANY_PORT))  # of a datagram socket: looks up the route
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            if not isinstance(error, socket.gaierror) or time.monotonic() > deadline:
+                raise ConfigError(f"MASTER_ADDR={host}: {error.strerror or error}") from error
+        time.sleep(0.5)
+
+
+def own_interface(master: str, own: Sequence[str] = ()) -> tuple[str, str]:
+    """Address and interface of this host for links to other hosts.
+
+    Args:
+        master: name or address of node 0.
+        own: addresses that ``--node-ips`` gives to this host; the route to ``master`` decides
+            without them.
+
+    Raises:
+        ConfigError: an address of ``own`` is not one of this host.
+    """
+    here = addresses()
+    for address in own:
+        if address not in here and address not in _secondary(address):
+            raise ConfigError(
+                f"NODE_IPS gives {address} to this node, which has "
+                f"{', '.join(f'{known} ({name})' for known, name in here.items()) or 'none'}: "
+                "the order is that of the nodes (NODE_RANK), one address each or one per rank"
+            )
+    address = own[0] if own else address_towards(master)
+    return address, here.get(address, "")
+
+
+def _secondary(address: str) -> tuple[str, ...]:
+    """An interface's further addresses do not show in the list; being able to bind one does."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return ()
+    return (address,)
+
+
+def main(words: Sequence[str]) -> int:
+    """``MASTER [OWN ADDRESS...]``: prints address and interface, or why not."""
+    try:
+        print(*own_interface(words[0], words[1:]))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
