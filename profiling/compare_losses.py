@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""Train the launch scripts' configuration with the static and the dynamic schedule, and compare.
+
+    python profiling/compare_losses.py                        # GPT, fp16 and bf16, 50 iterations
+    python profiling/compare_losses.py --model bert --precisions bf16 --iterations 20
+
+For every precision it starts examples/gpt3/train_gpt3_175b_distributed.sh (or the BERT script)
+twice, as it stands: 16 layers of 2048, selective recompute, PP2 x TP2 x 4 chunks on four GPUs; the
+environment changes settings as it does for the script (NUM_LAYERS=8 ...). Printed are the time per
+iteration, the peak memory, the skipped iterations, and whether losses, gradient norms and the final
+parameters are equal bit by bit. Kernels are deterministic unless --free is given; then the largest
+differences count, and what two runs of one schedule differ by is for the reader to find out.
+Exit code 1: a run failed, or something differs under deterministic kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_REPOSITORY = Path(__file__).resolve().parents[1]
+_SCRIPTS = {
+    "gpt": "examples/gpt3/train_gpt3_175b_distributed.sh",
+    "bert": "examples/bert/train_bert_340m_distributed.sh",
+}
+
+
+@dataclass(frozen=True)
+class _Training:
+    """What one run wrote to its metrics file."""
+
+    iterations: list[dict[str, Any]]
+    hashes: dict[str, str]
+
+    def column(self, name: str) -> list[float]:
+        return [math.nan if row.get(name) is None else row[name] for row in self.iterations]
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=sorted(_SCRIPTS), default="gpt")
+    parser.add_argument("--precisions", nargs="+", default=["fp16", "bf16"])
+    parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--free", action="store_true", help="kernels may be non-deterministic")
+    parser.add_argument("--out", type=Path, default=Path("compare_losses"), help="logs go here")
+    parser.add_argument("--flags", default="", help="further flags of the training script")
+    return parser.parse_args()
+
+
+def _commands(arguments: argparse.Namespace, precision: str, use_dpp: bool) -> list[list[str]]:
+    """What the launch script would run, with this Python."""
+    environment = {
+        "GPUS_PER_NODE": "4",
+        **os.environ,
+        "DRY_RUN": "1",
+        "PYTHON": sys.executable,
+        "PRECISION": precision,
+        "USE_DPP": str(int(use_dpp)),
+        "TRAIN_ITERS": str(arguments.iterations),
+    }
+    script = str(_REPOSITORY / _SCRIPTS[arguments.model])
+    flags = shlex.split(arguments.flags)
+    if not arguments.free:
+        flags.append("--deterministic-mode")
+    done = subprocess.run(
+        ["bash", script, *flags], env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        sys.exit(done.stderr.strip())
+    return [shlex.split(line) for line in done.stdout.splitlines()]
+
+
+def _train(arguments: argparse.Namespace, precision: str, use_dpp: bool) -> _Training:
+    name = f"{arguments.model}-{precision}-{'dpp' if use_dpp else 'static'}"
+    metrics, log = arguments.out / f"{name}.jsonl", arguments.out / f"{name}.log"
+    metrics.unlink(missing_ok=True)
+    *before, training = _commands(arguments, precision, use_dpp)
+    training += ["--metrics-file", str(metrics.resolve())]
+    environment = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ,
+    }  # fmt: skip
+    start = time.perf_counter()
+    with log.open("w", encoding="utf-8") as file:
+        for command in [*before, training]:
+            done = subprocess.run(
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False
+            )
+            if done.returncode:
+                tail = log.read_text(encoding="utf-8", errors="replace")[-4000:]
+                sys.exit(f"{tail}\n{name}: exit code {done.returncode}, see {log}")
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    result = _Training(
+        [row for row in rows if "learning rate" in row],
+        next(row["parameters_sha256"] for row in rows if "parameters_sha256" in row),
+    )
+    _describe(name, result, time.perf_counter() - start)
+    return result
+
+
+def _describe(name: str, result: _Training, seconds: float) -> None:
+    losses = [loss for loss in result.column("lm loss") if not math.isnan(loss)]
+    step = statistics.median(result.column("seconds")[5:] or result.column("seconds"))
+    peak = max(result.column("peak memory")) / 1e9
+    print(
+        f"{name:18s} {len(result.iterations)} iterations in {seconds:.0f} s, "
+        f"{sum(result.column('skipped')):.0f} skipped, loss {losses[0]:.4f} -> {losses[-1]:.4f}, "
+        f"{step * 1e3:.1f} ms (median), {peak:.2f} GB on the last rank",
+        flush=True,
+    )
+
+
+def _compare(static: _Training, dynamic: _Training) -> bool:
+    """Print the comparison; True when all is equal."""
+    equal = len(static.iterations) == len(dynamic.iterations)
+    for name in ("lm loss", "sop loss", "grad norm", "learning rate", "loss scale"):
+        ours, theirs = dynamic.column(name), static.column(name)
+        pairs = [(x, y) for x, y in zip(ours, theirs, strict=False) if str(x) != str(y)]
+        if pairs:
+            equal = False
+            print(
+                f"  {name}: {len(pairs)} of {len(ours)} differ, by up to "
+                f"{max(abs(x - y) for x, y in pairs):.3e}"
+            )
+        elif not all(math.isnan(value) for value in ours):
+            print(f"  {name}: equal in all {len(ours)} iterations")
+    same = static.hashes == dynamic.hashes
+    print(f"  final parameters: {'equal' if same else 'DIFFERENT'}", flush=True)
+    return equal and same
+
+
+def main() -> int:
+    """Run everything; the exit code."""
+    arguments = _parse_arguments()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    equal = True
+    for precision in arguments.precisions:
+        static = _train(arguments, precision, use_dpp=False)
+        dynamic = _train(arguments, precision, use_dpp=True)
+        equal &= _compare(static, dynamic)
+    return 0 if equal or arguments.free else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
