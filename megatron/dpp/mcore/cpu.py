@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 _MAX_KEPT_SENDS = 32
@@ -115,6 +116,15 @@ class _CpuGenerators:
         return torch.default_generator
 
 
+class _CpuMesh:
+    """``DeviceMesh`` where megatron-core makes one of a process group for ``cuda``."""
+
+    @staticmethod
+    def from_group(group: torch.distributed.ProcessGroup, device_type: str) -> Any:
+        """The mesh of ``group``, on the CPU."""
+        return DeviceMesh.from_group(group, "cpu")
+
+
 @contextlib.contextmanager
 def _no_context(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
@@ -153,6 +163,7 @@ def _seed_cpu(seed: int) -> None:
 def _core_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """Replacements inside megatron-core, for names that it binds when it is imported."""
     from megatron.core import jit
+    from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
     from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import module
@@ -162,6 +173,7 @@ def _core_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield random, "_lazy_init", _nothing
     for name, kind in (("FLOAT", "Float"), ("HALF", "Half"), ("BF16", "BFloat16")):
         yield module, f"_{name}_TYPES", (getattr(torch, f"{kind}Tensor"),)
+    yield fsdp, "DeviceMesh", _CpuMesh  # torch_fully_sharded_data_parallel.py:80
     yield p2p_communication, "_p2p_ops", _SafeSends(p2p_communication._p2p_ops)
 
 

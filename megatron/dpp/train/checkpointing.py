@@ -34,6 +34,7 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.utils import unwrap_model
 
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.mcore.fsdp import as_shards, shards_keep_identity
 from megatron.dpp.train import checkpoint_files as files
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import Trainee
@@ -201,9 +202,10 @@ class Checkpointer:
         skip = args.no_load_optim or args.finetune if loading else args.no_save_optim
         if trainee.optimizer is not None and not skip:
             options = {"is_loading": True} if loading else {}
-            state["optimizer"] = trainee.optimizer.sharded_state_dict(
-                state, metadata=metadata, **options
-            )
+            with shards_keep_identity():
+                state["optimizer"] = trainee.optimizer.sharded_state_dict(
+                    state, metadata=metadata, **options
+                )
             state["opt_param_scheduler"] = trainee.scheduler.state_dict()
         return state
 
@@ -317,7 +319,10 @@ class Checkpointer:
         if "optimizer" not in state:
             raise DataError(f"{found.path}: holds no optimizer state; add --no-load-optim")
         if not optimizer.is_stub_optimizer:
-            optimizer.load_state_dict(state["optimizer"])
+            loaded = state["optimizer"]
+            if args.use_torch_fsdp2:
+                loaded = as_shards(optimizer, loaded)
+            optimizer.load_state_dict(loaded)
         if args.use_distributed_optimizer and not found.is_distributed:
             optimizer.load_parameter_state(str(found.path / _rank_directory() / "distrib_optim.pt"))
         trainee.scheduler.load_state_dict(state["opt_param_scheduler"])

@@ -272,6 +272,14 @@ DISTRIBUTED = (
         dest="align_grad_reduce",
     ),
     Flag("--ddp-num-buckets", int, None, "buckets of the gradient reduction"),
+    Flag("--use-torch-fsdp2", True, False, "shard parameters, gradients and optimizer (FSDP2)"),
+    Flag(
+        "--torch-fsdp2-no-reshard-after-forward",
+        False,
+        True,
+        "keep gathered parameters until the backward has used them",
+        dest="torch_fsdp2_reshard_after_forward",
+    ),
     Flag("--ddp-bucket-size", int, None, "parameters per bucket"),
     Flag("--ddp-pad-buckets-for-high-nccl-busbw", True, False, "pad buckets to a multiple of 2^16"),
     Flag(

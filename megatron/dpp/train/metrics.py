@@ -83,7 +83,8 @@ def parameters_sha256(chunks: list[Any]) -> str:
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             digest.update(name.encode())
-            bits = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            values = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            bits = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             digest.update(bits.numpy().tobytes())
     return digest.hexdigest()
 

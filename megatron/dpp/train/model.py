@@ -60,7 +60,13 @@ def build_trainee(run: Run, config: TransformerConfig, build_chunk: ChunkBuilder
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     if args.skip_train:
         return Trainee(chunks, config, None, None)
-    chunks = _with_gradient_buffers(args, config, chunks, count)
+    if args.use_torch_fsdp2:
+        from megatron.dpp.mcore.fsdp import fully_sharded
+
+        reshard = args.torch_fsdp2_reshard_after_forward
+        chunks = [fully_sharded(config, chunk, reshard_after_forward=reshard) for chunk in chunks]
+    else:
+        chunks = _with_gradient_buffers(args, config, chunks, count)
     optimizer = _optimizer(run, chunks)
     return Trainee(chunks, config, optimizer, _scheduler(args, optimizer))
 

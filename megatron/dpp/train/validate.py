@@ -34,6 +34,7 @@ def validate(args: Args, world_size: int) -> None:
         _length_of_training,
         _precision,
         _optimizer,
+        _fully_sharded,
         _memory,
         _kernels,
         _data,
@@ -284,6 +285,25 @@ def _optimizer(args: Args) -> None:
         args.ddp_num_buckets is None or args.ddp_bucket_size is None,
         "--ddp-num-buckets and --ddp-bucket-size exclude each other",
     )
+
+
+def _fully_sharded(args: Args) -> None:
+    """What PyTorch's FSDP2 does not go with; the fused gradient kernel is switched off."""
+    if not args.use_torch_fsdp2:
+        return
+    excluded = {
+        "--pipeline-model-parallel-size above 1": args.pipeline_model_parallel_size > 1,
+        "--expert-model-parallel-size above 1": args.expert_model_parallel_size > 1,
+        "--use-distributed-optimizer": args.use_distributed_optimizer,
+        "--use-dpp": args.use_dpp,
+        "--fp16": args.fp16,
+        "--ckpt-format torch": args.ckpt_format == "torch",
+        "--calculate-per-token-loss": args.calculate_per_token_loss,
+        "--log-params-norm": args.log_params_norm,
+    }
+    for flag, given in excluded.items():
+        _require(not given, f"--use-torch-fsdp2 does not go with {flag}")
+    args.gradient_accumulation_fusion = False
 
 
 def _memory(args: Args) -> None:
