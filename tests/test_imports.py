@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "schedule": {"config", "errors"},
     "trace": {"config", "errors", "schedule"},
     "sim": {"config", "errors", "schedule", "trace"},
-    "transport": {"config", "errors", "trace"},
+    "transport": {"config", "errors", "hosts", "trace"},
     "mcore": {"config", "errors", "trace", "transport"},
     "runtime": {"config", "errors", "hosts", "schedule", "transport", "trace", "mcore"},
 }

@@ -6,6 +6,7 @@
 #include <array>
 
 #include "python/cuda.h"
+#include "python/rdma.h"
 #include "transport/transport.h"
 
 namespace py = pybind11;
@@ -210,6 +211,7 @@ PYBIND11_MODULE(_native, module) {
       .def("wait", &wait)
       .def("ring", &Transport::ring)
       .def("check", &Transport::check)
+      .def("failure", &Transport::failure)
       .def("board_post", &board_post)
       .def("board_common", &board_common)
       .def("board_append", &Transport::board_append, no_gil)
@@ -218,4 +220,5 @@ PYBIND11_MODULE(_native, module) {
       .def("abort", &Transport::abort, no_gil)
       .def("close", &Transport::close, no_gil);
   dpp::bind_cuda(module);
+  dpp::bind_rdma(module);
 }

@@ -89,6 +89,9 @@ class Link {
   // Progress thread. False: do not watch this descriptor any longer.
   virtual bool on_ready(size_t index) = 0;
   virtual void on_credit(std::string_view note) = 0;
+  // Closing thread, after the progress thread: wait until what was begun has left this process's
+  // memory.
+  virtual void drain(uint64_t deadline_ns) { static_cast<void>(deadline_ns); }
 };
 
 }  // namespace dpp

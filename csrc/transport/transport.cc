@@ -25,6 +25,7 @@ constexpr uint64_t kShortestSpinNs = 20'000;
 constexpr uint64_t kLongestSpinNs = 200'000;
 constexpr uint64_t kRoomNapNs = 1'000'000;
 constexpr int kByeMs = 500;
+constexpr uint64_t kDrainNs = 2'000'000'000;
 constexpr int kNotesMs = 5;
 // While a GPU works the progress thread asks again after a 32nd of the time that it has waited so
 // far: what it waits for is noticed at most 3 % late, and a long wait costs little.
@@ -139,7 +140,7 @@ void Transport::add_tcp_link(int peer, const std::vector<size_t>& incoming,
   for (const size_t index : outgoing) {
     set_sender(index, peer, link->add_sender(outgoing_geometry_.at(index)));
   }
-  links_.emplace_back(peer, std::move(link));
+  add_link(peer, std::move(link));
 }
 
 int Transport::make_board(uint32_t members, uint32_t counters, const std::vector<int>& followers) {
@@ -403,6 +404,7 @@ void Transport::close() {
   kick();
   if (thread_) thread_->join();
   thread_.reset();
+  drain_links();
   for (const auto& peer : peers_) {
     peer->send_note(Peer::Note::kBye, "");
     pollfd writable = {peer->socket(), POLLOUT, 0};
@@ -417,6 +419,21 @@ void Transport::close() {
   epoll_.reset();
   kick_.reset();
   bell_.close_descriptor();
+}
+
+std::string Transport::failure() {
+  if (!failed_.load(std::memory_order_acquire)) return "";
+  return failure_->what();
+}
+
+void Transport::drain_links() {
+  if (failed_.load(std::memory_order_acquire)) return;
+  try {
+    const uint64_t deadline = monotonic_ns() + kDrainNs;
+    for (const auto& [peer, link] : links_) link->drain(deadline);
+  } catch (const Error&) {
+    // The peer is gone: there is nothing left to send to, and close() never throws.
+  }
 }
 
 // ---- progress thread

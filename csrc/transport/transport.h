@@ -51,6 +51,12 @@ class Transport {
   // For kinds with a set-up of their own.
   void set_receiver(size_t channel, int peer, std::unique_ptr<Receiver> receiver);
   void set_sender(size_t channel, int peer, std::unique_ptr<Sender> sender);
+  // Watched from start() on; its senders and receivers are set like any others.
+  void add_link(int peer, std::shared_ptr<Link> link) {
+    links_.emplace_back(peer, std::move(link));
+  }
+  Bell* bell() { return &bell_; }
+  const Copier& copier() const { return copier_; }
   const Geometry& incoming(size_t channel) const { return incoming_.at(channel).geometry; }
   const Geometry& outgoing(size_t channel) const { return outgoing_geometry_.at(channel); }
   std::shared_ptr<Peer> find_peer(int rank) const;
@@ -79,6 +85,7 @@ class Transport {
 
   bool departed(int peer) const;
   void check();                           // throws what went wrong
+  std::string failure();                  // any thread: what went wrong, or empty
   void abort(const std::string& reason);  // tells the peers that this rank gives up
   void close();                           // idempotent, bounded
 
@@ -102,6 +109,7 @@ class Transport {
   [[noreturn]] void fail_and_throw(const Error& error);
   [[noreturn]] void break_off(Fault fault, const std::string& text);
   void wait_for_room(size_t channel);
+  void drain_links();
   Incoming& arrived_channel(size_t channel);
 
   // Progress thread.

@@ -6,17 +6,23 @@ A new kind joins with one entry in ``KINDS``.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
+import functools
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import FileStore, HashStore
 
@@ -26,13 +32,42 @@ from megatron.dpp.transport import (
     FakeNetwork,
     Transport,
     TransportOptions,
+    native,
     open_transport,
 )
 
-KINDS = ("fake", "dist", "shm", "tcp")
+KINDS = ("fake", "dist", "shm", "tcp", "rdma")
 NATIVE_KINDS = ("shm", "tcp")
+IN_PROCESS_KINDS = (*NATIVE_KINDS, "rdma")
+"""``rdma`` runs over a double of libibverbs that knows one process only."""
+REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE = 30.0
 """Seconds after which a test gives up; never reached when all is well."""
+
+
+@functools.lru_cache(maxsize=1)
+def fake_verbs() -> ctypes.CDLL:
+    """csrc/tests/fake_verbs.cc in the place of this process's libibverbs: what is loaded under that
+    name first is what the transport finds. Skips where there is no compiler.
+    """
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to build the double of libibverbs with")
+    csrc = REPOSITORY / "csrc"
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "libibverbs.so.1"
+        subprocess.run(
+            [
+                "g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", f"-I{csrc}",
+                "-Wl,-soname,libibverbs.so.1", str(csrc / "tests" / "fake_verbs.cc"),
+                "-o", str(library),
+            ],
+            check=True,
+            timeout=120,
+        )  # fmt: skip
+        fake = ctypes.CDLL(str(library))
+    fake.fake_verbs_set.argtypes = (ctypes.c_char_p, ctypes.c_long)
+    assert native.load_native().rdma_ports()[0]["device"] == "fake0", "another libibverbs was first"
+    return fake
 
 
 def pair(slot_bytes: int = 1 << 16, depth: int = 2) -> list[ChannelSpec]:
@@ -56,6 +91,8 @@ def opened(
     """All ranks' transports in this process. With ``counters``, all ranks share a board."""
     ranks = sorted({spec.source for spec in channels} | {spec.destination for spec in channels})
     board: dict[str, Any] = {"board_ranks": ranks, "board_counters": counters} if counters else {}
+    if kind == "rdma":
+        fake_verbs()
     if kind == "fake":
         network = FakeNetwork(channels, seed=1, delay=0.001)
         transports: list[Transport] = [network.transport(rank, **board) for rank in ranks]

@@ -30,6 +30,7 @@ from megatron.dpp.errors import (
 from megatron.dpp.transport import ChannelSpec, TransportOptions, handshake, open_transport
 from megatron.dpp.transport.rendezvous import Rendezvous, read_token
 from tests.transport.kinds import (
+    IN_PROCESS_KINDS,
     NATIVE_KINDS,
     PATIENCE,
     forked,
@@ -171,7 +172,7 @@ def test_a_stopped_peer_is_not_a_dead_one(tmp_path: Path) -> None:
         assert "rank 1 is alive" in results.get(timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("kind", NATIVE_KINDS)
+@pytest.mark.parametrize("kind", IN_PROCESS_KINDS)
 def test_a_forked_child_must_not_use_its_parents_transport(kind: str) -> None:
     with opened(kind, pair()) as (a, b):
         child = os.fork()
@@ -189,7 +190,7 @@ def test_a_forked_child_must_not_use_its_parents_transport(kind: str) -> None:
         assert take_next(b, 0, 0).microbatch == 0
 
 
-@pytest.mark.parametrize("kind", NATIVE_KINDS)
+@pytest.mark.parametrize("kind", IN_PROCESS_KINDS)
 def test_a_rank_that_gives_up_says_why(kind: str) -> None:
     with opened(kind, pair()) as (a, b):
         with pytest.raises(ZeroDivisionError), a:
@@ -407,10 +408,10 @@ def test_a_limit_on_address_space_is_an_error_at_set_up(kind: str, tmp_path: Pat
 
 
 def test_nothing_is_left_behind_by_opening_and_closing() -> None:
-    with opened("shm", pair()), opened("tcp", pair()):
-        pass  # also: two transports of one process at once, with equal names in different stores
+    with opened("shm", pair()), opened("tcp", pair()), opened("rdma", pair()):
+        pass  # also: three transports of one process at once, with equal names in different stores
     before = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
-    for kind in NATIVE_KINDS * 2:
+    for kind in IN_PROCESS_KINDS * 2:
         with opened(kind, pair()) as (a, b):
             a.put(0, torch.ones(3), iteration=0, microbatch=0)
             take_next(b, 0, 0)

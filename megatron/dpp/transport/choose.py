@@ -20,6 +20,7 @@ class Facts:
     reach each other's abstract sockets. ``tcp_address`` is where it listens for other hosts, if it
     does. ``settings`` are the options that both sides of a link must share. ``gpu`` is the UUID of
     its GPU, and ``gpu_access`` says for each GPU that it sees whether its own can write there.
+    ``rdma`` is the kind of RDMA network that its address belongs to, ``no_rdma`` why there is none.
     """
 
     rank: int
@@ -34,6 +35,8 @@ class Facts:
     settings: dict[str, int | float | bool]
     gpu: str = ""
     gpu_access: dict[str, bool] = field(default_factory=dict)
+    rdma: str = ""
+    no_rdma: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,20 @@ def _tcp_obstacle(one: Facts, other: Facts) -> str | None:
     return None
 
 
+def _rdma_obstacle(one: Facts, other: Facts) -> str | None:
+    for side in (one, other):
+        if not side.rdma:
+            return f"rank {side.rank} on {side.hostname}: {side.no_rdma}"
+    if one.rdma != other.rdma:
+        return f"rank {one.rank} is on {one.rdma}, rank {other.rank} on {other.rdma}"
+    return _tcp_obstacle(one, other)  # the control connection's
+
+
 _RULES: tuple[tuple[str, Obstacle, str], ...] = (
     ("cuda_ipc", _cuda_ipc_obstacle, "GPUs of one host with peer access: CUDA IPC"),
     ("staged", _staged_obstacle, "GPUs of one host without peer access: pinned host memory"),
     ("shm", _shm_obstacle, "same host, same user: shared memory"),
+    ("rdma", _rdma_obstacle, "different hosts with RDMA devices: RDMA writes"),
     ("tcp", _tcp_obstacle, "different hosts, and no RDMA link: TCP"),
 )
 """Kinds in order of preference: what stands against it, and why it is taken when nothing does."""
@@ -100,7 +113,7 @@ def choose(own: Facts, peer: Facts, wanted: str = "auto") -> Choice:
     """
     one, other = sorted((own, peer), key=lambda facts: facts.rank)
     between = f"between rank {one.rank} ({one.hostname}) and rank {other.rank} ({other.hostname})"
-    obstacles = []
+    obstacles: list[str] = []
     for kind, obstacle, reason in _RULES:
         if wanted not in ("auto", kind):
             continue
@@ -108,6 +121,8 @@ def choose(own: Facts, peer: Facts, wanted: str = "auto") -> Choice:
         if against is None:
             staged = kind not in GPU_KINDS and any(facts.device != "cpu" for facts in (one, other))
             note = "; CUDA tensors pass through the host's memory" if staged else ""
+            if kind == "tcp" and obstacles:
+                note += f" [{obstacles[-1]}]"
             return Choice(kind, (reason if wanted == "auto" else f"asked for: {kind}") + note)
         obstacles.append(f"{kind}: {against}")
     if not obstacles:

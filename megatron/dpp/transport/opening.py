@@ -23,11 +23,15 @@ from megatron.dpp.transport.choose import GPU_KINDS, Choice, Facts, choose
 from megatron.dpp.transport.gpu import GpuLink, GpuLinks, gpu_facts
 from megatron.dpp.transport.native import NativeBoard, NativeTransport, load_native
 from megatron.dpp.transport.options import TransportOptions
+from megatron.dpp.transport.rdma import Place, RdmaPeer, find_place, join_rdma
 from megatron.dpp.transport.rendezvous import Connection, Rendezvous, host_identity
 
 _CONTROL = "control"
 _DATA = ("data 0", "data 1")
 """Purposes of a link's connections; messages from 4 MiB up are spread over all of ``_DATA``."""
+
+_BETWEEN_HOSTS = ("rdma", "tcp")
+"""Kinds whose control connection is TCP, also when both ranks are on one host."""
 
 _LOOPBACK = "127.0.0.1"
 
@@ -72,6 +76,7 @@ class _Opening:
         self._library = load_native()
         self._facts: dict[int, Facts] = {}
         self._choices: dict[int, Choice] = {}
+        self._place: Place | None = None
 
     def run(self, store: Store) -> NativeTransport:
         """Open the transport, or leave nothing behind."""
@@ -125,11 +130,19 @@ class _Opening:
         return followers if self._rank == leader else [leader]
 
     def _tcp_host(self) -> str | None:
-        """Where to listen for other hosts: nowhere unless told, or if tcp is forced."""
-        return self._options.node_ips or (_LOOPBACK if self._kind == "tcp" else None)
+        """Where to listen for other hosts: nowhere unless told, or if such a kind is forced."""
+        return self._options.node_ips or (_LOOPBACK if self._kind in _BETWEEN_HOSTS else None)
+
+    def _find_place(self) -> str:
+        """Sets our RDMA port; returns why there is none, where one would be of use."""
+        if self._kind not in ("auto", "rdma"):
+            return f"--dpp-transport {self._kind}"
+        self._place, why = find_place(self._library, self._tcp_host())
+        return why
 
     def _own_facts(self, rendezvous: Rendezvous) -> Facts:
         gpu, gpu_access = gpu_facts(self._library, self._device)
+        no_rdma = self._find_place()
         return Facts(
             rank=self._rank,
             abi=self._library.abi_version,
@@ -143,6 +156,8 @@ class _Opening:
             settings={"checksum": self._options.checksum, "workload": self._options.workload},
             gpu=gpu,
             gpu_access=gpu_access,
+            rdma=self._place.network if self._place else "",
+            no_rdma=no_rdma,
         )
 
     def _choose(self, own: Facts, peer: int) -> Choice:
@@ -157,8 +172,8 @@ class _Opening:
     def _wanted_connections(self) -> list[tuple[Facts, str, bool]]:
         wanted = []
         for peer, choice in self._choices.items():
-            over_tcp = choice.kind == "tcp"
-            purposes = (_CONTROL, *_DATA) if over_tcp else (_CONTROL,)
+            over_tcp = choice.kind in _BETWEEN_HOSTS
+            purposes = (_CONTROL, *_DATA) if choice.kind == "tcp" else (_CONTROL,)
             wanted += [(self._facts[peer], purpose, over_tcp) for purpose in purposes]
         return wanted
 
@@ -183,7 +198,7 @@ class _Opening:
         controls = {peer: connections[peer, _CONTROL] for peer in self._choices}
         for peer, control in controls.items():
             control.sock.settimeout(self._options.setup_timeout)
-            shared = self._choices[peer].kind != "tcp"
+            shared = self._choices[peer].kind not in _BETWEEN_HOSTS
             with self._while_joining(peer):
                 handshake.send_message(control.sock, {}, [native.bell_fd()] if shared else None)
         for peer, control in controls.items():
@@ -205,6 +220,7 @@ class _Opening:
                 incoming = _channels_with(self._incoming, peer)
                 native.add_tcp_link(peer, incoming, _channels_with(self._outgoing, peer), data)
         self._join_gpus(native, controls)
+        self._join_rdma(native, controls)
 
     @contextlib.contextmanager
     def _while_joining(self, peer: int) -> Iterator[None]:
@@ -231,6 +247,20 @@ class _Opening:
         ]
         if links:
             GpuLinks(self._library, native, self._rank, self._device, self._options).join(links)
+
+    def _join_rdma(self, native: Any, controls: dict[int, Connection]) -> None:
+        peers = [
+            RdmaPeer(
+                peer,
+                control.sock,
+                _channels_with(self._incoming, peer),
+                _channels_with(self._outgoing, peer),
+            )
+            for peer, control in controls.items()
+            if self._choices[peer].kind == "rdma"
+        ]
+        if peers and self._place:
+            join_rdma(self._library, native, self._place, self._options, peers)
 
     def _add_peer(self, native: Any, peer: int, control: Connection, fds: list[int]) -> None:
         facts, kind = self._facts[peer], self._choices[peer].kind

@@ -1,0 +1,415 @@
+// A libibverbs.so.1 without a network card, for tests of what surrounds it: queue pairs of one
+// process, whose writes a thread carries out later, in order within a queue pair and in random
+// order between them. One device, fake0, with the address 127.0.0.1.
+//
+//   g++ -std=c++17 -shared -fPIC -pthread -Icsrc -Wl,-soname,libibverbs.so.1
+//       csrc/tests/fake_verbs.cc -o libibverbs.so.1
+//
+// fake_verbs_set(name, value) asks for trouble:
+//   fail-registration N  the next N registrations of memory are refused with ENOMEM
+//   fail-connection N    the next N transitions to "ready to receive" are refused with ETIMEDOUT
+//   error-status S       the next send completes with status S, and what follows is flushed
+//   lose-receives 1      posted receives vanish: the peer's immediates find none
+//   drop-completions 1   nothing completes any more, although the bytes arrive
+//   port-down 1          the port reports an error, and every send runs out of retries
+//   reset 0              all is well again
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/verbs.h"
+
+namespace dpp::verbs {
+struct Device {
+  char name[8];
+};
+struct Domain {
+  Context* context;
+};
+}  // namespace dpp::verbs
+
+namespace {
+
+using namespace dpp::verbs;
+
+constexpr int kRoce = 4096;
+constexpr uint32_t kFirstKey = 0x1000;
+
+struct Queue : CompletionQueue {
+  std::deque<Completion> found;
+  bool armed = false;
+};
+struct Pair : QueuePair {
+  std::deque<std::pair<SendRequest, Piece>> sends;
+  std::deque<uint64_t> receives;
+  uint32_t peer = 0;
+  uint32_t most_sends = 0, most_receives = 0;
+  bool broken = false;
+};
+struct Opened : Context {
+  std::deque<AsyncEvent> events;
+};
+struct Channel : CompletionChannel {
+  std::deque<Queue*> rung;
+};
+
+class Fabric {
+ public:
+  std::mutex mutex;
+  std::map<uint32_t, Pair*> pairs;
+  std::map<uint32_t, MemoryRegion*> regions;
+  std::map<std::string, long> faults;
+  std::vector<Opened*> contexts;
+  uint32_t next_number = 17, next_key = kFirstKey;
+
+  void opened(Opened* context) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    contexts.push_back(context);
+    if (contexts.size() == 1) {
+      stop_ = false;
+      thread_ = std::thread([this] { run(); });
+    }
+  }
+  void closed(Opened* context) {
+    std::thread done;
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      contexts.erase(std::find(contexts.begin(), contexts.end(), context));
+      if (contexts.empty()) {
+        stop_ = true;
+        done.swap(thread_);
+      }
+    }
+    posted_.notify_all();
+    if (done.joinable()) done.join();
+  }
+  void posted() { posted_.notify_all(); }
+  // One fewer of a counted fault; mutex held.
+  bool take(const char* name) {
+    long& left = faults[name];
+    return left > 0 && left-- > 0;
+  }
+  void complete(CompletionQueue* to, const Completion& completion) {
+    auto* queue = static_cast<Queue*>(to);
+    queue->found.push_back(completion);
+    if (!queue->armed || queue->channel == nullptr) return;
+    queue->armed = false;
+    static_cast<Channel*>(queue->channel)->rung.push_back(queue);
+    ring(queue->channel->fd);
+  }
+  static void ring(int fd) {
+    const uint64_t one = 1;
+    if (write(fd, &one, sizeof(one)) != sizeof(one)) std::abort();
+  }
+
+ private:
+  void run() {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (!stop_) {
+      std::vector<Pair*> ready;
+      for (const auto& [number, pair] : pairs) {
+        if (!pair->sends.empty()) ready.push_back(pair);
+      }
+      if (ready.empty()) {
+        posted_.wait(lock);
+        continue;
+      }
+      carry_out(*ready[random_() % ready.size()]);
+      lock.unlock();  // let others post in between
+      lock.lock();
+    }
+  }
+
+  void carry_out(Pair& pair) {
+    const auto [request, piece] = pair.sends.front();
+    pair.sends.pop_front();
+    Completion completion = {};
+    completion.id = request.id;
+    completion.queue_pair = pair.number;
+    completion.opcode = 1;
+    completion.status = pair.broken ? kFlushed : outcome(pair, request, piece);
+    pair.broken = pair.broken || completion.status != 0;
+    if (faults["drop-completions"] == 0) complete(pair.send_queue, completion);
+  }
+
+  int outcome(const Pair& pair, const SendRequest& request, const Piece& piece) {
+    if (const long status = faults["error-status"]) {
+      faults["error-status"] = 0;
+      return static_cast<int>(status);
+    }
+    const auto target = pairs.find(pair.peer);
+    if (target == pairs.end() || faults["port-down"] != 0) return kRetriesExceeded;
+    if (request.num_pieces != 0) {
+      if (!inside(piece.lkey, piece.address, piece.bytes)) return 4;
+      const auto region = regions.find(request.remote.rkey);
+      if (region == regions.end() || region->second->domain != target->second->domain ||
+          !inside(request.remote.rkey, request.remote.address, piece.bytes)) {
+        return kRemoteAccess;
+      }
+      std::memcpy(reinterpret_cast<void*>(request.remote.address),
+                  reinterpret_cast<const void*>(piece.address), piece.bytes);
+    }
+    if (request.opcode == kWrite) return 0;
+    Pair& peer = *target->second;
+    if (faults["lose-receives"] != 0) peer.receives.clear();
+    if (peer.receives.empty()) return kReceiverNotReady;
+    Completion arrival = {};
+    arrival.id = peer.receives.front();
+    peer.receives.pop_front();
+    arrival.opcode = kReceivedImmediate;
+    arrival.immediate = request.immediate;
+    arrival.queue_pair = peer.number;
+    if (faults["drop-completions"] == 0) complete(peer.receive_queue, arrival);
+    return 0;
+  }
+
+  bool inside(uint32_t key, uint64_t address, uint64_t bytes) const {
+    const auto found = regions.find(key);
+    if (found == regions.end()) return false;
+    const auto first = reinterpret_cast<uint64_t>(found->second->address);
+    return address >= first && address + bytes <= first + found->second->bytes;
+  }
+
+  std::condition_variable posted_;
+  std::minstd_rand random_{7};
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+Fabric& fabric() {
+  static auto* only = new Fabric;  // never destroyed: the library stays loaded
+  return *only;
+}
+
+Device device = {"fake0"};
+
+int poll(CompletionQueue* from, int most, Completion* found) {
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  auto& queue = static_cast<Queue*>(from)->found;
+  int count = 0;
+  for (; count < most && !queue.empty(); ++count) {
+    found[count] = queue.front();
+    queue.pop_front();
+  }
+  return count;
+}
+
+int notify(CompletionQueue* queue, int) {
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  static_cast<Queue*>(queue)->armed = true;
+  return 0;
+}
+
+int post_send(QueuePair* to, SendRequest* request, SendRequest** bad) {
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  auto* pair = static_cast<Pair*>(to);
+  if (pair->state != kStateReadyToSend || pair->sends.size() >= pair->most_sends) {
+    *bad = request;
+    return ENOMEM;
+  }
+  pair->sends.emplace_back(*request, request->num_pieces != 0 ? *request->pieces : Piece{});
+  fabric().posted();
+  return 0;
+}
+
+int post_receive(QueuePair* to, ReceiveRequest* request, ReceiveRequest** bad) {
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  auto* pair = static_cast<Pair*>(to);
+  if (pair->receives.size() >= pair->most_receives) {
+    *bad = request;
+    return ENOMEM;
+  }
+  pair->receives.push_back(request->id);
+  return 0;
+}
+
+bool waits(int fd) {
+  uint64_t count = 0;
+  return read(fd, &count, sizeof(count)) == sizeof(count);
+}
+
+}  // namespace
+
+extern "C" {
+
+__attribute__((visibility("default"))) void fake_verbs_set(const char* name, long value) {
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  if (std::string(name) == "reset") fabric().faults.clear();
+  fabric().faults[name] = value;
+  if (std::string(name) != "port-down") return;
+  for (Opened* context : fabric().contexts) {
+    AsyncEvent event = {};
+    event.element.port = 1;
+    event.type = value != 0 ? kPortErrorEvent : kPortActiveEvent;
+    context->events.push_back(event);
+    Fabric::ring(context->async_fd);
+  }
+}
+
+Device** ibv_get_device_list(int* count) {
+  *count = 1;
+  return new Device*[2]{&device, nullptr};
+}
+void ibv_free_device_list(Device** list) { delete[] list; }
+const char* ibv_get_device_name(Device* of) { return of->name; }
+
+Context* ibv_open_device(Device* of) {
+  auto* context = new Opened;
+  static_cast<Context&>(*context) = {};
+  context->device = of;
+  context->async_fd = eventfd(0, EFD_CLOEXEC | EFD_SEMAPHORE);
+  context->calls.poll = poll;
+  context->calls.notify = notify;
+  context->calls.post_send = post_send;
+  context->calls.post_receive = post_receive;
+  fabric().opened(context);
+  return context;
+}
+int ibv_close_device(Context* context) {
+  auto* opened = static_cast<Opened*>(context);
+  fabric().closed(opened);
+  close(opened->async_fd);
+  delete opened;
+  return 0;
+}
+
+int ibv_query_port(Context*, uint8_t port, PortAttributes* found) {
+  if (port != 1) return EINVAL;
+  *found = {};
+  found->state = kPortActive;
+  found->max_mtu = found->active_mtu = 5;
+  found->num_gids = 3;
+  found->link_layer = kLinkEthernet;
+  found->max_message_bytes = 1u << 30;
+  static_assert(kRoce == 128 << 5);
+  return 0;
+}
+int _ibv_query_gid_ex(Context*, uint32_t port, uint32_t index, GidEntry* entry, uint32_t, size_t) {
+  if (port != 1 || index > 2) return EINVAL;
+  *entry = {};
+  entry->index = index;
+  entry->port = port;
+  entry->type = index == 2 ? kGidRoceV2 : kGidRoceV1;
+  const uint8_t local[16] = {0xfe, 0x80, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
+  const uint8_t mapped[16] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 127, 0, 0, 1};
+  std::memcpy(entry->gid.raw, index == 0 ? local : mapped, sizeof(entry->gid.raw));
+  return 0;
+}
+
+Domain* ibv_alloc_pd(Context* context) { return new Domain{context}; }
+int ibv_dealloc_pd(Domain* domain) { return delete domain, 0; }
+
+MemoryRegion* ibv_reg_mr(Domain* domain, void* data, size_t bytes, int) {
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  if (fabric().take("fail-registration")) {
+    errno = ENOMEM;
+    return nullptr;
+  }
+  const uint32_t key = fabric().next_key++;
+  auto* region = new MemoryRegion{domain->context, domain, data, bytes, 0, key, key};
+  fabric().regions[key] = region;
+  return region;
+}
+int ibv_dereg_mr(MemoryRegion* region) {
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  fabric().regions.erase(region->lkey);
+  return delete region, 0;
+}
+
+CompletionChannel* ibv_create_comp_channel(Context* context) {
+  auto* channel = new Channel;
+  channel->context = context;
+  channel->fd = eventfd(0, EFD_CLOEXEC | EFD_SEMAPHORE);
+  return channel;
+}
+int ibv_destroy_comp_channel(CompletionChannel* channel) {
+  close(channel->fd);
+  return delete static_cast<Channel*>(channel), 0;
+}
+CompletionQueue* ibv_create_cq(Context* context, int entries, void*, CompletionChannel* channel,
+                               int) {
+  auto* queue = new Queue;
+  queue->context = context;
+  queue->channel = channel;
+  queue->num_entries = entries;
+  return queue;
+}
+int ibv_destroy_cq(CompletionQueue* queue) { return delete static_cast<Queue*>(queue), 0; }
+int ibv_get_cq_event(CompletionChannel* channel, CompletionQueue** queue, void** user) {
+  if (!waits(channel->fd)) return -1;
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  auto& rung = static_cast<Channel*>(channel)->rung;
+  *queue = rung.front();
+  *user = nullptr;
+  rung.pop_front();
+  return 0;
+}
+void ibv_ack_cq_events(CompletionQueue*, unsigned) {}
+
+QueuePair* ibv_create_qp(Domain* domain, QueuePairSettings* settings) {
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  auto* pair = new Pair;
+  pair->context = domain->context;
+  pair->domain = domain;
+  pair->send_queue = settings->send_queue;
+  pair->receive_queue = settings->receive_queue;
+  pair->most_sends = settings->limits.sends;
+  pair->most_receives = settings->limits.receives;
+  pair->state = 0;
+  pair->number = fabric().next_number++;
+  fabric().pairs[pair->number] = pair;
+  return pair;
+}
+int ibv_modify_qp(QueuePair* of, QueuePairAttributes* to, int mask) {
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  auto* pair = static_cast<Pair*>(of);
+  if (to->state != pair->state + 1 || (mask & kHasState) == 0) return EINVAL;
+  if (to->state == kStateReadyToReceive) {
+    if (fabric().take("fail-connection")) return ETIMEDOUT;
+    const int needed = kHasPath | kHasMtu | kHasPeer | kHasReceivePsn;
+    if ((mask & needed) != needed || to->path.has_route == 0) return EINVAL;
+    pair->peer = to->peer_number;
+  }
+  pair->state = to->state;
+  return 0;
+}
+int ibv_destroy_qp(QueuePair* pair) {
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  fabric().pairs.erase(pair->number);
+  return delete static_cast<Pair*>(pair), 0;
+}
+
+int ibv_get_async_event(Context* context, AsyncEvent* event) {
+  if (!waits(context->async_fd)) return -1;
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  auto& events = static_cast<Opened*>(context)->events;
+  *event = events.front();
+  events.pop_front();
+  return 0;
+}
+void ibv_ack_async_event(AsyncEvent*) {}
+const char* ibv_wc_status_str(int status) {
+  switch (status) {
+    case kFlushed: return "Work Request Flushed Error";
+    case kRemoteAccess: return "remote access error";
+    case kRetriesExceeded: return "transport retry counter exceeded";
+    case kReceiverNotReady: return "RNR retry counter exceeded";
+    default: return "some error";
+  }
+}
+int ibv_fork_init() { return 0; }
+
+}  // extern "C"

@@ -1,0 +1,211 @@
+// Kind "rdma": slots in registered memory of the receiver, written by the sender's network card.
+//
+//   tensor --copy--> [piece|piece|...] --RDMA write--> slot [header|payload] --take()--> tensor
+//                     registered, shared                 of the receiver
+//                     by the channels of a link
+//
+// A message is cut into pieces; each is copied into a registered buffer and written from there, so
+// that copying and sending overlap and no tensor has to be registered. The last write of a message
+// carries an immediate value (channel, sequence) that completes a receive at the other side:
+// nothing is read before. From kStripeBytes up the pieces go over all queue pairs of the link, and
+// every queue pair closes its share with an immediate of its own. Credit comes back as an empty
+// write with an immediate.
+//
+// Threads: posting is guarded by a mutex; completions are handled by the progress thread, which
+// sleeps on the completion channel's descriptor.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/copy.h"
+#include "base/os.h"
+#include "base/verbs.h"
+#include "transport/kind.h"
+#include "transport/peer.h"
+
+namespace dpp {
+
+// Our side's port, and how much is copied at once.
+struct RdmaPlace {
+  std::string device;
+  uint8_t port = 1;
+  uint32_t gid_index = 0;
+  uint64_t piece_bytes = 4 << 20;
+};
+
+// What one side tells the other: where its slots are and how its queue pairs are reached.
+struct RdmaOffer {
+  std::string gid;
+  uint16_t lid = 0;
+  int mtu = 0;  // libibverbs' number for it
+  uint64_t address = 0;
+  uint32_t rkey = 0;
+  std::vector<uint32_t> queue_pairs;
+  std::vector<uint32_t> first_packets;  // packet sequence numbers
+};
+
+// Where the slots of a link's channels lie in its memory; both sides compute it.
+class RdmaLayout {
+ public:
+  explicit RdmaLayout(const std::vector<Geometry>& channels);
+  uint64_t offset(uint32_t channel, uint64_t sequence) const;
+  uint64_t total_bytes() const { return total_; }
+  uint64_t largest_slot() const { return largest_; }  // header included
+  uint32_t num_slots() const { return num_slots_; }
+
+ private:
+  struct Channel {
+    uint64_t first, stride;
+    uint32_t depth;
+  };
+  std::vector<Channel> channels_;
+  uint64_t total_ = 0;
+  uint64_t largest_ = 0;
+  uint32_t num_slots_ = 0;
+};
+
+class RdmaLink;
+
+class RdmaSender : public Sender {
+ public:
+  RdmaSender(std::shared_ptr<RdmaLink> link, uint32_t channel, const Geometry& geometry);
+  bool has_credit() override;
+  bool ask_for_credit() override { return has_credit(); }
+  void begin(Parcel& parcel) override;
+  Step finished() override;
+
+ private:
+  friend class RdmaLink;
+
+  bool send_pieces(const Parcel& parcel);  // false: no buffer is free
+  void receive_credit(uint16_t released);
+
+  const std::shared_ptr<RdmaLink> link_;
+  const uint32_t channel_;
+  const Geometry geometry_;
+
+  // Owner only.
+  std::vector<Parcel> begun_parcels_;
+  uint64_t num_finished_ = 0;
+  uint64_t sent_bytes_ = 0;  // of the oldest message
+  uint64_t num_pieces_ = 0;  // of it, that were posted
+
+  std::atomic<uint64_t> begun_{0};     // written by the owner
+  std::atomic<uint64_t> released_{0};  // by the receiver; written by the progress thread
+};
+
+class RdmaReceiver : public Receiver {
+ public:
+  RdmaReceiver(std::shared_ptr<RdmaLink> link, uint32_t channel, const Geometry& geometry);
+  uint64_t arrived() override { return arrived_.load(std::memory_order_acquire); }
+  Header header(uint64_t sequence) override;
+  void copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) override;
+  void release(uint64_t sequence) override;
+
+ private:
+  friend class RdmaLink;
+
+  struct Slot {
+    uint64_t sequence = 0;  // of the message that fills it
+    uint32_t closed = 0;    // queue pairs that have closed their share
+    uint32_t num_shares = 0;
+  };
+
+  Slot& slot(uint64_t sequence) { return slots_[(sequence - 1) % slots_.size()]; }
+  bool close_share(uint16_t sequence, uint32_t num_shares);  // true when messages became complete
+
+  const std::shared_ptr<RdmaLink> link_;
+  const uint32_t channel_;
+  const Geometry geometry_;
+  std::vector<Slot> slots_;  // progress thread only
+  std::atomic<uint64_t> arrived_{0};
+  std::atomic<uint64_t> released_{0};
+  uint64_t credited_ = 0;  // guarded by the link's mutex
+};
+
+class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
+ public:
+  // Opens the device, registers memory and makes the queue pairs. Throws kUnavailable or kSetup.
+  RdmaLink(std::shared_ptr<Peer> peer, Bell* bell, const Copier& copier, const RdmaPlace& place,
+           std::vector<Geometry> incoming, std::vector<Geometry> outgoing);
+
+  const RdmaOffer& offer() const { return offer_; }
+  // Before the first message, and before the peer's.
+  void connect(const RdmaOffer& peer);
+  std::unique_ptr<Sender> add_sender(size_t channel);
+  std::unique_ptr<Receiver> add_receiver(size_t channel);
+
+  const std::vector<int>& descriptors() const override { return descriptors_; }
+  bool on_ready(size_t index) override;
+  void on_credit(std::string_view note) override;
+  void drain(uint64_t deadline_ns) override;
+
+ private:
+  friend class RdmaSender;
+  friend class RdmaReceiver;
+
+  struct Rail {
+    verbs::Owner<verbs::QueuePair> pair;
+    uint32_t in_flight = 0;  // sends that have not completed; guarded by mutex_
+  };
+
+  uint64_t buffer_bytes() const { return sizeof(Header) + piece_bytes_; }
+  void make_rail(uint32_t num_receives);
+  void connect_rail(size_t rail, const RdmaOffer& peer);
+  void post_receive(size_t rail);
+  void modify(size_t rail, verbs::QueuePairAttributes& attributes, int mask, const char* what);
+
+  // Any thread. A free buffer, or -1.
+  int take_buffer();
+  std::byte* buffer(int index) const;
+  // Writes `bytes` of a buffer to `offset` in the peer's slots; with an immediate if there is one.
+  void write(size_t rail, int buffer, uint64_t bytes, uint64_t offset, const uint32_t* immediate);
+  void send_credits();
+  void post(size_t rail, verbs::SendRequest& request, const uint32_t* immediate);  // mutex_ held
+
+  // Progress thread, or the closing one after its end.
+  void handle_completions();
+  void handle(const verbs::Completion& completion);
+  void handle_immediate(uint32_t value);
+  void handle_device_events();
+  [[noreturn]] void report(const verbs::Completion& completion) const;
+  [[noreturn]] void refuse(const std::string& why) const;
+
+  const std::shared_ptr<Peer> peer_;
+  Bell* const bell_;  // of the transport, which outlives its links
+  const Copier copier_;
+  const RdmaPlace place_;
+  const std::vector<Geometry> incoming_, outgoing_;
+  const RdmaLayout slots_, peer_slots_;
+  const uint64_t piece_bytes_;
+  const uint32_t num_buffers_;
+  const uint32_t most_sends_;  // per queue pair
+
+  // In the order of acquisition.
+  const verbs::ApiPtr api_;
+  verbs::Owner<verbs::Context> context_;
+  verbs::PortAttributes port_;
+  verbs::Owner<verbs::Domain> domain_;
+  SharedMemory slot_memory_, buffer_memory_;
+  verbs::Owner<verbs::MemoryRegion> slot_region_, buffer_region_;
+  verbs::Owner<verbs::CompletionChannel> channel_;
+  verbs::Owner<verbs::CompletionQueue> completions_;
+  std::vector<Rail> rails_;
+
+  RdmaOffer offer_;
+  uint64_t peer_address_ = 0;
+  uint32_t peer_rkey_ = 0;
+  std::vector<int> descriptors_;
+  std::vector<RdmaSender*> senders_;      // owned by the transport's channels, which are destroyed
+  std::vector<RdmaReceiver*> receivers_;  // after the thread ends
+  bool port_down_ = false;                // progress thread only
+
+  std::mutex mutex_;
+  std::vector<int> free_buffers_;
+};
+
+}  // namespace dpp

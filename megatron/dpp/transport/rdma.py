@@ -1,0 +1,145 @@
+"""Setting up links over RDMA: which port of which device, and what two sides tell each other.
+
+``opening.py`` is the caller, over connections that are already authenticated; addresses of memory
+and its keys travel nowhere else. Per message nothing of this runs. The C++ side is
+``csrc/transport/rdma.h``.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.errors import ProtocolError, TransportError
+from megatron.dpp.hosts import addresses
+from megatron.dpp.transport import handshake
+from megatron.dpp.transport.options import TransportOptions
+
+_ELEMENT_BYTES = 4
+"""--workload counts elements; the widest usual one has four bytes."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A port, and its address there."""
+
+    device: str
+    port: int
+    gid_index: int
+    infiniband: bool
+
+    @property
+    def network(self) -> str:
+        """Ports reach those of the same kind of network only."""
+        return "InfiniBand" if self.infiniband else "RoCE v2"
+
+
+@dataclass
+class RdmaPeer:
+    """One peer: the connection to it, and our channels with it in the order of both sides."""
+
+    peer: int
+    sock: socket.socket
+    incoming: Sequence[int]
+    outgoing: Sequence[int]
+    link: Any = field(default=None, init=False)
+
+
+def find_place(library: Any, address: str | None) -> tuple[Place | None, str]:
+    """The port that has ``address``, or None and why there is none."""
+    if address is None:
+        return None, "this host's address is not known (--node-ips)"
+    try:
+        ports = library.rdma_ports()
+    except TransportError as error:
+        return None, str(error)
+    return choose_place(ports, address, _infiniband_interfaces(addresses().get(address, "")))
+
+
+def choose_place(
+    ports: Sequence[Mapping[str, Any]], address: str, infiniband: Sequence[tuple[str, int]] = ()
+) -> tuple[Place | None, str]:
+    """See :func:`find_place`; a pure function.
+
+    Args:
+        ports: what ``rdma_ports`` of the C++ side says.
+        address: IPv4 address of this host for links to other hosts.
+        infiniband: (device, port) pairs behind the interface that has ``address``, where it is an
+            IP-over-InfiniBand interface.
+    """
+    if not ports:
+        return None, "no RDMA device"
+    wanted = "00000000000000000000ffff" + socket.inet_aton(address).hex()
+    seen = []
+    for port in ports:
+        name = f"{port['device']} port {port['port']}"
+        found = _index_on(port, wanted, (port["device"], port["port"]) in infiniband)
+        if found is None:
+            seen.append(name)
+        elif not port["active"]:
+            return None, f"{name}, which has {address}, is not active (cable, switch, ibv_devinfo)"
+        else:
+            return Place(port["device"], port["port"], found, port["infiniband"]), ""
+    return None, (
+        f"no RDMA port has the address {address} (there are {', '.join(seen)}): name the address "
+        "of the RDMA interface with --node-ips"
+    )
+
+
+def _index_on(port: Mapping[str, Any], wanted: str, behind_interface: bool) -> int | None:
+    """The entry of a port's table of addresses to use: RoCE v2 with our IPv4 address, or, on
+    InfiniBand, the first."""
+    if port["infiniband"]:
+        return 0 if behind_interface and port["addresses"] else None
+    kinds = {kind: index for index, gid, kind in port["addresses"] if gid == wanted}
+    return kinds.get("RoCE v2")
+
+
+def _infiniband_interfaces(interface: str) -> list[tuple[str, int]]:
+    """The InfiniBand device and port under an IP interface; empty for Ethernet."""
+    network = Path("/sys/class/net") / interface
+    devices = network / "device" / "infiniband"
+    if not interface or not devices.is_dir():
+        return []
+    try:
+        port = int((network / "dev_port").read_text()) + 1
+    except (OSError, ValueError):
+        port = 1
+    return [(device.name, port) for device in devices.iterdir()]
+
+
+def join_rdma(
+    library: Any, native: Any, place: Place, options: TransportOptions, peers: Sequence[RdmaPeer]
+) -> None:
+    """Make our slots and queue pairs, and connect them with the peers'.
+
+    All ranks go through the same rounds, first every send, then every receive, so nobody waits in a
+    circle. After the second round every queue pair of both sides can receive.
+
+    Raises:
+        SetupError: memory cannot be registered, or the ports do not reach each other.
+    """
+    for peer in peers:
+        peer.link = library.RdmaLink(
+            native,
+            peer.peer,
+            peer.incoming,
+            peer.outgoing,
+            device=place.device,
+            port=place.port,
+            gid_index=place.gid_index,
+            piece_bytes=options.workload * _ELEMENT_BYTES,
+        )
+        handshake.send_message(peer.sock, {"rdma": peer.link.offer()})
+    for peer in peers:
+        message, _ = handshake.receive_message(peer.sock)
+        try:
+            peer.link.connect(message["rdma"])
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise ProtocolError(f"rank {peer.peer} sent a broken RDMA offer: {error}") from error
+        handshake.send_message(peer.sock, {"ready": True})
+    for peer in peers:
+        handshake.receive_message(peer.sock)

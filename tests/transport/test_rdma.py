@@ -1,0 +1,192 @@
+"""RDMA links over a double of libibverbs that fails on demand, and the choice of the port."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.dpp.errors import (
+    PeerDead,
+    ProtocolError,
+    SetupError,
+    TransferTimeout,
+    TransportError,
+    TransportUnavailable,
+)
+from megatron.dpp.transport.choose import Facts, choose
+from megatron.dpp.transport.rdma import choose_place
+from tests.transport.kinds import PATIENCE, REPOSITORY, fake_verbs, opened, pair, take_next
+
+Trouble = Callable[[str, int], None]
+MIB = 1 << 20
+
+
+@pytest.fixture
+def trouble() -> Iterator[Trouble]:
+    """Asks the double for a fault."""
+    fake = fake_verbs()
+
+    def ask(name: str, value: int) -> None:
+        fake.fake_verbs_set(name.encode(), value)
+
+    yield ask
+    ask("reset", 0)
+
+
+def until_failure(transport: object, seconds: float = PATIENCE) -> TransportError:
+    """The error that a waiting rank gets."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            transport.poll()  # type: ignore[attr-defined]
+            transport.wait(0.2)  # type: ignore[attr-defined]
+        except TransportError as error:
+            return error
+    raise AssertionError("no failure was noticed")
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_large_messages_over_several_queue_pairs(depth: int) -> None:
+    # More than a link's buffers hold at once, in pieces that no slot size divides.
+    sizes = [5 * MIB + 4, 100, 9 * MIB, 4 * MIB - 4, 4 * MIB, 0, 7 * MIB + 12]
+    sent = [torch.arange(size // 4, dtype=torch.int32) * 7 + size for size in sizes]
+    with opened("rdma", pair(9 * MIB, depth), workload=1 << 18, checksum=True) as (a, b):
+        for index, tensor in enumerate(sent):
+            a.put(0, tensor, iteration=0, microbatch=index)
+            b.put(0, tensor, iteration=0, microbatch=index)
+        for index, tensor in enumerate(sent):
+            assert torch.equal(take_next(b, 0, index).tensor, tensor)
+            assert torch.equal(take_next(a, 0, index).tensor, tensor)
+        a.flush(PATIENCE)
+        b.flush(PATIENCE)
+
+
+def test_what_was_put_arrives_although_its_sender_closes_at_once() -> None:
+    tensor = torch.arange(2 * MIB, dtype=torch.int32)
+    with opened("rdma", pair(tensor.nbytes)) as (a, b):
+        a.put(0, tensor, iteration=0, microbatch=0)
+        a.flush(PATIENCE)
+        a.close()
+        assert torch.equal(take_next(b, 0, 0).tensor, tensor)
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "text"),
+    [
+        (12, PeerDead, "cannot be reached over RDMA any more: transport retry counter exceeded"),
+        (13, PeerDead, "RNR retry counter exceeded"),
+        (10, ProtocolError, "refused an RDMA write: remote access error"),
+        (4, SetupError, "failed: some error"),
+    ],
+)
+def test_an_error_completion_is_named_on_both_sides(
+    trouble: Trouble, status: int, error: type[TransportError], text: str
+) -> None:
+    with opened("rdma", pair()) as (a, b):
+        trouble("error-status", status)
+        a.put(0, torch.ones(10), iteration=0, microbatch=3)
+        seen = until_failure(a)
+        told = until_failure(b)
+    assert type(seen) is error and type(told) is error
+    assert text in str(seen) and "fake0 port 1" in str(seen) and "rank 1 (pid" in str(seen)
+    assert text in str(told) and "reported by rank 0" in str(told)
+
+
+def test_a_port_that_goes_down_is_named(trouble: Trouble) -> None:
+    with opened("rdma", pair()) as (a, _):
+        trouble("port-down", 1)
+        time.sleep(0.1)  # the event comes before the failed send
+        a.put(0, torch.ones(10), iteration=0, microbatch=0)
+        assert "which is down: cable or switch" in str(until_failure(a))
+
+
+def test_running_out_of_receives_is_an_error(trouble: Trouble) -> None:
+    with opened("rdma", pair()) as (a, _):
+        trouble("lose-receives", 1)
+        a.put(0, torch.ones(10), iteration=0, microbatch=0)
+        assert "RNR retry counter exceeded" in str(until_failure(a))
+
+
+def test_lost_completions_end_in_a_deadline_that_names_the_message(trouble: Trouble) -> None:
+    with opened("rdma", pair()) as (a, b):
+        trouble("drop-completions", 1)
+        a.put(1, torch.ones(10), iteration=4, microbatch=2)
+        assert not b.wait(0.3)
+        assert b.poll()[1] == 0
+        overdue = b.overdue(1, 0.3, iteration=4, microbatch=2)
+    assert isinstance(overdue, TransferTimeout)
+    assert "microbatch 2 of iteration 4 (forward of chunk 1, rank 0 -> 1)" in str(overdue)
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [("fail-registration", "ulimit -l unlimited"), ("fail-connection", "in one RDMA network")],
+)
+def test_what_the_device_refuses_at_set_up_is_said(trouble: Trouble, fault: str, text: str) -> None:
+    trouble(fault, 100)  # both sides meet it
+    with pytest.raises(SetupError) as caught, opened("rdma", pair(), setup_timeout=5.0):
+        pass
+    assert text in str(caught.value)
+
+
+def test_the_declarations_are_those_of_the_header() -> None:
+    if shutil.which("g++") is None or not Path("/usr/include/infiniband/verbs.h").is_file():
+        pytest.skip("no <infiniband/verbs.h> to compare with")
+    source = str(REPOSITORY / "csrc/tests/verbs_abi.cc")
+    command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{REPOSITORY / 'csrc'}", source]
+    compiled = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert compiled.returncode == 0, compiled.stderr
+
+
+def port(device: str, *gids: tuple[int, str, str], **changes: object) -> dict[str, object]:
+    facts = {"device": device, "port": 1, "active": True, "infiniband": False, "lid": 0}
+    return {**facts, "addresses": list(gids), **changes}
+
+
+MAPPED = "00000000000000000000ffff0a000005"  # 10.0.0.5
+LOCAL = "fe800000000000000000000000000001"
+
+
+def test_the_port_is_the_one_with_the_address_and_roce_v2() -> None:
+    ports = [
+        port("mlx5_0", (0, LOCAL, "RoCE v2")),
+        port("mlx5_1", (0, LOCAL, "RoCE v1"), (2, MAPPED, "RoCE v1"), (3, MAPPED, "RoCE v2")),
+    ]
+    place, _ = choose_place(ports, "10.0.0.5")
+    assert place is not None
+    assert (place.device, place.gid_index, place.network) == ("mlx5_1", 3, "RoCE v2")
+    place, why = choose_place(ports, "10.0.0.6")
+    assert place is None
+    assert "no RDMA port has the address 10.0.0.6 (there are mlx5_0 port 1, mlx5_1 port 1)" in why
+    _, why = choose_place([port("mlx5_1", (3, MAPPED, "RoCE v2"), active=False)], "10.0.0.5")
+    assert "mlx5_1 port 1, which has 10.0.0.5, is not active" in why
+    assert choose_place([], "10.0.0.5") == (None, "no RDMA device")
+
+
+def test_infiniband_is_found_by_its_ip_interface() -> None:
+    ports = [port("mlx5_2", (0, LOCAL, "InfiniBand"), infiniband=True, lid=7)]
+    assert choose_place(ports, "10.0.0.5")[0] is None
+    place, _ = choose_place(ports, "10.0.0.5", [("mlx5_2", 1)])
+    assert place is not None and place.network == "InfiniBand"
+
+
+def facts(rank: int, rdma: str, no_rdma: str = "") -> Facts:
+    return Facts(
+        rank=rank, abi=1, host=f"h{rank}", hostname=f"node{rank}", uid=0, pid=1, device="cpu",
+        unix_address="", tcp_address=("10.0.0.1", 1), settings={}, rdma=rdma, no_rdma=no_rdma,
+    )  # fmt: skip
+
+
+def test_hosts_with_rdma_use_it_and_others_say_why_not() -> None:
+    assert choose(facts(0, "RoCE v2"), facts(1, "RoCE v2")).kind == "rdma"
+    choice = choose(facts(0, "RoCE v2"), facts(1, "", "no RDMA device"))
+    assert choice.kind == "tcp"
+    assert "rdma: rank 1 on node1: no RDMA device" in choice.reason
+    with pytest.raises(TransportUnavailable, match="rank 0 is on RoCE v2, rank 1 on InfiniBand"):
+        choose(facts(0, "RoCE v2"), facts(1, "InfiniBand"), "rdma")
