@@ -14,6 +14,7 @@ fails.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import functools
 import json
 import os
@@ -212,6 +213,7 @@ def gemm_rows(rank: int, kinds: list[str]) -> dict[str, float]:
 
 
 def measure(rank: int, arguments: argparse.Namespace, meeting: str) -> None:
+    faulthandler.dump_traceback_later(arguments.deadline, exit=True)
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl",
@@ -288,6 +290,9 @@ def main() -> int:
     )
     parser.add_argument("--out", help="file for all numbers, as JSON")
     parser.add_argument("--quick", action="store_true", help="up to 64 MiB only")
+    parser.add_argument(
+        "--deadline", type=float, default=300.0, help="seconds, then stacks are printed"
+    )
     parser.add_argument("--kinds", nargs="*", default=["cuda_ipc", "staged"])
     arguments = parser.parse_args()
     if torch.cuda.device_count() < 2:

@@ -31,6 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
+_WARM_UP_STEPS = 4
+"""Two eager steps, one that captures graphs, one that replays them."""
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -45,7 +48,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--schedules",
         default="static1,static2,static4,fused2,split1,split2,split4",
-        help="static, fused or split, followed by the number of chunks per rank",
+        help="static, fused or split, followed by the number of chunks per rank; with a prefix, "
+        "eagersplit2 never uses CUDA graphs, graphsplit2 and graphstatic2 always do",
     )
     parser.add_argument("--inject", default="", help="variability, as --dpp-inject; none if empty")
     parser.add_argument("--cap", default="auto", help="as --dpp-activation-cap")
@@ -80,6 +84,7 @@ class Model:
         shape = (args.micro_batch, args.sequence + 1)
         self.tokens = torch.randint(0, args.vocabulary, shape, generator=generator).cuda()
         self.positions = torch.arange(args.sequence, device="cuda").expand(args.micro_batch, -1)
+        self.num_bytes = reserved()
 
     def _config(self, virtual: int | None) -> Any:
         from megatron.core.distributed import finalize_model_grads
@@ -173,16 +178,49 @@ def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return loss, {"lm loss": loss.detach()}
 
 
-def make_schedule(args: argparse.Namespace, name: str) -> Any:
+class GraphedStatic:
+    """A static schedule whose blocks are replayed as ours are, so that only the order differs."""
+
+    def __init__(self, schedule: Any, model: Model) -> None:
+        from megatron.dpp.mcore.graphs import ChunkGraphs
+
+        self._schedule = schedule
+        self._graphs = ChunkGraphs(model.chunks, None, _say, lambda: True)
+        shape = (model.args.sequence, model.args.micro_batch, model.args.hidden)
+        self._example = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+
+    def __call__(self, **keywords: Any) -> list[Any]:
+        with self._graphs.bound(self._example):
+            result: list[Any] = self._schedule(**keywords)
+        return result
+
+    @property
+    def injected_seconds(self) -> float:
+        seconds: float = self._schedule.injected_seconds
+        return seconds
+
+    def close(self) -> None:
+        self._schedule.close()
+
+
+def _say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line)
+
+
+def make_schedule(model: Model, name: str) -> Any:
     """The schedule that a name such as ``static2`` or ``split4`` stands for."""
     from megatron.dpp import DppConfig, DppSchedule
     from megatron.dpp.runtime.static import StaticSchedule
 
+    args = model.args
     inject = args.inject or None
-    if name.startswith("static"):
-        return StaticSchedule(DppConfig(inject=inject))
+    if "static" in name:
+        static = StaticSchedule(DppConfig(inject=inject))
+        return GraphedStatic(static, model) if name.startswith("graph") else static
     config = DppConfig(
-        split_backward=name.startswith("split"),
+        split_backward="split" in name,
+        cuda_graphs={"e": "off", "g": "on"}.get(name[0], "auto"),
         activation_cap=args.cap,
         transport=args.transport,
         lookahead=args.lookahead,
@@ -190,8 +228,7 @@ def make_schedule(args: argparse.Namespace, name: str) -> Any:
         inject=inject,
         timeout=120.0,
     )
-    say = print if dist.get_rank() == 0 else (lambda line: None)
-    return DppSchedule(config, log=say)
+    return DppSchedule(config, log=_say)
 
 
 def timed_step(model: Model, schedule: Any, num_microbatches: int) -> float:
@@ -206,13 +243,16 @@ def timed_step(model: Model, schedule: Any, num_microbatches: int) -> float:
     return float(took.item())
 
 
-def verify(model: Model, schedules: dict[str, Any], num_microbatches: int) -> dict[str, bool]:
+def verify(model: Model, names: list[str], num_microbatches: int) -> dict[str, bool]:
     """Whether each schedule's losses and gradients equal the first one's, on every rank."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     expected: Any = None
     equal = {}
-    for name, schedule in schedules.items():
+    for name in names:
+        schedule = make_schedule(model, name)  # anew: what is captured is deterministic, too
+        for _ in range(_WARM_UP_STEPS):
+            model.step(schedule, num_microbatches)
         losses = [entry["lm loss"].item() for entry in model.step(schedule, num_microbatches)]
         got = (losses, model.gradients())
         expected = expected or got
@@ -223,8 +263,36 @@ def verify(model: Model, schedules: dict[str, Any], num_microbatches: int) -> di
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         equal[name] = bool(flag.item())
         del got
+        schedule.close()
     torch.use_deterministic_algorithms(False)
     return equal
+
+
+def peak_memory(model: Model, schedule: Any, num_microbatches: int, before: int) -> int:
+    """Bytes that the model and one schedule need on the worst rank, as reserved from the device.
+
+    ``before`` is what was reserved without this schedule: others keep memory of their own.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model.step(schedule, num_microbatches)
+    peak = torch.tensor([torch.cuda.max_memory_reserved() - before], device="cuda")
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return int(peak.item())
+
+
+def reserved() -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def injected(schedule: Any) -> float:
+    """Milliseconds by which tasks were prolonged so far, the most prolonged rank's."""
+    most = torch.tensor([schedule.injected_seconds * 1e3], device="cuda")
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return float(most.item())
 
 
 def own_work(schedule: Any, num_microbatches: int) -> float:
@@ -243,40 +311,40 @@ def typical(times: list[float], injected: bool) -> float:
 def measure(model: Model, names: list[str], num_microbatches: int) -> list[dict[str, Any]]:
     """All schedules of one number of chunks, in turns."""
     args = model.args
-    schedules = {name: make_schedule(args, name) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
-    memory = dict.fromkeys(names, 0)
-    for schedule in schedules.values():
-        for _ in range(3):
-            model.step(schedule, num_microbatches)
+    schedules, memory, prolonged = {}, {}, dict.fromkeys(names, 0.0)
+    for name in names:
+        before = reserved() - model.num_bytes
+        schedules[name] = make_schedule(model, name)
+        for _ in range(_WARM_UP_STEPS):
+            model.step(schedules[name], num_microbatches)
+        memory[name] = peak_memory(model, schedules[name], num_microbatches, before)
     for _ in range(args.rounds):
         for name, schedule in schedules.items():
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
             model.step(schedule, num_microbatches)
+            before = injected(schedule)
             for _ in range(args.iterations):
                 times[name].append(timed_step(model, schedule, num_microbatches))
-            peak = torch.tensor([torch.cuda.max_memory_allocated()], device="cuda")
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-            memory[name] = max(memory[name], int(peak.item()))
-    equal = verify(model, schedules, num_microbatches) if args.verify else {}
+            prolonged[name] += (injected(schedule) - before) / (args.rounds * args.iterations)
     rows = []
     for name, schedule in schedules.items():
-        dynamic = not name.startswith("static")
+        dynamic = "static" not in name
         rows.append(
             {
                 "schedule": name,
                 "microbatches": num_microbatches,
                 "ms": typical(times[name], bool(args.inject)),
                 "spread_ms": [min(times[name]), max(times[name])],
+                "injected_ms": prolonged[name],
                 "own_work_ms": own_work(schedule if dynamic else None, num_microbatches),
                 "peak_gb": memory[name] / 1e9,
-                "equal": equal.get(name),
+                "equal": None,
                 "host_us_per_task": schedule.host_us_per_task if dynamic else None,
             }
         )
         schedule.close()
-    return rows
+    equal = verify(model, names, num_microbatches) if args.verify else {}
+    return [row | {"equal": equal.get(row["schedule"])} for row in rows]
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -302,11 +370,14 @@ def report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         f"{args.sequence}, micro batch {args.micro_batch}, PP={args.ranks}, inject "
         f"{args.inject or 'nothing'}, {torch.cuda.get_device_name()}, torch {torch.__version__}"
     )
-    print("m  | schedule | ms (min..max) | / best static | / own work | peak GB | us/task | equal")
-    print("---|---|---|---|---|---|---|---")
+    print(
+        "m  | schedule | ms (min..max) | / best static | / own work | peak GB | us/task | "
+        "injected ms | equal"
+    )
+    print("---|---|---|---|---|---|---|---|---")
     for num_microbatches in args.microbatches:
         mine = [r for r in rows if r["microbatches"] == num_microbatches]
-        static = [r["ms"] for r in mine if r["schedule"].startswith("static")]
+        static = [r["ms"] for r in mine if "static" in r["schedule"]]
         for r in mine:
             ratio = f"{r['ms'] / min(static):.3f}" if static else "-"
             own = f"{r['ms'] / r['own_work_ms']:.3f}" if r["own_work_ms"] else "-"
@@ -314,7 +385,8 @@ def report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
             host = f"{r['host_us_per_task']:.0f}" if r["host_us_per_task"] else "-"
             print(
                 f"{num_microbatches} | {r['schedule']} | {r['ms']:.1f} ({low:.0f}..{high:.0f}) | "
-                f"{ratio} | {own} | {r['peak_gb']:.2f} | {host} | {r['equal']}"
+                f"{ratio} | {own} | {r['peak_gb']:.2f} | {host} | "
+                f"{r['injected_ms']:.0f} | {r['equal']}"
             )
     if args.json:
         args.json.write_text(json.dumps({"arguments": vars(args) | {"json": None}, "rows": rows}))

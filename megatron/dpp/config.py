@@ -20,6 +20,9 @@ TRANSPORT_KINDS = ("auto", "shm", "cuda_ipc", "staged", "rdma", "tcp", "dist")
 POLICY_NAMES = ("dynamic", "depth-first", "breadth-first", "megatron")
 """Built-in names that ``--dpp-policy`` accepts, beside a user's own ``module:function``."""
 
+CUDA_GRAPHS = ("auto", "on", "off")
+"""Values of ``--dpp-cuda-graphs``."""
+
 
 def _option(default: Any, help_text: str) -> Any:
     return field(default=default, metadata={"help": help_text})
@@ -64,6 +67,11 @@ class DppConfig:
         "on a GPU: milliseconds of the running task that may be left when the next task is "
         "chosen; -1 takes the time that launching a task takes",
     )
+    cuda_graphs: str = _option(
+        "auto",
+        "on a GPU: capture each chunk's forward, backward and weight gradients once and replay "
+        "them: auto (where launching them takes nearly as long as running them), on, off",
+    )
     task_rng: bool = _option(
         True,
         "derive the random state of a task from seed, iteration, microbatch and stage, not from "
@@ -94,6 +102,10 @@ class DppConfig:
             raise ConfigError(
                 f"--dpp-policy {self.policy}: expected one of {', '.join(POLICY_NAMES)} or your "
                 "own as module:function"
+            )
+        if self.cuda_graphs not in CUDA_GRAPHS:
+            raise ConfigError(
+                f"--dpp-cuda-graphs {self.cuda_graphs}: expected one of {', '.join(CUDA_GRAPHS)}"
             )
         for name, least in (("slots", 1), ("workload", 1), ("timeout", 0.001), ("lookahead", -1.0)):
             value = getattr(self, name)

@@ -49,6 +49,19 @@ def test_ten_seeds_of_delays_on_four_ranks() -> None:
     )
 
 
+def test_captured_tasks() -> None:
+    """What a CUDA graph would replay is run instead, over the buffers that a graph would use."""
+    fused, late = (
+        {"split_backward": False, "cuda_graphs": "on"},
+        {"inject": LATE, "cuda_graphs": "on"},
+    )
+    check(
+        2,
+        case("graphs v1", 2, 5, fused, late, iterations=4),
+        case("graphs v2", 2, 4, fused, late, v=2, iterations=4),
+    )
+
+
 def test_tensor_and_data_parallel() -> None:
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
     check(

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
     FineGrainedActivationOffloadingInterface,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_model_type
+from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore.memory import saved_bytes
@@ -79,17 +79,24 @@ class StepCall:
         return get_model_config(self.model[0])
 
     def boundary_bytes(self) -> int:
-        """Bytes of one tensor between stages: [s / (cp * tp if sequence parallel), b, h] in the
-        pipeline's dtype.
-        """
+        """Bytes of one tensor between stages."""
+        shape, dtype = self._boundary()
+        return int(shape.numel() * dtype.itemsize)
+
+    def boundary_example(self) -> torch.Tensor:
+        """An uninitialised tensor like those between stages, on the device of the model."""
+        shape, dtype = self._boundary()
+        return torch.empty(shape, dtype=dtype, device=_device())
+
+    def _boundary(self) -> tuple[torch.Size, torch.dtype]:
+        """[s / (cp * tp if sequence parallel), b, h] in the pipeline's dtype."""
+        config = self.config
         length = (self.decoder_seq_length or self.seq_length) // self.pg_collection.cp.size()
-        if self.config.sequence_parallel:
+        if config.sequence_parallel:
             length //= self.pg_collection.tp.size()
-        dtype = (
-            torch.float32 if self.config.fp32_residual_connection else self.config.pipeline_dtype
-        )
-        dtype = dtype or self.config.params_dtype
-        return int(length * self.micro_batch_size * self.config.hidden_size * dtype.itemsize)
+        dtype = torch.float32 if config.fp32_residual_connection else config.pipeline_dtype
+        shape = torch.Size((length, self.micro_batch_size, config.hidden_size))
+        return shape, dtype or config.params_dtype
 
 
 def _refuse_unsupported(config: Any) -> None:
@@ -316,11 +323,3 @@ class Stage:
 
 def _device() -> torch.device:
     return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-
-
-def transformer_layers(chunk: torch.nn.Module) -> int:
-    """Number of transformer layers in a model chunk."""
-    for name in ("decoder", "encoder"):
-        with contextlib.suppress(RuntimeError):
-            return len(get_attr_wrapped_model(chunk, name, allow_none=False).layers)
-    return 0

@@ -2,8 +2,8 @@
 
 A backward pass computes two things per linear layer: the gradient of its input, which the previous
 stage is waiting for, and the gradient of its weight, which nobody waits for until the optimizer
-step. ``WeightGradients`` rebinds the linear layers of a model chunk so that a backward pass
-computes the first and *defers* the second; ``run`` catches up later, one layer at a time. Each
+step. ``WeightGradients`` rebinds the linear layers of a model chunk for a step, so that a backward
+pass computes the first and *defers* the second; ``run`` catches up later, one layer at a time. Each
 weight receives its contributions in the order in which ``run`` is called for its microbatches,
 through the very hook that DistributedDataParallel registered, so the numbers are those of a fused
 backward to the last bit.
@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -56,6 +56,31 @@ class _Deferred:
 
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.input, self.grad_output))
+
+    @torch.no_grad()
+    def compute(self) -> None:
+        total_input = _gather(self.input, self.gather_group)
+        grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
+            self.grad_output, total_input
+        )
+        layer = self.layer
+        if layer.fused:
+            _accumulate_fused(layer.weight, total_input, grad_output)
+            layer.accumulate(torch.empty_like(layer.weight))
+        else:
+            layer.accumulate(grad_output.t().matmul(total_input))
+
+
+class DeferredWork(Protocol):
+    """Something that a backward pass leaves for later."""
+
+    def num_bytes(self) -> int:
+        """Memory that it keeps until then, beyond what the activation holds anyway."""
+        ...
+
+    def compute(self) -> None:
+        """Do it."""
+        ...
 
 
 class _InputGradientNow(torch.autograd.Function):
@@ -95,7 +120,8 @@ class _InputGradientNow(torch.autograd.Function):
                 scattered, grad_input, group=ctx.gather_group, async_op=True
             )
         # Detached: the input's grad_fn would keep the whole graph before it alive until the W.
-        ctx.layer.store._defer(_Deferred(ctx.layer, input_.detach(), grad_output, ctx.gather_group))
+        work = _Deferred(ctx.layer, input_.detach(), grad_output, ctx.gather_group)
+        ctx.layer.store.defer(ctx.layer.piece, work)
         grad_bias = None
         if ctx.has_bias:
             grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
@@ -130,28 +156,29 @@ class WeightGradients:
     """
 
     def __init__(self, chunks: list[torch.nn.Module]) -> None:
-        self._current: dict[int, list[_Deferred]] | None = None
-        self._waiting: dict[tuple[int, int], dict[int, list[_Deferred]]] = {}
-        self._rebound: list[torch.nn.Module] = []
+        self._current: dict[int, list[DeferredWork]] | None = None
+        self._waiting: dict[tuple[int, int], dict[int, list[DeferredWork]]] = {}
+        self._layers: list[tuple[Any, Callable[..., torch.Tensor]]] = []
         self.held_bytes = 0
-        self.num_pieces = tuple(self._bind(chunk) for chunk in chunks)
+        self.num_pieces = tuple(self._prepare(chunk) for chunk in chunks)
 
-    def _bind(self, chunk: torch.nn.Module) -> int:
-        """Rebind a chunk's linear layers; returns its number of pieces (transformer layers)."""
-        layers = list(_decoder_layers(chunk))
+    def _prepare(self, chunk: torch.nn.Module) -> int:
+        """Find a chunk's linear layers; returns its number of pieces (transformer layers)."""
+        block = decoder_block(chunk)
+        layers = list(block.layers) if block is not None else []
         for number, layer in enumerate(layers):
             for module in layer.modules():
                 if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                    self._rebind(module, number, chunk)
+                    self._add(module, number, chunk)
         return len(layers)
 
-    def _rebind(self, module: Any, piece: int, chunk: torch.nn.Module) -> None:
+    def _add(self, module: Any, piece: int, chunk: torch.nn.Module) -> None:
         if module.weight is None or not module.weight.requires_grad:
             return
         layer = _Layer(
             piece=piece,
             weight=module.weight,
-            accumulate=_accumulator(module.weight, chunk),
+            accumulate=gradient_accumulator(module.weight, chunk),
             fused=bool(module.gradient_accumulation_fusion),
             store=self,
         )
@@ -168,25 +195,43 @@ class WeightGradients:
             )
             return output
 
-        module._forward_impl = forward_impl
-        self._rebound.append(module)
+        self._layers.append((module, forward_impl))
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Around one step: the layers' backwards defer. Outside of it the model is as it was."""
+        for module, forward_impl in self._layers:
+            module._forward_impl = forward_impl
+        try:
+            yield
+        finally:
+            for module, _ in self._layers:
+                del module._forward_impl
 
     @contextmanager
     def collect(self, chunk: int, microbatch: int) -> Iterator[None]:
         """Around one backward pass: what its layers defer belongs to (chunk, microbatch)."""
-        self._current = defaultdict(list)
-        try:
+        with self.divert() as self._waiting[chunk, microbatch]:
             yield
-        finally:
-            self._waiting[chunk, microbatch] = self._current
-            self._current = None
 
-    def _defer(self, item: _Deferred) -> None:
+    @contextmanager
+    def divert(self) -> Iterator[dict[int, list[DeferredWork]]]:
+        """Around a backward pass whose deferred work the caller keeps, by layer of the chunk."""
+        before, self._current = self._current, defaultdict(list)
+        try:
+            yield self._current
+        finally:
+            self._current = before
+
+    def defer(self, layer: int, work: DeferredWork) -> None:
+        """Leave work of a layer (counted from the chunk's first) to its W; done at once outside of
+        :meth:`collect`.
+        """
         if self._current is None:
-            _compute(item)
+            work.compute()
             return
-        self._current[item.layer.piece].append(item)
-        self.held_bytes += item.num_bytes()
+        self._current[layer].append(work)
+        self.held_bytes += work.num_bytes()
 
     def run(self, chunk: int, microbatch: int, piece: int) -> None:
         """Compute and accumulate the weight gradients of one transformer layer (``piece`` counts
@@ -194,33 +239,12 @@ class WeightGradients:
         """
         waiting = self._waiting[chunk, microbatch]
         for item in waiting.pop(self.num_pieces[chunk] - 1 - piece, ()):
-            _compute(item)
+            item.compute()
             self.held_bytes -= item.num_bytes()
         if piece == self.num_pieces[chunk] - 1:
             if waiting:
                 raise AssertionError(f"weight gradients left over: {sorted(waiting)}")
             del self._waiting[chunk, microbatch]
-
-    def close(self) -> None:
-        """Give the layers their own forward back. May be called twice."""
-        for module in self._rebound:
-            del module._forward_impl
-        self._rebound.clear()
-        self._waiting.clear()
-
-
-@torch.no_grad()
-def _compute(item: _Deferred) -> None:
-    total_input = _gather(item.input, item.gather_group)
-    grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
-        item.grad_output, total_input
-    )
-    layer = item.layer
-    if layer.fused:
-        _accumulate_fused(layer.weight, total_input, grad_output)
-        layer.accumulate(torch.empty_like(layer.weight))
-    else:
-        layer.accumulate(grad_output.t().matmul(total_input))
 
 
 def _accumulate_fused(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> None:
@@ -233,7 +257,7 @@ def _accumulate_fused(weight: Any, total_input: torch.Tensor, grad_output: torch
     weight.grad_added_to_main_grad = True
 
 
-def _accumulator(
+def gradient_accumulator(
     weight: torch.nn.Parameter, chunk: torch.nn.Module
 ) -> Callable[[torch.Tensor], None]:
     """How a finished gradient is added to ``weight``: through DDP's own hook where DDP wraps the
@@ -261,13 +285,13 @@ def _ddp_of(chunk: torch.nn.Module) -> DistributedDataParallel | None:
     return None
 
 
-def _decoder_layers(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """A chunk's transformer layers (GPT calls their block ``decoder``, BERT ``encoder``)."""
+def decoder_block(chunk: torch.nn.Module) -> Any | None:
+    """A chunk's transformer block (``decoder`` of a GPT, ``encoder`` of a BERT), or None."""
     for name in ("decoder", "encoder"):
         try:
             block = get_attr_wrapped_model(chunk, name, allow_none=False)
         except RuntimeError:
             continue
         if block is not None:
-            yield from block.layers
-            return
+            return block
+    return None

@@ -28,8 +28,15 @@ class Pace(Protocol):
     durations: dict[tuple[str, int], float]
     """Seconds that a task of each (kind, chunk) takes, smoothed, without injected delays."""
 
+    injected_seconds: float
+    """By how much tasks were prolonged so far, as measured."""
+
     def ready(self) -> bool:
         """Whether the next task may be chosen now."""
+        ...
+
+    def launch_share(self) -> float:
+        """The part of the tasks' time for which the host is busy launching them; 0 on a CPU."""
         ...
 
     def begin(self) -> None:
@@ -50,16 +57,24 @@ def _learn(durations: dict[tuple[str, int], float], key: tuple[str, int], took: 
     durations[key] = max(0.0, old + _SMOOTHING * (took - old))
 
 
+def _least(times: dict[tuple[str, int], float], key: tuple[str, int], took: float) -> None:
+    times[key] = min(took, times.get(key, took))
+
+
 class HostPace:
     """For a CPU: a task that was run is over."""
 
     def __init__(self) -> None:
         self.durations: dict[tuple[str, int], float] = {}
+        self.injected_seconds = 0.0
         self._began = 0.0
         self._injected = 0.0
 
     def ready(self) -> bool:
         return True
+
+    def launch_share(self) -> float:
+        return 0.0
 
     def begin(self) -> None:
         self._began = time.monotonic()
@@ -67,6 +82,7 @@ class HostPace:
     def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
         took = time.monotonic() - self._began
         self._injected = (factor - 1.0) * took + seconds
+        self.injected_seconds += self._injected
         time.sleep(self._injected)
 
     def launched(self, key: tuple[str, int]) -> None:
@@ -79,8 +95,17 @@ class _Running:
     key: tuple[str, int]
     start: Any
     end: Any
-    injected: float
     queued_at: float
+    delay: _Delay | None
+
+
+@dataclass
+class _Delay:
+    """A prolongation: an event before it, and how long it was meant to take."""
+
+    start: Any
+    cycles: int
+    seconds: float
 
 
 class DevicePace:
@@ -100,8 +125,11 @@ class DevicePace:
         self._start: Any = None
         self._began = 0.0
         self._launches: dict[tuple[str, int], float] = {}
+        self._least_launch: dict[tuple[str, int], float] = {}
+        self._least_took: dict[tuple[str, int], float] = {}
         self._last_end = 0.0
-        self._injected = 0.0
+        self.injected_seconds = 0.0
+        self._delay: _Delay | None = None
         self._cycles_per_second = 0.0
 
     def ready(self) -> bool:
@@ -112,11 +140,18 @@ class DevicePace:
             return False
         head = self._running[0]
         started = max(self._last_end, head.queued_at)
-        expected = self.durations.get(head.key, 0.0) + head.injected
+        expected = self.durations.get(head.key, 0.0)
+        expected += head.delay.seconds if head.delay is not None else 0.0
         lookahead = self._lookahead
         if lookahead is None:
             lookahead = max(self._launches.values(), default=0.0)
         return time.monotonic() - started >= expected - lookahead
+
+    def launch_share(self) -> float:
+        """From the shortest times of each kind of task: the first ones include initialisation."""
+        took = sum(self._least_took.values())
+        launch = sum(self._least_launch[key] for key in self._least_took)
+        return min(1.0, launch / took) if took else 0.0
 
     def begin(self) -> None:
         self._began = time.monotonic()
@@ -126,17 +161,20 @@ class DevicePace:
     def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
         extra = (factor - 1.0) * self.durations.get(key, 0.0) + seconds
         if extra > 0.0:
-            torch.cuda._sleep(int(extra * self._clock()))  # type: ignore[no-untyped-call]
-            self._injected = extra
+            cycles = int(extra * self._clock())
+            start = self._event()
+            start.record()
+            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+            self._delay = _Delay(start, cycles, extra)
 
     def launched(self, key: tuple[str, int]) -> None:
         end = self._event()
         end.record()
         now = time.monotonic()
         _learn(self._launches, key, now - self._began)
-        task = _Running(key, self._start, end, self._injected, now)
-        self._running.append(task)
-        self._injected = 0.0
+        _least(self._least_launch, key, now - self._began)
+        self._running.append(_Running(key, self._start, end, now, self._delay))
+        self._delay = None
         if self._follow:
             self._collect()
 
@@ -144,10 +182,25 @@ class DevicePace:
         """Take finished tasks off the head and learn how long they took."""
         while self._running and self._running[0].end.query():
             task = self._running.popleft()
-            took = task.start.elapsed_time(task.end) * 1e-3 - task.injected
+            took = task.start.elapsed_time(task.end) * 1e-3
+            if task.delay is not None:
+                took -= self._delayed(task.delay, task.end)
             _learn(self.durations, task.key, took)
+            _least(self._least_took, task.key, took)
             self._last_end = time.monotonic()
             self._free += (task.start, task.end)
+
+    def _delayed(self, delay: _Delay, end: Any) -> float:
+        """Seconds that a delay took. The device's clock varies with its load, so it is followed:
+        otherwise a schedule would meet longer delays than another.
+        """
+        seconds: float = delay.start.elapsed_time(end) * 1e-3
+        self.injected_seconds += seconds
+        self._free.append(delay.start)
+        if delay.seconds > 1e-3:
+            measured = delay.cycles / seconds
+            self._cycles_per_second += _SMOOTHING * (measured - self._cycles_per_second)
+        return seconds
 
     def _event(self) -> Any:
         if self._free:

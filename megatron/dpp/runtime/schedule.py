@@ -12,8 +12,9 @@ thrown away after it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -23,6 +24,7 @@ from megatron.core import parallel_state
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore.graphs import Capture, ChunkGraphs
 from megatron.dpp.mcore.rng import TaskRng, needs_task_rng
 from megatron.dpp.mcore.steps import Stage, StepCall
 from megatron.dpp.mcore.wgrad import WeightGradients
@@ -38,6 +40,9 @@ from megatron.dpp.schedule import Geometry
 from megatron.dpp.trace import NullRecorder, Recorder
 
 logger = logging.getLogger("megatron.dpp")
+
+_GRAPHS_PAY_FROM = 0.75
+"""Share of launching in a task's time from which on graphs are captured by themselves."""
 
 
 @dataclass(kw_only=True)
@@ -61,6 +66,7 @@ class DppSchedule:
         recorder: where a trace goes, or None.
         seed: seed of the tasks' random states; None takes PyTorch's initial seed.
         log: called with each line about links and caps; None uses the ``megatron.dpp`` logger.
+        capture: what ``config.cuda_graphs`` captures with; None captures CUDA graphs, on GPUs.
 
     Use it as a context manager, or call :meth:`close`, so that links and processes' resources are
     freed.
@@ -73,6 +79,7 @@ class DppSchedule:
         recorder: Recorder | None = None,
         seed: int | None = None,
         log: Callable[[str], None] | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self.config = config or DppConfig()
         self.iteration = 0
@@ -90,7 +97,9 @@ class DppSchedule:
         self._log = log or logger.info
         self._session: _Session | None = None
         self._weight_gradients: WeightGradients | None = None
-        self._bound_model: list[torch.nn.Module] = []
+        self._capture = capture
+        self._graphs: ChunkGraphs | None = None
+        self._prepared_model: list[torch.nn.Module] = []
 
     def __call__(self, **keywords: Any) -> list[Any]:
         """Run all forwards and backwards of one step; keywords and result are megatron-core's.
@@ -105,7 +114,7 @@ class DppSchedule:
         """
         call = StepCall.checked(**keywords)
         session = self._open_session(call)
-        split = self._bind(call)
+        split = not call.forward_only and self._prepare(call)
         topology, iteration = session.topology, self.iteration
         self.iteration += 1
         if self.config.task_rng and not call.forward_only and needs_task_rng(call.model):
@@ -117,14 +126,9 @@ class DppSchedule:
         if measure:
             stage.measure()
         stage.open()
-        self._execute(session, stage, self._geometry(call, topology, split), split, iteration)
-        if measure:
-            session.decisions.measured(
-                Measured(
-                    max(stage.activation_bytes.values()),
-                    max(stage.deferred_bytes.values(), default=0),
-                )
-            )
+        with self._bound(call):
+            self._execute(session, stage, self._geometry(call, topology, split), split, iteration)
+        self._account(session.decisions, stage if measure else None)
         with self._recorder.span("grad-sync"):
             return stage.finish()
 
@@ -137,6 +141,11 @@ class DppSchedule:
         once = sum(took for (kind, _), took in durations.items() if kind != "W")
         weights = sum(n * durations.get(("W", chunk), 0.0) for chunk, n in enumerate(pieces))
         return num_microbatches * (once + weights)
+
+    @property
+    def injected_seconds(self) -> float:
+        """By how much ``config.inject`` has prolonged this rank's tasks so far."""
+        return self._session.pace.injected_seconds if self._session else 0.0
 
     def _execute(
         self, session: _Session, stage: Stage, geometry: Geometry, split: bool, iteration: int
@@ -162,6 +171,16 @@ class DppSchedule:
         self.num_out_of_order = scheduler.num_out_of_order
         self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
 
+    def _account(self, decisions: Decisions, measured: Stage | None) -> None:
+        """Tell what an activation was measured to take: eagerly first, in a graph's slot later."""
+        if measured is not None:
+            activation = max(measured.activation_bytes.values())
+            deferred = max(measured.deferred_bytes.values(), default=0)
+            decisions.measured(Measured(activation, deferred))
+        slot_bytes = self._graphs.take_slot_bytes() if self._graphs else None
+        if slot_bytes:
+            decisions.measured(Measured(slot_bytes, slot_bytes))  # all of it until the last W
+
     def _geometry(self, call: StepCall, topology: Topology, split: bool) -> Geometry:
         pieces = self._weight_gradients.num_pieces if split and self._weight_gradients else None
         return Geometry(
@@ -179,16 +198,43 @@ class DppSchedule:
         size = call.config.microbatch_group_size_per_vp_stage
         return size if size and size >= topology.num_ranks else None
 
-    def _bind(self, call: StepCall) -> bool:
-        """Prepare the layers for a split backward; whether this call's backward is split."""
-        if not self.config.split_backward or call.forward_only:
-            return False
-        if self._bound_model != call.model:
-            if self._weight_gradients is not None:
-                self._weight_gradients.close()
-            self._weight_gradients = WeightGradients(call.model)
-            self._bound_model = list(call.model)
+    def _prepare(self, call: StepCall) -> bool:
+        """Get ready for this model's backwards; whether they are split."""
+        if self._prepared_model != call.model:
+            self._forget_model()
+            if self.config.split_backward:
+                self._weight_gradients = WeightGradients(call.model)
+            if self.config.cuda_graphs != "off" and (self._capture or torch.cuda.is_available()):
+                self._graphs = ChunkGraphs(
+                    call.model, self._weight_gradients, self._log, self._graphs_pay, self._capture
+                )
+            self._prepared_model = list(call.model)
         return any(self._weight_gradients.num_pieces) if self._weight_gradients else False
+
+    def _graphs_pay(self) -> bool:
+        """Whether to capture, now that the first steps have shown how long launching takes."""
+        share = self._session.pace.launch_share() if self._session else 0.0
+        pays = self.config.cuda_graphs == "on" or share >= _GRAPHS_PAY_FROM
+        if not pays:
+            self._log(
+                f"CUDA graphs: not used, as launching takes {share:.0%} of the time that tasks run "
+                "(--dpp-cuda-graphs on uses them all the same, for more memory)"
+            )
+        return pays
+
+    @contextlib.contextmanager
+    def _bound(self, call: StepCall) -> Iterator[None]:
+        """Around the tasks of one call: what training replaces in the model's layers."""
+        with contextlib.ExitStack() as around:
+            if not call.forward_only:
+                if self._weight_gradients is not None:
+                    around.enter_context(self._weight_gradients.bound())
+                if self._graphs is not None:
+                    around.enter_context(self._graphs.bound(call.boundary_example()))
+            yield
+
+    def _forget_model(self) -> None:
+        self._graphs, self._weight_gradients, self._prepared_model = None, None, []
 
     def _open_session(self, call: StepCall) -> _Session:
         slot_bytes = call.boundary_bytes()
@@ -240,11 +286,9 @@ class DppSchedule:
             self._session = None
 
     def close(self) -> None:
-        """Close the links, give the layers their own forward back. May be called twice."""
+        """Close the links and free what was captured. May be called twice."""
         self._close_links()
-        if self._weight_gradients is not None:
-            self._weight_gradients.close()
-            self._weight_gradients, self._bound_model = None, []
+        self._forget_model()
 
     def __enter__(self) -> DppSchedule:
         return self

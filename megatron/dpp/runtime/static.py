@@ -81,6 +81,11 @@ class StaticSchedule:
             function = get_forward_backward_func()
             return function(**keywords)  # type: ignore[no-any-return]
 
+    @property
+    def injected_seconds(self) -> float:
+        """By how much ``config.inject`` has prolonged this rank's tasks so far."""
+        return self._pace.injected_seconds
+
     def _wants_rng(self, chunks: list[torch.nn.Module], topology: Topology) -> bool:
         """One stage alone runs in one order anyway and keeps Megatron's own random states."""
         return self.config.task_rng and topology.num_ranks > 1 and needs_task_rng(chunks)

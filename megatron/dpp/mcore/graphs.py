@@ -1,0 +1,494 @@
+"""CUDA graphs of a chunk's forward, backward and weight gradients.
+
+Launching the kernels of one task costs the host milliseconds, and a schedule that chooses late
+cannot hide them. ``ChunkGraphs`` captures the transformer block of each model chunk once and
+replays it with one launch. Embedding, LM head, loss and everything around the block stay eager;
+megatron-core's step functions do not notice.
+
+Tasks run in no fixed order, so graphs must not share memory in one: every chunk activation in
+flight has a *slot* of its own, a memory pool and buffers, from its F until its last W. A slot is
+made when a forward finds none free, so there are as many as the activation cap lets be in flight,
+and no more. Any chunk may use any slot, one at a time: each has its own graphs over the same
+memory. megatron-core's own graphs (``--cuda-graph-impl local``) share one pool among tasks in the
+order of a static schedule and run all of a backward at once, which is why they cannot serve here.
+
+The schedules in ``runtime/`` are the callers. What cannot be captured runs as before, and the
+reason is logged once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import get_model_config
+
+from megatron.dpp.mcore.wgrad import (
+    DeferredWork,
+    WeightGradients,
+    decoder_block,
+    gradient_accumulator,
+)
+
+_POOL_SLACK = 1.02
+"""Room beside the measured peak of a pool, for what does not fit exactly."""
+
+_WARM_UP_STEPS = 2
+"""Training steps that run eagerly first: libraries initialise themselves, memory is measured."""
+
+
+class Replayable(Protocol):
+    """Work that was captured."""
+
+    def replay(self) -> None: ...
+
+
+Capture = Callable[[Callable[[], None], Any], Replayable]
+"""Makes work replayable: (function, memory pool) -> graph. Tests without a GPU pass their own."""
+
+
+class CudaGraph:
+    """One captured function; nothing is executed while it is captured."""
+
+    def __init__(self, function: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Other threads (the transport's, NCCL's watchdog) go on calling the driver meanwhile.
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                function()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the first error is the one to report
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class _Slot:
+    """The memory of one chunk activation: a pool, and the buffers that lead in and out.
+
+    Args:
+        example: a block's input, [s, b, h]; all blocks of a pipeline have inputs of one shape.
+        num_bytes: what the pool is to begin with.
+    """
+
+    def __init__(self, example: torch.Tensor, num_bytes: int) -> None:
+        self.pool = torch.cuda.graph_pool_handle() if example.is_cuda else None
+        self.num_bytes = num_bytes
+        self.input = torch.empty_like(example, requires_grad=True)
+        self.output = torch.empty_like(example, requires_grad=False)
+        self.grad_output = torch.empty_like(example, requires_grad=False)
+        self.graphs: dict[_GraphedBlock, _Graphs] = {}
+
+
+class _Slots:
+    """All slots of a rank. Every graph writes the input's gradient to one place, ``grad_input``."""
+
+    def __init__(self, example: torch.Tensor, slot_bytes: int | None) -> None:
+        self._example = example.detach()
+        self.grad_input = torch.empty_like(example, requires_grad=False)
+        self._free: list[_Slot] = []
+        self.number = 0
+        self.slot_bytes = slot_bytes
+        """What a chunk activation's pool needs, once known."""
+
+    def take(self) -> _Slot:
+        if self._free:
+            return self._free.pop()
+        self.number += 1
+        return self.make()
+
+    def make(self) -> _Slot:
+        """A slot that nobody gives back."""
+        return _Slot(self._example, self.slot_bytes or 0)
+
+    def give_back(self, slot: _Slot) -> None:
+        self._free.append(slot)
+
+
+class _Graphs:
+    """The graphs of one chunk in one slot.
+
+    Args:
+        owner: the chunk's block, its own forward and its parameters.
+        slot, slots: the memory.
+        options: the arguments of the block beside its input.
+    """
+
+    def __init__(
+        self, owner: _GraphedBlock, slot: _Slot, slots: _Slots, options: Mapping[str, Any]
+    ) -> None:
+        self._owner, self._slot, self._slots = owner, slot, slots
+        self._options = {
+            name: torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+            for name, value in options.items()
+        }
+        self._copied: dict[str, tuple[torch.Tensor, int]] = {}
+        self._aliases: list[torch.Tensor] = []
+        self._live: torch.Tensor | None = None
+        self._deferred: dict[int, list[DeferredWork]] = {}
+        self._unfinished = 0
+        self._forward = owner.capture(self._run_forward, slot.pool)
+        self._backward = owner.capture(self._run_backward, slot.pool)
+        layers = range(owner.num_layers - 1, -1, -1) if owner.store is not None else ()
+        self._weights = {n: owner.capture(partial(self._run_weight, n), slot.pool) for n in layers}
+
+    def _run_forward(self) -> None:
+        if self._slot.num_bytes and not self._slot.graphs:
+            # One piece of memory that all else is cut from: many small ones would not be refilled.
+            torch.empty(self._slot.num_bytes, dtype=torch.uint8, device=self._slot.input.device)
+        with self._owner.aliased() as self._aliases:
+            self._live = self._owner.run(self._slot.input, self._options)
+        self._slot.output.copy_(self._live.detach())
+
+    def _run_backward(self) -> None:
+        assert self._live is not None
+        owner = self._owner
+        inputs = [self._slot.input, *self._aliases]
+        with contextlib.ExitStack() as around:
+            if owner.store is not None:
+                self._deferred = around.enter_context(owner.store.divert())
+            gradients = torch.autograd.grad(
+                self._live, inputs, self._slot.grad_output, allow_unused=True
+            )
+        self._live, self._aliases = None, []
+        self._slots.grad_input.copy_(gradients[0])
+        for (_, accumulate), gradient in zip(owner.accumulators, gradients[1:], strict=True):
+            if gradient is not None:
+                accumulate(gradient)
+
+    def _run_weight(self, layer: int) -> None:
+        for work in self._deferred.pop(layer, ()):
+            work.compute()
+
+    @torch.no_grad()
+    def forward(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+        """F. The result is the slot's own buffer, valid until the microbatch's backward."""
+        self._slot.input.copy_(hidden)
+        for name, value in options.items():
+            if isinstance(value, torch.Tensor):
+                self._copy_option(name, value)
+        self._forward.replay()
+        return self._slot.output.detach()
+
+    def _copy_option(self, name: str, value: torch.Tensor) -> None:
+        """Bring an argument in; one that stays the same (rotary embeddings) is copied once."""
+        known = self._copied.get(name)
+        if known is None or known[0] is not value or known[1] != value._version:
+            self._options[name].copy_(value)
+            self._copied[name] = (value, value._version)
+
+    @torch.no_grad()
+    def backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        """B. The result is a copy: it may still wait to be sent when the buffer is used again."""
+        self._slot.grad_output.copy_(gradient)
+        self._backward.replay()
+        self._unfinished = len(self._weights)
+        for layer in self._weights:
+            assert self._owner.store is not None
+            self._owner.store.defer(layer, _WeightReplay(self, layer))
+        if not self._weights:
+            self._slots.give_back(self._slot)
+        return self._slots.grad_input.clone()
+
+    def weight(self, layer: int) -> None:
+        """One layer's W; the last one gives the slot back."""
+        self._weights[layer].replay()
+        self._unfinished -= 1
+        if not self._unfinished:
+            self._slots.give_back(self._slot)
+
+
+@dataclass(frozen=True)
+class _WeightReplay:
+    """A captured W; its memory is the slot's and counted with the activation."""
+
+    graphs: _Graphs
+    layer: int
+
+    def num_bytes(self) -> int:
+        return 0
+
+    def compute(self) -> None:
+        self.graphs.weight(self.layer)
+
+
+class _Replay(torch.autograd.Function):
+    """A block's forward and backward, replayed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, graphs: _Graphs, options: Mapping[str, Any]
+    ) -> torch.Tensor:
+        ctx.graphs = graphs
+        return graphs.forward(hidden, options)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.graphs.backward(gradient), None, None
+
+
+class _GraphedBlock:
+    """One chunk's transformer block, whose training forwards are replayed while it is bound.
+
+    Args:
+        chunk: what the block belongs to; its gradients are added as DDP adds them.
+        store: takes weight gradients out of the backward; None leaves them in.
+        capture: see :data:`Capture`.
+        say: told why something runs without graphs.
+    """
+
+    def __init__(
+        self,
+        chunk: torch.nn.Module,
+        store: WeightGradients | None,
+        capture: Capture,
+        say: Callable[[str], None],
+    ) -> None:
+        block: Any = decoder_block(chunk)
+        self._block = block
+        self.store, self.capture, self._say = store, capture, say
+        self.num_layers = len(block.layers)
+        self.accumulators = [
+            (parameter, gradient_accumulator(parameter, chunk))
+            for parameter in block.parameters()
+            if parameter.requires_grad
+        ]
+        self._slots: _Slots | None = None
+        self._signature: Any = None
+        self._failed = False
+        self._original = block.forward
+
+    def bind(self, slots: _Slots | None) -> None:
+        """Replay the block's forwards over these slots; None gives it its own forward back."""
+        self._slots = slots
+        if slots is not None:
+            self._block.forward = self._call
+        else:
+            del self._block.forward
+
+    def addresses(self) -> list[int]:
+        """Where the parameters are; graphs read and write them there."""
+        return [parameter.data_ptr() for parameter, _ in self.accumulators]
+
+    def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+        """The block's own forward, wherever it expects its input."""
+        block, given = self._block, self._block.input_tensor
+        block.input_tensor = hidden
+        try:
+            output = self._original(hidden_states=hidden if block.pre_process else None, **options)
+        finally:
+            block.input_tensor = given
+        if not isinstance(output, torch.Tensor) or output.shape != hidden.shape:
+            raise TypeError("its output is no tensor of its input's shape")
+        return output
+
+    @contextlib.contextmanager
+    def aliased(self) -> Iterator[list[torch.Tensor]]:
+        """The block computes with aliases of its parameters, which are yielded, in order.
+
+        DDP made the parameters' gradient accumulators on the default stream; autograd would make
+        that stream wait for the captured one, which CUDA refuses. An alias gets its own.
+        """
+        aliases = {}
+        for parameter, _ in self.accumulators:
+            alias = parameter.detach().requires_grad_()
+            alias.__dict__.update(parameter.__dict__)  # Megatron's marks, and main_grad
+            aliases[parameter] = alias
+        tables = [module._parameters for module in self._block.modules()]
+        own = [dict(table) for table in tables]
+        for table in tables:
+            table.update((name, aliases.get(p, p)) for name, p in table.items() if p is not None)
+        try:
+            yield list(aliases.values())
+        finally:
+            for table, original in zip(tables, own, strict=True):
+                table.update(original)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        block = self._block
+        if self._slots is None or args or not (block.training and torch.is_grad_enabled()):
+            return self._original(*args, **kwargs)
+        options = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
+        graphs = self._graphs(self._slots, hidden, options)
+        if graphs is None:
+            return self._original(**kwargs)
+        return _Replay.apply(hidden, graphs, options)  # type: ignore[no-untyped-call]
+
+    def _graphs(self, slots: _Slots, hidden: Any, options: Mapping[str, Any]) -> _Graphs | None:
+        """Graphs in a free slot; None where this call must run eagerly."""
+        signature = _signature(hidden, options)
+        self._signature = self._signature or signature
+        if signature is None or signature != self._signature:
+            self._say("inputs unlike the first run without graphs")
+            return None
+        if self._failed or hidden.shape != slots.grad_input.shape:
+            return None
+        try:
+            if slots.slot_bytes is None:
+                slots.slot_bytes = self._measure(slots, options)
+            slot = slots.take()
+            if self not in slot.graphs:
+                slot.graphs[self] = _Graphs(self, slot, slots, options)
+        except (RuntimeError, TypeError) as error:
+            self._failed = True
+            self._say(f"runs without graphs: {str(error).splitlines()[0]}")
+            return None
+        return slot.graphs[self]
+
+    def _measure(self, slots: _Slots, options: Mapping[str, Any]) -> int:
+        """Bytes that the graphs of an activation need: captured once for nothing but that."""
+        if not slots.grad_input.is_cuda:
+            return 0
+        slot = slots.make()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        _Graphs(self, slot, slots, options)
+        peak = torch.cuda.max_memory_allocated() - before
+        del slot
+        torch.cuda.empty_cache()
+        return int(peak * _POOL_SLACK)
+
+
+class ChunkGraphs:
+    """The CUDA graphs of one rank's model chunks.
+
+    Args:
+        chunks: in chunk order, each wrapped by megatron-core's DistributedDataParallel.
+        store: the deferred weight gradients of the same chunks; None with a fused backward.
+        log: called with a line per reason and per change of size.
+        wanted: asked once, after the first steps, whether to capture at all.
+        capture: how work is captured; None captures CUDA graphs on the current device.
+    """
+
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        store: WeightGradients | None,
+        log: Callable[[str], None],
+        wanted: Callable[[], bool],
+        capture: Capture | None = None,
+    ) -> None:
+        self._log, self._said, self._wanted = log, set[str](), wanted
+        self._blocks: list[_GraphedBlock] = []
+        self._slots: _Slots | None = None
+        self._slot_bytes: int | None = None
+        self._addresses: list[list[int]] = []
+        self._num_steps = 0
+        self._num_said = 0
+        capture = capture or _cuda_capture()
+        for number, chunk in enumerate(chunks):
+            say = partial(self._say, number)
+            reason = why_not(chunk)
+            if reason is None:
+                self._blocks.append(_GraphedBlock(chunk, store, capture, say))
+            else:
+                say(f"runs without graphs: {reason}")
+
+    def take_slot_bytes(self) -> int | None:
+        """Bytes of one chunk activation; once, after the step in which they were measured.
+
+        The slots of that step are given up: a cap in bytes allows fewer of them.
+        """
+        if self._slots is None or self._slot_bytes or not self._slots.slot_bytes:
+            return None
+        self._slot_bytes, self._slots = self._slots.slot_bytes, None
+        return self._slot_bytes
+
+    def _say(self, chunk: int, text: str) -> None:
+        line = f"CUDA graphs: chunk {chunk} {text}"
+        if line not in self._said:
+            self._said.add(line)
+            self._log(line)
+
+    @contextlib.contextmanager
+    def bound(self, example: torch.Tensor) -> Iterator[None]:
+        """Around one training step. Outside of it the model is as it was.
+
+        Args:
+            example: a tensor like a block's input, [s, b, h].
+        """
+        self._num_steps += 1
+        if self._num_steps == _WARM_UP_STEPS + 1 and self._blocks and not self._wanted():
+            self._blocks.clear()
+        if self._num_steps <= _WARM_UP_STEPS or not self._blocks:
+            yield
+            return
+        self._make_room(example)
+        for block in self._blocks:
+            block.bind(self._slots)
+        try:
+            yield
+        finally:
+            for block in self._blocks:
+                block.bind(None)
+        if self._slots is not None and self._slots.number != self._num_said:
+            self._num_said = self._slots.number
+            self._log(
+                f"CUDA graphs: memory for {self._num_said} chunk activations of "
+                f"{(self._slots.slot_bytes or 0) / (1 << 20):.0f} MiB"
+            )
+
+    def _make_room(self, example: torch.Tensor) -> None:
+        """Begin anew, with no graph captured, at the start and whenever parameters have moved."""
+        addresses = [block.addresses() for block in self._blocks]
+        if self._slots is None or addresses != self._addresses:
+            self._slots = None
+            if example.is_cuda:
+                gc.collect()  # graphs and their slots know each other
+                torch.cuda.empty_cache()  # what was the eager steps' is theirs now
+            self._slots, self._addresses = _Slots(example, self._slot_bytes), addresses
+
+
+def why_not(chunk: torch.nn.Module) -> str | None:
+    """The reason why a chunk cannot be captured; None if it can."""
+    config, block = get_model_config(chunk), decoder_block(chunk)
+    if not isinstance(chunk, DistributedDataParallel):
+        return f"{type(chunk).__name__} is not megatron-core's DistributedDataParallel"
+    if block is None or not len(block.layers):
+        return "it has no transformer layers"
+    reasons = {
+        "dropout draws from generators that graphs do not follow": config.hidden_dropout > 0.0
+        or config.attention_dropout > 0.0,
+        f"--recompute-granularity {config.recompute_granularity}": config.recompute_granularity,
+        "experts take varying shapes": config.num_moe_experts,
+        "8- and 4-bit layers keep scales per step": config.fp8 or config.fp4,
+        "--overlap-param-gather waits inside the layers": chunk.ddp_config.overlap_param_gather,
+        "activations are offloaded": config.cpu_offloading
+        or config.fine_grained_activation_offloading,
+        "Transformer Engine's layers are not supported": any(
+            type(module).__module__.startswith("transformer_engine") for module in block.modules()
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _signature(hidden: Any, options: Mapping[str, Any]) -> Any:
+    """What must be equal for a graph to serve; None if a value cannot be compared."""
+    if not isinstance(hidden, torch.Tensor):
+        return None
+    described: list[Any] = [hidden.shape, hidden.dtype]
+    for name, value in options.items():
+        if isinstance(value, torch.Tensor):
+            described.append((name, value.shape, value.dtype, value.device))
+        elif value is None or isinstance(value, bool | int | float | str):
+            described.append((name, value))
+        else:
+            return None
+    return described
+
+
+def _cuda_capture() -> Capture:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return lambda function, pool: CudaGraph(function, pool, stream)
