@@ -24,11 +24,12 @@ MAY_IMPORT = {
     "schedule": {"config", "errors"},
     "trace": {"config", "errors", "schedule"},
     "sim": {"config", "errors", "schedule", "trace"},
+    "estimate": {"config", "errors", "schedule", "sim", "train"},
     "transport": {"config", "errors", "hosts", "trace"},
     "mcore": {"config", "errors", "trace", "transport"},
     "runtime": {"config", "errors", "hosts", "schedule", "transport", "trace", "mcore"},
 }
-WITHOUT_TORCH = {"errors", "config", "hosts", "schedule", "sim"}
+WITHOUT_TORCH = {"errors", "config", "hosts", "schedule", "sim", "estimate"}
 PUBLIC = {
     "Action",
     "ConfigError",

@@ -56,13 +56,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A simulated iteration; times in seconds, memory in bytes by rank."""
+    """A simulated iteration; times in seconds, memory in bytes by rank. ``bubble`` is the share of
+    the iteration that a rank waits, on average over ranks.
+    """
 
     layout: Layout
     cap: str
     seconds: float
     busiest_seconds: float
     peak_bytes: tuple[float, ...]
+    bubble: float
 
 
 class Planner:
@@ -114,6 +117,7 @@ class Planner:
             statistics.fmean(run.makespan for run in runs),
             statistics.fmean(max(run.own) for run in runs),
             self._peak_bytes(layout, runs[0], split),
+            statistics.fmean(1 - statistics.fmean(run.own) / run.makespan for run in runs),
         )
 
     def default_layout(self, num_chunks: int) -> Layout | None:

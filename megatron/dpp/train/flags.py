@@ -497,6 +497,7 @@ OURS = (
     Flag("--use-dpp", True, False, "dynamic pipeline: every rank picks its next task itself"),
     Flag("--device", str, "auto", "run on", choices=("auto", "cpu", "cuda")),
     Flag("--metrics-file", str, None, "append one JSON line per iteration to this file"),
+    Flag("--estimate", True, False, "print what the run should need, then what it did"),
     Flag("--trace", True, False, "record what every rank does"),
     Flag("--trace-dir", str, "benchmark", "directory of traces"),
     Flag("--trace-interval", int, 1, "record every n-th iteration"),

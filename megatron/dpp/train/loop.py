@@ -24,6 +24,7 @@ from megatron.dpp.train.exits import ExitConditions
 from megatron.dpp.train.flops import flops_per_iteration
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.logs import StepResult, TrainingLog, Writers, print_evaluation
+from megatron.dpp.train.measure import Comparison
 from megatron.dpp.train.metrics import MetricsFile, peak_memory_bytes
 from megatron.dpp.train.model import Trainee
 from megatron.dpp.train.norms import parameters_norm
@@ -42,6 +43,7 @@ class Trainer:
     metrics: MetricsFile
     exits: ExitConditions
     checkpointer: Checkpointer
+    comparison: Comparison
 
     def train(self) -> bool:
         """Run until ``--train-iters`` or an exit condition, and save what is not saved yet.
@@ -70,7 +72,9 @@ class Trainer:
             hooks.after_step(step.skipped)
             self._count(step)
             log.add(step)
-            self._write_metrics(step, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            self._write_metrics(step, seconds)
+            self.comparison.after_iteration(seconds, self.metrics)
             if self._after_step(hooks):
                 return False
         hooks.off()
@@ -128,9 +132,10 @@ class Trainer:
         for chunk in trainee.chunks:
             chunk.zero_grad_buffer()
         trainee.optimizer.zero_grad()
-        reduced = self._forward_backward(
-            self.iterators.train, microbatches.get_num_microbatches(), forward_only=False
-        )
+        with self.comparison.memory():
+            reduced = self._forward_backward(
+                self.iterators.train, microbatches.get_num_microbatches(), forward_only=False
+            )
         if args.empty_unused_memory_level >= 1 and args.device == "cuda":
             torch.cuda.empty_cache()
         with run.recorder.span("optimizer"):

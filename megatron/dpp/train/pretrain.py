@@ -87,6 +87,7 @@ def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
     from megatron.dpp.train.exits import ExitConditions
     from megatron.dpp.train.logs import Writers
     from megatron.dpp.train.loop import Trainer
+    from megatron.dpp.train.measure import Comparison
     from megatron.dpp.train.metrics import MetricsFile, gather_hashes
     from megatron.dpp.train.model import build_trainee, set_train_iters
 
@@ -108,6 +109,7 @@ def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
         metrics=metrics,
         exits=stack.enter_context(ExitConditions(run)),
         checkpointer=checkpointer,
+        comparison=Comparison(run, trainee.chunks, trainee.optimizer, task_name),
     )
     run.say("training ..." if not args.skip_train else "skipping training (--skip-train is on) ...")
     complete = args.skip_train or trainer.train()

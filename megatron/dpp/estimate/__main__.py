@@ -1,0 +1,89 @@
+"""``python -m megatron.dpp.estimate --ranks 8 [Megatron's flags]``: print what a run will need.
+
+    python -m megatron.dpp.estimate --ranks 4 --num-layers 24 --hidden-size 1024 \
+        --num-attention-heads 16 --seq-length 1024 --micro-batch-size 4 --bf16 \
+        --padded-vocab-size 50304 --tensor-model-parallel-size 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from megatron.dpp.errors import DppError
+from megatron.dpp.estimate.device import Device, find_machine, gpu_device
+from megatron.dpp.estimate.estimate import estimate
+from megatron.dpp.estimate.shape import shape_of
+from megatron.dpp.estimate.text import lines
+
+_ASSUMED = {
+    "--transformer-impl": "local",
+    "--micro-batch-size": "1",
+    "--train-iters": "1",
+    "--lr": "1e-4",
+    "--eval-iters": "0",
+}
+"""Flags that training needs and an estimate hardly does."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron.dpp.estimate",
+        description="Memory, traffic, bubble and time of a run, before it starts.",
+        epilog="All other arguments are the flags of pretrain_gpt.py.",
+    )
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes of the run")
+    parser.add_argument("--arch", choices=("gpt", "bert"), default="gpt")
+    parser.add_argument("--gpu", metavar="NAME", help="H100, H200, ...; default: this machine")
+    parser.add_argument("--memory", type=float, metavar="GiB", help="memory of one device")
+    parser.add_argument("--tflops", type=float, metavar="T", help="a device's rate, measured")
+    return parser
+
+
+def device_of(
+    ranks: int, gpu: str | None, memory: float | None, tflops: float | None
+) -> tuple[bool, Device]:
+    """Whether it is a GPU, and its figures: this machine's, with what is given in their place."""
+    if gpu is None:
+        machine = find_machine(ranks)
+        on_gpu, device = machine.num_gpus > 0, machine.device
+    else:
+        on_gpu, device = True, gpu_device(gpu, 80 * 2**30)
+    if memory is not None:
+        device = dataclasses.replace(device, memory_bytes=memory * 2**30)
+    if tflops is not None:
+        device = dataclasses.replace(device, flops=tflops * 1e12, source="given")
+    return on_gpu, device
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print; the exit code."""
+    from megatron.dpp.train import arguments
+    from megatron.dpp.train.preflight import BAD_INPUT
+    from megatron.dpp.train.validate import validate
+
+    known, flags = _parser().parse_known_args(argv)
+    for name, value in _ASSUMED.items():
+        if name not in flags:
+            flags += [name, value]
+    if "--max-position-embeddings" not in flags and "--seq-length" in flags:
+        flags += ["--max-position-embeddings", flags[flags.index("--seq-length") + 1]]
+    if not any("data" in flag for flag in flags):
+        flags.append("--mock-data")
+    try:
+        args = arguments.parse_args(flags)
+        validate(args, known.ranks)
+        args.padded_vocab_size = args.padded_vocab_size or 50304
+        on_gpu, device = device_of(known.ranks, known.gpu, known.memory, known.tflops)
+        found = estimate(shape_of(args, on_gpu=on_gpu, arch=known.arch), device)
+    except DppError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    print("\n".join(lines(found)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""How fast and how large a device is: what estimates of time and of what fits need to know.
+
+Nothing here imports PyTorch. GPUs are asked for through ``nvidia-smi``; a CPU's rate is measured by
+a matrix product of a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device and its links.
+
+    Args:
+        name: as the driver calls it.
+        flops: floating point operations per second that training reaches in matrix products.
+        memory_bytes: of one device, what is free for a run.
+        bytes_per_second: of its memory.
+        link: bytes per second, one way, to another device of the node.
+        network: bytes per second, one way, to another node.
+        launch: seconds that the host takes to start the forward of a layer (its backward takes as
+            long, its weight gradients half of that); a smaller layer takes no less.
+        source: where ``flops`` comes from.
+    """
+
+    name: str
+    flops: float
+    memory_bytes: float
+    bytes_per_second: float
+    link: float
+    network: float
+    launch: float
+    source: str
+
+
+# Half of the dense 16-bit peak, which large matrix products inside a training step reach; memory
+# and link bandwidth from the data sheets, links at 80 %.
+_KNOWN = (
+    ("B200", 1.1e15, 8e12, 7.2e11),
+    ("H200", 4.9e14, 4.8e12, 3.6e11),
+    ("H100", 4.9e14, 3.3e12, 3.6e11),
+    ("A100", 1.6e14, 2.0e12, 2.4e11),
+    ("L40", 9e13, 8.6e11, 2e10),
+    ("V100", 6e13, 9e11, 1.2e11),
+)
+_UNKNOWN_GPU = (3e13, 5e11, 1e10)
+_NETWORK = 4e10
+_GPU_LAUNCH = 8e-4
+_CPU_LAUNCH = 1.5e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What one node offers. ``num_gpus`` 0 means that processes run on its CPU."""
+
+    num_gpus: int
+    device: Device
+
+
+def find_machine(processes: int = 1, env: dict[str, str] | None = None) -> Machine:
+    """Look at this node: its GPUs if it has any that ``CUDA_VISIBLE_DEVICES`` shows, else the share
+    of its CPU that each of ``processes`` gets.
+    """
+    environment = dict(os.environ) if env is None else env
+    gpus = _gpus()
+    shown = environment.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None:
+        gpus = gpus[: len([word for word in shown.split(",") if word.strip() not in ("", "-1")])]
+    if gpus:
+        name, memory = gpus[0]
+        return Machine(num_gpus=len(gpus), device=gpu_device(name, memory))
+    return Machine(num_gpus=0, device=cpu_device(processes))
+
+
+def gpu_device(name: str, memory_bytes: float) -> Device:
+    """The figures of a GPU by its name."""
+    known = next((row for row in _KNOWN if row[0] in name), None)
+    (flops, bandwidth, link) = known[1:] if known else _UNKNOWN_GPU
+    source = f"half of the {known[0]}'s peak" if known else "a guess: not in the table of GPUs"
+    return Device(
+        name=name,
+        flops=flops,
+        memory_bytes=memory_bytes,
+        bytes_per_second=bandwidth,
+        link=link,
+        network=_NETWORK,
+        launch=_GPU_LAUNCH,
+        source=source,
+    )
+
+
+def cpu_device(processes: int = 1) -> Device:
+    """What one of ``processes`` has of this CPU: a core's rate in fp32, measured now, or a share of
+    it."""
+    cores = len(os.sched_getaffinity(0))
+    share = min(1.0, cores / processes)
+    return Device(
+        name="CPU",
+        flops=_measured_flops() * share,
+        memory_bytes=_host_memory() / processes,
+        bytes_per_second=1e10 * share,
+        link=2e9 * share,
+        network=1e9,
+        launch=_CPU_LAUNCH / share,
+        source="a matrix product of numpy's, measured now",
+    )
+
+
+def _gpus() -> list[tuple[str, float]]:
+    """Name and bytes of every GPU that ``nvidia-smi`` lists."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    result = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    rows = [line.rsplit(",", 1) for line in result.stdout.splitlines() if line.count(",")]
+    return [(name.strip(), float(size) * 2**20) for name, size in rows]
+
+
+def _host_memory() -> float:
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _measured_flops() -> float:
+    """Best of a few products; numpy may use several threads, so their rate is shared out."""
+    import numpy as np
+
+    size = 512
+    left = np.ones((size, size), dtype=np.float32)
+    best, end = float("inf"), time.perf_counter() + 0.1
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        left @ left
+        best = min(best, time.perf_counter() - start)
+    threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    # Half of it: the small products of a small model do not reach more.
+    return 2 * size**3 / best / threads / 2

@@ -1,0 +1,93 @@
+"""Everything about a run that can be said before it: :func:`estimate`.
+
+``train`` and ``auto`` call it for layouts that they consider, ``python -m megatron.dpp.estimate``
+prints it, and ``train.measure`` compares it with the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.dpp.estimate.device import Device
+from megatron.dpp.estimate.memory import RankMemory, rank_memory
+from megatron.dpp.estimate.parameters import model_parameters
+from megatron.dpp.estimate.shape import RunShape
+from megatron.dpp.estimate.timing import (
+    Traffic,
+    bubble_formula,
+    flops_per_token,
+    model_costs,
+    outside_seconds,
+    pipeline_seconds,
+    predict,
+    traffic,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What :func:`estimate` says.
+
+    Args:
+        parameters: of the whole model.
+        flops_per_token: forward and backward of the whole model.
+        ranks: memory by pipeline rank.
+        bubble_formula: waiting over ideal time, ``(p-1)/(v*m)``.
+        bubble: share of the pipeline's time that a rank waits, from the simulated schedule.
+        seconds: of an iteration.
+        tokens_per_second: of all ranks together.
+        flops_per_device: useful operations per second that this is.
+    """
+
+    shape: RunShape
+    device: Device
+    parameters: int
+    flops_per_token: float
+    ranks: tuple[RankMemory, ...]
+    traffic: Traffic
+    bubble_formula: float
+    bubble: float
+    seconds: float
+    tokens_per_second: float
+    flops_per_device: float
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the rank that holds most."""
+        return max(rank.total for rank in self.ranks)
+
+
+def estimate(
+    shape: RunShape,
+    device: Device,
+    *,
+    pipeline_spans_nodes: bool = False,
+    replicas_span_nodes: bool = False,
+) -> Estimate:
+    """Memory, traffic and time of a run.
+
+    Args:
+        pipeline_spans_nodes: neighbouring stages lie on different nodes.
+        replicas_span_nodes: data-parallel ranks do.
+    """
+    costs = model_costs(shape, device, spans_nodes=pipeline_spans_nodes)
+    prediction = predict(shape, costs)
+    inside, _ = pipeline_seconds(shape, prediction)
+    seconds = inside + outside_seconds(shape, device, spans_nodes=replicas_span_nodes)
+    tokens = shape.global_batch * shape.seq_length
+    per_token = flops_per_token(shape)
+    return Estimate(
+        shape=shape,
+        device=device,
+        parameters=model_parameters(shape),
+        flops_per_token=per_token,
+        ranks=tuple(
+            rank_memory(shape, rank, prediction.peak_bytes[rank]) for rank in range(shape.pipeline)
+        ),
+        traffic=traffic(shape),
+        bubble_formula=bubble_formula(shape),
+        bubble=prediction.bubble,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        flops_per_device=per_token * tokens / seconds / shape.world_size,
+    )

@@ -1,0 +1,83 @@
+"""What each pipeline rank holds: weights, gradients, optimizer state, activations.
+
+The number of microbatches in flight is not a formula here: the schedule that will run is simulated
+with the sizes of its stages, so interleaving, caps and deferred weight gradients are counted as
+they happen. An activation lives from its forward to its weight gradients (a deferred ``W`` keeps
+as much as the forward did: the inputs and the output gradients of its linear layers).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.dpp.estimate.activations import head_bytes, layer_bytes, workspace_bytes
+from megatron.dpp.estimate.parameters import layer_parameters, rank_parameters
+from megatron.dpp.estimate.shape import RunShape
+
+_ADAM = 8
+"""Bytes of Adam's two moments for one parameter."""
+_MASTER = 4
+"""Bytes of a parameter's fp32 copy where the parameter itself has 16 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes that one rank of a pipeline stage holds at its worst moment.
+
+    Args:
+        activations: kept by forwards for their backwards.
+        workspace: what a backward holds beside them, and gathered parameters.
+    """
+
+    parameters: int
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    workspace: float
+
+    @property
+    def state(self) -> float:
+        """What does not depend on the batch."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> float:
+        """Everything."""
+        return self.state + self.activations + self.workspace
+
+
+def rank_memory(shape: RunShape, rank: int, activations: float) -> RankMemory:
+    """The memory of pipeline rank ``rank`` when its activations take ``activations`` bytes."""
+    count = rank_parameters(shape, rank)
+    replicas = shape.data * shape.context
+    own = count / replicas
+    optimizer = _ADAM + (_MASTER if shape.element_bytes == 2 else 0)
+    held: float = count
+    gathered = 0.0
+    if shape.shard in ("gradients", "parameters"):
+        gathered, held = _gathered(shape, count), own
+    return RankMemory(
+        parameters=count,
+        weights=held * shape.element_bytes,
+        gradients=held * shape.gradient_bytes,
+        optimizer=(count if shape.shard == "none" else own) * optimizer,
+        activations=activations,
+        workspace=workspace_bytes(shape, rank) + gathered,
+    )
+
+
+def _gathered(shape: RunShape, count: int) -> float:
+    """Parameters that FSDP2 has gathered at once, and the gradients of one of its units.
+
+    Stage 2 gathers all of them; stage 3 the root's (embeddings, head) and two layers'.
+    """
+    layer = layer_parameters(shape)
+    root = count - shape.num_layers * layer
+    whole = count if shape.shard == "gradients" else root + 2 * layer
+    return float((whole + layer) * shape.element_bytes)
+
+
+def activation_parts(shape: RunShape) -> tuple[float, float]:
+    """Bytes of a layer's and of the head's activation for one microbatch."""
+    return layer_bytes(shape), head_bytes(shape)

@@ -1,0 +1,228 @@
+"""What a run is, as far as its size in memory, time and traffic depends on it.
+
+A :class:`RunShape` is made from checked training flags by :func:`shape_of`; the rest of the package
+computes from it and reads no flags. It holds the model, how it is cut over ranks, and what each
+number is stored in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.sim import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunShape:
+    """A model and its layout. Names are those of Megatron's flags.
+
+    Args:
+        layers: transformer layers of each virtual stage, stage ``chunk * pipeline + rank``.
+        vocab_size: rows of the embedding, padding included.
+        num_positions: rows of the learned position embedding; 0 without one.
+        norm_vectors: parameters of a norm in units of the hidden size: 2 LayerNorm, 1 RMSNorm.
+        element_bytes: of a parameter and an activation: 4 in fp32, else 2.
+        gradient_bytes: of an element of the gradient buffer.
+        shard: what data-parallel ranks share out: ``none``, ``optimizer`` (stage 1 of ZeRO),
+            ``gradients`` (2) or ``parameters`` (3).
+        recompute: ``none``, ``selective`` (the core of attention) or ``full``.
+        flash: attention without its s*s matrices.
+        policy: ``megatron`` is the static schedule.
+    """
+
+    arch: str
+    layers: tuple[int, ...]
+    hidden_size: int
+    num_heads: int
+    num_groups: int
+    head_size: int
+    ffn_hidden_size: int
+    gated: bool
+    seq_length: int
+    vocab_size: int
+    num_positions: int
+    tied: bool
+    linear_bias: bool
+    qkv_bias: bool
+    norm_vectors: int
+    binary_head: bool
+    tensor: int
+    pipeline: int
+    data: int
+    context: int
+    sequence_parallel: bool
+    micro_batch: int
+    num_microbatches: int
+    element_bytes: int
+    gradient_bytes: int
+    shard: str
+    recompute: str
+    recompute_num_layers: int
+    flash: bool
+    hidden_dropout: bool
+    attention_dropout: bool
+    policy: str
+    cap: str
+    split_backward: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Of the whole model."""
+        return sum(self.layers)
+
+    @property
+    def chunks(self) -> int:
+        """Virtual stages of a pipeline rank."""
+        return len(self.layers) // self.pipeline
+
+    @property
+    def layout(self) -> Layout:
+        """The stages as the simulator takes them."""
+        return Layout(self.pipeline, self.layers)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return self.tensor * self.pipeline * self.data * self.context
+
+    @property
+    def tokens(self) -> int:
+        """Of one microbatch on one rank."""
+        return self.micro_batch * self.seq_length // self.context
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of an iteration."""
+        return self.micro_batch * self.num_microbatches * self.data
+
+    @property
+    def elements(self) -> int:
+        """Of one microbatch's hidden state where tensor-parallel ranks hold all of it: s*b*h."""
+        return self.tokens * self.hidden_size
+
+    @property
+    def outside(self) -> float:
+        """The same outside the tensor-parallel regions: sequence parallelism shares it out."""
+        return self.elements / (self.tensor if self.sequence_parallel else 1)
+
+    @property
+    def queries(self) -> int:
+        """Width of all heads' queries."""
+        return self.num_heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        """Width of all groups' keys; as much again for the values."""
+        return self.num_groups * self.head_size
+
+
+def shape_of(args: argparse.Namespace, *, on_gpu: bool, arch: str = "gpt") -> RunShape:
+    """The shape of a run from flags that ``train.preflight`` has checked.
+
+    Raises:
+        ConfigError: a kind of model that is not estimated.
+    """
+    for flag, given in {
+        "--num-experts": args.num_experts,
+        "--multi-latent-attention": args.multi_latent_attention,
+        "--mtp-num-layers": args.mtp_num_layers,
+    }.items():
+        if given:
+            raise ConfigError(f"{flag}: models with it are not estimated")
+    replicas = args.micro_batch_size * args.data_parallel_size
+    local = args.transformer_impl == "local"
+    return RunShape(
+        arch=arch,
+        layers=_layers(args),
+        hidden_size=args.hidden_size,
+        num_heads=args.num_attention_heads,
+        num_groups=args.num_query_groups
+        if args.group_query_attention
+        else args.num_attention_heads,
+        head_size=args.kv_channels,
+        ffn_hidden_size=args.ffn_hidden_size,
+        gated=bool(args.swiglu or args.quick_geglu),
+        seq_length=args.seq_length,
+        vocab_size=args.padded_vocab_size,
+        num_positions=args.max_position_embeddings
+        if args.position_embedding_type == "learned_absolute"
+        else 0,
+        tied=not args.untie_embeddings_and_output_weights,
+        linear_bias=args.add_bias_linear,
+        qkv_bias=args.add_qkv_bias,
+        norm_vectors=1 if args.normalization == "RMSNorm" else 2,
+        binary_head=arch == "bert" and args.bert_binary_head,
+        tensor=args.tensor_model_parallel_size,
+        pipeline=args.pipeline_model_parallel_size,
+        data=args.data_parallel_size,
+        context=args.context_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        micro_batch=args.micro_batch_size,
+        num_microbatches=args.global_batch_size // replicas,
+        **_numbers(args),
+        recompute=args.recompute_granularity or "none",
+        recompute_num_layers=args.recompute_num_layers or 1,
+        flash=not local or on_gpu or args.sequence_parallel,
+        hidden_dropout=args.hidden_dropout > 0,
+        attention_dropout=args.attention_dropout > 0,
+        policy=args.dpp_policy if args.use_dpp else "megatron",
+        cap=args.dpp_activation_cap if args.use_dpp else "megatron",
+        split_backward=args.use_dpp and args.dpp_split_backward,
+    )
+
+
+def _numbers(args: argparse.Namespace) -> dict[str, Any]:
+    half = args.fp16 or args.bf16
+    wide = not half or args.accumulate_allreduce_grads_in_fp32
+    shard = "optimizer" if args.use_distributed_optimizer else "none"
+    if args.use_torch_fsdp2:
+        shard = "parameters" if args.torch_fsdp2_reshard_after_forward else "gradients"
+        wide = not half
+    return {
+        "element_bytes": 2 if half else 4,
+        "gradient_bytes": 4 if wide else 2,
+        "shard": shard,
+    }
+
+
+def _layers(args: argparse.Namespace) -> tuple[int, ...]:
+    """Layers of each virtual stage, as megatron-core deals them out."""
+    pipeline = args.pipeline_model_parallel_size
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    if args.pipeline_model_parallel_layout is not None:
+        return layers_of_text(args.pipeline_model_parallel_layout)
+    first = args.decoder_first_pipeline_num_layers
+    last = args.decoder_last_pipeline_num_layers
+    per_rank = [0] * pipeline
+    inner = list(range(pipeline))
+    for rank, given in ((0, first), (pipeline - 1, last)):
+        if given is not None:
+            per_rank[rank] = given
+            inner.remove(rank)
+    standalone = args.account_for_embedding_in_pipeline_split
+    standalone += args.account_for_loss_in_pipeline_split
+    rest = args.num_layers + standalone - sum(per_rank)
+    for rank in inner:
+        per_rank[rank] = rest // len(inner)
+    stages = [per_rank[s % pipeline] // chunks for s in range(pipeline * chunks)]
+    stages[0] -= args.account_for_embedding_in_pipeline_split
+    stages[-1] -= args.account_for_loss_in_pipeline_split
+    return tuple(stages)
+
+
+def layers_of_text(text: str) -> tuple[int, ...]:
+    """Layers of each stage of a ``--pipeline-model-parallel-layout``.
+
+    >>> layers_of_text("Et*3|(tt|)*2,tL")
+    (3, 2, 2, 1)
+    """
+    text = text.replace(",", "").replace(" ", "")
+    pattern = re.compile(r"\(([^()]*)\)\*(\d+)|([A-Za-z|])\*(\d+)")
+    while match := pattern.search(text):
+        unit, times = (match[1], match[2]) if match[2] else (match[3], match[4])
+        text = text[: match.start()] + unit * int(times) + text[match.end() :]
+    return tuple(stage.count("t") for stage in text.strip("|").split("|"))

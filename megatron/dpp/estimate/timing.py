@@ -1,0 +1,143 @@
+"""How long an iteration takes, what travels, and how much of the pipeline waits.
+
+Matrix products by the floating point operations that they take and the rate that is given;
+traffic by its bytes and the links' bandwidth; the pipeline by the simulator, which runs the
+schedule that training will run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.dpp.estimate.device import Device
+from megatron.dpp.estimate.memory import activation_parts
+from megatron.dpp.estimate.parameters import rank_parameters
+from megatron.dpp.estimate.shape import RunShape
+from megatron.dpp.sim import ModelCosts, Part, Planner, Prediction
+
+_MOST_SIMULATED = 6
+"""Microbatches per stage that are simulated; what is beyond repeats the steady state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes that one rank sends.
+
+    Args:
+        hop: one activation to the next stage.
+        pipeline: all hops of an iteration.
+        tensor: all tensor-parallel collectives of an iteration.
+        data: the data-parallel collectives of an iteration.
+    """
+
+    hop: float
+    pipeline: float
+    tensor: float
+    data: float
+
+
+def flops_per_token(shape: RunShape) -> float:
+    """Forward and backward of the whole model, matrix products only, no recompute (the sum that
+    ``train.flops`` logs throughput by)."""
+    h, s = shape.hidden_size, shape.seq_length
+    attention = h * (shape.queries + 2 * shape.keys) + shape.queries * (s + h)
+    mlp = h * shape.ffn_hidden_size * (3 if shape.gated else 2)
+    return 6.0 * (shape.num_layers * (attention + mlp) + h * shape.vocab_size)
+
+
+def traffic(shape: RunShape) -> Traffic:
+    """What a rank of the first stage sends in an iteration."""
+    hop = shape.element_bytes * shape.outside
+    hops = 2 * shape.chunks * shape.num_microbatches if shape.pipeline > 1 else 0
+    layers = shape.layout.rank_layers(0) * shape.num_microbatches
+    again = 1.5 if shape.recompute == "full" else 1.0
+    # Forward and backward of attention and MLP: four times, each an all-reduce or as much.
+    tensor = 4 * again * layers * _all_reduce(shape.element_bytes * shape.elements, shape.tensor)
+    return Traffic(
+        hop=hop if shape.pipeline > 1 else 0.0,
+        pipeline=hops * hop,
+        tensor=tensor,
+        data=_data_parallel_bytes(shape),
+    )
+
+
+def _all_reduce(num_bytes: float, ranks: int) -> float:
+    """A ring's: every rank sends the whole twice, less its own share."""
+    return 2 * (ranks - 1) / ranks * num_bytes
+
+
+def _data_parallel_bytes(shape: RunShape) -> float:
+    replicas = shape.data * shape.context
+    count = max(rank_parameters(shape, rank) for rank in range(shape.pipeline))
+    one_way = (replicas - 1) / replicas * count
+    gradients, weights = one_way * shape.gradient_bytes, one_way * shape.element_bytes
+    if shape.shard in ("none", "optimizer"):
+        return gradients + (gradients if shape.shard == "none" else weights)
+    gathers = 2 if shape.shard == "parameters" else 1
+    return shape.num_microbatches * (gradients + gathers * weights)
+
+
+def model_costs(shape: RunShape, device: Device, *, spans_nodes: bool = False) -> ModelCosts:
+    """Times and activation sizes of the model's parts, as the simulator wants them.
+
+    Args:
+        spans_nodes: neighbouring pipeline stages lie on different nodes.
+    """
+    t, h, tokens = shape.tensor, shape.hidden_size, shape.tokens
+    weights = h * (2 * shape.queries + 2 * shape.keys)
+    weights += h * shape.ffn_hidden_size * (3 if shape.gated else 2)
+    linear = 2 * weights * tokens / t / device.flops
+    scores = (2 if shape.arch == "gpt" else 4) * shape.seq_length * shape.queries * tokens
+    core = scores / t / device.flops
+    reduced = 2 * _all_reduce(shape.element_bytes * shape.elements, t) / device.link
+    forward = linear + core + reduced
+    again = {"none": 0.0, "selective": core, "full": forward}[shape.recompute]
+    layer_size, head_size = activation_parts(shape)
+    backward = linear + 2 * core + reduced + again
+    least = device.launch
+    layer = Part(
+        (max(forward, least), max(backward, least), max(linear, least / 2)),
+        layer_size,
+    )
+    output = 2 * shape.vocab_size * h * tokens / t / device.flops
+    softmax = 12 * shape.vocab_size * tokens / t / device.bytes_per_second
+    head = Part((output + softmax, output + softmax, output), head_size)
+    lookup = 2 * shape.element_bytes * shape.elements / device.bytes_per_second
+    hop = shape.element_bytes * shape.outside / (device.network if spans_nodes else device.link)
+    return ModelCosts(shape.num_layers, layer, Part((lookup, 0.0, lookup)), head, hop)
+
+
+def predict(shape: RunShape, costs: ModelCosts) -> Prediction:
+    """The pipeline's part of an iteration, and each rank's peak of activations."""
+    known = shape.policy in ("megatron", "dynamic", "depth-first", "breadth-first")
+    policy = shape.policy if known else "dynamic"
+    simulated = _simulated_microbatches(shape)
+    planner = Planner(costs, shape.pipeline, simulated, split_backward=shape.split_backward)
+    return planner.predict(shape.layout, shape.cap, policy)
+
+
+def _simulated_microbatches(shape: RunShape) -> int:
+    return min(shape.num_microbatches, _MOST_SIMULATED * shape.pipeline)
+
+
+def pipeline_seconds(shape: RunShape, prediction: Prediction) -> tuple[float, float]:
+    """Seconds of an iteration's forwards and backwards, and the busiest rank's own work in it."""
+    extra = shape.num_microbatches / _simulated_microbatches(shape) - 1
+    more = extra * prediction.busiest_seconds
+    return prediction.seconds + more, prediction.busiest_seconds + more
+
+
+def bubble_formula(shape: RunShape) -> float:
+    """``(p-1)/(v*m)``: waiting over ideal time, with even stages (Narayanan et al., 2021)."""
+    return (shape.pipeline - 1) / (shape.chunks * shape.num_microbatches)
+
+
+def outside_seconds(shape: RunShape, device: Device, *, spans_nodes: bool = False) -> float:
+    """Gradient reduction and the optimizer's pass over its state, neither of them overlapped."""
+    replicas = shape.data * shape.context
+    link = device.network if spans_nodes else device.link
+    reduction = traffic(shape).data / link if replicas > 1 else 0.0
+    count = max(rank_parameters(shape, rank) for rank in range(shape.pipeline))
+    own = count if shape.shard == "none" else count / replicas
+    # Read and write weights, gradients and both moments, in passes that are not all fused.
+    return reduction + own * 2 * 2 * (shape.element_bytes + 16) / device.bytes_per_second

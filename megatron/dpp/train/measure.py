@@ -1,0 +1,154 @@
+"""``--estimate``: say before training what a run should need, and after three iterations what it
+did.
+
+The estimate is ``megatron.dpp.estimate``'s. Memory is measured in PyTorch's allocator, so only on a
+GPU; weights, gradients and optimizer state are the sizes of the tensors themselves. ``loop`` asks
+for both at the right moments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from megatron.dpp.estimate import Device, Estimate, cpu_device, estimate, gpu_device, shape_of
+from megatron.dpp.estimate.text import lines, size
+from megatron.dpp.train.initialize import Run
+from megatron.dpp.train.metrics import MetricsFile
+
+_WARM_UP = 2
+"""Iterations before the measured one: the first allocates and compiles."""
+
+
+class Comparison:
+    """The estimate of a run and what was measured of it; without ``--estimate`` it does nothing."""
+
+    def __init__(self, run: Run, chunks: list[Any], optimizer: Any, arch: str) -> None:
+        self._run, self._chunks, self._optimizer = run, chunks, optimizer
+        args = run.args
+        self._at = min(run.iteration + _WARM_UP, (args.train_iters or 1) - 1)
+        self._peak: int | None = None
+        self._found: Estimate | None = None
+        if args.estimate:
+            shape = shape_of(args, on_gpu=args.device == "cuda", arch=arch)
+            self._found = estimate(shape, _device(run))
+            run.say("\n".join(["", "estimate:", *lines(self._found), ""]))
+
+    @property
+    def _due(self) -> bool:
+        return self._found is not None and self._run.iteration == self._at
+
+    @contextlib.contextmanager
+    def memory(self) -> Iterator[None]:
+        """Around the forwards and backwards of an iteration: notes their peak when it is due."""
+        measured = self._due and self._run.device.type == "cuda"
+        if measured:
+            torch.cuda.reset_peak_memory_stats()
+        yield
+        if measured:
+            self._peak = torch.cuda.max_memory_allocated()
+
+    def after_iteration(self, seconds: float, metrics: MetricsFile) -> None:
+        """Print the comparison once, when the measured iteration is over. A collective then.
+
+        Args:
+            seconds: that the iteration took.
+        """
+        if self._found is None or self._run.iteration != self._at + 1:
+            return
+        mine = {
+            "stage": mpu.get_pipeline_model_parallel_rank(),
+            "state": state_bytes(self._chunks, self._optimizer),
+            "peak": self._peak,
+            "seconds": seconds,
+        }
+        ranks: list[Any] = [None] * self._run.args.world_size
+        dist.all_gather_object(ranks, mine)
+        rows = _rows(self._found, ranks)
+        text = [f"estimate and measurement, iteration {self._run.iteration}:"]
+        text += [f"  {_line(*row)}" for row in rows] + [f"  {_rate(self._found, rows[-1][2])}"]
+        self._run.say("\n".join(text))
+        metrics.write(
+            iteration=self._run.iteration,
+            estimate={name: [guess, real] for name, guess, real, _ in rows},
+            bubble=self._found.bubble,
+        )
+
+
+def _device(run: Run) -> Device:
+    if run.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(run.device).total_memory
+        return gpu_device(torch.cuda.get_device_name(run.device), memory)
+    return cpu_device(int(run.args.world_size))
+
+
+def _rows(found: Estimate, ranks: list[Any]) -> list[tuple[str, float, float | None, bool]]:
+    """Name, estimate, measurement, whether it is bytes. Of a stage's ranks, the largest counts."""
+    rows: list[tuple[str, float, float | None, bool]] = []
+    for stage, memory in enumerate(found.ranks):
+        mine = [rank for rank in ranks if rank["stage"] == stage]
+        state = max(rank["state"] for rank in mine)
+        rows.append((f"stage {stage}, state", memory.state, state, True))
+        peaks = [rank["peak"] - rank["state"] for rank in mine if rank["peak"] is not None]
+        guess = memory.activations + memory.workspace
+        rows.append((f"stage {stage}, activations", guess, max(peaks, default=None), True))
+    rows.append(("seconds", found.seconds, max(rank["seconds"] for rank in ranks), False))
+    return rows
+
+
+def _line(name: str, guess: float, real: float | None, is_bytes: bool) -> str:
+    show = size if is_bytes else (lambda seconds: f"{seconds * 1e3:.1f} ms")
+    label = {"state": "weights, gradients, optimizer", "activations": "activations and workspace"}
+    stage, _, kind = name.partition(", ")
+    text = f"{stage}: {label[kind]}" if kind else "time per iteration"
+    if real is None:
+        return f"{text}: {show(guess)} estimated, not measured without a GPU"
+    error = f"{guess / real - 1:+.1%}" if real else "-"
+    return f"{text}: {show(guess)} estimated, {show(real)} measured ({error})"
+
+
+def _rate(found: Estimate, seconds: float | None) -> str:
+    """The rate that would have made the estimate right, were all of the time matrix products."""
+    assert seconds
+    useful = found.flops_per_device * found.seconds / seconds
+    return f"useful work: {useful / 1e12:.4g} TFLOP/s per device"
+
+
+def state_bytes(chunks: list[Any], optimizer: Any) -> int:
+    """Bytes of this rank's weights, gradients and optimizer state."""
+    tensors = [p for chunk in chunks for p in chunk.parameters()]
+    total = sum(_local(p).nbytes for p in tensors)
+    for chunk in chunks:
+        buffers = getattr(chunk, "buffers", None)
+        own = buffers if isinstance(buffers, list) else []
+        total += sum(buffer.grad_data.nbytes for buffer in own)
+    if not any(isinstance(getattr(chunk, "buffers", None), list) for chunk in chunks):
+        total += sum(_local(p).nbytes for p in tensors)  # gradients like the parameters
+    return total + sum(_optimizer_bytes(each) for each in _inner(optimizer))
+
+
+def _inner(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _optimizer_bytes(optimizer: Any) -> int:
+    """Moments, and fp32 copies of parameters (which distributed and plain optimizers name in
+    their own ways)."""
+    state = getattr(optimizer.optimizer, "state", {})
+    moments = [v for each in state.values() for v in each.values() if isinstance(v, torch.Tensor)]
+    copies = []
+    for name in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):
+        for group in getattr(optimizer, name, ()):
+            copies += [copy for copy in group if copy is not None]
+    return sum(_local(tensor).nbytes for tensor in moments + copies if tensor.dim())
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
