@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.train import settings
 from megatron.dpp.train.arguments import dpp_config, parse_args, warnings_of
-from megatron.dpp.train.configs import set_types
+from megatron.dpp.train.configs import set_types, transformer_config
 from megatron.dpp.train.validate import validate
 
 MINIMUM = (
@@ -74,6 +75,11 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--attention-backend fast", 1, "invalid choice: 'fast'"),
         ("--train-samples 5", 1, "--train-iters and --train-samples"),
         ("--seq-length 64", 1, "--max-position-embeddings 32 is below"),
+        ("--batch-size 4", 1, "use --micro-batch-size"),
+        ("--rl-default-top-k 4", 1, "not built here: reinforcement learning"),
+        ("--window-size a,b", 1, "expected numbers like 8,0"),
+        ("--moe-layer-freq [1]*3+x", 1, "expected a number or a list"),
+        ("--swiglu --squared-relu", 1, "exclude each other"),
     ],
 )
 def test_refusals_name_the_flag(more: str, world_size: int, said: str) -> None:
@@ -89,6 +95,35 @@ def test_dpp_flags_come_from_the_configuration() -> None:
     )  # fmt: skip
     with pytest.raises(ConfigError, match="--dpp-transport pigeon"):
         dpp_config(checked("--use-dpp --dpp-transport pigeon"))
+
+
+def test_fields_are_spelt_as_in_megatron_lm() -> None:
+    args = checked("--disable-bias-linear --norm-epsilon 1e-3 --normalization RMSNorm")
+    assert (args.add_bias_linear, args.layernorm_epsilon, args.bias_gelu_fusion) == (
+        False, 1e-3, False,
+    )  # fmt: skip
+    args = checked("--window-size 8,0 --no-rope-freq ([0]*3+[1])*2 --group-query-attention")
+    assert args.window_size == (8, 0)
+    assert args.no_rope_freq == [0, 0, 0, 1] * 2
+    assert args.num_query_groups == 1
+    latent = "--multi-latent-attention --position-embedding-type rope --no-rope-fusion"
+    args = checked(f"{latent} --kv-lora-rank 16")
+    config = transformer_config(args)
+    assert (config.kv_lora_rank, config.q_lora_rank, config.rope_type) == (16, None, "yarn")
+
+
+def test_saved_settings_start_the_same_run_again(tmp_path: Path) -> None:
+    args = checked("--bf16 --lr-decay-style cosine --no-bias-gelu-fusion --attention-backend local")
+    args.padded_vocab_size = 128
+    path = settings.save(args, tmp_path / "deep")
+    again = parse_args(["--yaml-cfg", str(path)])
+    assert {k: v for k, v in again.parsed.items() if k not in ("given", "yaml_cfg")} == {
+        k: v for k, v in args.parsed.items() if k not in ("given", "yaml_cfg")
+    }
+    assert '# params_dtype: "torch.bfloat16"' in path.read_text()
+    said = settings.summary(args, "gpt")
+    assert len(said.splitlines()) == 3
+    assert "8 layers of 64" in said
 
 
 def test_flags_without_effect_are_named() -> None:

@@ -19,6 +19,7 @@ from megatron.dpp.config import DppConfig, flag_of, option_fields
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.train.fields import add_flags, core_fields
 from megatron.dpp.train.flags import GROUPS, UNSET_FIELDS, WITHOUT_EFFECT, Flag
+from megatron.dpp.train.flags_special import SPECIAL, answer
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every flag."""
     parser = _Parser(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for title, rows in GROUPS.items():
+    for title, rows in (GROUPS | SPECIAL).items():
         group = parser.add_argument_group(title)
         for row in rows:
             _add_row(group, row)
@@ -88,6 +89,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     _refuse_unknown(parser, unknown)
     args.given = given_flags(parser, argv)
+    args.parsed = dict(vars(args))
     return args
 
 
@@ -114,6 +116,9 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> None
         if not text.startswith("--"):
             continue
         name = text.split("=", 1)[0]
+        known_elsewhere = answer(name)
+        if known_elsewhere:
+            raise ConfigError(known_elsewhere)
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         parts.append(f"{name} (did you mean {nearest[0]}?)" if nearest else name)
     raise ConfigError("unknown flag " + ", ".join(parts or unknown))

@@ -36,11 +36,12 @@ from megatron.core.utils import unwrap_model
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.mcore.fsdp import as_shards, shards_keep_identity
 from megatron.dpp.train import checkpoint_files as files
+from megatron.dpp.train.diagnostics import note_progress
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import Trainee
 
 _VERSION = 3.0
-_OURS = ("given",)
+_OURS = ("given", "parsed")
 
 
 class Checkpointer:
@@ -101,6 +102,7 @@ class Checkpointer:
             f"  successfully saved checkpoint from iteration {iteration:7d} to {args.save} "
             f"in {seconds:.1f} s"
         )
+        note_progress(run, f"Saved checkpoint\tIteration: {iteration}")
         keep = args.save_retain_interval
         if keep and before and before.iteration not in (0, iteration) and before.iteration % keep:
             files.remove(before.path)

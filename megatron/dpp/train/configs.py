@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.train.fields import enum_members
@@ -47,13 +47,17 @@ def _same_names(kind: Any, args: Args) -> dict[str, Any]:
 
 def transformer_config(args: Args) -> TransformerConfig:
     """The model's shape and how it is run."""
-    values = _same_names(TransformerConfig, args)
+    kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    values = _same_names(kind, args)
+    if args.rope_type is None:
+        values.pop("rope_type", None)
     values |= {
         "persist_layer_norm": not args.no_persist_layer_norm,
         "deallocate_pipeline_outputs": True,
         "pipeline_dtype": args.params_dtype,
         "batch_p2p_comm": not args.overlap_p2p_comm,
         "num_moe_experts": args.num_experts,
+        "cuda_graph_scope": [],  # as Megatron-LM's flag; the field's own default is deprecated
         "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
         "inference_sampling_seed": args.seed,
@@ -65,7 +69,7 @@ def transformer_config(args: Args) -> TransformerConfig:
     if args.init_method_xavier_uniform:
         values["init_method"] = torch.nn.init.xavier_uniform_
         values["output_layer_init_method"] = torch.nn.init.xavier_uniform_
-    return TransformerConfig(**values)
+    return kind(**values)
 
 
 def _activation(args: Args) -> dict[str, Any]:

@@ -136,6 +136,17 @@ def _endless(args: Args, loader: Any) -> Iterator[Any]:
     return epochs()
 
 
+def _next(iterator: Iterator[Any]) -> Any:
+    try:
+        return next(iterator)
+    except StopIteration:
+        raise DataError(
+            "the data set has ended: it holds fewer samples than the run asks for; lower "
+            "--train-iters or --eval-iters, add data, or give weights to --data-path's prefixes "
+            "(then they repeat)"
+        ) from None
+
+
 def tensor_parallel_batch(
     iterator: Iterator[Mapping[str, torch.Tensor]] | None,
     layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
@@ -149,7 +160,7 @@ def tensor_parallel_batch(
     group = mpu.get_tensor_model_parallel_group()
     source = mpu.get_tensor_model_parallel_src_rank()
     batch: dict[str, torch.Tensor] = {}
-    sample = next(iterator) if iterator is not None else None
+    sample = None if iterator is None else _next(iterator)
     for name, (shape, dtype) in layout.items():
         if sample is not None:
             tensor = sample[name].to(device=device, dtype=dtype, non_blocking=True)

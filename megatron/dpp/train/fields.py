@@ -40,7 +40,9 @@ _DATACLASSES = (
 
 Row = dict[str, Any]
 """A field: ``name``, ``kind`` (a key of _KINDS, or ``enum``), ``default``, ``help``, ``choices``,
-``nargs``; an enum has its class in ``enum`` and names of members as choices and default."""
+``nargs``, ``flags`` where the field's metadata spells them out; an enum has its class in ``enum``
+and names of members as choices and default. ``unset`` is the value of a flag that is not given,
+where that is not the field's default."""
 
 
 def core_fields() -> dict[str, list[Row]]:
@@ -78,9 +80,11 @@ def _rows(kind: type) -> list[Row]:
             default = None if factory is dataclasses.MISSING else factory()
         if isinstance(default, enum.Enum):
             default = default.name
-        rows.append(
-            {"name": field.name, "default": default, "help": helps.get(field.name, ""), **options}
-        )
+        spelt = field.metadata.get("argparse_meta", {})  # megatron-core's own way to say so
+        row = {"name": field.name, "default": default, "help": helps.get(field.name, ""), **options}
+        row |= {"flags": spelt["arg_names"]} if "arg_names" in spelt else {}
+        row |= {"unset": spelt["default"]} if "default" in spelt else {}
+        rows.append(row)
     return rows
 
 
@@ -115,13 +119,14 @@ def add_flags(
     for row in rows:
         if row["name"] in known or row["name"] in set(skip):
             continue
-        names, default = ["--" + row["name"].replace("_", "-")], row["default"]
+        names, default = [f"--{row['name'].replace('_', '-')}"], row["default"]
         options: dict[str, Any] = {"type": _KINDS.get(row["kind"], str)}
         options |= {key: row[key] for key in ("choices", "nargs") if key in row}
         if row["kind"] == "bool":
             options = {"action": "store_false" if default else "store_true"}
             if default:
                 names = [f"--no-{names[0][2:]}", f"--disable-{names[0][2:]}"]
+        names, default = row.get("flags", names), row.get("unset", default)
         text = row["help"].replace("%", "%%")
         group.add_argument(*names, dest=row["name"], default=default, help=text, **options)
 

@@ -541,6 +541,11 @@ WITHOUT_EFFECT = (
     "multi_node",
     "decoder_seq_length",
     "log_timers_to_tensorboard",
+    "continuous_trace_iterations",
+    "enable_experimental",
+    # Not read by Megatron-LM core_v0.16.1 either, whose numbers and checkpoints are the measure.
+    "rotary_seq_len_interpolation_factor",
+    "rope_scaling_factor",
 )
 """Destinations that are accepted and change nothing; setting one is answered with a warning."""
 

@@ -79,8 +79,10 @@ class Run:
 
 
 def _print_line(text: str) -> None:
-    """In one write, so that two ranks' lines do not run into each other."""
-    sys.stdout.write(text + "\n")
+    """In one write, so that two ranks' lines do not run into each other; on a terminal the progress
+    line gives way."""
+    erase = "\r\x1b[K" if sys.stdout.isatty() else ""
+    sys.stdout.write(erase + text + "\n")
     sys.stdout.flush()
 
 
@@ -100,6 +102,8 @@ def choose_device(args: Args) -> None:
     for flag, module in _FUSED_KERNELS.items():
         if args.device == "cpu" or importlib.util.find_spec(module) is None:
             setattr(args, flag, False)
+    if importlib.util.find_spec("transformer_engine") is None:  # its kernel does the fused rotation
+        args.apply_rope_fusion = False
 
 
 def initialize(

@@ -20,6 +20,7 @@ from megatron.core.distributed import finalize_model_grads
 
 from megatron.dpp.train.checkpointing import Checkpointer
 from megatron.dpp.train.data import Iterators
+from megatron.dpp.train.diagnostics import Diagnostics
 from megatron.dpp.train.exits import ExitConditions
 from megatron.dpp.train.flops import flops_per_iteration
 from megatron.dpp.train.initialize import Run
@@ -44,6 +45,7 @@ class Trainer:
     exits: ExitConditions
     checkpointer: Checkpointer
     comparison: Comparison
+    diagnostics: Diagnostics
 
     def train(self) -> bool:
         """Run until ``--train-iters`` or an exit condition, and save what is not saved yet.
@@ -65,6 +67,7 @@ class Trainer:
             if run.iteration in (args.iterations_to_skip or ()):
                 self._skip_batch()
                 continue
+            self.diagnostics.before_step()
             start = time.perf_counter()
             run.recorder.begin_iteration(run.iteration)
             step = self._step()
@@ -75,6 +78,7 @@ class Trainer:
             seconds = time.perf_counter() - start
             self._write_metrics(step, seconds)
             self.comparison.after_iteration(seconds, self.metrics)
+            self.diagnostics.after_step(step)
             if self._after_step(hooks):
                 return False
         hooks.off()
@@ -198,6 +202,8 @@ class Trainer:
             **losses,
             **{
                 "grad norm": step.grad_norm,
+                "params norm": step.params_norm,
+                "num zeros": step.num_zeros,
                 "learning rate": step.learning_rate,
                 "loss scale": step.loss_scale,
                 "skipped": int(step.skipped),

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.train import arguments
+from megatron.dpp.train.checkpoint_args import take_checkpoint_args
 from megatron.dpp.train.files import check_files
 from megatron.dpp.train.tokenizers import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.dpp.train.validate import validate
@@ -45,6 +46,7 @@ def check(
         DataError: a file is missing or broken.
     """
     args = arguments.parse_args(argv)
+    take_checkpoint_args(args)
     if args.tokenizer_type is None:
         args.tokenizer_type = _TOKENIZERS[task_name]
     validate(args, world_size)

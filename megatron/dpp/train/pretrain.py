@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.dpp.errors import ConfigError, DataError, DppError
@@ -56,6 +57,8 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
 
 def _settle(args: Args) -> None:
     """What takes PyTorch and megatron-core to find out; still without the other ranks."""
+    if args.disable_jit_fuser:  # read when PyTorch is imported
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from megatron.dpp.train.configs import set_types
     from megatron.dpp.train.initialize import choose_device
 
@@ -65,10 +68,16 @@ def _settle(args: Args) -> None:
 
 def pretrain(args: Args, task_name: str, rank: int, tokenizer: Any) -> None:
     """Build the run that checked ``args`` describe, and train."""
+    from megatron.dpp.train import settings
+    from megatron.dpp.train.diagnostics import note_progress
     from megatron.dpp.train.initialize import initialize
 
     run = initialize(args, rank)
     run.tokenizer = tokenizer
+    run.say(settings.summary(args, task_name))
+    if run.is_first:
+        _save_settings(run)
+    note_progress(run, "Starting job")
     with contextlib.ExitStack() as stack:
         run.recorder = stack.enter_context(_recorder(run))
         _train(run, task_name, stack)
@@ -80,10 +89,27 @@ def pretrain(args: Args, task_name: str, rank: int, tokenizer: Any) -> None:
         run.say(f"look at it: python profiling/aggregate.py --benchmark_dir {folder}")
 
 
+def _save_settings(run: Any) -> None:
+    """Beside the checkpoints, else the TensorBoard files or the trace."""
+    from megatron.dpp.train import settings
+
+    args = run.args
+    folder = args.save or args.tensorboard_dir
+    if folder is None and args.trace:
+        folder = _trace_layout(run).path(args.trace_dir).parent
+    if folder is None:
+        return
+    try:
+        run.say(f"settings: {settings.save(args, Path(folder))}")
+    except OSError as error:
+        raise DataError(f"{folder}: the settings cannot be saved ({error.strerror})") from error
+
+
 def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
     from megatron.dpp.train.checkpointing import Checkpointer
     from megatron.dpp.train.configs import transformer_config
     from megatron.dpp.train.data import build_iterators
+    from megatron.dpp.train.diagnostics import Diagnostics
     from megatron.dpp.train.exits import ExitConditions
     from megatron.dpp.train.logs import Writers
     from megatron.dpp.train.loop import Trainer
@@ -110,6 +136,7 @@ def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
         exits=stack.enter_context(ExitConditions(run)),
         checkpointer=checkpointer,
         comparison=Comparison(run, trainee.chunks, trainee.optimizer, task_name),
+        diagnostics=stack.enter_context(contextlib.closing(Diagnostics(run))),
     )
     run.say("training ..." if not args.skip_train else "skipping training (--skip-train is on) ...")
     complete = args.skip_train or trainer.train()

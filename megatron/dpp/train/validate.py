@@ -50,6 +50,7 @@ def _require(condition: object, message: str) -> None:
 
 
 def _shape(args: Args) -> None:
+    args.num_layers = args.num_layers or args.encoder_num_layers
     for name in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
         _require(getattr(args, name), f"--{name.replace('_', '-')} is required")
     args.seq_length = args.seq_length or args.encoder_seq_length
@@ -72,12 +73,32 @@ def _shape(args: Args) -> None:
     )
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
+    _require(
+        args.add_position_embedding or args.position_embedding_type == "rope",
+        "--no-position-embedding: use --position-embedding-type none",
+    )
     args.apply_rope_fusion &= args.position_embedding_type == "rope"
-    args.bias_gelu_fusion &= args.add_bias_linear
+    args.bias_gelu_fusion &= args.add_bias_linear and not (args.squared_relu or args.quick_geglu)
     args.add_qkv_bias |= args.add_bias_linear
+    _require(
+        args.swiglu + args.squared_relu + args.quick_geglu <= 1,
+        "--swiglu, --squared-relu and --quick-geglu exclude each other",
+    )
+    _experts(args)
+
+
+def _experts(args: Args) -> None:
     args.num_experts = args.num_experts or None
     if args.num_experts and args.moe_ffn_hidden_size is None:
         args.moe_ffn_hidden_size = args.ffn_hidden_size
+    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+        value = getattr(args, name)
+        if isinstance(value, list) and len(value) == 1:
+            setattr(args, name, value[0])
+    _require(
+        args.mtp_num_layers is None,
+        "--mtp-num-layers: multi-token prediction is not built here",
+    )
 
 
 def _layout(args: Args) -> None:
@@ -259,6 +280,7 @@ def _precision(args: Args) -> None:
 
 
 def _optimizer(args: Args) -> None:
+    args.apply_wd_to_qk_layernorm |= args.no_weight_decay_cond_type is not None
     _require(args.lr is not None or args.skip_train, "--lr is required")
     _require(
         args.lr is None or args.min_lr <= args.lr,

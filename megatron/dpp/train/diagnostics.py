@@ -1,0 +1,182 @@
+"""What a run can be asked about itself: profiles, memory, spiky losses, a progress line.
+
+``loop`` calls :class:`Diagnostics` before and after each step. What ends up in the log line, in
+TensorBoard and in the metrics file is ``logs``' and ``metrics``' business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections import deque
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+
+from megatron.dpp.train.initialize import Run
+from megatron.dpp.train.logs import StepResult
+
+_SPIKE = 10.0
+_REMEMBERED_LOSSES = 100
+
+
+class Diagnostics:
+    """Asked for by ``--profile``, ``--log-memory-interval``, ``--check-for-spiky-loss``,
+    ``--train-sync-interval`` and ``--logging-level``; the progress line by a terminal.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._profile = _Profile(run) if run.args.profile else None
+        self._losses: deque[float] = deque(maxlen=_REMEMBERED_LOSSES)
+        self._progress = Progress(run)
+        if run.args.logging_level is not None:
+            logging.getLogger().setLevel(run.args.logging_level)
+
+    def before_step(self) -> None:
+        """Before the step that completes iteration ``run.iteration + 1``."""
+        if self._profile is not None:
+            self._profile.before(self._run.iteration)
+
+    def after_step(self, step: StepResult) -> None:
+        """After a step; ``run.iteration`` counts it."""
+        run, args = self._run, self._run.args
+        sync = args.train_sync_interval
+        if sync and run.iteration % sync == 0:
+            torch.cuda.synchronize()
+        if args.log_memory_interval and run.iteration % args.log_memory_interval == 0:
+            self._report_memory()
+        if args.check_for_spiky_loss and not step.skipped:
+            self._look_for_spike(step)
+        self._progress.show()
+
+    def _report_memory(self) -> None:
+        if mpu.get_data_parallel_rank() != 0 or self._run.device.type != "cuda":
+            return
+        mib = 2**20
+        print(
+            f"[Rank {self._run.rank}] (after {self._run.iteration} iterations) memory (MB) | "
+            f"allocated: {torch.cuda.memory_allocated() / mib:.2f} | "
+            f"max allocated: {torch.cuda.max_memory_allocated() / mib:.2f} | "
+            f"reserved: {torch.cuda.memory_reserved() / mib:.2f} | "
+            f"max reserved: {torch.cuda.max_memory_reserved() / mib:.2f}",
+            flush=True,
+        )
+
+    def _look_for_spike(self, step: StepResult) -> None:
+        """Losses are on the last stage alone, and the last rank is one of it."""
+        if not self._run.is_last or "lm loss" not in step.losses:
+            return
+        loss = float(step.losses["lm loss"].item())
+        largest = max(self._losses, default=loss)
+        if loss > _SPIKE * largest:
+            self._run.say_last(
+                f"warning: iteration {self._run.iteration}: lm loss {loss:.6E} is more than "
+                f"{_SPIKE:g} times the largest of the {len(self._losses)} before it ({largest:.6E})"
+            )
+        self._losses.append(loss)
+
+    def close(self) -> None:
+        """End a profile that is still open, and the progress line; calling it twice is fine."""
+        if self._profile is not None:
+            self._profile.close()
+        self._progress.close()
+
+
+class _Profile:
+    """PyTorch's profiler (``--use-pytorch-profiler``) or CUDA's, for Nsight, on
+    ``--profile-ranks`` between ``--profile-step-start`` and ``--profile-step-end``.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._open: Any = None
+        self._wanted = run.rank in run.args.profile_ranks
+
+    def before(self, iteration: int) -> None:
+        args = self._run.args
+        if not self._wanted:
+            return
+        if iteration >= args.profile_step_end:
+            self.close()
+        elif iteration >= args.profile_step_start and self._open is None:
+            self._open = self._start()
+
+    def _start(self) -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        if self._run.args.use_pytorch_profiler:
+            profiler = torch.profiler.profile()
+            stack.callback(self._export, profiler)
+            stack.enter_context(profiler)
+        elif self._run.device.type == "cuda":
+            stack.enter_context(torch.cuda.profiler.profile())
+            stack.enter_context(torch.autograd.profiler.emit_nvtx())  # type: ignore[no-untyped-call]
+        return stack
+
+    def _export(self, profiler: Any) -> None:
+        args = self._run.args
+        folder = Path(args.tensorboard_dir or args.trace_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"profile-rank{self._run.rank}.pt.trace.json"
+        profiler.export_chrome_trace(str(path))
+        print(f"profile of rank {self._run.rank}: {path}", flush=True)
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open, self._wanted = None, False
+
+
+class Progress:
+    """One line at the bottom of a terminal, from rank 0; nothing where the output is no terminal.
+
+    The log lines, which other processes print to the same terminal, erase it; the next iteration
+    draws it again.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._start, self._first = time.perf_counter(), run.iteration
+        self._shown = run.is_first and sys.stdout.isatty()
+
+    def show(self) -> None:
+        """Draw the line for the present iteration."""
+        if self._shown:
+            sys.stdout.write("\r\x1b[K" + self.text() + "\r")
+            sys.stdout.flush()
+
+    def text(self) -> str:
+        """``iteration 12/50 (24 %), 1.52 s each, 0:57 left``."""
+        run = self._run
+        total, done = int(run.args.train_iters), run.iteration - self._first
+        each = (time.perf_counter() - self._start) / max(1, done)
+        minutes, seconds = divmod(int(each * (total - run.iteration)), 60)
+        hours, minutes = divmod(minutes, 60)
+        left = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+        share = 100 * run.iteration // max(1, total)
+        return f"iteration {run.iteration}/{total} ({share} %), {each:.2f} s each, {left} left"
+
+    def close(self) -> None:
+        """Erase the line."""
+        if self._shown:
+            sys.stdout.write("\r\x1b[K")
+            sys.stdout.flush()
+            self._shown = False
+
+
+def note_progress(run: Run, text: str) -> None:
+    """``--log-progress``: a line in ``progress.txt`` of the ``--save`` directory, from rank 0."""
+    args = run.args
+    if not (args.log_progress and args.save and run.is_first):
+        return
+    path = Path(args.save) / "progress.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    job = f"Job ID: {os.environ.get('SLURM_JOB_ID', '')}\t# GPUs: {args.world_size}"
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\t{job}\t{text}\n")
