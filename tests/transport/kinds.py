@@ -45,6 +45,15 @@ PATIENCE = 30.0
 """Seconds after which a test gives up; never reached when all is well."""
 
 
+def build_fake_verbs(folder: Path) -> Path:
+    """The double of libibverbs, as ``folder``/libibverbs.so.1."""
+    library, csrc = folder / "libibverbs.so.1", REPOSITORY / "csrc"
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", f"-I{csrc}"]
+    command += ["-Wl,-soname,libibverbs.so.1", str(csrc / "tests" / "fake_verbs.cc")]
+    subprocess.run([*command, "-o", str(library)], check=True, timeout=120)
+    return library
+
+
 @functools.lru_cache(maxsize=1)
 def fake_verbs() -> ctypes.CDLL:
     """csrc/tests/fake_verbs.cc in the place of this process's libibverbs: what is loaded under that
@@ -52,19 +61,8 @@ def fake_verbs() -> ctypes.CDLL:
     """
     if shutil.which("g++") is None:
         pytest.skip("no g++ to build the double of libibverbs with")
-    csrc = REPOSITORY / "csrc"
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "libibverbs.so.1"
-        subprocess.run(
-            [
-                "g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", f"-I{csrc}",
-                "-Wl,-soname,libibverbs.so.1", str(csrc / "tests" / "fake_verbs.cc"),
-                "-o", str(library),
-            ],
-            check=True,
-            timeout=120,
-        )  # fmt: skip
-        fake = ctypes.CDLL(str(library))
+        fake = ctypes.CDLL(str(build_fake_verbs(Path(folder))))
     fake.fake_verbs_set.argtypes = (ctypes.c_char_p, ctypes.c_long)
     assert native.load_native().rdma_ports()[0]["device"] == "fake0", "another libibverbs was first"
     return fake

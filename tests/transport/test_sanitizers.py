@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.transport.kinds import build_fake_verbs
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE = 300.0
+DEVICES = ["fake0", "fake0", "2"]
+RDMA = ["rdma", "2000", "65536", *DEVICES]
+LARGE_RDMA = ["rdma", "10", str(6 << 20), *DEVICES]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build with")
 
@@ -34,8 +40,13 @@ def build(sanitizers: str, folder: Path) -> Path:
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_random_traffic_is_clean(sanitizers: str, tmp_path: Path) -> None:
     binary = build(sanitizers, tmp_path)
-    for kind in ("shm", "tcp"):
+    build_fake_verbs(tmp_path)
+    for words in (["shm", "2000"], ["tcp", "2000"], RDMA, LARGE_RDMA):
         ran = subprocess.run(
-            [str(binary), kind, "2000"], capture_output=True, text=True, timeout=PATIENCE
+            [str(binary), *words],
+            env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
         )
         assert ran.returncode == 0, ran.stderr[-4000:]

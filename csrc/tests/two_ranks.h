@@ -1,0 +1,107 @@
+// Two transports of one process, joined over a kind; for the programs of this folder.
+#pragma once
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/rdma.h"
+#include "transport/transport.h"
+
+namespace dpp::tests {
+
+constexpr uint64_t kPatience = 60'000'000'000;
+
+[[noreturn]] inline void give_up(const char* what) {
+  std::fprintf(stderr, "%s\n", what);
+  std::_Exit(1);
+}
+
+inline std::pair<UniqueFd, UniqueFd> connected(int type) {
+  int ends[2];
+  if (::socketpair(AF_UNIX, type | SOCK_CLOEXEC, 0, ends) != 0) give_up("socketpair");
+  return {UniqueFd(ends[0]), UniqueFd(ends[1])};
+}
+
+struct Options {
+  std::string kind = "shm";
+  uint64_t count = 200;
+  uint64_t slot_bytes = 1 << 16;
+  bool checksum = true;
+  RdmaPlace places[2];
+};
+
+inline Options parse(int argc, char** argv) {
+  Options options;
+  if (argc > 1) options.kind = argv[1];
+  if (argc > 2) options.count = std::strtoull(argv[2], nullptr, 10);
+  if (argc > 3) options.slot_bytes = std::strtoull(argv[3], nullptr, 10);
+  if (options.kind == "rdma" && argc != 7) give_up("rdma needs two devices and a GID index");
+  for (int i = 0; argc == 7 && i < 2; ++i) {
+    options.places[i].device = argv[4 + i];
+    options.places[i].gid_index = static_cast<uint32_t>(std::atoi(argv[6]));
+    options.places[i].piece_bytes = 1 << 20;
+  }
+  return options;
+}
+
+inline std::unique_ptr<Transport> make(int rank, const Options& options) {
+  const auto channel = [slot_bytes = options.slot_bytes](int source, int chunk, uint32_t depth) {
+    return Geometry{source, 1 - source, chunk, 0, slot_bytes, depth};
+  };
+  Settings settings;
+  settings.rank = rank;
+  settings.timeout_ns = kPatience;
+  settings.checksum = options.checksum;
+  settings.max_pending = 8;
+  return std::make_unique<Transport>(
+      settings, std::vector<Geometry>{channel(1 - rank, 0, 1), channel(1 - rank, 1, 3)},
+      std::vector<Geometry>{channel(rank, 0, 1), channel(rank, 1, 3)});
+}
+
+inline std::shared_ptr<RdmaLink> add_rdma(Transport& transport, int peer, const RdmaPlace& place) {
+  auto link = std::make_shared<RdmaLink>(
+      transport.find_peer(peer), transport.bell(), transport.copier(), place,
+      std::vector<Geometry>{transport.incoming(0), transport.incoming(1)},
+      std::vector<Geometry>{transport.outgoing(0), transport.outgoing(1)});
+  for (size_t i = 0; i < 2; ++i) {
+    transport.set_receiver(i, peer, link->add_receiver(i));
+    transport.set_sender(i, peer, link->add_sender(i));
+  }
+  transport.add_link(peer, link);
+  return link;
+}
+
+inline void join(Transport& a, Transport& b, const Options& options) {
+  const bool shm = options.kind == "shm";
+  auto [control_a, control_b] = connected(shm ? SOCK_SEQPACKET : SOCK_STREAM);
+  a.add_peer(1, "rank 1", std::move(control_a), UniqueFd(), UniqueFd(::dup(b.bell_fd())));
+  b.add_peer(0, "rank 0", std::move(control_b), UniqueFd(), UniqueFd(::dup(a.bell_fd())));
+  if (options.kind == "rdma") {
+    const auto of_a = add_rdma(a, 1, options.places[0]), of_b = add_rdma(b, 0, options.places[1]);
+    of_a->connect(of_b->offer());
+    of_b->connect(of_a->offer());
+    return;
+  }
+  if (shm) {
+    b.use_shm_slots(0, {0, 1}, UniqueFd(::dup(a.make_shm_slots(1, {0, 1}))));
+    a.use_shm_slots(1, {0, 1}, UniqueFd(::dup(b.make_shm_slots(0, {0, 1}))));
+    return;
+  }
+  std::vector<UniqueFd> of_a, of_b;
+  for (int i = 0; i < 2; ++i) {
+    auto [one, other] = connected(SOCK_STREAM);
+    of_a.push_back(std::move(one));
+    of_b.push_back(std::move(other));
+  }
+  a.add_tcp_link(1, {0, 1}, {0, 1}, std::move(of_a));
+  b.add_tcp_link(0, {0, 1}, {0, 1}, std::move(of_b));
+}
+
+}  // namespace dpp::tests
