@@ -3,8 +3,9 @@
 #
 #   tools/test.sh [--long] [--gpu] [--rdma] [further arguments of pytest]
 #
-# --long runs the tests marked slow too; --gpu and --rdma turn the skips of tests that find no such
-# device into failures. The last line is pytest's.
+# --long runs the tests marked slow too; --gpu turns the skips of tests that find no GPU into
+# failures. --rdma boots an emulated machine with soft-RoCE devices and tests RDMA in it (some
+# minutes; installs missing Debian packages). The last line is pytest's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,7 +16,7 @@ for argument in "$@"; do
     --gpu) required+=(gpu multigpu) ;;
     --rdma) required+=(rdma) ;;
     -h | --help)
-      sed -n '2,7s/^# \{0,1\}//p' tools/test.sh
+      sed -n '2,8s/^# \{0,1\}//p' tools/test.sh
       exit 0
       ;;
     *) arguments+=("$argument") ;;

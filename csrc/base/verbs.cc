@@ -56,6 +56,16 @@ const char* kind_name(uint32_t type) {
   }
 }
 
+// Asks with a descriptor that cannot be: a driver that knows dma-buf complains about that.
+bool knows_dmabuf(const Api& api, Context* context) {
+  if (api.reg_dmabuf_mr == nullptr) return false;
+  const Owner<Domain> domain(api.alloc_pd(context), api.dealloc_pd);
+  if (!domain) return false;
+  errno = 0;
+  const Owner<MemoryRegion> region(api.reg_dmabuf_mr(domain.get(), 0, 0, 0, -1, 0), api.dereg_mr);
+  return errno != EOPNOTSUPP && errno != EPROTONOSUPPORT;
+}
+
 Port describe(const Api& api, Context* context, const std::string& name, uint8_t number) {
   const PortAttributes found = query_port(api, context, number);
   Port port;
@@ -63,6 +73,7 @@ Port describe(const Api& api, Context* context, const std::string& name, uint8_t
   port.number = number;
   port.active = found.state == kPortActive;
   port.infiniband = found.link_layer != kLinkEthernet;
+  port.dmabuf = knows_dmabuf(api, context);
   port.lid = found.lid;
   port.mtu_bytes = 128 << found.active_mtu;
   for (int i = 0; i < found.num_gids; ++i) {

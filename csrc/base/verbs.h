@@ -265,6 +265,7 @@ struct Port {
   uint8_t number = 0;
   bool active = false;
   bool infiniband = false;
+  bool dmabuf = false;  // can register memory of other devices
   uint16_t lid = 0;
   int mtu_bytes = 0;
   std::vector<Address> addresses;

@@ -23,6 +23,7 @@ py::list list_ports() {
     entry["port"] = port.number;
     entry["active"] = port.active;
     entry["infiniband"] = port.infiniband;
+    entry["dmabuf"] = port.dmabuf;
     entry["lid"] = port.lid;
     entry["mtu"] = port.mtu_bytes;
     entry["addresses"] = addresses;

@@ -1,7 +1,8 @@
 """``python -m megatron.dpp.doctor``: what this machine offers the transport, and what to do.
 
 Every probe is one function that returns a finding; none changes anything. The exit status is 1 when
-something that every machine needs (the C++ extension, shared memory) is missing.
+something that every machine needs (the C++ extension, shared memory) is missing. With ``--rdma``
+only RDMA devices are looked at, closely (``doctor_rdma.py``).
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.dpp import doctor_rdma
 from megatron.dpp.errors import TransportError
 
 
@@ -112,7 +114,7 @@ def probe_rdma() -> Finding:
         for device in devices
         for port in sorted((root / device / "ports").iterdir())
     ]
-    return Finding("RDMA", "ok", "; ".join(ports))
+    return Finding("RDMA", "ok", "; ".join(ports), "doctor --rdma tries each of them")
 
 
 def probe_compiler() -> Finding:
@@ -141,9 +143,16 @@ def _meminfo() -> dict[str, int]:
     return {line.split(":")[0]: int(line.split()[1]) for line in lines if len(line.split()) > 1}
 
 
-def main() -> int:
-    """Print all findings; 1 when something necessary is missing."""
-    findings = [probe() for probe in PROBES]
+def main(words: Sequence[str] = ()) -> int:
+    """Print all findings; 1 when something necessary is missing, 2 for an unknown argument."""
+    if any(word != "--rdma" for word in words):
+        print("usage: python -m megatron.dpp.doctor [--rdma]", file=sys.stderr)
+        return 2
+    if words:
+        findings = [probe_locked_memory(), probe_rdma()]
+        findings += [Finding(*line) for line in doctor_rdma.findings()]
+    else:
+        findings = [probe() for probe in PROBES]
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         print(f"{finding.name:{width}}  {finding.state:7}  {finding.text}")
@@ -153,4 +162,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

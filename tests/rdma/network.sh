@@ -1,3 +1,4 @@
+#!/usr/bin/env bash
 # Runs in the guest, as root: two soft-RoCE devices that talk over a wire.
 #
 #   rdma0 (10.99.0.1 on wire0)  <---- veth ---->  (10.99.0.2 on wire1) rdma1

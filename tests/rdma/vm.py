@@ -196,12 +196,13 @@ def _qemu(cache: Path, folder: Path, memory: str, ports: list[int]) -> list[str]
         "-device", "virtio-serial-pci",
     ]  # fmt: skip
     for tag, path in (("host", "/"), ("job", folder)):
-        words += ["-fsdev", f"local,id={tag},path={path},security_model=none,readonly=on,"
-                  "multidevs=remap", "-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]  # fmt: skip
+        options = f"id={tag},path={path},security_model=none,readonly=on,multidevs=remap"
+        words += ["-fsdev", f"local,{options}"]
+        words += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
     for number, port in enumerate(ports, 1):
-        words += ["-add-fd", f"fd={port},set={number}",
-                  "-chardev", f"file,id=c{number},path=/dev/fdset/{number},append=on",
-                  "-device", f"virtserialport,chardev=c{number},nr={number}"]  # fmt: skip
+        words += ["-add-fd", f"fd={port},set={number}"]
+        words += ["-chardev", f"file,id=c{number},path=/dev/fdset/{number},append=on"]
+        words += ["-device", f"virtserialport,chardev=c{number},nr={number}"]
     return words
 
 

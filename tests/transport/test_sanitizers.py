@@ -20,13 +20,16 @@ LARGE_RDMA = ["rdma", "10", str(6 << 20), *DEVICES]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build with")
 
 
-def build(sanitizers: str, folder: Path) -> Path:
-    """The stress program with the given sanitizers; skips where their libraries are missing."""
-    binary = folder / "stress"
-    sources = [REPOSITORY / "csrc/tests/stress.cc"]
+def build(program: str, sanitizers: str, folder: Path) -> Path:
+    """A program of csrc/tests, with sanitizers or with none; skips where their libraries are
+    missing.
+    """
+    binary = folder / program
+    sources = [REPOSITORY / "csrc/tests" / f"{program}.cc"]
     for room in ("base", "transport"):
         sources += sorted((REPOSITORY / "csrc" / room).glob("*.cc"))
-    command = ["g++", "-std=c++17", "-O1", "-g", "-pthread", f"-fsanitize={sanitizers}"]
+    command = ["g++", "-std=c++17", "-g", "-pthread"]
+    command += ["-O1", f"-fsanitize={sanitizers}"] if sanitizers else ["-O2"]
     command += ["-fno-sanitize-recover=all"] if "undefined" in sanitizers else []
     command += [f"-I{REPOSITORY / 'csrc'}", *map(str, sources), "-ldl", "-o", str(binary)]
     built = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
@@ -39,7 +42,7 @@ def build(sanitizers: str, folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_random_traffic_is_clean(sanitizers: str, tmp_path: Path) -> None:
-    binary = build(sanitizers, tmp_path)
+    binary = build("stress", sanitizers, tmp_path)
     build_fake_verbs(tmp_path)
     for words in (["shm", "2000"], ["tcp", "2000"], RDMA, LARGE_RDMA):
         ran = subprocess.run(

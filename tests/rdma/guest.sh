@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Runs in the guest: a control without our code, our C++ side over the same devices, both speeds.
+#
+#   guest.sh FOLDER    # with stress and speed, built from csrc/tests
+set -euo pipefail
+folder=$1
+devices=(rdma0 rdma1 1)
+
+ibv_rc_pingpong -d rdma0 -g 1 -n 100 >/dev/null &
+sleep 1
+ibv_rc_pingpong -d rdma1 -g 1 -n 100 10.99.0.1 | grep iters
+wait $!
+
+"$folder/stress" rdma 2500 65536 "${devices[@]}"
+"$folder/stress" rdma 5 6291456 "${devices[@]}"
+
+# Sleeping on completions, as ours does: a program that polls starves the emulated network.
+reference() {
+  ib_write_bw -e -F -d rdma0 -x 1 -s "$1" -n "$2" >/dev/null &
+  sleep 2
+  ib_write_bw -e -F -d rdma1 -x 1 -s "$1" -n "$2" 10.99.0.1 | awk -v size="$1" '$1 == size {print $4}'
+  wait $!
+}
+for bytes in 4194304 16777216; do
+  count=$((134217728 / bytes))
+  echo "ib_write_bw $bytes: $(reference "$bytes" "$count") MiB/s"
+  echo "ours $bytes: $("$folder/speed" rdma "$count" "$bytes" "${devices[@]}") MB/s"
+done
+
+[[ ! -d /usr/lib/python3/dist-packages/pyverbs ]] ||
+  PYTHONPATH=$PWD /usr/bin/python3 -m megatron.dpp.doctor --rdma
