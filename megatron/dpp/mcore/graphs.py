@@ -36,9 +36,6 @@ from megatron.dpp.mcore.wgrad import (
     gradient_accumulator,
 )
 
-_POOL_SLACK = 1.02
-"""Room beside the measured peak of a pool, for what does not fit exactly."""
-
 _WARM_UP_STEPS = 2
 """Training steps that run eagerly first: libraries initialise themselves, memory is measured."""
 
@@ -79,12 +76,10 @@ class _Slot:
 
     Args:
         example: a block's input, [s, b, h]; all blocks of a pipeline have inputs of one shape.
-        num_bytes: what the pool is to begin with.
     """
 
-    def __init__(self, example: torch.Tensor, num_bytes: int) -> None:
+    def __init__(self, example: torch.Tensor) -> None:
         self.pool = torch.cuda.graph_pool_handle() if example.is_cuda else None
-        self.num_bytes = num_bytes
         self.input = torch.empty_like(example, requires_grad=True)
         self.output = torch.empty_like(example, requires_grad=False)
         self.grad_output = torch.empty_like(example, requires_grad=False)
@@ -94,23 +89,23 @@ class _Slot:
 class _Slots:
     """All slots of a rank. Every graph writes the input's gradient to one place, ``grad_input``."""
 
-    def __init__(self, example: torch.Tensor, slot_bytes: int | None) -> None:
+    def __init__(self, example: torch.Tensor) -> None:
         self._example = example.detach()
         self.grad_input = torch.empty_like(example, requires_grad=False)
         self._free: list[_Slot] = []
         self.number = 0
-        self.slot_bytes = slot_bytes
-        """What a chunk activation's pool needs, once known."""
+        self.slot_bytes = 0
+        """Device memory of a slot, the smallest seen: the first ones include libraries' needs."""
 
     def take(self) -> _Slot:
         if self._free:
             return self._free.pop()
         self.number += 1
-        return self.make()
+        return _Slot(self._example)
 
-    def make(self) -> _Slot:
-        """A slot that nobody gives back."""
-        return _Slot(self._example, self.slot_bytes or 0)
+    def made(self, num_bytes: int) -> None:
+        """A slot has got its first graphs."""
+        self.slot_bytes = min(num_bytes, self.slot_bytes or num_bytes)
 
     def give_back(self, slot: _Slot) -> None:
         self._free.append(slot)
@@ -144,9 +139,6 @@ class _Graphs:
         self._weights = {n: owner.capture(partial(self._run_weight, n), slot.pool) for n in layers}
 
     def _run_forward(self) -> None:
-        if self._slot.num_bytes and not self._slot.graphs:
-            # One piece of memory that all else is cut from: many small ones would not be refilled.
-            torch.empty(self._slot.num_bytes, dtype=torch.uint8, device=self._slot.input.device)
         with self._owner.aliased() as self._aliases:
             self._live = self._owner.run(self._slot.input, self._options)
         self._slot.output.copy_(self._live.detach())
@@ -335,9 +327,8 @@ class _GraphedBlock:
             return None
         if self._failed or hidden.shape != slots.grad_input.shape:
             return None
+        before = _reserved(hidden)
         try:
-            if slots.slot_bytes is None:
-                slots.slot_bytes = self._measure(slots, options)
             slot = slots.take()
             if self not in slot.graphs:
                 slot.graphs[self] = _Graphs(self, slot, slots, options)
@@ -345,20 +336,14 @@ class _GraphedBlock:
             self._failed = True
             self._say(f"runs without graphs: {str(error).splitlines()[0]}")
             return None
+        grown = _reserved(hidden) - before
+        if grown and len(slot.graphs) == 1:
+            slots.made(grown)
         return slot.graphs[self]
 
-    def _measure(self, slots: _Slots, options: Mapping[str, Any]) -> int:
-        """Bytes that the graphs of an activation need: captured once for nothing but that."""
-        if not slots.grad_input.is_cuda:
-            return 0
-        slot = slots.make()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        _Graphs(self, slot, slots, options)
-        peak = torch.cuda.max_memory_allocated() - before
-        del slot
-        torch.cuda.empty_cache()
-        return int(peak * _POOL_SLACK)
+
+def _reserved(tensor: torch.Tensor) -> int:
+    return torch.cuda.memory_reserved() if tensor.is_cuda else 0
 
 
 class ChunkGraphs:
@@ -437,7 +422,7 @@ class ChunkGraphs:
             self._num_said = self._slots.number
             self._log(
                 f"CUDA graphs: memory for {self._num_said} chunk activations of "
-                f"{(self._slots.slot_bytes or 0) / (1 << 20):.0f} MiB"
+                f"{self._slots.slot_bytes / (1 << 20):.0f} MiB"
             )
 
     def _make_room(self, example: torch.Tensor) -> None:
@@ -448,7 +433,7 @@ class ChunkGraphs:
             if example.is_cuda:
                 gc.collect()  # graphs and their slots know each other
                 torch.cuda.empty_cache()  # what was the eager steps' is theirs now
-            self._slots, self._addresses = _Slots(example, self._slot_bytes), addresses
+            self._slots, self._addresses = _Slots(example), addresses
 
 
 def why_not(chunk: torch.nn.Module) -> str | None:

@@ -159,7 +159,8 @@ class DevicePace:
         self._start.record()
 
     def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
-        extra = (factor - 1.0) * self.durations.get(key, 0.0) + seconds
+        # Of the undisturbed duration, so that all schedules are delayed alike.
+        extra = (factor - 1.0) * self._least_took.get(key, 0.0) + seconds
         if extra > 0.0:
             cycles = int(extra * self._clock())
             start = self._event()
