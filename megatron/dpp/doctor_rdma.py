@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def _device(name: str, dmabuf: dict[tuple[str, int], bool]) -> Iterator[Line]:
             yield _loop_back(context, label, port, index)
 
 
-def _addresses(context: Any, label: str, port: int) -> Iterator[Line]:
+def _addresses(context: Any, label: str, port: int) -> Generator[Line, None, int]:
     """Lists a port's addresses; returns the index of the one to use: RoCE v2 with an IPv4 address,
     else the first.
     """

@@ -1,16 +1,11 @@
-"""Links between hosts. Two network namespaces joined by a veth pair are the hosts; root only."""
+"""Links between hosts, which are network namespaces (``tests/netns.py``)."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import shutil
 import socket
 import struct
-import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,57 +15,16 @@ import torch
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, PeerDead
 from megatron.dpp.transport.rendezvous import Rendezvous
+from tests.netns import ADDRESSES, Hosts, two_hosts
 from tests.transport.kinds import PATIENCE, forked, open_from_file, pair, take_next
 
-CLONE_NEWNET = 0x40000000
 LISTENING = "0A"
-ADDRESSES = ("10.213.71.1", "10.213.71.2")
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """Two network namespaces; rank r lives in ``names[r]``, behind ``devices[r]``."""
-
-    names: tuple[str, str]
-    devices: tuple[str, str]
-
-    def enter(self, rank: int) -> None:
-        """Move this process to a host."""
-        with open(f"/run/netns/{self.names[rank]}") as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), "setns")
-
-    def cut(self) -> None:
-        """Pull the cable out of host 1."""
-        _ip("-n", self.names[1], "link", "set", self.devices[1], "down")
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=PATIENCE)
 
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the ip command")
-    tag = os.getpid()
-    made = Hosts((f"dpp-{tag}-0", f"dpp-{tag}-1"), (f"dpp{tag}a", f"dpp{tag}b"))
-    try:
-        try:
-            for name in made.names:
-                _ip("netns", "add", name)
-            _ip("link", "add", made.devices[0], "type", "veth", "peer", "name", made.devices[1])
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-        for name, device, address in zip(made.names, made.devices, ADDRESSES, strict=True):
-            _ip("link", "set", device, "netns", name)
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "set", device, "up")
+    with two_hosts() as made:
         yield made
-    finally:
-        for name in made.names:  # the devices go with them
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 def _listening_addresses() -> set[str]:

@@ -16,6 +16,9 @@ from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.transport import TransportOptions, open_transport
 from megatron.dpp.transport.base import ChannelSpec, Transport
 
+_ABANDON_SECONDS = 3.0
+"""A rank that has not noticed a lost peer by then waits in a collective that will not end."""
+
 
 def pipeline_of(chunks: list[torch.nn.Module], pg_collection: Any = None) -> Topology:
     """This rank's place in its pipeline, from the given process groups or megatron-core's own."""
@@ -64,6 +67,7 @@ def open_links(
             checksum=config.checksum,
             workload=config.workload,
             node_ips=own_address(config),
+            abandon_after=_ABANDON_SECONDS,
         ),
         board_ranks=(stage_ranks or None) if specs else None,
         board_counters=sum(spec.destination == rank for spec in specs),

@@ -17,6 +17,7 @@ from megatron.dpp.errors import (
     TransferTimeout,
     TransportUnavailable,
 )
+from megatron.dpp.transport.abandon import Abandon
 from megatron.dpp.transport.base import (
     Board,
     ChannelSpec,
@@ -80,6 +81,7 @@ class NativeTransport(Transport):
         links: Sequence[LinkInfo],
         board: Board | None,
         dtype_names: Sequence[str],
+        abandon_after: float | None = None,
     ) -> None:
         self.rank = rank
         self.incoming = incoming
@@ -99,6 +101,9 @@ class NativeTransport(Transport):
         self._kept: list[deque[tuple[int, torch.Tensor]]] = [deque() for _ in outgoing]
         self._num_kept = 0
         self._num_puts = [0] * len(outgoing)
+        self._abandon: Abandon | None = None
+        if abandon_after is not None:
+            self._abandon = Abandon(native.failure, rank, abandon_after)
 
     def put(
         self,
@@ -206,9 +211,16 @@ class NativeTransport(Transport):
         return left
 
     def abort(self, reason: str) -> None:
+        self._stop_watching()
         self._native.abort(reason)
 
+    def _stop_watching(self) -> None:
+        if self._abandon is not None:
+            self._abandon.stop()
+            self._abandon = None
+
     def close(self) -> None:
+        self._stop_watching()
         self._native.close()
         for kept in self._kept:
             kept.clear()

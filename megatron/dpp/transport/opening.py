@@ -113,6 +113,7 @@ class _Opening:
             links=links,
             board=board,
             dtype_names=self._library.dtype_names,
+            abandon_after=self._options.abandon_after,
         )
 
     def _peers(self) -> list[int]:

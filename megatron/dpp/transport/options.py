@@ -25,6 +25,8 @@ class TransportOptions:
         token_file: file (mode 0600) with the job's secret; None agrees on a random one through the
             store.
         max_pending: puts that may be waiting for credit on one channel before ``put`` itself waits.
+        abandon_after: seconds after a failure at which this process is ended when it has not
+            noticed, because it waits in something else (see ``abandon.py``); None lets it wait.
         spin: spin before sleeping in ``wait``; None decides from the cores that are free.
     """
 
@@ -36,6 +38,7 @@ class TransportOptions:
     name: str = "main"
     token_file: str | None = None
     max_pending: int = 1024
+    abandon_after: float | None = None
     spin: bool | None = None
 
     def __post_init__(self) -> None:

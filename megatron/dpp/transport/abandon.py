@@ -1,0 +1,51 @@
+"""Ends a process that cannot notice that its peer is gone.
+
+A failure of a link is raised at the rank's next call into the transport. A rank that waits in a
+collective of another library meanwhile (a gradient norm over gloo, say) makes no such call, and the
+other library may wait for half an hour: the lost host answers nothing. So a thread looks, and after
+a grace in which the rank could have noticed by itself, it says why and ends the process; the
+launcher then ends the other ranks of the node. ``native.py`` starts it where the options ask.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+_LOOK_SECONDS = 0.5
+_EXIT_STATUS = 1
+
+
+class Abandon:
+    """Watches until ``stop``.
+
+    Args:
+        failure: what went wrong, or an empty string; called from the thread.
+        rank: for the message.
+        grace: seconds between a failure and the end of the process.
+    """
+
+    def __init__(self, failure: Callable[[], str], rank: int, grace: float) -> None:
+        self._failure, self._rank, self._grace = failure, rank, grace
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="dpp-abandon", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The rank has noticed, or closes: watch no longer. Twice is fine."""
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_LOOK_SECONDS):
+            failure = self._failure()
+            if failure and not self._stopped.wait(self._grace):
+                sys.stderr.write(
+                    f"error on rank {self._rank}: {failure}. This rank has waited for something "
+                    f"else for {self._grace:g} s since (a collective with the lost one?): ended\n"
+                )
+                sys.stderr.flush()
+                os._exit(_EXIT_STATUS)
