@@ -49,16 +49,19 @@ def parse_arguments() -> argparse.Namespace:
         "--schedules",
         default="static1,static2,static4,fused2,split1,split2,split4",
         help="static, fused or split, followed by the number of chunks per rank; with a prefix, "
-        "eagersplit2 never uses CUDA graphs, graphsplit2 and graphstatic2 always do",
+        "eagersplit2 never uses CUDA graphs, graphsplit2 and graphstatic2 always do, and "
+        "tracedsplit2 writes a trace",
     )
     parser.add_argument("--inject", default="", help="variability, as --dpp-inject; none if empty")
     parser.add_argument("--cap", default="auto", help="as --dpp-activation-cap")
     parser.add_argument("--transport", default="auto", help="as --dpp-transport")
     parser.add_argument("--lookahead", type=float, default=-1.0, help="as --dpp-lookahead, in ms")
     parser.add_argument("--slots", type=int, default=2, help="as --dpp-slots")
+    parser.add_argument("--dropout", type=float, default=0.0, help="hidden and attention dropout")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=3, help="timed steps per round")
     parser.add_argument("--verify", action="store_true", help="compare losses and gradients")
+    parser.add_argument("--trace-dir", type=Path, default=Path("benchmark"), help="for traced ones")
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--sleep-ms", type=float, default=20.0, help="a chunk's F without a GPU")
     return parser.parse_args()
@@ -100,8 +103,8 @@ class Model:
             pipeline_dtype=torch.bfloat16,
             params_dtype=torch.bfloat16,
             bf16=True,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
+            hidden_dropout=args.dropout,
+            attention_dropout=args.dropout,
             deallocate_pipeline_outputs=True,
             persist_layer_norm=False,
             masked_softmax_fusion=False,
@@ -203,6 +206,37 @@ class GraphedStatic:
         self._schedule.close()
 
 
+class Traced:
+    """A schedule with the trace on, and the file that it writes."""
+
+    def __init__(self, model: Model) -> None:
+        from megatron.dpp.trace import TraceLayout, open_recorder
+
+        args = model.args
+        layout = TraceLayout(
+            data=0, pipeline=dist.get_rank(), tensor=0,
+            data_size=1, pipeline_size=args.ranks, tensor_size=1, num_chunks=model.num_chunks,
+        )  # fmt: skip
+        folder = args.trace_dir / f"traced{model.num_chunks}"
+        self.recorder = open_recorder(folder, rank=dist.get_rank(), layout=layout, device="cuda")
+        self.schedule: Any = None
+        self._iteration = 0
+
+    def __call__(self, **keywords: Any) -> list[Any]:
+        self.recorder.begin_iteration(self._iteration)
+        result: list[Any] = self.schedule(**keywords)
+        self.recorder.end_iteration()
+        self._iteration += 1
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.schedule, name)
+
+    def close(self) -> None:
+        self.schedule.close()
+        self.recorder.close()
+
+
 def _say(line: str) -> None:
     if dist.get_rank() == 0:
         print(line)
@@ -228,7 +262,11 @@ def make_schedule(model: Model, name: str) -> Any:
         inject=inject,
         timeout=120.0,
     )
-    return DppSchedule(config, log=_say)
+    if not name.startswith("traced"):
+        return DppSchedule(config, log=_say)
+    traced = Traced(model)
+    traced.schedule = DppSchedule(config, log=_say, recorder=traced.recorder)
+    return traced
 
 
 def timed_step(model: Model, schedule: Any, num_microbatches: int) -> float:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
 
+from megatron.dpp.mcore.rng import CapturedRng, needs_task_rng
 from megatron.dpp.mcore.wgrad import (
     DeferredWork,
     WeightGradients,
@@ -53,10 +55,14 @@ Capture = Callable[[Callable[[], None], Any], Replayable]
 class CudaGraph:
     """One captured function; nothing is executed while it is captured."""
 
-    def __init__(self, function: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self, function: Callable[[], None], pool: Any, stream: torch.cuda.Stream, rng: CapturedRng
+    ) -> None:
         self._graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with rng.capturing() as generators, torch.cuda.stream(stream):
+            for generator in generators:
+                self._graph.register_generator_state(generator)
             # Other threads (the transport's, NCCL's watchdog) go on calling the driver meanwhile.
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -98,13 +104,11 @@ class _Slots:
         """Device memory of a slot, the smallest seen: the first ones include libraries' needs."""
 
     def take(self) -> _Slot:
-        if self._free:
-            return self._free.pop()
-        self.number += 1
-        return _Slot(self._example)
+        return self._free.pop() if self._free else _Slot(self._example)
 
     def made(self, num_bytes: int) -> None:
         """A slot has got its first graphs."""
+        self.number += 1
         self.slot_bytes = min(num_bytes, self.slot_bytes or num_bytes)
 
     def give_back(self, slot: _Slot) -> None:
@@ -170,7 +174,8 @@ class _Graphs:
         for name, value in options.items():
             if isinstance(value, torch.Tensor):
                 self._copy_option(name, value)
-        self._forward.replay()
+        with self._owner.drawing():
+            self._forward.replay()
         return self._slot.output.detach()
 
     def _copy_option(self, name: str, value: torch.Tensor) -> None:
@@ -237,6 +242,7 @@ class _GraphedBlock:
         chunk: what the block belongs to; its gradients are added as DDP adds them.
         store: takes weight gradients out of the backward; None leaves them in.
         capture: see :data:`Capture`.
+        drawing: a context around replays that may draw random numbers.
         say: told why something runs without graphs.
     """
 
@@ -245,8 +251,10 @@ class _GraphedBlock:
         chunk: torch.nn.Module,
         store: WeightGradients | None,
         capture: Capture,
+        drawing: Callable[[], AbstractContextManager[None]],
         say: Callable[[str], None],
     ) -> None:
+        self.drawing = drawing
         block: Any = decoder_block(chunk)
         self._block = block
         self.store, self.capture, self._say = store, capture, say
@@ -294,7 +302,7 @@ class _GraphedBlock:
         """
         aliases = {}
         for parameter, _ in self.accumulators:
-            alias = parameter.detach().requires_grad_()
+            alias = torch.nn.Parameter(parameter.detach())  # compiled parts expect a Parameter
             alias.__dict__.update(parameter.__dict__)  # Megatron's marks, and main_grad
             aliases[parameter] = alias
         tables = [module._parameters for module in self._block.modules()]
@@ -327,18 +335,17 @@ class _GraphedBlock:
             return None
         if self._failed or hidden.shape != slots.grad_input.shape:
             return None
-        before = _reserved(hidden)
-        try:
-            slot = slots.take()
-            if self not in slot.graphs:
+        slot = slots.take()
+        if self not in slot.graphs:
+            before = _reserved(hidden)
+            try:
                 slot.graphs[self] = _Graphs(self, slot, slots, options)
-        except (RuntimeError, TypeError) as error:
-            self._failed = True
-            self._say(f"runs without graphs: {str(error).splitlines()[0]}")
-            return None
-        grown = _reserved(hidden) - before
-        if grown and len(slot.graphs) == 1:
-            slots.made(grown)
+            except (RuntimeError, TypeError) as error:
+                self._failed = True
+                self._say(f"runs without graphs: {' '.join(str(error).split())[:200]}")
+                return None
+            if len(slot.graphs) == 1:
+                slots.made(_reserved(hidden) - before)
         return slot.graphs[self]
 
 
@@ -372,12 +379,15 @@ class ChunkGraphs:
         self._addresses: list[list[int]] = []
         self._num_steps = 0
         self._num_said = 0
-        capture = capture or _cuda_capture()
+        rng = CapturedRng()
+        draws = capture is None and needs_task_rng(chunks)
+        drawing = rng.replaying if draws else contextlib.nullcontext
+        capture = capture or _cuda_capture(rng)
         for number, chunk in enumerate(chunks):
             say = partial(self._say, number)
             reason = why_not(chunk)
             if reason is None:
-                self._blocks.append(_GraphedBlock(chunk, store, capture, say))
+                self._blocks.append(_GraphedBlock(chunk, store, capture, drawing, say))
             else:
                 say(f"runs without graphs: {reason}")
 
@@ -444,8 +454,6 @@ def why_not(chunk: torch.nn.Module) -> str | None:
     if block is None or not len(block.layers):
         return "it has no transformer layers"
     reasons = {
-        "dropout draws from generators that graphs do not follow": config.hidden_dropout > 0.0
-        or config.attention_dropout > 0.0,
         f"--recompute-granularity {config.recompute_granularity}": config.recompute_granularity,
         "experts take varying shapes": config.num_moe_experts,
         "8- and 4-bit layers keep scales per step": config.fp8 or config.fp4,
@@ -474,6 +482,6 @@ def _signature(hidden: Any, options: Mapping[str, Any]) -> Any:
     return described
 
 
-def _cuda_capture() -> Capture:
+def _cuda_capture(rng: CapturedRng) -> Capture:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    return lambda function, pool: CudaGraph(function, pool, stream)
+    return lambda function, pool: CudaGraph(function, pool, stream, rng)

@@ -9,10 +9,11 @@ saves and restores the states that its forward used.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import struct
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -60,6 +61,46 @@ class TaskRng:
                 torch.cuda.manual_seed(seed)
                 tracker.states_[name] = torch.cuda.get_rng_state()
         torch.cuda.manual_seed(_derive(*task))
+
+
+class CapturedRng:
+    """Random draws inside of CUDA graphs, from the states that Megatron's tracker holds.
+
+    A graph follows generators, not the saved states that the tracker switches between. While work
+    is captured the tracker holds generators of ours; before a replay they take over its states, and
+    give them back after it, so that graphs and eager work draw the same numbers.
+    """
+
+    def __init__(self) -> None:
+        self._generators: dict[str, torch.Generator] = {}
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[list[torch.Generator]]:
+        """Around a capture; yields the generators that the graph must be told of."""
+        tracker = get_cuda_rng_tracker()
+        states, was_safe = tracker.states_, tracker.use_cudagraphable_rng
+        if was_safe:
+            yield list(states.values())
+            return
+        default = torch.cuda.default_generators[torch.cuda.current_device()]
+        for name in states:
+            if name not in self._generators:
+                self._generators[name] = default.clone_state()
+        tracker.states_, tracker.use_cudagraphable_rng = dict(self._generators), True
+        try:
+            yield list(self._generators.values())
+        finally:
+            tracker.states_, tracker.use_cudagraphable_rng = states, was_safe
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Around a replay that draws."""
+        tracker = get_cuda_rng_tracker()
+        for name, generator in self._generators.items():
+            generator.set_state(tracker.states_[name])
+        yield
+        for name, generator in self._generators.items():
+            tracker.states_[name] = generator.get_state()
 
 
 def needs_task_rng(model: list[torch.nn.Module]) -> bool:
