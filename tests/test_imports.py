@@ -25,11 +25,12 @@ MAY_IMPORT = {
     "trace": {"config", "errors", "schedule"},
     "sim": {"config", "errors", "schedule", "trace"},
     "estimate": {"config", "errors", "schedule", "sim", "train"},
+    "launch": {"config", "errors", "estimate", "schedule", "sim", "train"},
     "transport": {"config", "errors", "hosts", "trace"},
     "mcore": {"config", "errors", "trace", "transport"},
     "runtime": {"config", "errors", "hosts", "schedule", "transport", "trace", "mcore"},
 }
-WITHOUT_TORCH = {"errors", "config", "hosts", "schedule", "sim", "estimate"}
+WITHOUT_TORCH = {"errors", "config", "hosts", "schedule", "sim", "estimate", "launch"}
 PUBLIC = {
     "Action",
     "ConfigError",

@@ -127,16 +127,17 @@ def _host_memory() -> float:
 
 
 def _measured_flops() -> float:
-    """Best of a few products; numpy may use several threads, so their rate is shared out."""
+    """Of one core, by the processor time that products take, so that others' work does not count.
+
+    Half of it: the small products of a small model do not reach more.
+    """
     import numpy as np
 
-    size = 512
+    size, count = 384, 0
     left = np.ones((size, size), dtype=np.float32)
-    best, end = float("inf"), time.perf_counter() + 0.1
-    while time.perf_counter() < end:
-        start = time.perf_counter()
+    left @ left  # threads and pages are there after the first
+    start = time.process_time()
+    while count < 3 or time.process_time() - start < 0.05:
         left @ left
-        best = min(best, time.perf_counter() - start)
-    threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
-    # Half of it: the small products of a small model do not reach more.
-    return 2 * size**3 / best / threads / 2
+        count += 1
+    return 2 * size**3 * count / (time.process_time() - start) / 2

@@ -28,7 +28,7 @@ from megatron.dpp.train.validate import validate
 BAD_INPUT = 2
 """Exit code of a process whose settings cannot work."""
 
-_TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
+TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
 
 
 def check(
@@ -48,12 +48,12 @@ def check(
     args = arguments.parse_args(argv)
     take_checkpoint_args(args)
     if args.tokenizer_type is None:
-        args.tokenizer_type = _TOKENIZERS[task_name]
+        args.tokenizer_type = TOKENIZERS[task_name]
     validate(args, world_size)
     if args.use_dpp:
         _check_addresses(arguments.dpp_config(args), world_size)
     check_files(args)
-    return args, _build_vocabulary(args)
+    return args, build_vocabulary(args)
 
 
 def _check_addresses(config: DppConfig, world_size: int) -> None:
@@ -70,7 +70,7 @@ def _check_addresses(config: DppConfig, world_size: int) -> None:
             )
 
 
-def _build_vocabulary(args: argparse.Namespace) -> Tokenizer:
+def build_vocabulary(args: argparse.Namespace) -> Tokenizer:
     """Also sets ``args.padded_vocab_size`` where it is not given."""
     tokenizer = build_tokenizer(
         args.tokenizer_type,

@@ -1,0 +1,239 @@
+"""Which layout for this model on these devices: mode ``auto``, and the nearest that fits.
+
+Every layout that is possible is estimated, in the order in which such choices are usually made:
+data parallel while the model fits, tensor parallel within a node, pipeline across, shared-out
+optimizer or parameters and recompute for the rest. Of those that fit, the fastest comes first; a
+more involved one has to gain a little for each further part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.dpp.estimate import Estimate, RunShape, estimate
+from megatron.dpp.estimate.text import size
+from megatron.dpp.launch.flags import Flags
+from megatron.dpp.launch.layout import Layout, possible_layouts
+from megatron.dpp.launch.resolve import Resolved, Setting, resolve
+
+_USABLE = 0.92
+"""Share of a device's memory that a run may take: allocators and libraries need some too."""
+_WORTH = 0.02
+"""What each further part of a layout has to gain."""
+_MICRO_BATCHES = (16, 8, 4, 2, 1)
+_MOST_CHUNKS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout with its estimate."""
+
+    layout: Layout
+    shard: str
+    recompute: str
+    micro_batch: int
+    estimate: Estimate
+    resolved: Resolved
+
+    @property
+    def parts(self) -> int:
+        """How involved it is."""
+        return (
+            (self.layout.tensor > 1)
+            + (self.layout.pipeline > 1)
+            + (self.layout.chunks > 1)
+            + (self.shard != "none")
+            + (self.recompute != "none")
+        )
+
+    @property
+    def cost(self) -> float:
+        """Estimated seconds, with something added for each part."""
+        return self.estimate.seconds * (1 + _WORTH * self.parts)
+
+    def command(self) -> str:
+        """The options of ``train`` that ask for it."""
+        stages = {"optimizer": 1, "gradients": 2, "parameters": 3}
+        if self.layout != Layout():
+            words = f"--mode 3d {self.layout.text()}"
+            words += " --use-distributed-optimizer" if self.shard == "optimizer" else ""
+        elif self.shard != "none":
+            words = f"--mode zero --zero-stage {stages[self.shard]}"
+        else:
+            words = "--mode simple"
+        if self.recompute != "none":
+            words += f" --recompute {self.recompute}"
+        return f"{words} --micro-batch-size {self.micro_batch}"
+
+
+def candidates(
+    options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape
+) -> list[Candidate]:
+    """Every layout that fits with its best micro batch, the best first.
+
+    Args:
+        plain: the run without any parallel size but data parallel.
+    """
+    found = []
+    for layout in _layouts(setting, plain):
+        for shard in _shards(layout, setting):
+            for micro in _MICRO_BATCHES:
+                one = _try(options, flags, setting, plain, layout, shard, micro)
+                if one is not None:
+                    found.append(one)
+    best: dict[tuple[Layout, str], Candidate] = {}
+    for each in sorted(found, key=lambda one: one.cost):
+        best.setdefault((each.layout, each.shard), each)
+    return list(best.values())
+
+
+def _layouts(setting: Setting, plain: RunShape) -> Iterator[Layout]:
+    for layout in possible_layouts(setting.world_size, plain.num_layers, plain.num_heads):
+        if layout.chunks <= _MOST_CHUNKS and layout.tensor <= setting.per_node:
+            yield layout
+
+
+def _shards(layout: Layout, setting: Setting) -> tuple[str, ...]:
+    replicas = setting.world_size // (layout.tensor * layout.pipeline)
+    if replicas == 1:
+        return ("none",)
+    return ("none", "optimizer", "parameters") if layout == Layout() else ("none", "optimizer")
+
+
+def _try(
+    options: argparse.Namespace,
+    flags: Flags,
+    setting: Setting,
+    plain: RunShape,
+    layout: Layout,
+    shard: str,
+    micro: int,
+) -> Candidate | None:
+    """The layout without recompute, or where that does not fit with it; None when neither does."""
+    for recompute in ("none", "full"):
+        shape = shape_with(plain, layout, shard, micro, recompute, static=options.no_dpp)
+        if shape is None:
+            return None
+        guess = estimate_on(setting, shape)
+        if guess.peak_bytes <= _USABLE * setting.device.memory_bytes:
+            chosen = argparse.Namespace(**vars(options))
+            chosen.micro_batch_size, chosen.recompute = micro, recompute
+            chosen.batch_size = chosen.batch_size or plain.global_batch
+            given = {**flags, "--micro-batch-size": micro}
+            return Candidate(
+                layout=layout,
+                shard=shard,
+                recompute=recompute,
+                micro_batch=micro,
+                estimate=guess,
+                resolved=resolve(chosen, given, setting, layout=layout, shard=shard),
+            )
+    return None
+
+
+def estimate_on(setting: Setting, shape: RunShape) -> Estimate:
+    """The estimate of a run where it takes place."""
+    several = setting.num_nodes > 1
+    return estimate(
+        shape,
+        setting.device,
+        pipeline_spans_nodes=several and shape.pipeline > 1,
+        replicas_span_nodes=several and shape.tensor * shape.pipeline <= setting.per_node,
+    )
+
+
+def shape_with(
+    plain: RunShape, layout: Layout, shard: str, micro: int, recompute: str, *, static: bool
+) -> RunShape | None:
+    """``plain`` in another layout; None when the batch does not come out."""
+    data = plain.world_size // (layout.tensor * layout.pipeline)
+    if plain.global_batch % (data * micro):
+        return None
+    microbatches = plain.global_batch // (data * micro)
+    group = layout.pipeline if static and layout.chunks > 1 else 1
+    if microbatches < layout.pipeline or microbatches % group:
+        return None
+    stages = layout.pipeline * layout.chunks
+    dynamic = layout.pipeline > 1 and not static
+    return dataclasses.replace(
+        plain,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        layers=(plain.num_layers // stages,) * stages,
+        data=data,
+        micro_batch=micro,
+        num_microbatches=microbatches,
+        sequence_parallel=plain.flash and layout.tensor > 1,
+        shard=shard,
+        gradient_bytes=plain.element_bytes if shard == "parameters" else plain.gradient_bytes,
+        recompute=recompute,
+        policy="dynamic" if dynamic else "megatron",
+        cap="auto" if dynamic else "megatron",
+        split_backward=dynamic,
+    )
+
+
+def report(best: list[Candidate], setting: Setting) -> list[str]:
+    """The three best with their estimates, and why the first is first."""
+    memory = setting.device.memory_bytes
+    table = [f"{'':2s}{'ms/iteration':>12s}{'tokens/s':>12s}{'of ' + size(memory):>15s}  options"]
+    for index, each in enumerate(best, 1):
+        guess = each.estimate
+        table.append(
+            f"{index:<2d}{guess.seconds * 1e3:12.1f}{guess.tokens_per_second:12,.0f}"
+            f"{size(guess.peak_bytes):>15s}  {each.command()}"
+        )
+    return [*table, f"why: {_why(best)}"]
+
+
+def _why(best: list[Candidate]) -> str:
+    first = best[0]
+    reasons = []
+    if first.layout.tensor == first.layout.pipeline == 1:
+        reasons.append("the model fits on one device, so only gradients have to travel")
+    if first.layout.tensor > 1:
+        reasons.append(f"tensor parallel {first.layout.tensor} stays within a node")
+    if first.layout.pipeline > 1:
+        reasons.append(
+            f"the pipeline sends {size(first.estimate.traffic.pipeline)} an iteration and waits "
+            f"{first.estimate.bubble:.0%} of its time"
+        )
+    if first.shard != "none":
+        reasons.append("sharing out the optimizer makes room" if first.shard == "optimizer"
+                       else "sharing out the parameters makes room")  # fmt: skip
+    if first.recompute == "full":
+        reasons.append("activations fit only when they are computed again")
+    if len(best) > 1:
+        gain = best[1].estimate.seconds / first.estimate.seconds - 1
+        reasons.append(
+            f"{gain:.1%} faster than the second"
+            if gain > 0
+            else "simpler than the second, which would gain too little"
+        )
+    return "; ".join(reasons)
+
+
+def why_nothing_fits(setting: Setting, plain: RunShape) -> str:
+    """What the least demanding layout needs, and with how many devices it would do."""
+    least: tuple[float, Layout, str] | None = None
+    for layout in _layouts(setting, plain):
+        for shard in _shards(layout, setting):
+            shape = shape_with(plain, layout, shard, 1, "full", static=False)
+            if shape is not None:
+                need = estimate_on(setting, shape).peak_bytes
+                least = min(least or (need, layout, shard), (need, layout, shard), key=_first)
+    if least is None:
+        return f"a batch of {plain.global_batch} cannot be shared out over {setting.world_size}"
+    factor = -(-least[0] // (_USABLE * setting.device.memory_bytes))
+    return (
+        f"no layout fits: the least ({least[1].text()}, {least[2]} shared out, full recompute, "
+        f"micro batch 1) needs {size(least[0])} of {size(setting.device.memory_bytes)} on every "
+        f"device; nearest: about {setting.option} {int(factor) * setting.per_node}, or fewer layers"
+    )
+
+
+def _first(entry: tuple[float, Layout, str]) -> float:
+    return entry[0]

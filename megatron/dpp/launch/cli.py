@@ -1,0 +1,167 @@
+"""The command line of ``train``: one parser, and for each mode a help that fits a screen."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from megatron.dpp.errors import ConfigError
+
+MODES = ("simple", "3d", "megatron", "zero", "auto")
+_ALIASES = {"deepspeed": "zero"}
+
+ABOUT = {
+    "simple": "Every device holds the whole model; batches are shared out (data parallel).",
+    "3d": "Tensor x pipeline parallel, data parallel fills the rest; the pipeline is dynamic.",
+    "megatron": "Any flag of pretrain_gpt.py (or --config FILE of them) decides; nothing is added "
+    "but the model, the data and the batch.",
+    "zero": "Data parallel, with the optimizer (stage 1), also gradients (2), also parameters (3) "
+    "shared out.",
+    "auto": "Chooses mode, layout and micro batch from the model and the devices, and says why.",
+}
+_OF_MODE = {
+    "--tp": ("3d",),
+    "--pp": ("3d",),
+    "--chunks": ("3d",),
+    "--no-dpp": ("3d", "auto"),
+    "--recompute": ("simple", "3d", "zero"),
+    "--zero-stage": ("zero",),
+    "--engine": ("zero",),
+    "--memory": ("auto",),
+    "--micro-batch-size": ("simple", "3d", "zero", "megatron"),
+}
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A flag of ``train`` and how ``--help`` shows it."""
+
+    name: str
+    kind: type | None
+    help: str
+    metavar: str | None = None
+    choices: tuple[str | int, ...] | None = None
+
+
+_OPTIONS = (
+    _Option("--arch", str, "family of models (default gpt)", choices=("gpt", "bert")),
+    _Option("--model", str, "a file of configs/models: sample, small, medium, large", "NAME"),
+    _Option("--config", str, "YAML file of Megatron's flags; wins over --model", "FILE"),
+    _Option("--gpus", int, "GPUs of each node (default: all)", "N"),
+    _Option("--procs", int, "processes of each node, on the CPU (default 2)", "N"),
+    _Option("--tp", int, "tensor parallel size", "N"),
+    _Option("--pp", int, "pipeline parallel size", "N"),
+    _Option("--chunks", int, "model chunks (virtual stages) of a pipeline rank", "N"),
+    _Option("--no-dpp", None, "megatron-core's static schedule, not the dynamic one"),
+    _Option("--zero-stage", int, "what is shared out (default 1)", choices=(1, 2, 3)),
+    _Option("--engine", str, "who does it (default megatron)", choices=("megatron", "deepspeed")),
+    _Option("--recompute", str, "activations", choices=("none", "selective", "full")),
+    _Option("--memory", float, "memory of one device, where it is not the device's own", "GiB"),
+    _Option("--hidden-size", int, "width of the model", "N"),
+    _Option("--num-layers", int, "depth of the model", "N"),
+    _Option("--seq-length", int, "tokens of a sample", "N"),
+    _Option("--batch-size", int, "samples of an iteration, all devices together", "N"),
+    _Option("--micro-batch-size", int, "samples of one pass on one device", "N"),
+    _Option("--max-steps", int, "iterations (default 50)", "N"),
+    _Option("--lr", float, "highest learning rate", "X"),
+    _Option("--fp16", None, "16-bit floats with loss scaling"),
+    _Option("--bf16", None, "16-bit brain floats (the default on GPUs)"),
+    _Option("--fp32", None, "32-bit floats (the default on the CPU)"),
+    _Option("--data", str, "JSON lines, or a prefix of token files (default: the sample)", "PATH"),
+    _Option("--save", str, "write checkpoints here, at the end at least", "DIR"),
+    _Option("--resume-from", str, "go on from the checkpoint in here", "DIR"),
+    _Option("--tflops", float, "a device's rate, for the estimate of time", "T"),
+    _Option("--dry-run", None, "print the flags and the torchrun command, start nothing"),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of leaving the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all modes; ``--help`` and ``--completion`` are answered before it."""
+    parser = _Parser(prog="train", add_help=False, allow_abbrev=False)
+    parser.add_argument("--mode", choices=(*MODES, *_ALIASES), default="auto")
+    for option in _OPTIONS:
+        if option.kind is None:
+            parser.add_argument(option.name, action="store_true")
+        else:
+            parser.add_argument(option.name, type=option.kind, choices=option.choices)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """``train``'s own options, and everything else, which goes to ``pretrain_*.py``.
+
+    Raises:
+        ConfigError: a wrong value, or an option that the mode does not have.
+    """
+    options, rest = build_parser().parse_known_args(argv)
+    options.mode = _ALIASES.get(options.mode, options.mode)
+    for name, modes in _OF_MODE.items():
+        value = getattr(options, name[2:].replace("-", "_"))
+        if value not in (None, False) and options.mode not in modes:
+            raise ConfigError(
+                f"{name} does not go with --mode {options.mode}; nearest: --mode {modes[0]}"
+            )
+    if options.gpus is not None and options.procs is not None:
+        raise ConfigError("--gpus and --procs exclude each other: --procs is for the CPU")
+    for name in ("gpus", "procs", "tp", "pp", "chunks", "max_steps", "batch_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: nearest possible: 1")
+    return options, rest
+
+
+def help_text(mode: str | None = None) -> str:
+    """What ``train --help`` prints, and with a mode what that mode has."""
+    if mode is None:
+        lines = ["usage: python train --mode MODE [options] [any flag of pretrain_gpt.py]", ""]
+        lines += [f"  --mode {name:9s} {text}" for name, text in ABOUT.items()]
+        lines += ["", "Options of a mode: python train --mode MODE --help.  Guide:"]
+        lines += ['docs/USAGE_GUIDE.md.  Completion: eval "$(python train --completion bash)"']
+        return "\n".join(lines)
+    mode = _ALIASES.get(mode, mode)
+    lines = [f"usage: python train --mode {mode} [options] [any flag of pretrain_gpt.py]"]
+    lines += [ABOUT[mode], ""]
+    for option in _OPTIONS:
+        if mode in _OF_MODE.get(option.name, MODES):
+            lines.append(f"  {_left(option):32s} {option.help}")
+    return "\n".join(lines)
+
+
+def _left(option: _Option) -> str:
+    if option.choices:
+        return f"{option.name} {'|'.join(str(choice) for choice in option.choices)}"
+    return f"{option.name} {option.metavar}" if option.metavar else option.name
+
+
+def completion(shell: str) -> str:
+    """A completion script for ``python train`` and ``./train``.
+
+    Raises:
+        ConfigError: a shell that is not known.
+    """
+    if shell not in ("bash", "zsh"):
+        raise ConfigError(f"--completion {shell}: nearest possible: bash, zsh")
+    names = " ".join(["--mode", *(option.name for option in _OPTIONS), "--help"])
+    values = {"--mode": " ".join(MODES), "--model": "sample small medium large"}
+    values |= {o.name: " ".join(str(c) for c in o.choices) for o in _OPTIONS if o.choices}
+    cases = "\n".join(f"    {name}) words='{text}' ;;" for name, text in values.items())
+    load = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
+    return f"""{load}_train() {{
+  local word=${{COMP_WORDS[COMP_CWORD]}} words='{names}'
+  [[ ${{COMP_WORDS[0]}} == *train || ${{COMP_WORDS[1]}} == *train ]] || return
+  case ${{COMP_WORDS[COMP_CWORD - 1]}} in
+{cases}
+    --data | --config | --save | --resume-from) return ;;
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -o default -F _train train ./train python python3"""

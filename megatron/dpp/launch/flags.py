@@ -1,0 +1,94 @@
+"""Flags of ``pretrain_gpt.py`` as a mapping, and the files of ``configs/`` that hold them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.errors import ConfigError, DataError
+
+ROOT = Path(__file__).resolve().parents[3]
+MODELS = ROOT / "configs" / "models"
+
+Flags = dict[str, Any]
+"""Flag with its dashes to its value: True for a switch, a list for several values."""
+
+
+def read_flags(path: Path) -> Flags:
+    """The flags of a YAML file.
+
+    Raises:
+        DataError: the file cannot be read, or is no plain mapping.
+    """
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}{nearest_path(path)}") from error
+    except yaml.YAMLError as error:
+        raise DataError(f"{path}: not YAML ({error})") from error
+    if not isinstance(loaded, dict) or any(isinstance(v, dict) for v in loaded.values()):
+        raise DataError(
+            f"{path}: expected lines of `flag: value`; Megatron-LM's grouped form goes with "
+            "--mode megatron"
+        )
+    named = {f"--{str(key).replace('_', '-')}": value for key, value in loaded.items()}
+    return {name: value for name, value in named.items() if value not in (None, False)}
+
+
+def model_flags(name: str) -> Flags:
+    """The flags of ``configs/models/NAME.yaml``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    names = sorted(path.stem for path in MODELS.glob("*.yaml"))
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+        raise ConfigError(f"--model {name}: nearest: {near[0]} (there are {', '.join(names)})")
+    return read_flags(MODELS / f"{name}.yaml")
+
+
+def nearest_path(path: Path) -> str:
+    """`` (nearest: ...)``: what lies beside ``path`` under a similar name; empty without any."""
+    if not path.parent.is_dir():
+        return ""
+    names = [each.name for each in path.parent.iterdir()]
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
+    return f" (nearest: {path.parent / near[0]})" if near else ""
+
+
+def to_argv(flags: Flags) -> list[str]:
+    """As a command line has them."""
+    words: list[str] = []
+    for name, value in flags.items():
+        words.append(name)
+        if isinstance(value, (list, tuple)):
+            words += [str(each) for each in value]
+        elif value is not True:
+            words.append(str(value))
+    return words
+
+
+def from_argv(words: Sequence[str]) -> Flags:
+    """The mapping of a command line's flags.
+
+    Raises:
+        ConfigError: a word that belongs to no flag.
+    """
+    flags: Flags = {}
+    last = ""
+    for word in words:
+        if word.startswith("--"):
+            last, _, value = word.partition("=")
+            flags[last] = value or True
+        elif not last:
+            raise ConfigError(f"{word}: what is it? Options of train start with --")
+        else:
+            before = flags[last]
+            several = before if isinstance(before, list) else []
+            flags[last] = word if before is True else [*(several or [before]), word]
+    return flags

@@ -1,0 +1,208 @@
+"""``python train ...`` from command line to torchrun. See docs/USAGE_GUIDE.md."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from megatron.dpp.errors import ConfigError, DppError
+from megatron.dpp.estimate import (
+    Estimate,
+    RunShape,
+    cpu_device,
+    find_machine,
+    lines,
+    shape_of,
+)
+from megatron.dpp.estimate.text import size
+from megatron.dpp.launch import auto, cli
+from megatron.dpp.launch.flags import Flags
+from megatron.dpp.launch.layout import Layout
+from megatron.dpp.launch.nodes import Nodes, find_nodes
+from megatron.dpp.launch.resolve import (
+    Resolved,
+    Setting,
+    base_flags,
+    environment,
+    resolve,
+    shard_of,
+)
+from megatron.dpp.launch.start import (
+    find_python,
+    hand_over,
+    prepare,
+    run_preparation,
+    show,
+)
+from megatron.dpp.train import preflight
+from megatron.dpp.train.arguments import parse_args
+from megatron.dpp.train.validate import validate
+
+_BAD_INPUT = 2
+_DEFAULT_PROCS = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Resolve and start; returns only when nothing was started."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if "--completion" in words:
+            print(cli.completion((words[words.index("--completion") + 1 :] or [""])[0]))
+            return 0
+        if "--help" in words or "-h" in words:
+            print(cli.help_text(_mode_of(words)))
+            return 0
+        _start(plan(words))
+    except DppError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _BAD_INPUT
+
+
+def _mode_of(words: list[str]) -> str | None:
+    for index, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name == "--mode":
+            mode = value or (words[index + 1 : index + 2] or [""])[0]
+            if mode not in (*cli.MODES, "deepspeed"):
+                raise ConfigError(f"--mode {mode}: nearest possible: {', '.join(cli.MODES)}")
+            return mode
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A resolved command line, and what it is estimated to need."""
+
+    options: argparse.Namespace
+    resolved: Resolved
+    setting: Setting
+    nodes: Nodes
+    report: list[str]
+
+
+def plan(words: Sequence[str]) -> Plan:
+    """What ``train`` would start; nothing is written or started.
+
+    Raises:
+        ConfigError: something that cannot work, with the nearest that can.
+        DataError: a file that is not there.
+    """
+    options, rest = cli.parse(words)
+    nodes = find_nodes(os.environ)
+    setting = find_setting(options, nodes)
+    flags = base_flags(options, rest, setting.on_gpu)
+    flags |= prepare(options.arch or "gpt", options.data, flags, sys.executable).flags
+    if options.mode == "auto":
+        best = _best(options, flags, setting)
+        resolved, found = best[0].resolved, best[0].estimate
+        report = [*auto.report(best[:3], setting), "", *lines(found)]
+    else:
+        layout = Layout(
+            tensor=options.tp or 1, pipeline=options.pp or 1, chunks=options.chunks or 1
+        )
+        resolved = resolve(options, flags, setting, layout=layout, shard=shard_of(options))
+        found = auto.estimate_on(setting, shape_from(resolved, setting))
+        report = [f"mode {options.mode}", *lines(found)]
+        _refuse_what_does_not_fit(options, found, flags, setting)
+    return Plan(options=options, resolved=resolved, setting=setting, nodes=nodes, report=report)
+
+
+def _start(found: Plan) -> NoReturn:
+    """Set up, preprocess, and become torchrun."""
+    options, resolved = found.options, found.resolved
+    print("\n".join(found.report), flush=True)
+    python = find_python(options.dry_run)
+    data = prepare(resolved.arch, options.data, resolved.flags, python)
+    if data.preparation:
+        if options.dry_run:
+            print("\nfirst:", shlex.join(data.preparation))
+        else:
+            run_preparation(data.preparation)
+    script = f"pretrain_{resolved.arch}.py"
+    print(f"\nflags of {script}:\n{show(resolved.argv)}\n", flush=True)
+    env = {"PYTHON": python, "GPUS_PER_NODE": str(found.setting.per_node)}
+    env |= found.nodes.environment() | environment(resolved, os.environ)
+    if not found.setting.on_gpu:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    hand_over(script, resolved.argv, env, dry_run=options.dry_run)
+
+
+def find_setting(options: argparse.Namespace, nodes: Nodes) -> Setting:
+    """Devices and their number.
+
+    Raises:
+        ConfigError: more GPUs than there are.
+    """
+    if options.procs is not None:
+        device = cpu_device(options.procs)
+        return _setting(options, nodes, per_node=options.procs, on_gpu=False, device=device)
+    machine = find_machine(_DEFAULT_PROCS)
+    if options.gpus is not None and options.gpus > machine.num_gpus:
+        nearest = f"--gpus {machine.num_gpus}" if machine.num_gpus else f"--procs {options.gpus}"
+        raise ConfigError(
+            f"--gpus {options.gpus}: this node has {machine.num_gpus}; nearest possible: {nearest}"
+        )
+    on_gpu = machine.num_gpus > 0
+    per_node = options.gpus or machine.num_gpus or _DEFAULT_PROCS
+    return _setting(options, nodes, per_node=per_node, on_gpu=on_gpu, device=machine.device)
+
+
+def _setting(options: argparse.Namespace, nodes: Nodes, **found: object) -> Setting:
+    setting = Setting(num_nodes=nodes.count, **found)  # type: ignore[arg-type]
+    device = setting.device
+    if options.tflops is not None:
+        device = dataclasses.replace(device, flops=options.tflops * 1e12, source="given")
+    if options.memory is not None:
+        device = dataclasses.replace(device, memory_bytes=options.memory * 2**30)
+    return dataclasses.replace(setting, device=device)
+
+
+def shape_from(resolved: Resolved, setting: Setting) -> RunShape:
+    """The shape of a resolved run; its flags are checked on the way.
+
+    Raises:
+        ConfigError: flags that are unknown or do not fit together.
+        DataError: a vocabulary that cannot be read.
+    """
+    args = parse_args(resolved.argv)
+    args.tokenizer_type = args.tokenizer_type or preflight.TOKENIZERS[resolved.arch]
+    validate(args, setting.world_size)
+    preflight.build_vocabulary(args)
+    return shape_of(args, on_gpu=setting.on_gpu, arch=resolved.arch)
+
+
+def _plain(options: argparse.Namespace, flags: Flags, setting: Setting) -> RunShape:
+    """The run with nothing but data parallel, which ``auto`` starts from."""
+    plain = argparse.Namespace(**vars(options))
+    plain.mode = "simple"
+    resolved = resolve(plain, flags, setting, layout=Layout(), shard="none")
+    return shape_from(resolved, setting)
+
+
+def _refuse_what_does_not_fit(
+    options: argparse.Namespace, found: Estimate, flags: Flags, setting: Setting
+) -> None:
+    memory = setting.device.memory_bytes
+    if found.peak_bytes <= memory:
+        return
+    need = f"the fullest rank needs {size(found.peak_bytes)} of {size(memory)}"
+    plain = _plain(options, flags, setting)
+    fitting = auto.candidates(options, flags, setting, plain)
+    if fitting:
+        raise ConfigError(f"{need}; nearest that fits: {fitting[0].command()}")
+    raise ConfigError(f"{need}; {auto.why_nothing_fits(setting, plain)}")
+
+
+def _best(options: argparse.Namespace, flags: Flags, setting: Setting) -> list[auto.Candidate]:
+    """Mode ``auto``: all layouts that fit, the best first."""
+    plain = _plain(options, flags, setting)
+    found = auto.candidates(options, flags, setting, plain)
+    if not found:
+        raise ConfigError(auto.why_nothing_fits(setting, plain))
+    return found

@@ -1,0 +1,77 @@
+"""Which nodes take part: from ``NUM_NODES NODE_RANK MASTER_ADDR``, or from SLURM's variables."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron.dpp.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The nodes of a job, as seen from one of them."""
+
+    count: int = 1
+    rank: int = 0
+    master: str = ""
+
+    def environment(self) -> dict[str, str]:
+        """What ``examples/launch.sh`` reads."""
+        values = {"NUM_NODES": str(self.count), "NODE_RANK": str(self.rank)}
+        return values | ({"MASTER_ADDR": self.master} if self.master else {})
+
+
+def find_nodes(env: Mapping[str, str]) -> Nodes:
+    """The nodes that the environment tells of. Ours win over SLURM's, field by field.
+
+    Raises:
+        ConfigError: a value that cannot be, or several SLURM tasks on a node.
+    """
+    count = _number(env, ("NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"), 1)
+    if count == 1:
+        return Nodes()
+    if "NUM_NODES" not in env:
+        _one_task_per_node(env, count)
+    rank = _number(env, ("NODE_RANK", "SLURM_NODEID"), None)
+    if rank >= count:
+        raise ConfigError(f"NODE_RANK={rank}: nearest possible of {count} nodes: {count - 1}")
+    master = env.get("MASTER_ADDR") or _first_host(env.get("SLURM_JOB_NODELIST", ""))
+    if not master:
+        raise ConfigError("MASTER_ADDR is not set: name the host of NODE_RANK=0")
+    return Nodes(count=count, rank=rank, master=master)
+
+
+def _number(env: Mapping[str, str], names: tuple[str, ...], default: int | None) -> int:
+    for name in names:
+        if name in env:
+            if not re.fullmatch(r"\d+", env[name]):
+                raise ConfigError(f"{name}={env[name]}: expected a whole number")
+            return int(env[name])
+    if default is None:
+        raise ConfigError(f"{names[0]} is not set: number the nodes from 0")
+    return default
+
+
+def _one_task_per_node(env: Mapping[str, str], count: int) -> None:
+    """An allocation alone (``salloc``) starts this once; ``srun`` must start it once per node."""
+    tasks = _number(env, ("SLURM_NTASKS",), count)
+    if tasks != count or "SLURM_NODEID" not in env:
+        raise ConfigError(
+            f"SLURM has {count} nodes and {tasks} tasks: start one per node, "
+            "srun --ntasks-per-node=1 python train ..."
+        )
+
+
+def _first_host(hosts: str) -> str:
+    """The first of SLURM's ``node[03-07,11],other``."""
+    if hosts and shutil.which("scontrol"):
+        command = ["scontrol", "show", "hostnames", hosts]
+        names = subprocess.run(command, capture_output=True, text=True).stdout.split()
+        if names:
+            return names[0]
+    first = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", hosts)
+    return "".join(part or "" for part in first.groups()) if first else ""

@@ -1,0 +1,274 @@
+"""From ``train``'s options to the flags of ``pretrain_gpt.py`` or ``pretrain_bert.py``.
+
+:func:`resolve` is the whole meaning of a mode. It decides, and starts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.estimate import Device
+from megatron.dpp.launch.flags import (
+    Flags,
+    from_argv,
+    model_flags,
+    nearest_path,
+    read_flags,
+    to_argv,
+)
+from megatron.dpp.launch.layout import Layout, check_layout, nearest_multiple
+
+_DEFAULT_STEPS = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where a run takes place.
+
+    Args:
+        per_node: processes of a node.
+        on_gpu: on GPUs, one for each process.
+        device: what one process has.
+    """
+
+    per_node: int
+    num_nodes: int
+    on_gpu: bool
+    device: Device
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the job."""
+        return self.per_node * self.num_nodes
+
+    @property
+    def option(self) -> str:
+        """The option that gives their number."""
+        return "--gpus" if self.on_gpu else "--procs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A run that can be started: flags without the data's, and how it is shared out."""
+
+    arch: str
+    flags: Flags
+    layout: Layout
+    shard: str
+
+    @property
+    def argv(self) -> list[str]:
+        """The flags as words."""
+        return to_argv(self.flags)
+
+
+def base_flags(options: argparse.Namespace, rest: Sequence[str], on_gpu: bool) -> Flags:
+    """Model, batch, precision and what was given besides: everything but the layout.
+
+    Raises:
+        ConfigError: a model or a word that is not known.
+        DataError: a file that is not there.
+    """
+    name = options.model or ("small" if on_gpu else "sample")
+    flags = {**_common(on_gpu), **model_flags(name)}
+    if options.arch == "bert":
+        flags["--seq-length"] = min(512, int(flags["--seq-length"]))
+    if options.config and options.mode != "megatron":
+        flags |= read_flags(Path(options.config))
+    given = {
+        "--hidden-size": options.hidden_size,
+        "--num-layers": options.num_layers,
+        "--seq-length": options.seq_length,
+        "--global-batch-size": options.batch_size,
+        "--micro-batch-size": options.micro_batch_size,
+        "--train-iters": options.max_steps,
+        "--lr": options.lr,
+    }
+    flags |= {name: value for name, value in given.items() if value is not None}
+    flags |= _precision(options, flags, on_gpu)
+    flags |= from_argv(rest)
+    if options.mode == "megatron" and options.config:
+        flags = {"--yaml-cfg": options.config} | _unset(flags, options, rest)
+    return _derived(flags)
+
+
+def _common(on_gpu: bool) -> Flags:
+    return {
+        "--transformer-impl": "local",
+        "--hidden-dropout": 0,
+        "--attention-dropout": 0,
+        "--train-iters": _DEFAULT_STEPS,
+        "--weight-decay": 0.1,
+        "--adam-beta2": 0.95,
+        "--clip-grad": 1.0,
+        "--lr-decay-style": "cosine",
+        "--lr-warmup-fraction": 0.05,
+        "--split": "949,50,1",
+        "--eval-interval": 1000,
+        "--eval-iters": 2,
+        "--log-interval": 1,
+        "--estimate": True,
+        "--device": "cuda" if on_gpu else "cpu",
+    } | ({"--log-throughput": True} if on_gpu else {})
+
+
+def _unset(flags: Flags, options: argparse.Namespace, rest: Sequence[str]) -> Flags:
+    """With a file of Megatron's own, only what the command line gives stands above it."""
+    spelled = {**from_argv(rest), "--device": flags["--device"], "--estimate": True}
+    if options.max_steps is not None:
+        spelled["--train-iters"] = options.max_steps
+    return spelled
+
+
+def _precision(options: argparse.Namespace, flags: Flags, on_gpu: bool) -> Flags:
+    asked = [name for name in ("fp16", "bf16", "fp32") if getattr(options, name)]
+    if len(asked) > 1:
+        raise ConfigError(f"--{' and --'.join(asked)} exclude each other")
+    if asked == ["fp16"]:
+        return {"--fp16": True, "--initial-loss-scale": 65536}
+    half = asked == ["bf16"] or (not asked and on_gpu and "--fp16" not in flags)
+    return {"--bf16": True} if half else {}
+
+
+def _derived(flags: Flags) -> Flags:
+    """Flags that follow from others and are not given."""
+    if "--yaml-cfg" in flags:
+        return flags
+    flags.setdefault("--max-position-embeddings", flags["--seq-length"])
+    flags.setdefault("--min-lr", float(flags["--lr"]) / 10)
+    flags.setdefault("--lr-decay-iters", flags["--train-iters"])
+    if "--create-attention-mask-in-dataloader" not in flags and flags["--device"] == "cuda":
+        flags.setdefault("--no-create-attention-mask-in-dataloader", True)
+    if int(flags["--hidden-size"]) % int(flags["--num-attention-heads"]):
+        heads = int(flags["--num-attention-heads"])
+        raise ConfigError(
+            f"--hidden-size {flags['--hidden-size']} cannot be divided by {heads} attention heads; "
+            f"nearest: {nearest_multiple(int(flags['--hidden-size']), heads)}"
+        )
+    return flags
+
+
+def resolve(
+    options: argparse.Namespace, flags: Flags, setting: Setting, *, layout: Layout, shard: str
+) -> Resolved:
+    """Put a layout and what replicas share out on top of :func:`base_flags`.
+
+    Raises:
+        ConfigError: the layout or the batch is not possible; the nearest that is, is named.
+    """
+    flags = dict(flags)
+    if options.mode != "megatron":
+        layers, heads = int(flags["--num-layers"]), int(flags["--num-attention-heads"])
+        check_layout(layout, setting.world_size, layers, heads, setting.option)
+        flags |= _layout_flags(options, layout, setting) | _shard_flags(shard)
+        if shard in ("gradients", "parameters"):
+            flags.pop("--overlap-grad-reduce", None)  # FSDP2 does so by itself
+        flags |= _batch(options, flags, setting, layout)
+        flags |= _recompute(options.recompute)
+    if options.save:
+        flags["--save"] = options.save
+        flags.setdefault("--save-interval", 1000)
+    if options.resume_from:
+        flags |= _resume(options.resume_from)
+    return Resolved(arch=options.arch or "gpt", flags=flags, layout=layout, shard=shard)
+
+
+def shard_of(options: argparse.Namespace) -> str:
+    """What replicas share out in the mode that is asked for.
+
+    Raises:
+        ConfigError: a combination that cannot be.
+    """
+    if options.mode != "zero":
+        return "none"
+    return ("optimizer", "gradients", "parameters")[(options.zero_stage or 1) - 1]
+
+
+def _layout_flags(options: argparse.Namespace, layout: Layout, setting: Setting) -> Flags:
+    flags: Flags = {}
+    if layout.tensor > 1:
+        flags["--tensor-model-parallel-size"] = layout.tensor
+        if setting.on_gpu:
+            flags["--sequence-parallel"] = True
+    # The padded vocabulary must not depend on the layout, or losses and checkpoints would.
+    if 1024 % layout.tensor == 0:
+        flags["--make-vocab-size-divisible-by"] = 1024 // layout.tensor
+    if layout.pipeline > 1:
+        flags["--pipeline-model-parallel-size"] = layout.pipeline
+        if not options.no_dpp:
+            flags["--use-dpp"] = True
+    if setting.on_gpu and setting.world_size > layout.tensor * layout.pipeline:
+        flags["--overlap-grad-reduce"] = True
+    if layout.chunks > 1:
+        flags["--num-virtual-stages-per-pipeline-rank"] = layout.chunks
+    return flags
+
+
+def _shard_flags(shard: str) -> Flags:
+    return {
+        "none": {},
+        "optimizer": {"--use-distributed-optimizer": True},
+        "gradients": {"--use-torch-fsdp2": True, "--torch-fsdp2-no-reshard-after-forward": True},
+        "parameters": {"--use-torch-fsdp2": True},
+    }[shard]
+
+
+def _batch(options: Any, flags: Flags, setting: Setting, layout: Layout) -> Flags:
+    """Micro and global batch that fit each other. What was not asked for gives way."""
+    replicas = setting.world_size // (layout.tensor * layout.pipeline)
+    micro, batch = int(flags["--micro-batch-size"]), int(flags["--global-batch-size"])
+    static = layout.chunks > 1 and options.no_dpp
+    unit = replicas * (layout.pipeline if static else 1)
+    if options.micro_batch_size is None:
+        while micro > 1 and (batch % (micro * unit) or batch // (micro * unit) < layout.pipeline):
+            micro -= 1
+    if batch % (micro * unit) == 0:
+        return {"--micro-batch-size": micro, "--global-batch-size": batch}
+    near = nearest_multiple(batch, micro * unit)
+    if options.batch_size is not None:
+        why = f" x {layout.pipeline} stages" if static else ""
+        raise ConfigError(
+            f"--batch-size {batch} is not a multiple of micro batch {micro} x {replicas} "
+            f"replicas{why} = {micro * unit}; nearest possible: {near}"
+        )
+    return {"--micro-batch-size": micro, "--global-batch-size": near}
+
+
+def _recompute(kind: str | None) -> Flags:
+    if kind == "full":
+        return {
+            "--recompute-granularity": "full",
+            "--recompute-method": "uniform",
+            "--recompute-num-layers": 1,
+        }
+    return {"--recompute-activations": True} if kind == "selective" else {}
+
+
+def _resume(folder: str) -> Flags:
+    """Flags of a resumed run; the folder is looked into before anything starts."""
+    from megatron.dpp.train.checkpoint_files import TRACKER
+
+    path = Path(folder)
+    if not (path / TRACKER).is_file():
+        near = sorted(path.glob(f"*/{TRACKER}")) + sorted(path.parent.glob(f"*/{TRACKER}"))
+        hint = f" (nearest: {near[0].parent})" if near else nearest_path(path)
+        raise DataError(f"--resume-from {folder}: no checkpoint is there{hint}")
+    return {
+        "--load": folder,
+        "--exit-on-missing-checkpoint": True,
+        "--override-opt_param-scheduler": True,
+    }
+
+
+def environment(resolved: Resolved, env: Mapping[str, str]) -> dict[str, str]:
+    """Variables that the run needs beside those of ``examples/launch.sh``."""
+    values = {}
+    if resolved.shard in ("gradients", "parameters"):
+        # One hardware queue would put FSDP2's gathers behind the products that wait for them.
+        values["CUDA_DEVICE_MAX_CONNECTIONS"] = env.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    return values

@@ -1,0 +1,154 @@
+"""Data made ready, and the hand-over to ``examples/launch.sh``, which starts torchrun."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.dpp.errors import DataError
+from megatron.dpp.launch.flags import ROOT, Flags, nearest_path
+
+_TEXT = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+_LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
+
+
+@dataclass(frozen=True)
+class Data:
+    """The flags that name data and vocabulary, and the command that makes the token files first
+    (None when they are there)."""
+
+    flags: Flags
+    preparation: list[str] | None
+
+
+def prepare(arch: str, path: str | None, flags: Flags, python: str) -> Data:
+    """Find out where the tokens are.
+
+    Args:
+        path: JSON lines, a prefix of token files, or None for the sample corpus.
+        flags: what is given already; ``--mock-data`` and Megatron's own data flags need nothing.
+
+    Raises:
+        DataError: nothing is at ``path``.
+    """
+    vocabulary = _vocabulary(arch, flags)
+    if "--mock-data" in flags or any(name in flags for name in _LOADERS):
+        return Data(vocabulary, None)
+    text = Path(path) if path else ROOT / f"datasets_{arch}" / "dataset.json"
+    if path and not str(path).endswith(_TEXT):
+        return Data({**vocabulary, "--data-path": _prefix(path)}, None)
+    if not text.is_file():
+        raise DataError(f"--data {text}: no such file{nearest_path(text)}")
+    level = "document" if arch == "gpt" else "sentence"
+    prefix = _output(text, vocabulary, sample=path is None)
+    tokens = f"{prefix}_text_{level}"
+    found = {**vocabulary, "--data-path": tokens}
+    if all(Path(tokens + suffix).is_file() for suffix in (".bin", ".idx")):
+        return Data(found, None)
+    command = [python, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(text)]
+    command += ["--output-prefix", str(prefix), "--tokenizer-type", _TOKENIZER[arch]]
+    for name in ("--vocab-file", "--merge-file"):
+        command += [name, str(vocabulary[name])] if name in vocabulary else []
+    command += _PREPROCESSING[arch]
+    return Data(found, command)
+
+
+_TOKENIZER = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
+_PREPROCESSING = {
+    "gpt": ["--append-eod"],
+    "bert": ["--split-sentences", "--sentence-splitter", "rules"],
+}
+
+
+def _vocabulary(arch: str, flags: Flags) -> Flags:
+    """The tokenizer's flags: those given, or the sample's vocabulary."""
+    if "--tokenizer-type" in flags or "--vocab-file" in flags:
+        names = ("--tokenizer-type", "--vocab-file", "--merge-file")
+        return {name: flags[name] for name in names if name in flags}
+    folder = ROOT / f"datasets_{arch}"
+    if arch == "bert":
+        return {"--vocab-file": str(folder / "vocab.txt")}
+    return {
+        "--vocab-file": str(folder / "vocab.json"),
+        "--merge-file": str(folder / "merges.txt"),
+    }
+
+
+def _prefix(path: str) -> str:
+    """A prefix of token files, with or without one of their suffixes."""
+    prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
+    if not Path(prefix + ".idx").is_file():
+        missing = Path(prefix + ".idx")
+        raise DataError(
+            f"--data {path}: neither JSON lines ({', '.join(_TEXT)}) nor a prefix of token files: "
+            f"{missing} is missing{nearest_path(missing)}"
+        )
+    return prefix
+
+
+def _output(text: Path, vocabulary: Flags, *, sample: bool) -> Path:
+    """A prefix whose name holds a hash of text and vocabulary, so that new text never meets old
+    tokens. For the sample it is the launch scripts' name too."""
+    names = [value for name, value in vocabulary.items() if name != "--tokenizer-type"]
+    digest = hashlib.sha256()
+    for name in [text, *names]:
+        with open(name, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    stem = "sample" if sample else text.name.split(".")[0]
+    folder = text.parent if os.access(text.parent, os.W_OK) else Path.cwd()
+    return folder / f"{stem}-{digest.hexdigest()[:12]}"
+
+
+def find_python(dry_run: bool) -> str:
+    """The interpreter that training runs with; set-up happens here when something is missing.
+
+    Raises:
+        SystemExit: set-up failed; it has said why.
+    """
+    if dry_run:
+        return sys.executable
+    command = ["bash", str(ROOT / "tools" / "setup.sh")]
+    result = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHON": sys.executable}
+    )
+    if result.returncode:
+        sys.exit(result.returncode)
+    return result.stdout.strip()
+
+
+def run_preparation(command: list[str]) -> None:
+    """Tokenise, with a progress bar.
+
+    Raises:
+        SystemExit: it failed; it has said why.
+    """
+    code = subprocess.run(command).returncode
+    if code:
+        sys.exit(code)
+
+
+def hand_over(script: str, argv: list[str], env: dict[str, str], *, dry_run: bool) -> NoReturn:
+    """Become ``examples/launch_flags.sh``, which becomes torchrun (or prints its command)."""
+    environment = {**os.environ, **env} | ({"DRY_RUN": "1"} if dry_run else {})
+    command = ["bash", str(ROOT / "examples" / "launch_flags.sh"), script, *argv]
+    sys.stdout.flush()
+    os.execvpe("bash", command, environment)
+
+
+def show(words: list[str]) -> str:
+    """Flags, one with its values a line."""
+    lines: list[str] = []
+    for word in words:
+        quoted = shlex.quote(word)
+        if word.startswith("--") or not lines:
+            lines.append(f"  {quoted}")
+        else:
+            lines[-1] += f" {quoted}"
+    return "\n".join(lines)
