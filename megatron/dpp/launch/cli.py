@@ -13,13 +13,11 @@ MODES = ("simple", "3d", "megatron", "zero", "auto")
 _ALIASES = {"deepspeed": "zero"}
 
 ABOUT = {
-    "simple": "Every device holds the whole model; batches are shared out (data parallel).",
-    "3d": "Tensor x pipeline parallel, data parallel fills the rest; the pipeline is dynamic.",
-    "megatron": "Any flag of pretrain_gpt.py (or --config FILE of them) decides; nothing is added "
-    "but the model, the data and the batch.",
-    "zero": "Data parallel, with the optimizer (stage 1), also gradients (2), also parameters (3) "
-    "shared out.",
-    "auto": "Chooses mode, layout and micro batch from the model and the devices, and says why.",
+    "simple": "Data parallel: every device holds the whole model.",
+    "3d": "Tensor x pipeline x data parallel, with a dynamic pipeline.",
+    "megatron": "Flags of pretrain_gpt.py, or --config FILE, choose the layout.",
+    "zero": "Data parallel; replicas share out optimizer (1), gradients (2), parameters (3).",
+    "auto": "Chooses layout and micro batch from the model and the devices, and says why.",
 }
 _OF_MODE = {
     "--tp": ("3d",),

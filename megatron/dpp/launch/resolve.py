@@ -186,6 +186,11 @@ def shard_of(options: argparse.Namespace) -> str:
     """
     if options.mode != "zero":
         return "none"
+    if options.engine == "deepspeed":
+        raise ConfigError(
+            "--engine deepspeed is not built in yet; nearest possible: --engine megatron, which "
+            "shares out the same things (stage 1 by megatron-core, 2 and 3 by PyTorch's FSDP2)"
+        )
     return ("optimizer", "gradients", "parameters")[(options.zero_stage or 1) - 1]
 
 

@@ -257,6 +257,7 @@ class Checkpointer:
         args.no_load_optim = args.no_load_optim or getattr(saved, "no_save_optim", False)
         if not same and not args.finetune:
             self._check_resharding(saved, metadata)
+        _check_optimizer(args, saved, found.path)
         with_random = (
             same
             and not (args.finetune or args.no_load_rng)
@@ -398,6 +399,19 @@ def _check_model(args: argparse.Namespace, saved: Any, path: Path) -> None:
         if there is not None and there != here:
             flag = "--" + name.replace("_", "-")
             raise DataError(f"{path} was saved with {flag} {there}, this run has {here}")
+
+
+def _check_optimizer(args: argparse.Namespace, saved: Any, path: Path) -> None:
+    """The distributed optimizer and the plain one do not read each other's state."""
+    if args.no_load_optim or args.finetune or args.skip_train:
+        return
+    there = getattr(saved, "use_distributed_optimizer", args.use_distributed_optimizer)
+    if there != args.use_distributed_optimizer:
+        forms = ("without", "with") if args.use_distributed_optimizer else ("with", "without")
+        raise ConfigError(
+            f"{path} was saved {forms[0]} --use-distributed-optimizer, this run goes {forms[1]} "
+            "it: add --no-load-optim to go on with a new optimizer state"
+        )
 
 
 def _random_state(args: argparse.Namespace, *, sharded: bool) -> Any:

@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# In under two minutes: does training work on this machine? Looks at the environment, the devices
+# and the links, then runs each mode that the machine can do for a few steps. One verdict per line;
+# the exit code is the number of lines that say FAILED.
+#
+#   tools/quick_test.sh
+#
+# PYTHON names an interpreter that has everything; without it, set-up runs first.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+PYTHON=${PYTHON:-$(bash tools/setup.sh)} || exit 1
+export PYTHON
+logs=$(mktemp -d)
+failed=0
+
+verdict() {
+  printf '%-9s %-22s %s\n' "$1" "$2" "$3"
+  [[ $1 != FAILED ]] || failed=$((failed + 1))
+}
+
+# run NAME OPTION...: a few steps; the loss of the last must be below that of the first.
+run() {
+  local name=$1 seconds=$SECONDS losses
+  shift
+  if ! timeout 100 "$PYTHON" train "$@" --model sample --max-steps 6 --eval-iters 0 --lr 2e-3 \
+    --metrics-file "$logs/$name.jsonl" >"$logs/$name.log" 2>&1; then
+    verdict FAILED "$name" "$(grep -m 1 -i error "$logs/$name.log" | cut -c -90) (log: $logs/$name.log)"
+    return
+  fi
+  losses=$("$PYTHON" - "$logs/$name.jsonl" <<'PYTHON'
+import json, sys
+rows = [json.loads(line) for line in open(sys.argv[1])]
+losses = [row["lm loss"] for row in rows if "learning rate" in row]
+print("ok" if losses[-1] < losses[0] else "FAILED", f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+PYTHON
+  )
+  verdict "${losses%% *}" "$name" "${losses#* } in $((SECONDS - seconds)) s"
+}
+
+verdict ok environment "$("$PYTHON" -c 'import sys, torch, megatron.core as m
+print(f"Python {sys.version.split()[0]}, PyTorch {torch.__version__}, megatron-core {m.__version__}")' \
+  2>/dev/null || echo 'packages are missing')"
+gpus=$(command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+gpus=${gpus:-0}
+verdict ok devices "$gpus GPUs, $(nproc) cores"
+if "$PYTHON" -m megatron.dpp.doctor >"$logs/doctor.log" 2>&1; then
+  verdict ok links "$(grep -c ' ok ' "$logs/doctor.log") of $(wc -l <"$logs/doctor.log") probes ok"
+else
+  verdict FAILED links "see $logs/doctor.log"
+fi
+
+if ((gpus > 0)); then
+  devices=(--gpus)
+  count=$((gpus >= 4 ? 4 : gpus >= 2 ? 2 : 1))
+else
+  devices=(--procs)
+  count=2
+fi
+run simple --mode simple "${devices[@]}" "$count"
+if ((count > 1)); then
+  run pipeline --mode 3d --pp 2 --chunks 2 "${devices[@]}" 2
+  run tensor --mode 3d --tp 2 "${devices[@]}" 2
+  for stage in 1 2 3; do
+    run "zero-$stage" --mode zero --zero-stage "$stage" "${devices[@]}" 2
+  done
+else
+  verdict skipped "3d, zero" "need two GPUs"
+fi
+exit "$failed"
