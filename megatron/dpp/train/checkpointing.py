@@ -35,6 +35,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.mcore.fsdp import as_shards, shards_keep_identity
+from megatron.dpp.mcore.optimizer import fill_state, own_steps
 from megatron.dpp.train import checkpoint_files as files
 from megatron.dpp.train.diagnostics import note_progress
 from megatron.dpp.train.initialize import Run
@@ -51,6 +52,7 @@ class Checkpointer:
         self._run, self._trainee = run, trainee
         self._models = unwrap_model(trainee.chunks)
         self._strategy: Any = None
+        self._random_state: Any = None
         args = run.args
         self._queue = AsyncCallsQueue(args.use_persistent_ckpt_worker) if args.async_save else None
         self.last_saved = -1
@@ -204,6 +206,8 @@ class Checkpointer:
         skip = args.no_load_optim or args.finetune if loading else args.no_save_optim
         if trainee.optimizer is not None and not skip:
             options = {"is_loading": True} if loading else {}
+            if loading:
+                fill_state(trainee.optimizer)
             with shards_keep_identity():
                 state["optimizer"] = trainee.optimizer.sharded_state_dict(
                     state, metadata=metadata, **options
@@ -306,9 +310,19 @@ class Checkpointer:
             except (RuntimeError, KeyError) as error:
                 raise DataError(f"{found.path}: does not fit this model ({error})") from error
         self._apply_optimizer(state, found)
-        if not (args.finetune or args.no_load_rng) and "rng_state" in state:
-            _set_random_state(args, state["rng_state"])
+        if not (args.finetune or args.no_load_rng):
+            self._random_state = state.get("rng_state")
         dist.barrier()
+
+    def restore_random_state(self) -> None:
+        """Continue where the generators were when the checkpoint was saved; without one they stay.
+
+        To be called when everything is built: making a data loader's iterator draws from the CPU's
+        generator, which without a GPU is the one that dropout uses.
+        """
+        if self._random_state is not None:
+            _set_random_state(self._run.args, self._random_state)
+            self._random_state = None
 
     def _apply_optimizer(self, state: dict[str, Any], found: files.Found) -> None:
         args, trainee = self._run.args, self._trainee
@@ -326,9 +340,16 @@ class Checkpointer:
             if args.use_torch_fsdp2:
                 loaded = as_shards(optimizer, loaded)
             optimizer.load_state_dict(loaded)
+            own_steps(optimizer)
         if args.use_distributed_optimizer and not found.is_distributed:
             optimizer.load_parameter_state(str(found.path / _rank_directory() / "distrib_optim.pt"))
-        trainee.scheduler.load_state_dict(state["opt_param_scheduler"])
+        try:
+            trainee.scheduler.load_state_dict(state["opt_param_scheduler"])
+        except AssertionError as error:  # how megatron-core says that the schedule was another
+            raise ConfigError(
+                f"{found.path}: {error}; give the flags it was saved with, or choose with "
+                "--override-opt_param-scheduler (flags) or --use-checkpoint-opt_param-scheduler"
+            ) from error
 
 
 def _rank_directory() -> str:

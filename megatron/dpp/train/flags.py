@@ -543,6 +543,7 @@ WITHOUT_EFFECT = (
     "log_timers_to_tensorboard",
     "continuous_trace_iterations",
     "enable_experimental",
+    "openai_gelu",
     # Not read by Megatron-LM core_v0.16.1 either, whose numbers and checkpoints are the measure.
     "rotary_seq_len_interpolation_factor",
     "rope_scaling_factor",

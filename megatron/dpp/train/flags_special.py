@@ -134,6 +134,7 @@ OLD_NAMES = (
     Flag("--no-one-logger", True, False, "accepted for old scripts: there is no one-logger here"),
     Flag("--disable-msc", True, False, "accepted for old scripts: files are read directly"),
     Flag("--enable-experimental", True, False, "accepted; has no effect here"),
+    Flag("--openai-gelu", True, False, "accepted; only Megatron-LM's legacy models read it"),
 )
 
 SPECIAL = {
@@ -167,7 +168,7 @@ _ELSEWHERE = {
     ),
     "encoder-decoder models": ("--decoder-num-layers", "--relative-attention-"),
     "Mamba and hybrid models": ("--hybrid-", "--spec", "--heterogeneous-", "--linear-attention-"),
-    "Megatron-LM's legacy models": ("--use-legacy-models", "--openai-gelu", "--onnx-safe"),
+    "Megatron-LM's legacy models": ("--use-legacy-models", "--onnx-safe"),
     "fine-tuning": ("--sft", "--fim-", "--moe-use-upcycling", "--moe-upcycling-"),
     "other tokenizers": ("--tokenizer-", "--tiktoken-", "--trust-remote-code"),
     "restarts inside a process": ("--inprocess-", "--enable-ft-package", "--ft-", "--adlr-"),

@@ -124,6 +124,7 @@ def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
     checkpointer = stack.enter_context(contextlib.closing(Checkpointer(run, trainee)))
     checkpointer.load()
     iterators = build_iterators(run, len(trainee.chunks), task)
+    checkpointer.restore_random_state()
     metrics = stack.enter_context(MetricsFile(args.metrics_file if run.is_last else None))
     trainer = Trainer(
         run=run,

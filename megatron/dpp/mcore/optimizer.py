@@ -1,0 +1,47 @@
+"""Loading into a distributed optimizer around PyTorch's Adam.
+
+megatron-core's was written for Transformer Engine's and Apex's Adam, which keep one step count for
+all parameters; PyTorch's has a tensor of its own per parameter. ``train.checkpointing`` calls
+:func:`fill_state` before it asks for a sharded state to load and :func:`own_steps` after loading.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+
+def fill_state(optimizer: Any) -> None:
+    """Give every distributed optimizer without state one of zeros, which loading then overwrites.
+
+    megatron-core's ``sharded_state_dict`` reads the step from the state of PyTorch's Adam
+    (distrib_optimizer.py:641), which has none before its first step; Transformer Engine's keeps the
+    step elsewhere, so only runs without that package meet this.
+    """
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if (
+            isinstance(each, DistributedOptimizer)
+            and not each.is_stub_optimizer
+            and not each.optimizer.state
+        ):
+            each._init_optimizer_states_with_dummy_values()
+
+
+def own_steps(optimizer: Any) -> None:
+    """Give every parameter the step count of the checkpoint, each in a tensor of its own.
+
+    distrib_optimizer.py:820 puts one tensor into the states of all parameters, in which PyTorch's
+    Adam then counts every parameter's update, and the states of :func:`fill_state` bring a count of
+    1. Either way the bias correction would be off after a resume. The checkpoint's count is in the
+    parameter groups (distrib_optimizer.py:656).
+    """
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not isinstance(each, DistributedOptimizer) or each.is_stub_optimizer:
+            continue
+        for group in each.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = each.optimizer.state.get(parameter, {})
+                if "step" in group and isinstance(state.get("step"), torch.Tensor):
+                    state["step"] = torch.full_like(state["step"], float(group["step"]))
