@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "transport/rdma.h"
+#include "transport/rdma_gpu.h"
 #include "transport/transport.h"
 
 namespace py = pybind11;
@@ -32,19 +33,27 @@ py::list list_ports() {
   return result;
 }
 
-// Puts a link's senders and receivers into the transport.
+// Puts a link's senders and receivers into the transport; with a GPU's ordinal, for its tensors.
 std::shared_ptr<RdmaLink> make_link(Transport& transport, int peer,
                                     const std::vector<size_t>& incoming,
-                                    const std::vector<size_t>& outgoing, const RdmaPlace& place) {
+                                    const std::vector<size_t>& outgoing, const RdmaPlace& place,
+                                    int gpu, uint32_t max_pending) {
   std::vector<Geometry> in, out;
   for (const size_t index : incoming) in.push_back(transport.incoming(index));
   for (const size_t index : outgoing) out.push_back(transport.outgoing(index));
   auto link = std::make_shared<RdmaLink>(transport.find_peer(peer), transport.bell(),
                                          transport.copier(), place, in, out);
-  for (size_t i = 0; i < in.size(); ++i)
-    transport.set_receiver(incoming[i], peer, link->add_receiver(i));
-  for (size_t i = 0; i < out.size(); ++i)
-    transport.set_sender(outgoing[i], peer, link->add_sender(i));
+  const auto on_gpu = gpu < 0 ? nullptr : std::make_shared<RdmaGpu>(link, gpu);
+  for (uint32_t i = 0; i < in.size(); ++i) {
+    transport.set_receiver(
+        incoming[i], peer,
+        on_gpu ? on_gpu->make_receiver(i, in[i], on_gpu) : link->make_receiver(i));
+  }
+  for (uint32_t i = 0; i < out.size(); ++i) {
+    transport.set_sender(
+        outgoing[i], peer,
+        on_gpu ? on_gpu->make_sender(i, max_pending, on_gpu) : link->make_sender(i));
+  }
   transport.add_link(peer, link);
   return link;
 }
@@ -82,13 +91,13 @@ void bind_rdma(py::module_& module) {
   py::class_<RdmaLink, std::shared_ptr<RdmaLink>>(module, "RdmaLink")
       .def(py::init([](Transport& transport, int peer, const std::vector<size_t>& incoming,
                        const std::vector<size_t>& outgoing, const std::string& device, uint8_t port,
-                       uint32_t gid_index, uint64_t piece_bytes) {
+                       uint32_t gid_index, uint64_t piece_bytes, int gpu, uint32_t max_pending) {
              return make_link(transport, peer, incoming, outgoing,
-                              {device, port, gid_index, piece_bytes});
+                              {device, port, gid_index, piece_bytes}, gpu, max_pending);
            }),
            py::keep_alive<1, 2>(), py::arg("transport"), py::arg("peer"), py::arg("incoming"),
            py::arg("outgoing"), py::kw_only(), py::arg("device"), py::arg("port"),
-           py::arg("gid_index"), py::arg("piece_bytes"))
+           py::arg("gid_index"), py::arg("piece_bytes"), py::arg("gpu"), py::arg("max_pending"))
       .def("offer", &offer)
       .def("connect", &connect);
 }

@@ -70,9 +70,9 @@ inline std::shared_ptr<RdmaLink> add_rdma(Transport& transport, int peer, const 
       transport.find_peer(peer), transport.bell(), transport.copier(), place,
       std::vector<Geometry>{transport.incoming(0), transport.incoming(1)},
       std::vector<Geometry>{transport.outgoing(0), transport.outgoing(1)});
-  for (size_t i = 0; i < 2; ++i) {
-    transport.set_receiver(i, peer, link->add_receiver(i));
-    transport.set_sender(i, peer, link->add_sender(i));
+  for (uint32_t i = 0; i < 2; ++i) {
+    transport.set_receiver(i, peer, link->make_receiver(i));
+    transport.set_sender(i, peer, link->make_sender(i));
   }
   transport.add_link(peer, link);
   return link;

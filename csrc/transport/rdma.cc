@@ -1,12 +1,7 @@
 #include "transport/rdma.h"
 
-#include <arpa/inet.h>
-#include <fcntl.h>
-#include <time.h>
-
 #include <algorithm>
 #include <cstring>
-#include <random>
 
 #include "base/error.h"
 
@@ -14,70 +9,27 @@ namespace dpp {
 
 namespace {
 
-constexpr uint64_t kRdmaStripeBytes = 4 << 20;
-constexpr size_t kRails = 4;
-constexpr uint32_t kMostBuffers = 64;
-constexpr uint32_t kFewestBuffers = 8;
+constexpr uint64_t kStripedBytes = 4 << 20;
 constexpr uint64_t kSmallestPiece = 256 << 10;
 constexpr uint64_t kPiecesPerMessage = 4;  // at least, so that copying and sending overlap
-constexpr int kMostCompletions = 16;
-
-// A lost path is named after 4.096 us x 2^16 x (7 + 1), 2.1 s; devices may take up to four times
-// that. A receiver is never short of receives, so that is not waited for long.
-constexpr uint8_t kTimeout = 16, kRetries = 7, kRnrRetries = 6, kMinRnrTimer = 12;
-constexpr uint8_t kHopLimit = 64;
-constexpr uint32_t kPacketMask = 0xffffff;
-
-// Identifiers of requests: the rail, and a buffer or none.
-constexpr uint64_t kNoBuffer = UINT32_MAX;
-uint64_t request_id(size_t rail, uint64_t buffer) { return rail << 32 | buffer; }
-
-// Immediate values: credit 1 | channel 11 | shares 4 | lower half of the sequence 16.
-constexpr uint32_t kCreditBit = 1u << 31;
-constexpr size_t kMostChannels = 1 << 11;
-constexpr uint32_t kMostSlots = 1 << 14;
-uint32_t immediate_value(uint32_t channel, uint64_t num_shares, uint64_t sequence) {
-  return channel << 20 | static_cast<uint32_t>(num_shares) << 16 |
-         static_cast<uint32_t>(sequence & 0xffff);
-}
-
-// The number next to `near` whose lower half is `low`.
-uint64_t widen(uint16_t low, uint64_t near) {
-  return near + static_cast<uint64_t>(
-                    static_cast<int64_t>(static_cast<int16_t>(low - static_cast<uint16_t>(near))));
-}
+constexpr uint32_t kMostSlots = 1 << 14;   // half of what 16 bits of a sequence number tell apart
+constexpr uint64_t kPage = 4096;
 
 uint64_t round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-constexpr uint64_t kPage = 4096;
-
-template <typename Object>
-Object* made(Object* object, const char* what, const RdmaPlace& place) {
-  if (object == nullptr) {
-    throw Error(Fault::kSetup, with_errno(std::string(what) + " on RDMA device " + place.device));
-  }
-  return object;
-}
-
-void make_nonblocking(int fd) {
-  const int flags = ::fcntl(fd, F_GETFL);
-  if (flags < 0 || ::fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0) {
-    throw Error(Fault::kSetup, with_errno("setting a descriptor of an RDMA device"));
-  }
-}
-
-uint64_t chosen_piece(const RdmaPlace& place, const RdmaLayout& peer_slots) {
-  return std::clamp<uint64_t>(round_up(peer_slots.largest_slot(), kPage), kPage,
-                              std::max(round_up(place.piece_bytes, kPage), kPage));
+// The number next to `near` whose lower half is `low`.
+uint64_t widen(uint16_t low, uint64_t near) {
+  const auto distance = static_cast<int16_t>(low - static_cast<uint16_t>(near));
+  return near + static_cast<uint64_t>(static_cast<int64_t>(distance));
 }
 
 void check_limits(const std::vector<Geometry>& channels) {
   uint64_t deepest = 0;
   for (const Geometry& channel : channels) deepest = std::max<uint64_t>(deepest, channel.depth);
-  if (channels.size() > kMostChannels || deepest > kMostSlots) {
+  if (channels.size() > RdmaImmediate::kMostChannels || deepest > kMostSlots) {
     throw Error(Fault::kSetup, std::to_string(channels.size()) + " channels of up to " +
                                    std::to_string(deepest) + " slots on one RDMA link; at most " +
-                                   std::to_string(kMostChannels) + " of " +
+                                   std::to_string(RdmaImmediate::kMostChannels) + " of " +
                                    std::to_string(kMostSlots) + " are possible (--dpp-slots)");
   }
 }
@@ -106,64 +58,83 @@ uint64_t RdmaLayout::offset(uint32_t channel, uint64_t sequence) const {
 // ---- sender
 // ---------------------------------------------------------------------------------------------------
 
-RdmaSender::RdmaSender(std::shared_ptr<RdmaLink> link, uint32_t channel, const Geometry& geometry)
-    : link_(std::move(link)),
-      channel_(channel),
-      geometry_(geometry),
-      begun_parcels_(geometry.depth) {}
+RdmaOutbox::RdmaOutbox(RdmaLink& link, uint32_t channel, const Geometry& geometry)
+    : link_(link), channel_(channel), geometry_(geometry), begun_parcels_(geometry.depth) {}
 
-bool RdmaSender::has_credit() {
+bool RdmaOutbox::has_credit() const {
   return begun_.load(std::memory_order_relaxed) - released_.load(std::memory_order_acquire) <
          geometry_.depth;
 }
 
-void RdmaSender::begin(Parcel& parcel) {
+void RdmaOutbox::begin(const Parcel& parcel) {
   const uint64_t begun = begun_.load(std::memory_order_relaxed);
   begun_parcels_[begun % geometry_.depth] = parcel;
   begun_.store(begun + 1, std::memory_order_release);
 }
 
-Step RdmaSender::finished() {
+Step RdmaOutbox::finished(PieceCopier& copier) {
+  const Parcel& parcel = begun_parcels_[num_finished_ % geometry_.depth];
+  if (num_pieces_ == 0) copier.start(parcel);
+  const bool whole = fill(parcel, copier);
+  if (const Step step = send_filled(copier); step != Step::kDone) return step;
+  if (!whole) return Step::kAgain;
   // Copied into buffers and posted: the source is free. The device, or an error, does the rest.
-  if (!send_pieces(begun_parcels_[num_finished_ % geometry_.depth])) return Step::kAgain;
   ++num_finished_;
-  sent_bytes_ = num_pieces_ = 0;
+  copied_bytes_ = num_pieces_ = 0;
   return Step::kDone;
 }
 
-bool RdmaSender::send_pieces(const Parcel& parcel) {
+bool RdmaOutbox::fill(const Parcel& parcel, PieceCopier& copier) {
   const uint64_t bytes = parcel.header.bytes, sequence = num_finished_ + 1;
   uint64_t piece = round_up((bytes + kPiecesPerMessage - 1) / kPiecesPerMessage, kPage);
-  piece = std::min(link_->piece_bytes_, std::max(piece, kSmallestPiece));
+  piece = std::min(link_.piece_bytes_, std::max(piece, kSmallestPiece));
   const uint64_t num_pieces = std::max<uint64_t>(1, (bytes + piece - 1) / piece);
-  const uint64_t num_shares = bytes < kRdmaStripeBytes ? 1 : std::min<uint64_t>(kRails, num_pieces);
-  const uint32_t immediate = immediate_value(channel_, num_shares, sequence);
+  const uint64_t num_shares =
+      bytes < kStripedBytes ? 1 : std::min<uint64_t>(kRdmaRails, num_pieces);
+  immediate_ = RdmaImmediate{false, channel_, static_cast<uint32_t>(num_shares),
+                             static_cast<uint16_t>(sequence)}
+                   .packed();
   for (; num_pieces_ != num_pieces; ++num_pieces_) {
-    const int index = link_->take_buffer();
-    if (index < 0) return false;
-    std::byte* to = link_->buffer(index);
+    const int buffer = link_.take_buffer();
+    if (buffer < 0) return false;
+    std::byte* to = link_.buffer(buffer);
     const uint64_t head = num_pieces_ == 0 ? sizeof(Header) : 0;
-    const uint64_t length = std::min(piece, bytes - sent_bytes_);
+    const uint64_t length = std::min(piece, bytes - copied_bytes_);
     std::memcpy(to, &parcel.header, head);
-    link_->copier_.copy(to + head, static_cast<const std::byte*>(parcel.data) + sent_bytes_,
-                        length);
+    copier.copy(to + head, static_cast<const std::byte*>(parcel.data) + copied_bytes_, length,
+                buffer);
     const uint64_t offset =
-        link_->peer_slots_.offset(channel_, sequence) + sizeof(Header) - head + sent_bytes_;
-    const bool closes = num_pieces_ + num_shares >= num_pieces;
-    link_->write(num_pieces_ % num_shares, index, head + length, offset,
-                 closes ? &immediate : nullptr);
-    sent_bytes_ += length;
+        link_.peer_slots_.offset(channel_, sequence) + sizeof(Header) - head + copied_bytes_;
+    filled_.push_back({buffer, num_pieces_ % num_shares, head + length, offset,
+                       num_pieces_ + num_shares >= num_pieces});
+    copied_bytes_ += length;
+    // The first piece is on its way while the next one is copied.
+    send_filled(copier);
   }
   return true;
 }
 
-void RdmaSender::receive_credit(uint16_t low) {
+Step RdmaOutbox::send_filled(PieceCopier& copier) {
+  for (; !filled_.empty(); filled_.pop_front()) {
+    const Piece& piece = filled_.front();
+    if (!copier.copied(piece.buffer)) return Step::kPoll;
+    link_.write(piece.rail, piece.buffer, piece.bytes, piece.offset,
+                piece.closes ? &immediate_ : nullptr);
+  }
+  return Step::kDone;
+}
+
+void RdmaOutbox::receive_credit(uint16_t low) {
   const uint64_t before = released_.load(std::memory_order_relaxed);
   const uint64_t released = widen(low, before);
   if (released < before || released > begun_.load(std::memory_order_acquire)) {
-    link_->refuse("credit for messages never sent on " + geometry_.text());
+    link_.refuse("credit for messages never sent on " + geometry_.text());
   }
   released_.store(released, std::memory_order_release);
+}
+
+void RdmaSender::copy(std::byte* to, const std::byte* from, uint64_t bytes, int) {
+  link_->copier_.copy(to, from, bytes);
 }
 
 // ---- receiver
@@ -181,11 +152,14 @@ Header RdmaReceiver::header(uint64_t sequence) {
   return header;
 }
 
+const std::byte* RdmaReceiver::payload(uint64_t sequence) const {
+  return link_->slot_memory_.mapping.data() + link_->slots_.offset(channel_, sequence) +
+         sizeof(Header);
+}
+
 void RdmaReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t) {
   expect_large_pages(to, bytes);
-  const std::byte* slot =
-      link_->slot_memory_.mapping.data() + link_->slots_.offset(channel_, sequence);
-  link_->copier_.copy(to, slot + sizeof(Header), bytes);
+  link_->copier_.copy(to, payload(sequence), bytes);
 }
 
 void RdmaReceiver::release(uint64_t sequence) {
@@ -216,336 +190,6 @@ bool RdmaReceiver::close_share(uint16_t low, uint32_t num_shares) {
   // the completion that led here.
   if (arrived != before) arrived_.store(arrived, std::memory_order_release);
   return arrived != before;
-}
-
-// ---- link: set-up
-// -----------------------------------------------------------------------------------------------------
-
-RdmaLink::RdmaLink(std::shared_ptr<Peer> peer, Bell* bell, const Copier& copier,
-                   const RdmaPlace& place, std::vector<Geometry> incoming,
-                   std::vector<Geometry> outgoing)
-    : peer_(std::move(peer)),
-      bell_(bell),
-      copier_(copier),
-      place_(place),
-      incoming_(std::move(incoming)),
-      outgoing_(std::move(outgoing)),
-      slots_(incoming_),
-      peer_slots_(outgoing_),
-      piece_bytes_(chosen_piece(place, peer_slots_)),
-      num_buffers_(std::clamp(peer_slots_.num_slots(), kFewestBuffers, kMostBuffers)),
-      most_sends_(num_buffers_ + 2 * slots_.num_slots() + 1),
-      api_(verbs::Api::load()),
-      context_(verbs::open_device(*api_, place.device)),
-      port_(verbs::query_port(*api_, context_.get(), place.port)),
-      domain_(made(api_->alloc_pd(context_.get()), "a protection domain", place), api_->dealloc_pd),
-      slot_memory_(SharedMemory::create("dpp-rdma-slots",
-                                        std::max(kPage, round_up(slots_.total_bytes(), kPage)))),
-      buffer_memory_(SharedMemory::create(
-          "dpp-rdma-buffers",
-          outgoing_.empty() ? kPage : round_up(num_buffers_ * buffer_bytes(), kPage))),
-      slot_region_(verbs::register_memory(*api_, domain_.get(), slot_memory_.mapping.data(),
-                                          slot_memory_.mapping.size(), true)),
-      buffer_region_(verbs::register_memory(*api_, domain_.get(), buffer_memory_.mapping.data(),
-                                            buffer_memory_.mapping.size(), false)),
-      channel_(made(api_->create_comp_channel(context_.get()), "a completion channel", place),
-               api_->destroy_comp_channel) {
-  // Every message in flight may close a share on every rail, and every message sent may bring one
-  // credit.
-  const uint32_t num_receives = slots_.num_slots() + peer_slots_.num_slots() + 1;
-  const auto num_completions = static_cast<int>(kRails * (num_receives + most_sends_));
-  completions_ = {made(api_->create_cq(context_.get(), num_completions, nullptr, channel_.get(), 0),
-                       "a completion queue", place),
-                  api_->destroy_cq};
-  make_nonblocking(channel_->fd);
-  make_nonblocking(context_->async_fd);
-  descriptors_ = {channel_->fd, context_->async_fd};
-  context_->calls.notify(completions_.get(), 0);
-  verbs::GidEntry own = {};
-  if (const int error =
-          api_->query_gid(context_.get(), place.port, place.gid_index, &own, 0, sizeof(own))) {
-    throw Error(Fault::kSetup, with_errno("GID " + std::to_string(place.gid_index) + " of " +
-                                              place.device + " is gone",
-                                          error));
-  }
-  offer_.gid = verbs::gid_text(own.gid);
-  offer_.lid = port_.lid;
-  offer_.mtu = port_.active_mtu;
-  offer_.address = reinterpret_cast<uintptr_t>(slot_memory_.mapping.data());
-  offer_.rkey = slot_region_->rkey;
-  for (size_t i = 0; i < kRails; ++i) make_rail(num_receives);
-  for (uint32_t i = 0; i < num_buffers_; ++i) free_buffers_.push_back(static_cast<int>(i));
-}
-
-void RdmaLink::make_rail(uint32_t num_receives) {
-  verbs::QueuePairSettings settings = {};
-  settings.send_queue = settings.receive_queue = completions_.get();
-  settings.limits = {most_sends_, num_receives, 1, 1, 0};
-  settings.type = verbs::kReliableConnection;
-  const size_t rail = rails_.size();
-  rails_.push_back(
-      {{made(api_->create_qp(domain_.get(), &settings), "a queue pair", place_), api_->destroy_qp},
-       0});
-  verbs::QueuePairAttributes attributes = {};
-  attributes.state = verbs::kStateInit;
-  attributes.port = place_.port;
-  attributes.access = verbs::kRemoteWrite;
-  modify(rail, attributes, verbs::kHasState | verbs::kHasPkey | verbs::kHasPort | verbs::kHasAccess,
-         "INIT");
-  for (uint32_t i = 0; i < num_receives; ++i) post_receive(rail);
-  offer_.queue_pairs.push_back(rails_[rail].pair->number);
-  offer_.first_packets.push_back(std::random_device()() & kPacketMask);
-}
-
-void RdmaLink::modify(size_t rail, verbs::QueuePairAttributes& attributes, int mask,
-                      const char* what) {
-  const int error = api_->modify_qp(rails_[rail].pair.get(), &attributes, mask);
-  if (error == 0) return;
-  throw Error(Fault::kSetup,
-              with_errno(std::string("moving a queue pair to ") + what + " on " + place_.device +
-                             " port " + std::to_string(place_.port) + " (GID " +
-                             std::to_string(place_.gid_index) + ") for " + peer_->description(),
-                         error) +
-                  "; are both addresses of --node-ips in one RDMA network?");
-}
-
-void RdmaLink::post_receive(size_t rail) {
-  verbs::ReceiveRequest request = {request_id(rail, kNoBuffer), nullptr, nullptr, 0};
-  verbs::ReceiveRequest* bad = nullptr;
-  if (const int error = context_->calls.post_receive(rails_[rail].pair.get(), &request, &bad)) {
-    throw Error(Fault::kSetup, with_errno("posting a receive on " + place_.device, error));
-  }
-}
-
-void RdmaLink::connect(const RdmaOffer& peer) {
-  if (peer.queue_pairs.size() != kRails || peer.first_packets.size() != kRails) {
-    refuse("an offer of " + std::to_string(peer.queue_pairs.size()) + " queue pairs");
-  }
-  peer_address_ = peer.address;
-  peer_rkey_ = peer.rkey;
-  for (size_t rail = 0; rail < kRails; ++rail) connect_rail(rail, peer);
-}
-
-void RdmaLink::connect_rail(size_t rail, const RdmaOffer& peer) {
-  using namespace verbs;
-  QueuePairAttributes attributes = {};
-  attributes.state = kStateReadyToReceive;
-  attributes.mtu = std::min(peer.mtu, offer_.mtu);
-  attributes.peer_number = peer.queue_pairs[rail];
-  attributes.receive_psn = peer.first_packets[rail] & kPacketMask;
-  attributes.max_peer_reads = 1;
-  attributes.min_rnr_timer = kMinRnrTimer;
-  attributes.path.port = place_.port;
-  attributes.path.lid = peer.lid;
-  // Within one InfiniBand subnet the LID is enough; RoCE and other subnets need the GID.
-  const bool one_subnet = peer.gid.substr(0, 16) == offer_.gid.substr(0, 16);
-  attributes.path.has_route = port_.link_layer == kLinkEthernet || !one_subnet || peer.lid == 0;
-  attributes.path.route.gid = gid_from(peer.gid);
-  attributes.path.route.source_gid_index = static_cast<uint8_t>(place_.gid_index);
-  attributes.path.route.hop_limit = kHopLimit;
-  modify(rail, attributes,
-         kHasState | kHasPath | kHasMtu | kHasPeer | kHasReceivePsn | kHasMaxPeerReads |
-             kHasMinRnrTimer,
-         "ready to receive");
-  attributes = {};
-  attributes.state = kStateReadyToSend;
-  attributes.timeout = kTimeout;
-  attributes.retries = kRetries;
-  attributes.rnr_retries = kRnrRetries;
-  attributes.send_psn = offer_.first_packets[rail];
-  attributes.max_reads = 1;
-  modify(rail, attributes,
-         kHasState | kHasTimeout | kHasRetries | kHasRnrRetries | kHasSendPsn | kHasMaxReads,
-         "ready to send");
-}
-
-std::unique_ptr<Sender> RdmaLink::add_sender(size_t channel) {
-  auto sender = std::make_unique<RdmaSender>(shared_from_this(), static_cast<uint32_t>(channel),
-                                             outgoing_.at(channel));
-  senders_.push_back(sender.get());
-  return sender;
-}
-
-std::unique_ptr<Receiver> RdmaLink::add_receiver(size_t channel) {
-  auto receiver = std::make_unique<RdmaReceiver>(shared_from_this(), static_cast<uint32_t>(channel),
-                                                 incoming_.at(channel));
-  receivers_.push_back(receiver.get());
-  return receiver;
-}
-
-// ---- link: sending
-// ----------------------------------------------------------------------------------------------------
-
-std::byte* RdmaLink::buffer(int index) const {
-  return buffer_memory_.mapping.data() + static_cast<uint64_t>(index) * buffer_bytes();
-}
-
-int RdmaLink::take_buffer() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (free_buffers_.empty()) return -1;
-  const int index = free_buffers_.back();
-  free_buffers_.pop_back();
-  return index;
-}
-
-void RdmaLink::write(size_t rail, int index, uint64_t bytes, uint64_t offset,
-                     const uint32_t* immediate) {
-  verbs::Piece piece = {reinterpret_cast<uintptr_t>(buffer(index)), static_cast<uint32_t>(bytes),
-                        buffer_region_->lkey};
-  verbs::SendRequest request = {};
-  request.id = request_id(rail, static_cast<uint64_t>(index));
-  request.pieces = &piece;
-  request.num_pieces = 1;
-  request.remote.address = peer_address_ + offset;
-  request.remote.rkey = peer_rkey_;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  post(rail, request, immediate);
-}
-
-void RdmaLink::post(size_t rail, verbs::SendRequest& request, const uint32_t* immediate) {
-  request.opcode = immediate != nullptr ? verbs::kWriteWithImmediate : verbs::kWrite;
-  request.flags = verbs::kSignaled;
-  if (immediate != nullptr) request.immediate = htonl(*immediate);
-  verbs::SendRequest* bad = nullptr;
-  if (const int error = context_->calls.post_send(rails_[rail].pair.get(), &request, &bad)) {
-    throw Error(Fault::kPeerDead,
-                with_errno("sending to " + peer_->description() + " on " + place_.device, error));
-  }
-  ++rails_[rail].in_flight;
-}
-
-void RdmaLink::send_credits() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (uint32_t channel = 0; channel < receivers_.size(); ++channel) {
-    RdmaReceiver& receiver = *receivers_[channel];
-    const uint64_t released = receiver.released_.load(std::memory_order_acquire);
-    // The rest follows when a send has completed.
-    if (released == receiver.credited_ || rails_[0].in_flight + num_buffers_ >= most_sends_)
-      continue;
-    verbs::SendRequest request = {};
-    request.id = request_id(0, kNoBuffer);
-    request.remote.address = peer_address_;
-    request.remote.rkey = peer_rkey_;
-    const uint32_t immediate = kCreditBit | immediate_value(channel, 0, released);
-    post(0, request, &immediate);
-    receiver.credited_ = released;
-  }
-}
-
-// ---- link: completions
-// --------------------------------------------------------------------------------------------------
-
-bool RdmaLink::on_ready(size_t index) {
-  if (index == 1) {
-    handle_device_events();
-    return true;
-  }
-  unsigned count = 0;
-  verbs::CompletionQueue* queue = nullptr;
-  void* user = nullptr;
-  while (api_->get_cq_event(channel_.get(), &queue, &user) == 0) ++count;
-  if (count != 0) api_->ack_cq_events(completions_.get(), count);
-  // Before the queue is emptied, so that what comes later raises the next event.
-  context_->calls.notify(completions_.get(), 0);
-  handle_completions();
-  return true;
-}
-
-void RdmaLink::handle_completions() {
-  verbs::Completion found[kMostCompletions];
-  while (true) {
-    const int count = context_->calls.poll(completions_.get(), kMostCompletions, found);
-    if (count < 0) throw Error(Fault::kSetup, "polling the completions of " + place_.device);
-    if (count == 0) return;
-    for (int i = 0; i < count; ++i) handle(found[i]);
-    send_credits();
-  }
-}
-
-void RdmaLink::handle(const verbs::Completion& completion) {
-  const size_t rail = completion.id >> 32;
-  const uint64_t index = completion.id & UINT32_MAX;
-  // The fields other than id are undefined in a failed completion.
-  if (completion.status != 0) {
-    if (!peer_->departed()) report(completion);
-    return;
-  }
-  if (completion.opcode == verbs::kReceivedImmediate) {
-    post_receive(rail);
-    return handle_immediate(ntohl(completion.immediate));
-  }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  --rails_[rail].in_flight;
-  if (index != kNoBuffer) free_buffers_.push_back(static_cast<int>(index));
-}
-
-void RdmaLink::handle_immediate(uint32_t value) {
-  const uint32_t channel = (value & ~kCreditBit) >> 20, num_shares = value >> 16 & 15;
-  const auto low = static_cast<uint16_t>(value);
-  const bool credit = (value & kCreditBit) != 0;
-  if (channel >= (credit ? senders_.size() : receivers_.size())) {
-    refuse((credit ? "credit for" : "a message on") +
-           (" unknown channel " + std::to_string(channel)));
-  }
-  if (credit) return senders_[channel]->receive_credit(low);
-  if (receivers_[channel]->close_share(low, num_shares)) bell_->ring();
-}
-
-void RdmaLink::handle_device_events() {
-  verbs::AsyncEvent event = {};
-  while (api_->get_async_event(context_.get(), &event) == 0) {
-    const int type = event.type;
-    if (type == verbs::kPortErrorEvent) port_down_ = true;
-    if (type == verbs::kPortActiveEvent) port_down_ = false;
-    api_->ack_async_event(&event);
-    if (type == verbs::kDeviceFatalEvent) {
-      throw Error(Fault::kSetup, "RDMA device " + place_.device +
-                                     " has failed (see dmesg); the link to " +
-                                     peer_->description() + " is gone");
-    }
-  }
-}
-
-void RdmaLink::report(const verbs::Completion& completion) const {
-  const int status = completion.status;
-  const std::string what = std::string(api_->wc_status_str(status)) + " (status " +
-                           std::to_string(status) + ", vendor error " +
-                           std::to_string(completion.vendor_error) + ") on " + place_.device +
-                           " port " + std::to_string(place_.port) +
-                           (port_down_ ? ", which is down: cable or switch" : "");
-  const bool unreachable = status == verbs::kRetriesExceeded || status == verbs::kResponseTimeout ||
-                           status == verbs::kReceiverNotReady || status == verbs::kFlushed;
-  if (unreachable) {
-    throw Error(Fault::kPeerDead,
-                peer_->description() + " cannot be reached over RDMA any more: " + what);
-  }
-  const bool refused = status == verbs::kRemoteInvalid || status == verbs::kRemoteAccess ||
-                       status == verbs::kRemoteOperation;
-  throw Error(refused ? Fault::kProtocol : Fault::kSetup,
-              refused ? peer_->description() + " refused an RDMA write: " + what
-                      : "an RDMA write to " + peer_->description() + " failed: " + what);
-}
-
-void RdmaLink::refuse(const std::string& why) const {
-  throw Error(Fault::kProtocol,
-              peer_->description() + " sent " + why + "; it is not listened to any longer");
-}
-
-void RdmaLink::on_credit(std::string_view note) {
-  refuse("a credit note of " + std::to_string(note.size()) + " bytes on an RDMA link");
-}
-
-// What was posted lies in our buffers: they must stay until the device has sent them.
-void RdmaLink::drain(uint64_t deadline_ns) {
-  const auto all_sent = [this] {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return free_buffers_.size() == num_buffers_;
-  };
-  const timespec nap = {0, 50'000};
-  while (!all_sent() && !peer_->departed() && monotonic_ns() < deadline_ns) {
-    handle_completions();
-    ::nanosleep(&nap, nullptr);
-  }
 }
 
 }  // namespace dpp

@@ -16,6 +16,7 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -48,6 +49,25 @@ struct RdmaOffer {
   std::vector<uint32_t> first_packets;  // packet sequence numbers
 };
 
+constexpr size_t kRdmaRails = 4;  // queue pairs of a link
+
+// The 32 bits that a write may carry: credit 1 | channel 11 | shares 4 | end of the sequence 16.
+struct RdmaImmediate {
+  static constexpr uint32_t kMostChannels = 1 << 11;
+
+  bool credit;
+  uint32_t channel, num_shares;
+  uint16_t sequence;
+
+  uint32_t packed() const {
+    return static_cast<uint32_t>(credit) << 31 | channel << 20 | num_shares << 16 | sequence;
+  }
+  static RdmaImmediate unpacked(uint32_t value) {
+    return {value >> 31 != 0, value >> 20 & (kMostChannels - 1), value >> 16 & 15,
+            static_cast<uint16_t>(value)};
+  }
+};
+
 // Where the slots of a link's channels lie in its memory; both sides compute it.
 class RdmaLayout {
  public:
@@ -70,32 +90,71 @@ class RdmaLayout {
 
 class RdmaLink;
 
-class RdmaSender : public Sender {
+// How the bytes of a piece get into a registered buffer.
+class PieceCopier {
  public:
-  RdmaSender(std::shared_ptr<RdmaLink> link, uint32_t channel, const Geometry& geometry);
-  bool has_credit() override;
-  bool ask_for_credit() override { return has_credit(); }
-  void begin(Parcel& parcel) override;
-  Step finished() override;
+  virtual ~PieceCopier() = default;
+  // Before the first piece of a message.
+  virtual void start(const Parcel& parcel) = 0;
+  virtual void copy(std::byte* to, const std::byte* from, uint64_t bytes, int buffer) = 0;
+  virtual bool copied(int buffer) = 0;
+};
 
- private:
-  friend class RdmaLink;
-
-  bool send_pieces(const Parcel& parcel);  // false: no buffer is free
+// The sending half of a channel, wherever its tensors are.
+class RdmaOutbox {
+ public:
+  RdmaOutbox(RdmaLink& link, uint32_t channel, const Geometry& geometry);
+  // Owner, as in Sender.
+  bool has_credit() const;
+  void begin(const Parcel& parcel);
+  Step finished(PieceCopier& copier);
+  // Progress thread.
   void receive_credit(uint16_t released);
 
-  const std::shared_ptr<RdmaLink> link_;
+ private:
+  struct Piece {
+    int buffer;
+    size_t rail;
+    uint64_t bytes, offset;
+    bool closes;
+  };
+
+  bool fill(const Parcel& parcel, PieceCopier& copier);  // false: no buffer was free
+  Step send_filled(PieceCopier& copier);
+
+  RdmaLink& link_;  // which owns us
   const uint32_t channel_;
   const Geometry geometry_;
 
   // Owner only.
   std::vector<Parcel> begun_parcels_;
   uint64_t num_finished_ = 0;
-  uint64_t sent_bytes_ = 0;  // of the oldest message
-  uint64_t num_pieces_ = 0;  // of it, that were posted
+  // Of the oldest message: bytes copied, pieces copied, those of them that are not posted yet.
+  uint64_t copied_bytes_ = 0;
+  uint64_t num_pieces_ = 0;
+  std::deque<Piece> filled_;
+  uint32_t immediate_ = 0;
 
   std::atomic<uint64_t> begun_{0};     // written by the owner
   std::atomic<uint64_t> released_{0};  // by the receiver; written by the progress thread
+};
+
+class RdmaSender : public Sender, private PieceCopier {
+ public:
+  RdmaSender(const std::shared_ptr<RdmaLink>& link, RdmaOutbox* outbox)
+      : link_(link), outbox_(outbox) {}
+  bool has_credit() override { return outbox_->has_credit(); }
+  bool ask_for_credit() override { return outbox_->has_credit(); }
+  void begin(Parcel& parcel) override { outbox_->begin(parcel); }
+  Step finished() override { return outbox_->finished(*this); }
+
+ private:
+  void start(const Parcel&) override {}
+  void copy(std::byte* to, const std::byte* from, uint64_t bytes, int buffer) override;
+  bool copied(int) override { return true; }
+
+  const std::shared_ptr<RdmaLink> link_;
+  RdmaOutbox* const outbox_;  // the link's
 };
 
 class RdmaReceiver : public Receiver {
@@ -105,6 +164,9 @@ class RdmaReceiver : public Receiver {
   Header header(uint64_t sequence) override;
   void copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) override;
   void release(uint64_t sequence) override;
+
+ protected:
+  const std::byte* payload(uint64_t sequence) const;
 
  private:
   friend class RdmaLink;
@@ -136,8 +198,14 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
   const RdmaOffer& offer() const { return offer_; }
   // Before the first message, and before the peer's.
   void connect(const RdmaOffer& peer);
-  std::unique_ptr<Sender> add_sender(size_t channel);
-  std::unique_ptr<Receiver> add_receiver(size_t channel);
+  // Channels by their index in the vectors given above, each once.
+  RdmaOutbox* outbox(uint32_t channel) { return outboxes_.at(channel).get(); }
+  std::unique_ptr<Sender> make_sender(uint32_t channel);
+  std::unique_ptr<Receiver> make_receiver(uint32_t channel);
+  void set_receiver(uint32_t channel, RdmaReceiver* receiver) { receivers_.at(channel) = receiver; }
+  uint32_t num_buffers() const { return num_buffers_; }
+  const Mapping& buffer_memory() const { return buffer_memory_.mapping; }
+  const Mapping& slot_memory() const { return slot_memory_.mapping; }
 
   const std::vector<int>& descriptors() const override { return descriptors_; }
   bool on_ready(size_t index) override;
@@ -145,6 +213,7 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
   void drain(uint64_t deadline_ns) override;
 
  private:
+  friend class RdmaOutbox;
   friend class RdmaSender;
   friend class RdmaReceiver;
 
@@ -200,8 +269,8 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
   uint64_t peer_address_ = 0;
   uint32_t peer_rkey_ = 0;
   std::vector<int> descriptors_;
-  std::vector<RdmaSender*> senders_;      // owned by the transport's channels, which are destroyed
-  std::vector<RdmaReceiver*> receivers_;  // after the thread ends
+  std::vector<std::unique_ptr<RdmaOutbox>> outboxes_;
+  std::vector<RdmaReceiver*> receivers_;  // owned by the transport, which ends the thread first
   bool port_down_ = false;                // progress thread only
 
   std::mutex mutex_;

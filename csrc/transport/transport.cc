@@ -187,7 +187,27 @@ void Transport::check() {
                 "rank " + std::to_string(settings_.rank) + ": the transport is closed");
   }
   // Acquire: pairs with the release in fail(), which makes failure_ visible.
-  if (failed_.load(std::memory_order_acquire)) throw *failure_;
+  if (failed_.load(std::memory_order_acquire)) throw_failure();
+}
+
+void Transport::throw_failure() {
+  throw Error(failure_->fault(), failure_->what() + oldest_missing());
+}
+
+// The channel that has brought the fewest messages: what this rank most likely waits for.
+std::string Transport::oldest_missing() const {
+  const auto behind = [](const Incoming& one, const Incoming& other) {
+    return one.seen < other.seen;
+  };
+  const auto oldest = std::min_element(incoming_.begin(), incoming_.end(), behind);
+  if (oldest == incoming_.end()) return "";
+  std::string text = "; the oldest missing message here is number " +
+                     std::to_string(oldest->seen + 1) + " of " + oldest->geometry.text();
+  if (oldest->taken == oldest->seen && oldest->taken != 0) {
+    text += ", after microbatch " + std::to_string(oldest->header.microbatch) + " of iteration " +
+            std::to_string(oldest->header.iteration);
+  }
+  return text;
 }
 
 Outgoing::Put Transport::put(size_t channel, const Parcel& parcel) {
@@ -377,7 +397,7 @@ void Transport::fail(const Error& error, std::string_view body) {
 
 // A failure of the caller's thread. What check() threw is known already.
 void Transport::fail_and_throw(const Error& error) {
-  if (failed_.load(std::memory_order_acquire)) throw *failure_;
+  if (failed_.load(std::memory_order_acquire)) throw_failure();
   break_off(error.fault(), error.what());
 }
 

@@ -110,6 +110,8 @@ class Transport {
   [[noreturn]] void break_off(Fault fault, const std::string& text);
   void wait_for_room(size_t channel);
   void drain_links();
+  [[noreturn]] void throw_failure();
+  std::string oldest_missing() const;
   Incoming& arrived_channel(size_t channel);
 
   // Progress thread.

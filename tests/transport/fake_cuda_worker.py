@@ -33,7 +33,7 @@ CHUNKS = 3
 def pretend() -> None:
     """Let the CPU be cuda:0."""
     torch._C._cuda_getCurrentRawStream = lambda index: 0
-    native.device_index = gpu_module.device_index = lambda device: 0
+    native.device_index = gpu_module.device_index = opening.device_index = lambda device: 0
     facts = functools.partial(gpu_module.gpu_facts, device=torch.device("cuda"))
     opening.gpu_facts = lambda library, device: facts(library)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.transport.kinds import build_fake_verbs
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("fake_cuda_worker.py")
 
@@ -18,12 +20,13 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the fake libcuda.so.1."""
+    """A folder with the fake libcuda.so.1 and the fake libibverbs.so.1."""
     folder = tmp_path_factory.mktemp("driver")
     source = REPOSITORY / "csrc" / "tests" / "fake_cuda.cc"
     target = folder / "libcuda.so.1"
     command = ["g++", "-std=c++17", "-shared", "-fPIC", str(source), "-o", str(target)]
     subprocess.run(command, check=True, timeout=120)
+    build_fake_verbs(folder)
     return folder
 
 
@@ -40,7 +43,13 @@ def run(driver: Path, *arguments: str, **environment: str) -> subprocess.Complet
 
 @pytest.mark.parametrize(
     "arguments",
-    [("cuda_ipc",), ("cuda_ipc", "writes"), ("cuda_ipc", "checksum"), ("staged", "checksum")],
+    [
+        ("cuda_ipc",),
+        ("cuda_ipc", "writes"),
+        ("cuda_ipc", "checksum"),
+        ("staged", "checksum"),
+        ("rdma", "checksum"),
+    ],
     ids=" ".join,
 )
 def test_random_messages_both_ways(driver, arguments):

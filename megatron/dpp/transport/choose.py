@@ -105,6 +105,11 @@ _RULES: tuple[tuple[str, Obstacle, str], ...] = (
 """Kinds in order of preference: what stands against it, and why it is taken when nothing does."""
 
 
+def _stages(kind: str, side: Facts) -> bool:
+    """Whether CUDA tensors of a side need copies through the host that the kind does not make."""
+    return side.device != "cpu" and kind not in GPU_KINDS and not (kind == "rdma" and side.gpu)
+
+
 def choose(own: Facts, peer: Facts, wanted: str = "auto") -> Choice:
     """The kind of the link between two ranks.
 
@@ -119,7 +124,7 @@ def choose(own: Facts, peer: Facts, wanted: str = "auto") -> Choice:
             continue
         against = obstacle(one, other)
         if against is None:
-            staged = kind not in GPU_KINDS and any(facts.device != "cpu" for facts in (one, other))
+            staged = _stages(kind, one) or _stages(kind, other)
             note = "; CUDA tensors pass through the host's memory" if staged else ""
             if kind == "tcp" and obstacles:
                 note += f" [{obstacles[-1]}]"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from megatron.dpp.transport.base import (
     Transport,
     check_payload,
 )
-from megatron.dpp.transport.choose import GPU_KINDS
 from megatron.dpp.transport.gpu import device_index
 
 
@@ -68,7 +67,10 @@ class NativeBoard(Board):
 
 
 class NativeTransport(Transport):
-    """One rank's channels in C++. Made by :func:`open_native`."""
+    """One rank's channels in C++. Made by :func:`open_native`.
+
+    ``in_place``: peers whose links read and write CUDA tensors where they are.
+    """
 
     def __init__(
         self,
@@ -81,6 +83,7 @@ class NativeTransport(Transport):
         links: Sequence[LinkInfo],
         board: Board | None,
         dtype_names: Sequence[str],
+        in_place: Collection[int] = (),
         abandon_after: float | None = None,
     ) -> None:
         self.rank = rank
@@ -91,9 +94,8 @@ class NativeTransport(Transport):
         self._device = device
         self._gpu = device_index(device) if device.type == "cuda" else -1
         self._links = links
-        on_gpu = {link.peer for link in links if link.kind in GPU_KINDS}
-        self._takes_in_place = [spec.source in on_gpu for spec in incoming]
-        self._sends_in_place = [spec.destination in on_gpu for spec in outgoing]
+        self._takes_in_place = [spec.source in in_place for spec in incoming]
+        self._sends_in_place = [spec.destination in in_place for spec in outgoing]
         self._num_incoming = len(incoming)
         self._dtypes = [getattr(torch, name, None) for name in dtype_names]
         self._codes = {dtype: code for code, dtype in enumerate(self._dtypes) if dtype is not None}

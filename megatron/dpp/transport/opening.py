@@ -20,7 +20,7 @@ from megatron.dpp.errors import ConfigError, ProtocolError, SetupError, VersionM
 from megatron.dpp.transport import handshake
 from megatron.dpp.transport.base import ChannelSpec, LinkInfo
 from megatron.dpp.transport.choose import GPU_KINDS, Choice, Facts, choose
-from megatron.dpp.transport.gpu import GpuLink, GpuLinks, gpu_facts
+from megatron.dpp.transport.gpu import GpuLink, GpuLinks, device_index, gpu_facts
 from megatron.dpp.transport.native import NativeBoard, NativeTransport, load_native
 from megatron.dpp.transport.options import TransportOptions
 from megatron.dpp.transport.rdma import Place, RdmaPeer, find_place, join_rdma
@@ -77,6 +77,7 @@ class _Opening:
         self._facts: dict[int, Facts] = {}
         self._choices: dict[int, Choice] = {}
         self._place: Place | None = None
+        self._gpu = -1  # the GPU whose tensors our links can read and write
 
     def run(self, store: Store) -> NativeTransport:
         """Open the transport, or leave nothing behind."""
@@ -113,8 +114,13 @@ class _Opening:
             links=links,
             board=board,
             dtype_names=self._library.dtype_names,
+            in_place={link.peer for link in links if self._in_place(link.kind)},
             abandon_after=self._options.abandon_after,
         )
+
+    def _in_place(self, kind: str) -> bool:
+        """Whether links of a kind carry CUDA tensors without help."""
+        return kind in GPU_KINDS or (kind == "rdma" and self._gpu >= 0)
 
     def _peers(self) -> list[int]:
         peers = {spec.source for spec in self._incoming}
@@ -143,6 +149,7 @@ class _Opening:
 
     def _own_facts(self, rendezvous: Rendezvous) -> Facts:
         gpu, gpu_access = gpu_facts(self._library, self._device)
+        self._gpu = device_index(self._device) if gpu else -1
         no_rdma = self._find_place()
         return Facts(
             rank=self._rank,
@@ -261,7 +268,7 @@ class _Opening:
             if self._choices[peer].kind == "rdma"
         ]
         if peers and self._place:
-            join_rdma(self._library, native, self._place, self._options, peers)
+            join_rdma(self._library, native, self._place, self._options, peers, self._gpu)
 
     def _add_peer(self, native: Any, peer: int, control: Connection, fds: list[int]) -> None:
         facts, kind = self._facts[peer], self._choices[peer].kind

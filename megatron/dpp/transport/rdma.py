@@ -112,9 +112,16 @@ def _infiniband_interfaces(interface: str) -> list[tuple[str, int]]:
 
 
 def join_rdma(
-    library: Any, native: Any, place: Place, options: TransportOptions, peers: Sequence[RdmaPeer]
+    library: Any,
+    native: Any,
+    place: Place,
+    options: TransportOptions,
+    peers: Sequence[RdmaPeer],
+    gpu: int = -1,
 ) -> None:
     """Make our slots and queue pairs, and connect them with the peers'.
+
+    With ``gpu``, a device's number, tensors on it are sent and received in place.
 
     All ranks go through the same rounds, first every send, then every receive, so nobody waits in a
     circle. After the second round every queue pair of both sides can receive.
@@ -132,6 +139,8 @@ def join_rdma(
             port=place.port,
             gid_index=place.gid_index,
             piece_bytes=options.workload * _ELEMENT_BYTES,
+            gpu=gpu,
+            max_pending=options.max_pending,
         )
         handshake.send_message(peer.sock, {"rdma": peer.link.offer()})
     for peer in peers:

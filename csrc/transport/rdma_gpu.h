@@ -1,0 +1,70 @@
+// The ends of an RDMA channel whose tensors are on a GPU: pieces are copied between the GPU and the
+// link's registered buffers and slots by the GPU's copy engines, several at once. The card reads
+// and writes host memory only; GPUDirect (registering the GPU's memory) is not used.
+#pragma once
+
+#include <memory>
+
+#include "transport/device.h"
+#include "transport/rdma.h"
+
+namespace dpp {
+
+// A link's memory as one GPU sees it.
+class RdmaGpu {
+ public:
+  RdmaGpu(std::shared_ptr<RdmaLink> link, int ordinal);  // throws kUnavailable or kSetup
+
+  const std::shared_ptr<RdmaLink>& link() const { return link_; }
+  const cuda::DevicePtr& device() const { return device_; }
+  const std::shared_ptr<cuda::Stream>& stream() const { return stream_; }
+
+  // max_pending: puts that may wait at once on a channel.
+  std::unique_ptr<Sender> make_sender(uint32_t channel, uint32_t max_pending,
+                                      std::shared_ptr<RdmaGpu> self);
+  std::unique_ptr<Receiver> make_receiver(uint32_t channel, const Geometry& geometry,
+                                          std::shared_ptr<RdmaGpu> self);
+
+ private:
+  const std::shared_ptr<RdmaLink> link_;
+  const cuda::DevicePtr device_;
+  const std::shared_ptr<cuda::Stream> stream_;
+  const cuda::Pinned buffers_, slots_;
+};
+
+class RdmaGpuSender : public DeviceSender, private PieceCopier {
+ public:
+  RdmaGpuSender(std::shared_ptr<RdmaGpu> gpu, RdmaOutbox* outbox, uint32_t max_pending);
+  bool has_credit() override { return outbox_->has_credit(); }
+  bool ask_for_credit() override { return outbox_->has_credit(); }
+  void begin(Parcel& parcel) override { outbox_->begin(parcel); }
+  Step finished() override;
+
+ private:
+  void start(const Parcel& parcel) override { follow_producer(parcel); }
+  void copy(std::byte* to, const std::byte* from, uint64_t bytes, int buffer) override;
+  bool copied(int buffer) override { return marks_.passed(static_cast<uint64_t>(buffer)); }
+
+  const std::shared_ptr<RdmaGpu> gpu_;
+  RdmaOutbox* const outbox_;
+  Marks marks_;  // by buffer
+};
+
+class RdmaGpuReceiver : public RdmaReceiver {
+ public:
+  RdmaGpuReceiver(std::shared_ptr<RdmaGpu> gpu, uint32_t channel, const Geometry& geometry);
+  void copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) override;
+  uint32_t checksum(const void* to, uint64_t bytes, uintptr_t stream) override;
+  // The slot is free once the copy out of it has happened, which settle() finds.
+  void release(uint64_t sequence) override { wanted_.store(sequence, std::memory_order_release); }
+  bool settles() const override { return true; }
+  Step settle(bool& progressed) override;
+
+ private:
+  const std::shared_ptr<RdmaGpu> gpu_;
+  Marks copied_;
+  std::atomic<uint64_t> wanted_{0};  // release: the mark is set before
+  uint64_t freed_ = 0;               // progress thread only
+};
+
+}  // namespace dpp
