@@ -94,6 +94,14 @@ class Rank {
   std::deque<std::vector<unsigned char>> kept_[2];
 };
 
+void run(Transport& transport, unsigned seed, const Options& options) {
+  try {
+    Rank(transport, seed, options).run();
+  } catch (const dpp::Error& error) {
+    give_up(error.what());
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -103,8 +111,8 @@ int main(int argc, char** argv) {
     dpp::tests::join(*a, *b, options);
     a->start();
     b->start();
-    std::thread other([&] { Rank(*b, 2, options).run(); });
-    Rank(*a, 1, options).run();
+    std::thread other([&] { run(*b, 2, options); });
+    run(*a, 1, options);
     other.join();
   } catch (const dpp::Error& error) {
     give_up(error.what());

@@ -29,3 +29,12 @@ done
 
 [[ ! -d /usr/lib/python3/dist-packages/pyverbs ]] ||
   PYTHONPATH=$PWD /usr/bin/python3 -m megatron.dpp.doctor --rdma
+
+# Last, because the wire stays cut. The control connections of stress are inside its process, so what
+# ends it is the lost RDMA path alone.
+"$folder/stress" rdma 1000000 65536 "${devices[@]}" >"/tmp/cut" 2>&1 &
+sleep 5
+ip link set wire1 down
+start=$SECONDS
+wait $! || true
+echo "the cut was named after $((SECONDS - start)) s: $(cat /tmp/cut)"

@@ -19,6 +19,11 @@ HERE = Path(__file__).resolve().parent
 GUEST_SECONDS = 420
 GUEST_FAILED = 125
 
+ENVIRONMENT = (
+    "OMP_NUM_THREADS=1", "TORCHDYNAMO_DISABLE=1", "PYTHONWARNINGS=ignore",
+    "PYTHONDONTWRITEBYTECODE=1", f"PYTHONPATH={HERE.parents[1]}",
+)  # fmt: skip
+
 pytestmark = [
     pytest.mark.timeout(GUEST_SECONDS + 300),
     pytest.mark.skipif(
@@ -50,3 +55,12 @@ def test_the_native_side_over_soft_roce(tmp_path: Path) -> None:
         ours = float(re.search(rf"ours {size}: (\S+)", said)[1])  # type: ignore[index]
         print(f"{size} bytes: {ours / reference:.2f} of ib_write_bw")
         assert ours >= 0.5 * reference  # 0.95 on a quiet machine; this catches a collapse
+    cut = re.search(r"the cut was named after (\d+) s: (.*)", said)
+    assert cut is not None and int(cut[1]) <= 15, cut
+    assert "cannot be reached over RDMA any more" in cut[2]
+
+
+def test_training_over_soft_roce_is_that_over_shared_memory() -> None:
+    assert "3 iterations over rdma and over shm: equal, bit by bit" in in_guest(
+        "env", *ENVIRONMENT, sys.executable, str(HERE / "train.py")
+    )

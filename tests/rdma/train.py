@@ -50,7 +50,8 @@ def train(kind: str, port: int, folder: Path) -> list[dict[str, Any]]:
             sys.stdout.flush()
             os._exit(status)
         children.append(child)
-    if any([os.waitpid(child, 0)[1] for child in children]):
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    if any(statuses):
         sys.exit(f"training over {kind} failed")
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
