@@ -266,10 +266,9 @@ def failed_gates(sizes, table, gemm, kinds) -> list[str]:
             failed.append(
                 f"GATE {size}: staged {table['staged arrive'][i]:.0f} us, copy {slowest:.0f}"
             )
-    if "cuda_ipc" in kinds and gemm["cuda_ipc"] > 1.01 * gemm["alone"]:
-        failed.append(
-            f"GATE GEMM: {gemm['cuda_ipc']:.1f} us beside cuda_ipc, {gemm['alone']:.1f} alone"
-        )
+    alone = (gemm["alone"] + gemm["alone again"]) / 2
+    if "cuda_ipc" in kinds and gemm["cuda_ipc"] > 1.01 * alone:
+        failed.append(f"GATE GEMM: {gemm['cuda_ipc']:.1f} us beside cuda_ipc, {alone:.1f} alone")
     return failed
 
 

@@ -143,9 +143,15 @@ def _flags(args: argparse.Namespace, layout: str) -> list[str]:
     return [*text.split(), *parallel]
 
 
+def _import_path() -> str:
+    """This repository before whatever the caller's Python finds its packages in."""
+    return os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+
+
 def _start(command: list[str]) -> None:
     environment = {
-        **os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
+        **os.environ, "PYTHONPATH": _import_path(),
+        "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
     }  # fmt: skip
     if "--use-torch-fsdp2" not in command:
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

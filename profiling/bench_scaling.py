@@ -138,13 +138,19 @@ def _row(model: str, devices: int, mode: str, rows: list[dict[str, object]]) -> 
     return Row(model, devices, mode, seconds, float(compared["seconds"][0]), tokens, memory)
 
 
+def _import_path() -> str:
+    """This repository before whatever the caller's Python finds its packages in."""
+    return os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+
+
 def _start(found: Plan) -> bool:
     """torchrun with this interpreter; says what went wrong and goes on when a run fails."""
     script = _ROOT / f"pretrain_{found.resolved.arch}.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", str(found.setting.per_node), str(script), *found.resolved.argv]
     env = {
-        **os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
+        **os.environ, "PYTHONPATH": _import_path(),
+        "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment(found.resolved, os.environ),
     }  # fmt: skip
     result = subprocess.run(command, env=env, capture_output=True, text=True)

@@ -427,7 +427,8 @@ def report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
                 f"{r['injected_ms']:.0f} | {r['equal']}"
             )
     if args.json:
-        args.json.write_text(json.dumps({"arguments": vars(args) | {"json": None}, "rows": rows}))
+        facts = {"arguments": vars(args), "rows": rows}
+        args.json.write_text(json.dumps(facts, default=str))
 
 
 def launch(num_ranks: int) -> int:
