@@ -1,0 +1,210 @@
+"""The formulas against the papers', against each other, and against the rest of the project."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.estimate import (
+    Device,
+    RunShape,
+    estimate,
+    flops_per_token,
+    gpu_device,
+    interleaving_factor,
+    layer_bytes,
+    lines,
+    model_parameters,
+    published_layer_bytes,
+    rank_parameters,
+    shape_of,
+    stage_bytes,
+)
+from megatron.dpp.estimate.__main__ import main
+from megatron.dpp.estimate.shape import layers_of_text
+from megatron.dpp.estimate.timing import bubble_formula
+from megatron.dpp.train.arguments import parse_args
+from megatron.dpp.train.flops import flops_per_iteration
+from megatron.dpp.train.validate import validate
+
+FLAGS = (
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --lr 1e-3 "
+    "--max-position-embeddings 128 --micro-batch-size 2 --train-iters 1 --eval-iters 0 "
+    "--transformer-impl local --mock-data --padded-vocab-size 1024 --bf16 "
+    "--hidden-dropout 0.1 --attention-dropout 0.1 "
+)
+H200 = gpu_device("NVIDIA H200", 141 * 2**30)
+
+
+def shape(flags: str = "", world_size: int = 1, on_gpu: bool = True, **changes: Any) -> RunShape:
+    """The shape of a small run with some of it changed."""
+    args = parse_args((FLAGS + flags).split())
+    validate(args, world_size)
+    return dataclasses.replace(shape_of(args, on_gpu=on_gpu), **changes)
+
+
+def even_device() -> Device:
+    """Nothing but matrix products takes time on it."""
+    return dataclasses.replace(
+        H200, bytes_per_second=1e30, link=1e30, network=1e30, launch=0.0, flops=1e12
+    )
+
+
+def test_published_formulas() -> None:
+    model = {"seq_length": 2048, "micro_batch": 1, "hidden_size": 12288, "num_heads": 96}
+    unit = 2048 * 12288
+    matrix = 5 * 96 * 2048 / 12288
+    plain = published_layer_bytes(**model)
+    assert plain == pytest.approx(unit * (34 + matrix))
+    tensor = published_layer_bytes(**model, tensor=8)
+    assert tensor == pytest.approx(unit * (10 + 24 / 8 + matrix / 8))
+    sequence = published_layer_bytes(**model, tensor=8, sequence_parallel=True)
+    assert sequence == pytest.approx(plain / 8)
+    selective = published_layer_bytes(
+        **model, tensor=8, sequence_parallel=True, attention_matrix=False
+    )
+    assert selective == pytest.approx(34 * unit / 8)
+    assert interleaving_factor(8, 1) == 1
+    assert interleaving_factor(8, 3) == 1 + 7 / 24
+
+
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 4"])
+@pytest.mark.parametrize("recompute", ["", "--recompute-activations"])
+def test_a_layer_with_dropout_keeps_what_the_paper_says(flags: str, recompute: str) -> None:
+    ours = shape(f"{flags} {recompute}", world_size=4, on_gpu=False)
+    published = published_layer_bytes(
+        seq_length=128,
+        micro_batch=2,
+        hidden_size=256,
+        num_heads=8,
+        tensor=ours.tensor,
+        attention_matrix=not recompute,
+    )
+    # The paper leaves the norms' statistics out: 16 bytes a token.
+    assert layer_bytes(ours) == pytest.approx(published + 16 * ours.tokens)
+
+
+def test_sequence_parallel_shares_everything_out() -> None:
+    alone = shape()
+    shared = shape("--tensor-model-parallel-size 4 --sequence-parallel", world_size=4)
+    assert layer_bytes(shared) == pytest.approx(layer_bytes(alone) / 4)
+
+
+def test_full_recompute_keeps_the_input_only() -> None:
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
+    assert layer_bytes(shape(full)) == 2 * 2 * 128 * 256 / 2
+
+
+def test_flops_are_those_that_training_logs() -> None:
+    for flags in ("", "--swiglu", "--group-query-attention --num-query-groups 2"):
+        args = parse_args((FLAGS + flags).split())
+        validate(args, 1)
+        found = flops_per_token(shape_of(args, on_gpu=True))
+        assert found == pytest.approx(flops_per_iteration(args, 4) / (4 * 128))
+
+
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+def test_ranks_hold_the_model_between_them(pipeline: int) -> None:
+    whole = shape("--untie-embeddings-and-output-weights")
+    layers = (whole.num_layers // pipeline,) * pipeline
+    cut = dataclasses.replace(whole, pipeline=pipeline, layers=layers)
+    parts = sum(rank_parameters(cut, rank) for rank in range(pipeline))
+    assert parts == model_parameters(whole) == model_parameters(cut)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("microbatches", [4, 8, 16])
+def test_even_static_stages_have_the_bubble_of_the_formula(chunks: int, microbatches: int) -> None:
+    run = shape(
+        pipeline=4, layers=(2,) * 4 * chunks, num_microbatches=microbatches, vocab_size=0, data=1
+    )
+    found = estimate(run, even_device())
+    formula = bubble_formula(run)
+    assert formula == 3 / (chunks * microbatches)
+    assert found.bubble == pytest.approx(formula / (1 + formula), abs=1e-6)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_static_schedules_first_rank_holds_what_the_paper_says(chunks: int) -> None:
+    run = shape(pipeline=4, layers=(2,) * 4 * chunks, num_microbatches=16, data=1)
+    found = estimate(run, even_device()).ranks[0].activations
+    layers = 2 * 4 * chunks
+    expected = layers * layer_bytes(run) * interleaving_factor(4, chunks)
+    assert found == pytest.approx(expected)
+
+
+def test_state_bytes_of_each_kind_of_sharding() -> None:
+    count = model_parameters(shape())
+    expected = {
+        "none": 18 * count,
+        "optimizer": 6 * count + 12 * count / 4,
+        "parameters": (2 + 2 + 12) * count / 4,
+    }
+    flags = {
+        "none": "",
+        "optimizer": "--use-distributed-optimizer",
+        "parameters": "--use-torch-fsdp2",
+    }
+    for shard, total in expected.items():
+        found = estimate(shape(flags[shard], world_size=4), H200)
+        assert found.shape.shard == shard
+        assert found.ranks[0].state == pytest.approx(total)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    micro=st.integers(1, 4),
+    pipeline=st.sampled_from([1, 2, 4]),
+    chunks=st.sampled_from([1, 2]),
+    dynamic=st.booleans(),
+)
+def test_more_work_never_costs_less(micro: int, pipeline: int, chunks: int, dynamic: bool) -> None:
+    chunks = chunks if pipeline > 1 else 1
+    stages = pipeline * chunks
+    run = shape(
+        pipeline=pipeline,
+        layers=(8 // stages,) * stages,
+        micro_batch=micro,
+        num_microbatches=2 * pipeline,
+        policy="dynamic" if dynamic else "megatron",
+        cap="auto" if dynamic else "megatron",
+        split_backward=dynamic,
+    )
+    small, large = (
+        estimate(each, H200) for each in (run, dataclasses.replace(run, micro_batch=micro + 1))
+    )
+    assert large.peak_bytes > small.peak_bytes
+    assert large.seconds >= small.seconds
+    assert 0 <= small.bubble < 1
+    assert stage_bytes(run, 0) > 0
+    assert lines(small)
+
+
+def test_layouts_are_read_as_megatron_core_deals_layers_out() -> None:
+    assert layers_of_text("Et*3|(tt|)*2,tL") == (3, 2, 2, 1)
+    assert layers_of_text("Et|ttt|tt|L") == (1, 3, 2, 0)
+    uneven = "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 "
+    assert shape(uneven + "--decoder-last-pipeline-num-layers 1", 4).layers == (1, 3, 3, 1)
+    standalone = "--pipeline-model-parallel-size 2 --num-layers 6 "
+    both = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    assert shape(standalone + both, 2).layers == (3, 3)
+
+
+def test_experts_are_not_estimated() -> None:
+    with pytest.raises(ConfigError, match="--num-experts"):
+        shape("--num-experts 4")
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--ranks 8 --gpu H100 --num-layers 24 --hidden-size 1024 --num-attention-heads 16"
+    assert main(f"{words} --seq-length 1024 --bf16".split()) == 0
+    out = capsys.readouterr().out
+    assert "354,871,296" in out
+    assert "data 8 = 8 ranks" in out
+    assert main([*words.split(), "--seq-length", "1024", "--tensor-model-parallel-size", "5"]) == 2
+    assert "8 processes cannot hold" in capsys.readouterr().err

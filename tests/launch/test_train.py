@@ -1,0 +1,273 @@
+"""``train``: what its options resolve to, what it refuses and with which nearest choice."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.dpp.errors import DppError
+from megatron.dpp.estimate import gpu_device, model_parameters
+from megatron.dpp.launch import auto, cli
+from megatron.dpp.launch.flags import MODELS, from_argv, model_flags, to_argv
+from megatron.dpp.launch.layout import Layout, nearest_layout, possible_layouts
+from megatron.dpp.launch.main import _plain, main, plan, shape_from
+from megatron.dpp.launch.nodes import find_nodes
+from megatron.dpp.launch.resolve import Setting, base_flags, resolve
+from megatron.dpp.launch.start import prepare
+from megatron.dpp.train.arguments import parse_args
+from megatron.dpp.train.fields import core_fields
+from tests.train.test_preflight import WITHOUT_TORCH
+
+ROOT = Path(__file__).resolve().parents[2]
+H200 = Setting(per_node=8, num_nodes=1, on_gpu=True, device=gpu_device("NVIDIA H200", 141 * 2**30))
+RESOLVED = {
+    "--mode simple --procs 4": {"data_parallel": 4, "use_dpp": False, "bf16": False},
+    "--mode 3d --procs 4 --tp 2 --pp 2": {"data_parallel": 1, "use_dpp": True},
+    "--mode 3d --procs 8 --pp 2 --chunks 2 --no-dpp": {
+        "data_parallel": 4,
+        "use_dpp": False,
+        "num_virtual_stages_per_pipeline_rank": 2,
+    },
+    "--mode zero --procs 2": {"use_distributed_optimizer": True, "use_torch_fsdp2": False},
+    "--mode deepspeed --zero-stage 2 --procs 2": {
+        "use_torch_fsdp2": True,
+        "torch_fsdp2_reshard_after_forward": False,
+    },
+    "--mode zero --zero-stage 3 --procs 2": {
+        "use_torch_fsdp2": True,
+        "torch_fsdp2_reshard_after_forward": True,
+    },
+    "--mode megatron --procs 4 --pipeline-model-parallel-size 4 --log-interval 7": {
+        "data_parallel": 1,
+        "log_interval": 7,
+        "use_dpp": False,
+    },
+    "--mode simple --procs 1 --bf16 --lr 0.5 --max-steps 9 --num-layers 3": {
+        "bf16": True,
+        "lr": 0.5,
+        "train_iters": 9,
+        "num_layers": 3,
+        "lr_decay_iters": 9,
+    },
+    "--mode 3d --procs 2 --pp 2 --recompute full": {"recompute_granularity": "full"},
+}
+REFUSED = {
+    "--mode 3d --procs 4 --tp 3 --pp 2": "nearest possible: --tp 2 --pp 2",
+    "--mode 3d --procs 6 --tp 2 --pp 2": "or --procs 8",
+    "--mode 3d --procs 4 --pp 2 --chunks 3": "nearest possible: --tp 1 --pp 2 --chunks 4",
+    "--mode 3d --procs 2 --chunks 2": "nearest possible: --tp 1 --pp 1",
+    "--mode 3d --procs 8 --tp 8": "nearest possible: --tp 4 --pp 1",
+    "--mode zero --zero-stage 3 --pp 2": "--pp does not go with --mode zero; nearest: --mode 3d",
+    "--mode zero --zero-stage 4": "invalid choice: 4",
+    "--mode zero --engine deepspeed": "nearest possible: --engine megatron",
+    "--mode hurry": "invalid choice: 'hurry'",
+    "--mode simple --procs 2 --batch-size 33": "nearest possible: 32",
+    "--mode simple --procs 2 --model big": "there are large, medium, sample, small",
+    "--mode simple --procs 2 --hidden-size 130": "nearest: 128",
+    "--mode simple --procs 0": "nearest possible: 1",
+    "--mode simple --gpus 99": "nearest possible:",
+    "--mode simple --procs 2 --config {tmp}/no.yaml": "No such file or directory",
+    "--mode simple --procs 2 --data {tmp}/no.jsonl": "(nearest: {tmp}/now.jsonl)",
+    "--mode simple --procs 2 --data {tmp}/no": "neither JSON lines",
+    "--mode simple --procs 2 --resume-from {tmp}/ckp": "(nearest: {tmp}/ckpt)",
+    "--mode simple --procs 2 --num-layer 3": "did you mean --num-layers?",
+    "--mode simple --procs 2 --fp16 --bf16": "exclude each other",
+    "--mode simple --procs 2 --num-layers 900 --hidden-size 8192": "no layout fits",
+    "--mode auto --procs 2 --memory 0.0001": "no layout fits",
+    "simple": "what is it?",
+}
+
+
+def args_of(words: str) -> Any:
+    """The training script's arguments that a command line resolves to, checked."""
+    found = plan(words.split())
+    args = parse_args(found.resolved.argv)
+    shape = shape_from(found.resolved, found.setting)
+    args.data_parallel = shape.data
+    return args
+
+
+@pytest.mark.parametrize("words", RESOLVED)
+def test_options_resolve_to_megatrons_flags(words: str) -> None:
+    args = args_of(words)
+    for name, value in RESOLVED[words].items():
+        assert getattr(args, name) == value, name
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_work_is_refused_with_the_nearest_choice(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "now.jsonl").touch()
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("3")
+    assert main([*words.format(tmp=tmp_path).split(), "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert REFUSED[words].format(tmp=tmp_path) in error
+    assert len(error.splitlines()) == 1
+
+
+def test_every_mode_pads_the_vocabulary_alike() -> None:
+    modes = ("simple", "3d --tp 2", "3d --pp 2", "3d --tp 4", "zero --zero-stage 3")
+    plans = [plan(f"--mode {mode} --procs 4".split()) for mode in modes]
+    sizes = {shape_from(each.resolved, each.setting).vocab_size for each in plans}
+    assert sizes == {2048}
+
+
+def test_dry_run_prints_flags_and_command_without_importing_torch() -> None:
+    words = [
+        "--mode",
+        "3d",
+        "--procs",
+        "4",
+        "--tp",
+        "2",
+        "--pp",
+        "2",
+        "--max-steps",
+        "20",
+        "--dry-run",
+    ]
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(ROOT / "train"), *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "--tensor-model-parallel-size 2\n" in result.stdout
+    command = result.stdout.splitlines()[-1]
+    assert "torch.distributed.run --nproc_per_node 4 " in command
+    assert "pretrain_gpt.py " in command
+    assert " --use-dpp" in command
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("small", 124.5), ("medium", 354.9), ("large", 1315.8)]
+)
+def test_models_have_the_sizes_that_they_are_named_for(name: str, millions: float) -> None:
+    options, rest = cli.parse(f"--mode simple --procs 1 --model {name}".split())
+    flags = base_flags(options, [*rest, "--padded-vocab-size", "50304"], on_gpu=False)
+    flags |= prepare("gpt", None, flags, "python").flags
+    resolved = resolve(options, flags, H200, layout=Layout(), shard="none")
+    assert model_parameters(shape_from(resolved, H200)) / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+def test_every_model_file_can_be_asked_for() -> None:
+    assert {path.stem for path in MODELS.glob("*.yaml")} == {"sample", "small", "medium", "large"}
+    for name in ("sample", "small", "medium", "large"):
+        parse_args(to_argv(model_flags(name)))
+
+
+def test_config_file_lies_between_model_and_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("num-layers: 6\nlr: 0.25\nswiglu: true\nlog_interval: 5\n")
+    args = args_of(f"--mode simple --procs 1 --config {path} --num-layers 2")
+    assert (args.num_layers, args.lr, args.swiglu, args.log_interval) == (2, 0.25, True, 5)
+
+
+def best_for(words: str, setting: Setting = H200) -> list[auto.Candidate]:
+    """What ``auto`` would consider on ``setting``."""
+    options, rest = cli.parse(words.split())
+    flags = base_flags(options, [*rest, "--padded-vocab-size", "50304"], on_gpu=True)
+    flags |= prepare("gpt", None, flags, "python").flags
+    return auto.candidates(options, flags, setting, _plain(options, flags, setting))
+
+
+def test_auto_takes_data_parallel_while_the_model_fits() -> None:
+    best = best_for("--mode auto --model medium")
+    assert best[0].command().startswith(("--mode simple", "--mode zero --zero-stage 1"))
+    assert any("why" in line for line in auto.report(best[:3], H200))
+
+
+def test_auto_shares_out_what_does_not_fit() -> None:
+    best = best_for("--mode auto --model large --num-layers 48 --hidden-size 8192")
+    limit = H200.device.memory_bytes
+    assert best
+    assert all(each.estimate.peak_bytes <= limit for each in best)
+    assert all(each.layout != Layout() or each.shard == "parameters" for each in best)
+    for each in best[:3]:
+        shape_from(each.resolved, H200)  # its flags are possible
+
+
+def test_nearest_layout_is_possible_and_near() -> None:
+    for tensor, pipeline in itertools.product(range(1, 9), repeat=2):
+        asked = Layout(tensor=tensor, pipeline=pipeline)
+        near = nearest_layout(asked, 8, 24, 16)
+        possible = list(possible_layouts(8, 24, 16))
+        assert near in possible
+        assert near == asked or asked not in possible
+
+
+def test_nodes_come_from_the_environment() -> None:
+    ours = {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "alpha"}
+    assert find_nodes(ours).environment() == ours
+    slurm = {
+        "SLURM_NNODES": "3",
+        "SLURM_NODEID": "2",
+        "SLURM_NTASKS": "3",
+        "SLURM_JOB_NODELIST": "gpu[07-08,11]",
+    }
+    found = find_nodes(slurm)
+    assert (found.count, found.rank, found.master) == (3, 2, "gpu07")
+    assert find_nodes({}).count == 1
+    for wrong in (
+        {**slurm, "SLURM_NTASKS": "24"},
+        {"NUM_NODES": "2"},
+        {"NUM_NODES": "two"},
+        {**ours, "NODE_RANK": "2"},
+        {"NUM_NODES": "2", "NODE_RANK": "0"},
+    ):
+        with pytest.raises(DppError):
+            find_nodes(wrong)
+
+
+def test_json_lines_are_preprocessed_once_for_each_vocabulary(tmp_path: Path) -> None:
+    text = tmp_path / "mine.jsonl"
+    text.write_text(json.dumps({"text": "a"}) + "\n")
+    first = prepare("gpt", str(text), {}, "python")
+    assert first.preparation is not None
+    assert str(text) in first.preparation
+    prefix = Path(first.flags["--data-path"])
+    for suffix in (".bin", ".idx"):
+        prefix.with_name(prefix.name + suffix).touch()
+    assert prepare("gpt", str(text), {}, "python").preparation is None
+    assert prepare("gpt", f"{prefix}.bin", {}, "python").flags["--data-path"] == str(prefix)
+    text.write_text(json.dumps({"text": "b"}) + "\n")
+    assert prepare("gpt", str(text), {}, "python").preparation is not None
+    assert prepare("bert", str(text), {}, "python").preparation is not None
+    assert prepare("gpt", None, {"--mock-data": True}, "python").preparation is None
+
+
+@pytest.mark.parametrize("mode", [None, *cli.MODES])
+def test_help_fits_a_screen(mode: str | None) -> None:
+    lines = cli.help_text(mode).splitlines()
+    assert len(lines) <= 40
+    assert max(len(line) for line in lines) <= 100
+
+
+def test_help_and_completion_know_every_option() -> None:
+    names = {name for action in cli.build_parser()._actions for name in action.option_strings} - {
+        "--mode"
+    }
+    shown = "\n".join(cli.help_text(mode) for mode in cli.MODES)
+    assert all(f"  {name}" in shown for name in names)
+    script = cli.completion("bash")
+    assert all(name in script for name in names)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    taken = {row["name"] for rows in core_fields().values() for row in rows}
+    assert not {"tp", "pp", "chunks", "mode"} & taken
+
+
+def test_flags_survive_the_way_to_words_and_back() -> None:
+    flags = {"--a": True, "--b": "1", "--c": ["1", "2"]}
+    assert from_argv(to_argv(flags)) == flags
+    assert from_argv(["--b=1"]) == {"--b": "1"}
