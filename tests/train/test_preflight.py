@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.train import preflight
 from megatron.dpp.train.fields import core_fields, read_dataclasses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +38,9 @@ REFUSED = {
         f"{MODEL} --mock-data --vocab-file /nowhere/vocab.json --merge-file /nowhere/merges.txt"
     ),
     "--dpp-transport pigeon": f"{GOOD} --use-dpp --dpp-transport pigeon",
+    "--node-ips 10.0.0.1,10.0.0.2,10.0.0.3 has 3 addresses": (
+        f"{GOOD} --use-dpp --node-ips 10.0.0.1,10.0.0.2,10.0.0.3"
+    ),
 }
 WITHOUT_TORCH = """
 import runpy, sys
@@ -73,3 +78,22 @@ def test_good_input_gets_as_far_as_torch() -> None:
 
 def test_the_table_of_fields_is_that_of_the_pinned_megatron_core() -> None:
     assert core_fields() == read_dataclasses()
+
+
+def run_in_process(flags: str, local: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    preflight.check("gpt", f"{GOOD} {flags}".split(), 4)
+
+
+def test_two_nodes_must_not_share_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_in_process("--use-dpp --multi-node --node-ips 10.0.0.1,10.0.0.2", "2", monkeypatch)
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.1 stands for node 0 and node 1"):
+        run_in_process("--use-dpp --node-ips 10.0.0.1,10.0.0.1", "2", monkeypatch)
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.1 stands for node 0 and node 1"):
+        words = "10.0.0.1,10.0.0.2,10.0.0.1,10.0.0.2"
+        run_in_process(f"--use-dpp --node-ips {words}", "2", monkeypatch)
+
+
+def test_several_nodes_are_not_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--multi-node: all 4 processes are on this node"):
+        run_in_process("--multi-node", "4", monkeypatch)

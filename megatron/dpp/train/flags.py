@@ -516,7 +516,7 @@ OURS = (
         "--ignore-forward-tensor-parallel", True, False, "accepted for old scripts: has no effect"
     ),
     Flag("--num-gpus", int, None, "accepted for old scripts: torchrun decides"),
-    Flag("--multi-node", True, False, "accepted for old scripts: torchrun decides"),
+    Flag("--multi-node", True, False, "the job spans several nodes; refused when it does not"),
 )
 
 GROUPS = {
@@ -538,7 +538,6 @@ WITHOUT_EFFECT = (
     "forward_backward_disaggregating",
     "ignore_forward_tensor_parallel",
     "num_gpus",
-    "multi_node",
     "decoder_seq_length",
     "log_timers_to_tensorboard",
     "continuous_trace_iterations",

@@ -50,6 +50,11 @@ def check(
     if args.tokenizer_type is None:
         args.tokenizer_type = TOKENIZERS[task_name]
     validate(args, world_size)
+    if args.multi_node and int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world_size:
+        raise ConfigError(
+            f"--multi-node: all {world_size} processes are on this node; start the others "
+            "(NUM_NODES, run_worker_*.sh), or leave the flag out"
+        )
     if args.use_dpp:
         _check_addresses(arguments.dpp_config(args), world_size)
     check_files(args)

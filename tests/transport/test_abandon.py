@@ -1,0 +1,39 @@
+"""A rank that waits elsewhere when its peer is lost is ended; one that notices is left alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from megatron.dpp.transport.abandon import Abandon
+
+BLOCKED = """
+import threading
+from megatron.dpp.transport.abandon import Abandon
+Abandon(lambda: "rank 1 (pid 7 on node7, tcp) died", 0, 0.01)
+threading.Event().wait(20)
+"""
+
+
+def test_a_blocked_rank_is_ended_with_the_reason() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", BLOCKED], env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert "error on rank 0: rank 1 (pid 7 on node7, tcp) died. This rank has waited" in ran.stderr
+
+
+def test_a_rank_that_notices_goes_on() -> None:
+    asked = []
+
+    def failure() -> str:
+        asked.append(watch)
+        return "lost"
+
+    watch = Abandon(failure, 0, grace=60.0)
+    while not asked:
+        pass
+    watch.stop()
+    watch.stop()
