@@ -85,6 +85,7 @@ LATENT_ATTENTION = (
 )
 
 OLD_NAMES = (
+    Flag("--spec", str, None, "local: same as --transformer-impl local", nargs="+"),
     Flag("--encoder-num-layers", int, None, "older name of --num-layers"),
     Flag(
         "--no-position-embedding",
@@ -167,7 +168,7 @@ _ELSEWHERE = {
         "--retriever-", "--block-data-", "--embedding-path", "--indexer-", "--use-one-sent-docs",
     ),
     "encoder-decoder models": ("--decoder-num-layers", "--relative-attention-"),
-    "Mamba and hybrid models": ("--hybrid-", "--spec", "--heterogeneous-", "--linear-attention-"),
+    "Mamba and hybrid models": ("--hybrid-", "--heterogeneous-", "--linear-attention-"),
     "Megatron-LM's legacy models": ("--use-legacy-models", "--onnx-safe"),
     "fine-tuning": ("--sft", "--fim-", "--moe-use-upcycling", "--moe-upcycling-"),
     "other tokenizers": ("--tokenizer-", "--tiktoken-", "--trust-remote-code"),

@@ -344,6 +344,13 @@ def _memory(args: Args) -> None:
 
 
 def _kernels(args: Args) -> None:
+    if args.spec is not None:
+        _require(
+            args.spec == ["local"],
+            f"--spec {' '.join(args.spec)}: only local is possible here; a layer of your own goes "
+            "into your own training loop (examples/gpt3/own_loop.py)",
+        )
+        args.transformer_impl = "local"
     if args.transformer_impl == "local":
         args.no_persist_layer_norm = True
     elif importlib.util.find_spec("transformer_engine") is None:
