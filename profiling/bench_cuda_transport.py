@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import functools
 import json
 import os
 import statistics
@@ -30,7 +29,6 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.dpp.transport import ChannelSpec, Direction, TransportOptions, open_transport
-from megatron.dpp.transport.native import load_native
 
 SIZES = [4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
 WARM_UP = 10
@@ -54,10 +52,7 @@ def micros(seconds: list[float]) -> float:
 class Ours:
     """A transport with one channel each way, and its ping-pongs."""
 
-    def __init__(self, kind: str, rank: int, slot: int, writes: bool = False) -> None:
-        library = load_native()
-        original = library.CudaLinks
-        library.CudaLinks = functools.partial(original, writes=writes)
+    def __init__(self, kind: str, rank: int, slot: int) -> None:
         specs = [ChannelSpec(i, 1 - i, 0, Direction(i), slot) for i in (0, 1)]
         store = dist.distributed_c10d._get_default_store()
         options = TransportOptions(timeout=30)
@@ -65,7 +60,6 @@ class Ours:
         self.transport = open_transport(
             specs, rank=rank, store=store, device="cuda", kind=kind, options=options
         )
-        library.CudaLinks = original
         self.count = 0
         self.put_seconds: list[float] = []
         self.take_seconds: list[float] = []
@@ -226,15 +220,13 @@ def measure(rank: int, arguments: argparse.Namespace, meeting: str) -> None:
     table = floors(rank, sizes)
     table["nccl"] = [nccl_ping_pong(random_bytes(size), rank) for size in sizes]
     costs = {}
-    variants = [(kind, kind, False) for kind in arguments.kinds]
-    variants += [("cuda_ipc writes", "cuda_ipc", True)] * ("cuda_ipc" in arguments.kinds)
-    for name, kind, writes in variants:
-        ours = Ours(kind, rank, sizes[-1], writes)
+    for kind in arguments.kinds:
+        ours = Ours(kind, rank, sizes[-1])
         for mode in ("arrive", "taken"):
-            table[f"{name} {mode}"] = [
+            table[f"{kind} {mode}"] = [
                 ours.ping_pong(random_bytes(size), mode == "taken") for size in sizes
             ]
-        costs[name] = [micros(ours.put_seconds), micros(ours.take_seconds)]
+        costs[kind] = [micros(ours.put_seconds), micros(ours.take_seconds)]
         dist.barrier()
         ours.transport.close()
     gemm = gemm_rows(rank, arguments.kinds)

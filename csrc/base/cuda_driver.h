@@ -7,7 +7,6 @@
 // driver says, which may be shut down by then.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -94,7 +93,6 @@ struct AccessDescription {
   X(cuStreamQuery, StreamHandle)                                                               \
   X(cuStreamSynchronize, StreamHandle)                                                         \
   X(cuStreamWaitEvent, StreamHandle, EventHandle, unsigned)                                    \
-  X(cuStreamWriteValue32, StreamHandle, Address, uint32_t, unsigned)                           \
   X(cuEventCreate, EventHandle*, unsigned)                                                     \
   X(cuEventDestroy, EventHandle)                                                               \
   X(cuEventRecord, EventHandle, StreamHandle)                                                  \

@@ -42,9 +42,8 @@ void bind_cuda(py::module_& module) {
                            const std::string& uuid) { return access_name(self.access_to(uuid)); })
       .def("visible", &cuda::Device::visible);
   py::class_<CudaLinks>(module, "CudaLinks")
-      .def(py::init<Transport&, int, uint32_t, bool>(), py::keep_alive<1, 2>(),
-           py::arg("transport"), py::arg("ordinal"), py::arg("max_pending"),
-           py::arg("writes") = false)
+      .def(py::init<Transport&, int, uint32_t>(), py::keep_alive<1, 2>(), py::arg("transport"),
+           py::arg("ordinal"), py::arg("max_pending"))
       .def("make_ipc_slots", &make_ipc_slots)
       .def(
           "use_ipc_slots",

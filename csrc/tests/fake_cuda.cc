@@ -191,10 +191,6 @@ int cuStreamDestroy(void*) { return 0; }
 int cuStreamQuery(void*) { return 0; }
 int cuStreamSynchronize(void*) { return 0; }
 int cuStreamWaitEvent(void*, void*, unsigned) { return 0; }
-int cuStreamWriteValue32(void*, Address address, uint32_t value, unsigned) {
-  reinterpret_cast<std::atomic<uint32_t>*>(address)->store(value, std::memory_order_release);
-  return 0;
-}
 int cuEventCreate(void** event, unsigned) { return *event = new FakeEvent, 0; }
 int cuEventDestroy(void* event) { return delete static_cast<FakeEvent*>(event), 0; }
 int cuEventRecord(void* event, void*) {

@@ -4,10 +4,10 @@ namespace dpp {
 
 CudaIpcSender::CudaIpcSender(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream,
                              DeviceSlots slots, std::unique_ptr<ShmSender> ring,
-                             uint32_t max_pending, Marks::How how)
+                             uint32_t max_pending)
     : DeviceSender(std::move(device), std::move(stream), std::move(ring), max_pending),
       slots_(std::move(slots)),
-      written_(device_, slots_.depth, how) {}
+      written_(device_, slots_.depth) {}
 
 void CudaIpcSender::begin(Parcel& parcel) {
   const cuda::Current current(*device_);

@@ -16,7 +16,7 @@ namespace dpp {
 class CudaIpcSender : public DeviceSender {
  public:
   CudaIpcSender(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream, DeviceSlots slots,
-                std::unique_ptr<ShmSender> ring, uint32_t max_pending, Marks::How how);
+                std::unique_ptr<ShmSender> ring, uint32_t max_pending);
   void begin(Parcel& parcel) override;
   Step finished() override;
 

@@ -28,11 +28,8 @@ std::vector<uint64_t> pattern(uint64_t seed, size_t bytes) {
 
 }  // namespace
 
-CudaLinks::CudaLinks(Transport& transport, int ordinal, uint32_t max_pending, bool writes)
-    : transport_(transport),
-      device_(cuda::Device::open(ordinal)),
-      max_pending_(max_pending),
-      how_(writes ? Marks::How::kWrites : Marks::How::kEvents) {}
+CudaLinks::CudaLinks(Transport& transport, int ordinal, uint32_t max_pending)
+    : transport_(transport), device_(cuda::Device::open(ordinal)), max_pending_(max_pending) {}
 
 std::vector<Geometry> CudaLinks::incoming_geometry(const std::vector<size_t>& channels) const {
   std::vector<Geometry> geometry;
@@ -57,8 +54,8 @@ CudaLinks::Offer CudaLinks::make_ipc_slots(int peer, const std::vector<size_t>& 
   for (size_t i = 0; i < channels.size(); ++i) {
     auto ring = std::make_unique<ShmReceiver>(block, i, transport_.find_peer(peer));
     const DeviceSlots slots(memory, layout.offsets[i], geometry[i]);
-    transport_.set_receiver(
-        channels[i], peer, std::make_unique<DeviceReceiver>(device_, slots, std::move(ring), how_));
+    transport_.set_receiver(channels[i], peer,
+                            std::make_unique<DeviceReceiver>(device_, slots, std::move(ring)));
   }
   Region& region = incoming_[peer];
   region = {memory, std::make_shared<cuda::Stream>(device_), layout.total_bytes, UniqueFd()};
@@ -79,9 +76,9 @@ void CudaLinks::use_ipc_slots(int peer, const std::vector<size_t>& channels, Uni
   for (size_t i = 0; i < channels.size(); ++i) {
     auto ring = std::make_unique<ShmSender>(block, i, transport_.find_peer(peer));
     const DeviceSlots slots(memory, layout.offsets[i], geometry[i]);
-    transport_.set_sender(channels[i], peer,
-                          std::make_unique<CudaIpcSender>(device_, stream, slots, std::move(ring),
-                                                          max_pending_, how_));
+    transport_.set_sender(
+        channels[i], peer,
+        std::make_unique<CudaIpcSender>(device_, stream, slots, std::move(ring), max_pending_));
   }
   outgoing_[peer] = {memory, stream, layout.total_bytes, UniqueFd()};
 }
@@ -98,10 +95,10 @@ std::pair<int, int> CudaLinks::make_staged_slots(int peer, const std::vector<siz
   for (size_t i = 0; i < channels.size(); ++i) {
     const auto other = transport_.find_peer(peer);
     const DeviceSlots slots(memory, layout.offsets[i], geometry[i]);
-    transport_.set_receiver(channels[i], peer,
-                            std::make_unique<StagedReceiver>(
-                                device_, stream, slots, chunks, i,
-                                std::make_unique<ShmReceiver>(block, i, other), other, how_));
+    transport_.set_receiver(
+        channels[i], peer,
+        std::make_unique<StagedReceiver>(device_, stream, slots, chunks, i,
+                                         std::make_unique<ShmReceiver>(block, i, other), other));
   }
   return {block->fd(), chunks->fd()};
 }
@@ -114,11 +111,10 @@ void CudaLinks::use_staged_slots(int peer, const std::vector<size_t>& channels, 
   const auto chunks = StagedBlock::adopt(device_, std::move(fd), geometry, workload);
   for (size_t i = 0; i < channels.size(); ++i) {
     const auto other = transport_.find_peer(peer);
-    transport_.set_sender(
-        channels[i], peer,
-        std::make_unique<StagedSender>(device_, stream, chunks, i,
-                                       std::make_unique<ShmSender>(block, i, other), other,
-                                       max_pending_, how_));
+    transport_.set_sender(channels[i], peer,
+                          std::make_unique<StagedSender>(
+                              device_, stream, chunks, i,
+                              std::make_unique<ShmSender>(block, i, other), other, max_pending_));
   }
 }
 

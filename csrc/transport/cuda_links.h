@@ -14,9 +14,7 @@ namespace dpp {
 
 class CudaLinks {
  public:
-  // writes: notice finished copies by a word that the stream writes, else by querying an event.
-  CudaLinks(Transport& transport, int ordinal, uint32_t max_pending,
-            bool writes);  // throws kUnavailable
+  CudaLinks(Transport& transport, int ordinal, uint32_t max_pending);  // throws kUnavailable
 
   const cuda::Device& device() const { return *device_; }
 
@@ -65,7 +63,6 @@ class CudaLinks {
   Transport& transport_;
   const cuda::DevicePtr device_;
   const uint32_t max_pending_;
-  const Marks::How how_;
   std::map<int, Region> incoming_;
   std::map<int, Region> outgoing_;
 };

@@ -7,8 +7,6 @@ namespace dpp {
 
 namespace {
 
-constexpr size_t kLine = 64;
-constexpr size_t kPage = 4096;
 constexpr size_t kSlotAlignment = 256;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
@@ -29,36 +27,13 @@ uint32_t device_checksum(const cuda::Device& device, const void* data, uint64_t 
 
 }  // namespace
 
-Marks::Marks(const cuda::DevicePtr& device, size_t depth, How how)
-    : device_(device), depth_(depth) {
-  if (how == How::kEvents) {
-    for (size_t i = 0; i < depth; ++i) events_.push_back(std::make_unique<cuda::Event>(device));
-    return;
-  }
-  const size_t bytes = round_up(depth * kLine, kPage);
-  lines_ = SharedMemory::create("dpp-marks", bytes);
-  pinned_ = std::make_unique<cuda::Pinned>(device, lines_.mapping.data(), bytes);
-  lines_address_ = pinned_->address();
+Marks::Marks(const cuda::DevicePtr& device, size_t depth) {
+  for (size_t i = 0; i < depth; ++i) events_.push_back(std::make_unique<cuda::Event>(device));
 }
 
-void Marks::set(uint64_t sequence, cuda::StreamHandle stream) {
-  if (!events_.empty()) return events_[slot(sequence)]->record(stream);
-  // By default the driver fences: all earlier writes of the stream are visible before this one.
-  const cuda::Address line = lines_address_ + slot(sequence) * kLine;
-  device_->api().check(
-      device_->api().cuStreamWriteValue32(stream, line, static_cast<uint32_t>(sequence), 0),
-      "cuStreamWriteValue32");
-}
+void Marks::set(uint64_t sequence, cuda::StreamHandle stream) { slot(sequence).record(stream); }
 
-const std::atomic<uint32_t>& Marks::word(uint64_t sequence) const {
-  return *reinterpret_cast<const std::atomic<uint32_t>*>(lines_.mapping.data() +
-                                                         slot(sequence) * kLine);
-}
-
-bool Marks::passed(uint64_t sequence) const {
-  if (!events_.empty()) return events_[slot(sequence)]->done();
-  return word(sequence).load(std::memory_order_acquire) == static_cast<uint32_t>(sequence);
-}
+bool Marks::passed(uint64_t sequence) const { return slot(sequence).done(); }
 
 SlotLayout::SlotLayout(const std::vector<Geometry>& channels) {
   for (const Geometry& channel : channels) {
@@ -107,11 +82,11 @@ uint32_t DeviceSender::checksum(const Parcel& parcel) {
 }
 
 DeviceReceiver::DeviceReceiver(cuda::DevicePtr device, DeviceSlots slots,
-                               std::unique_ptr<ShmReceiver> ring, Marks::How how)
+                               std::unique_ptr<ShmReceiver> ring)
     : device_(std::move(device)),
       slots_(std::move(slots)),
       ring_(std::move(ring)),
-      copied_(device_, slots_.depth, how) {}
+      copied_(device_, slots_.depth) {}
 
 void DeviceReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) {
   const cuda::Current current(*device_);

@@ -22,22 +22,14 @@ namespace dpp {
 // orders the accesses.
 class Marks {
  public:
-  enum class How { kEvents, kWrites };
-
-  Marks(const cuda::DevicePtr& device, size_t depth, How how);
+  Marks(const cuda::DevicePtr& device, size_t depth);
   void set(uint64_t sequence, cuda::StreamHandle stream);
   bool passed(uint64_t sequence) const;  // throws when the work before it failed
 
  private:
-  size_t slot(uint64_t sequence) const { return sequence % depth_; }
-  const std::atomic<uint32_t>& word(uint64_t sequence) const;
+  cuda::Event& slot(uint64_t sequence) const { return *events_[sequence % events_.size()]; }
 
-  const cuda::DevicePtr device_;
-  const size_t depth_;
-  std::vector<std::unique_ptr<cuda::Event>> events_;  // kEvents
-  SharedMemory lines_;  // kWrites: one line per slot, written by the GPU
-  std::unique_ptr<cuda::Pinned> pinned_;
-  cuda::Address lines_address_ = 0;
+  std::vector<std::unique_ptr<cuda::Event>> events_;
 };
 
 // Where the slots of the channels of one link lie in one piece of device memory.
@@ -92,8 +84,7 @@ class DeviceSender : public Sender {
 
 class DeviceReceiver : public Receiver {
  public:
-  DeviceReceiver(cuda::DevicePtr device, DeviceSlots slots, std::unique_ptr<ShmReceiver> ring,
-                 Marks::How how);
+  DeviceReceiver(cuda::DevicePtr device, DeviceSlots slots, std::unique_ptr<ShmReceiver> ring);
 
   uint64_t arrived() override { return ring_->arrived(); }
   Header header(uint64_t sequence) override { return ring_->header(sequence); }

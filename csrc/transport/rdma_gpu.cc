@@ -36,7 +36,7 @@ RdmaGpuSender::RdmaGpuSender(std::shared_ptr<RdmaGpu> gpu, RdmaOutbox* outbox, u
     : DeviceSender(gpu->device(), gpu->stream(), nullptr, max_pending),
       gpu_(std::move(gpu)),
       outbox_(outbox),
-      marks_(device_, gpu_->link()->num_buffers(), Marks::How::kEvents) {}
+      marks_(device_, gpu_->link()->num_buffers()) {}
 
 Step RdmaGpuSender::finished() {
   const cuda::Current current(*device_);
@@ -56,7 +56,7 @@ RdmaGpuReceiver::RdmaGpuReceiver(std::shared_ptr<RdmaGpu> gpu, uint32_t channel,
                                  const Geometry& geometry)
     : RdmaReceiver(gpu->link(), channel, geometry),
       gpu_(std::move(gpu)),
-      copied_(gpu_->device(), geometry.depth, Marks::How::kEvents) {}
+      copied_(gpu_->device(), geometry.depth) {}
 
 void RdmaGpuReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) {
   const cuda::Device& device = *gpu_->device();

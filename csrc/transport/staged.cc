@@ -70,13 +70,13 @@ uint64_t StagedBlock::num_chunks(const Header& header) const {
 StagedSender::StagedSender(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream,
                            std::shared_ptr<StagedBlock> block, size_t channel,
                            std::unique_ptr<ShmSender> ring, std::shared_ptr<Peer> peer,
-                           uint32_t max_pending, Marks::How how)
+                           uint32_t max_pending)
     : DeviceSender(std::move(device), std::move(stream), std::move(ring), max_pending),
       block_(std::move(block)),
       channel_(channel),
       peer_(std::move(peer)),
       control_(block_->control(channel)),
-      filled_(device_, StagedBlock::kBuffers, how),
+      filled_(device_, StagedBlock::kBuffers),
       begun_(block_->channels_[channel].depth) {}
 
 void StagedSender::begin(Parcel& parcel) {
@@ -135,14 +135,14 @@ Step StagedSender::finished() {
 StagedReceiver::StagedReceiver(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream,
                                DeviceSlots slots, std::shared_ptr<StagedBlock> block,
                                size_t channel, std::unique_ptr<ShmReceiver> ring,
-                               std::shared_ptr<Peer> peer, Marks::How how)
-    : DeviceReceiver(std::move(device), std::move(slots), std::move(ring), how),
+                               std::shared_ptr<Peer> peer)
+    : DeviceReceiver(std::move(device), std::move(slots), std::move(ring)),
       stream_(std::move(stream)),
       block_(std::move(block)),
       channel_(channel),
       peer_(std::move(peer)),
       control_(block_->control(channel)),
-      emptied_(device_, StagedBlock::kBuffers, how) {}
+      emptied_(device_, StagedBlock::kBuffers) {}
 
 Step StagedReceiver::settle(bool& progressed) {
   const Step freed = DeviceReceiver::settle(progressed);

@@ -56,7 +56,7 @@ class StagedSender : public DeviceSender {
  public:
   StagedSender(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream,
                std::shared_ptr<StagedBlock> block, size_t channel, std::unique_ptr<ShmSender> ring,
-               std::shared_ptr<Peer> peer, uint32_t max_pending, Marks::How how);
+               std::shared_ptr<Peer> peer, uint32_t max_pending);
   void begin(Parcel& parcel) override;
   Step finished() override;
 
@@ -85,7 +85,7 @@ class StagedReceiver : public DeviceReceiver {
  public:
   StagedReceiver(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream, DeviceSlots slots,
                  std::shared_ptr<StagedBlock> block, size_t channel,
-                 std::unique_ptr<ShmReceiver> ring, std::shared_ptr<Peer> peer, Marks::How how);
+                 std::unique_ptr<ShmReceiver> ring, std::shared_ptr<Peer> peer);
   uint64_t arrived() override { return arrived_.load(std::memory_order_acquire); }
   Step settle(bool& progressed) override;
 

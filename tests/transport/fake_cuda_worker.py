@@ -1,6 +1,6 @@
 """The GPU kinds over the driver of csrc/tests/fake_cuda.cc, two ranks as threads of one process.
 
-Run by test_cuda_fake.py as ``python fake_cuda_worker.py KIND [writes]``, with that driver in
+Run by test_cuda_fake.py as ``python fake_cuda_worker.py KIND [checksum]``, with that driver in
 LD_LIBRARY_PATH. CPU tensors play CUDA tensors: the fake driver's device memory is host memory.
 """
 
@@ -103,8 +103,6 @@ def exchange(a, b) -> None:
 def main() -> None:
     pretend()
     kind, *settings = sys.argv[1:]
-    library = native.load_native()
-    library.CudaLinks = functools.partial(library.CudaLinks, writes="writes" in settings)
     a, b = open_both(kind, checksum="checksum" in settings)
     assert [link.kind for link in a.links()] == [kind]
     exchange(a, b)

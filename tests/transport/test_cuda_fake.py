@@ -45,7 +45,6 @@ def run(driver: Path, *arguments: str, **environment: str) -> subprocess.Complet
     "arguments",
     [
         ("cuda_ipc",),
-        ("cuda_ipc", "writes"),
         ("cuda_ipc", "checksum"),
         ("staged", "checksum"),
         ("rdma", "checksum"),
