@@ -223,6 +223,8 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
   };
 
   uint64_t buffer_bytes() const { return sizeof(Header) + piece_bytes_; }
+  void make_completions(int count);
+  void describe();  // fills in our offer
   void make_rail(uint32_t num_receives);
   void connect_rail(size_t rail, const RdmaOffer& peer);
   void post_receive(size_t rail);

@@ -13,6 +13,7 @@ namespace dpp {
 namespace {
 
 constexpr uint32_t kMostBuffers = 64;
+constexpr uint64_t kMostBufferBytes = 64 << 20;  // of a link, unless the fewest need more
 constexpr uint32_t kFewestBuffers = 8;
 constexpr int kMostCompletions = 16;
 
@@ -49,6 +50,12 @@ uint64_t chosen_piece(const RdmaPlace& place, const RdmaLayout& peer_slots) {
                               std::max(round_up(place.piece_bytes, kPage), kPage));
 }
 
+// One for each message in flight, so that small ones need not wait for each other.
+uint32_t chosen_buffers(const RdmaLayout& peer_slots, uint64_t piece_bytes) {
+  const auto affordable = static_cast<uint32_t>(kMostBufferBytes / piece_bytes);
+  return std::clamp(std::min(peer_slots.num_slots(), affordable), kFewestBuffers, kMostBuffers);
+}
+
 }  // namespace
 
 // ---- link: set-up
@@ -66,7 +73,7 @@ RdmaLink::RdmaLink(std::shared_ptr<Peer> peer, Bell* bell, const Copier& copier,
       slots_(incoming_),
       peer_slots_(outgoing_),
       piece_bytes_(chosen_piece(place, peer_slots_)),
-      num_buffers_(std::clamp(peer_slots_.num_slots(), kFewestBuffers, kMostBuffers)),
+      num_buffers_(chosen_buffers(peer_slots_, piece_bytes_)),
       most_sends_(num_buffers_ + 2 * slots_.num_slots() + 1),
       api_(verbs::Api::load()),
       context_(verbs::open_device(*api_, place.device)),
@@ -86,19 +93,31 @@ RdmaLink::RdmaLink(std::shared_ptr<Peer> peer, Bell* bell, const Copier& copier,
   // Every message in flight may close a share on every rail, and every message sent may bring one
   // credit.
   const uint32_t num_receives = slots_.num_slots() + peer_slots_.num_slots() + 1;
-  const auto num_completions = static_cast<int>(kRdmaRails * (num_receives + most_sends_));
-  completions_ = {made(api_->create_cq(context_.get(), num_completions, nullptr, channel_.get(), 0),
-                       "a completion queue", place),
+  make_completions(static_cast<int>(kRdmaRails * (num_receives + most_sends_)));
+  describe();
+  for (size_t i = 0; i < kRdmaRails; ++i) make_rail(num_receives);
+  for (uint32_t i = 0; i < outgoing_.size(); ++i)
+    outboxes_.push_back(std::make_unique<RdmaOutbox>(*this, i, outgoing_[i]));
+  receivers_.resize(incoming_.size());
+  for (uint32_t i = 0; i < num_buffers_; ++i) free_buffers_.push_back(static_cast<int>(i));
+}
+
+void RdmaLink::make_completions(int count) {
+  completions_ = {made(api_->create_cq(context_.get(), count, nullptr, channel_.get(), 0),
+                       "a completion queue", place_),
                   api_->destroy_cq};
   make_nonblocking(channel_->fd);
   make_nonblocking(context_->async_fd);
   descriptors_ = {channel_->fd, context_->async_fd};
   context_->calls.notify(completions_.get(), 0);
+}
+
+void RdmaLink::describe() {
   verbs::GidEntry own = {};
   if (const int error =
-          api_->query_gid(context_.get(), place.port, place.gid_index, &own, 0, sizeof(own))) {
-    throw Error(Fault::kSetup, with_errno("GID " + std::to_string(place.gid_index) + " of " +
-                                              place.device + " is gone",
+          api_->query_gid(context_.get(), place_.port, place_.gid_index, &own, 0, sizeof(own))) {
+    throw Error(Fault::kSetup, with_errno("GID " + std::to_string(place_.gid_index) + " of " +
+                                              place_.device + " is gone",
                                           error));
   }
   offer_.gid = verbs::gid_text(own.gid);
@@ -106,11 +125,6 @@ RdmaLink::RdmaLink(std::shared_ptr<Peer> peer, Bell* bell, const Copier& copier,
   offer_.mtu = port_.active_mtu;
   offer_.address = reinterpret_cast<uintptr_t>(slot_memory_.mapping.data());
   offer_.rkey = slot_region_->rkey;
-  for (size_t i = 0; i < kRdmaRails; ++i) make_rail(num_receives);
-  for (uint32_t i = 0; i < outgoing_.size(); ++i)
-    outboxes_.push_back(std::make_unique<RdmaOutbox>(*this, i, outgoing_[i]));
-  receivers_.resize(incoming_.size());
-  for (uint32_t i = 0; i < num_buffers_; ++i) free_buffers_.push_back(static_cast<int>(i));
 }
 
 void RdmaLink::make_rail(uint32_t num_receives) {
