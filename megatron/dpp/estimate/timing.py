@@ -13,6 +13,7 @@ from megatron.dpp.estimate.device import Device
 from megatron.dpp.estimate.memory import activation_parts
 from megatron.dpp.estimate.parameters import rank_parameters
 from megatron.dpp.estimate.shape import RunShape
+from megatron.dpp.schedule import Kind
 from megatron.dpp.sim import ModelCosts, Part, Planner, Prediction
 
 _MOST_SIMULATED = 6
@@ -141,3 +142,15 @@ def outside_seconds(shape: RunShape, device: Device, *, spans_nodes: bool = Fals
     own = count if shape.shard == "none" else count / replicas
     # Read and write weights, gradients and both moments, in passes that are not all fused.
     return reduction + own * 2 * 2 * (shape.element_bytes + 16) / device.bytes_per_second
+
+
+def rough_seconds(shape: RunShape, device: Device) -> float:
+    """An iteration without simulation: the busiest rank's work, the formula's bubble, the rest.
+    For sorting many layouts before the good ones are simulated.
+    """
+    costs = model_costs(shape, device)
+    times = [costs.stage_times(shape.layers, kind) for kind in Kind]
+    stages = [sum(each) for each in zip(*times, strict=True)]
+    busiest: float = max(sum(stages[rank :: shape.pipeline]) for rank in range(shape.pipeline))
+    passes = shape.num_microbatches + (shape.pipeline - 1) / shape.chunks
+    return busiest * passes + outside_seconds(shape, device)

@@ -1,9 +1,9 @@
 """Which layout for this model on these devices: mode ``auto``, and the nearest that fits.
 
-Every layout that is possible is estimated, in the order in which such choices are usually made:
-data parallel while the model fits, tensor parallel within a node, pipeline across, shared-out
-optimizer or parameters and recompute for the rest. Of those that fit, the fastest comes first; a
-more involved one has to gain a little for each further part.
+The ways are the usual ones: data parallel while the model fits, tensor parallel within a node,
+pipeline across, shared-out optimizer or parameters and recompute for the rest. All that are
+possible are sorted by a rough time, the most promising are simulated. Of those that fit, the
+fastest comes first; a more involved one has to gain a little for each further part.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from megatron.dpp.estimate import Estimate, RunShape, estimate
 from megatron.dpp.estimate.text import size
+from megatron.dpp.estimate.timing import rough_seconds
 from megatron.dpp.launch.flags import Flags
 from megatron.dpp.launch.layout import Layout, possible_layouts
 from megatron.dpp.launch.resolve import Resolved, Setting, resolve
@@ -25,6 +26,8 @@ _WORTH = 0.02
 """What each further part of a layout has to gain."""
 _MICRO_BATCHES = (16, 8, 4, 2, 1)
 _MOST_CHUNKS = 4
+_MOST_SIMULATED = 40
+"""Layouts that are simulated, the most promising first, once three are found that fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +80,38 @@ def candidates(
     Args:
         plain: the run without any parallel size but data parallel.
     """
-    found = []
-    for layout in _layouts(setting, plain):
-        for shard in _shards(layout, setting):
-            for micro in _MICRO_BATCHES:
-                one = _try(options, flags, setting, plain, layout, shard, micro)
-                if one is not None:
-                    found.append(one)
+    ways = sorted(_ways(options, setting, plain), key=lambda way: way.rough_seconds)
+    found: list[Candidate] = []
+    for tried, way in enumerate(ways):
+        if len(found) >= 3 and tried >= _MOST_SIMULATED:
+            break
+        one = _try(options, flags, setting, plain, way)
+        if one is not None:
+            found.append(one)
     best: dict[tuple[Layout, str], Candidate] = {}
     for each in sorted(found, key=lambda one: one.cost):
         best.setdefault((each.layout, each.shard), each)
     return list(best.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """A layout that has not been simulated yet."""
+
+    layout: Layout
+    shard: str
+    micro: int
+    rough_seconds: float
+
+
+def _ways(options: argparse.Namespace, setting: Setting, plain: RunShape) -> Iterator[_Way]:
+    for layout in _layouts(setting, plain):
+        for shard in _shards(layout, setting):
+            for micro in _MICRO_BATCHES:
+                shape = shape_with(plain, layout, shard, micro, "none", static=options.no_dpp)
+                if shape is not None:
+                    seconds = rough_seconds(shape, setting.device)
+                    yield _Way(layout=layout, shard=shard, micro=micro, rough_seconds=seconds)
 
 
 def _layouts(setting: Setting, plain: RunShape) -> Iterator[Layout]:
@@ -104,32 +128,27 @@ def _shards(layout: Layout, setting: Setting) -> tuple[str, ...]:
 
 
 def _try(
-    options: argparse.Namespace,
-    flags: Flags,
-    setting: Setting,
-    plain: RunShape,
-    layout: Layout,
-    shard: str,
-    micro: int,
+    options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape, way: _Way
 ) -> Candidate | None:
     """The layout without recompute, or where that does not fit with it; None when neither does."""
     for recompute in ("none", "full"):
-        shape = shape_with(plain, layout, shard, micro, recompute, static=options.no_dpp)
-        if shape is None:
-            return None
+        shape = shape_with(
+            plain, way.layout, way.shard, way.micro, recompute, static=options.no_dpp
+        )
+        assert shape is not None
         guess = estimate_on(setting, shape)
         if guess.peak_bytes <= _USABLE * setting.device.memory_bytes:
             chosen = argparse.Namespace(**vars(options))
-            chosen.micro_batch_size, chosen.recompute = micro, recompute
+            chosen.micro_batch_size, chosen.recompute = way.micro, recompute
             chosen.batch_size = chosen.batch_size or plain.global_batch
-            given = {**flags, "--micro-batch-size": micro}
+            given = {**flags, "--micro-batch-size": way.micro}
             return Candidate(
-                layout=layout,
-                shard=shard,
+                layout=way.layout,
+                shard=way.shard,
                 recompute=recompute,
-                micro_batch=micro,
+                micro_batch=way.micro,
                 estimate=guess,
-                resolved=resolve(chosen, given, setting, layout=layout, shard=shard),
+                resolved=resolve(chosen, given, setting, layout=way.layout, shard=way.shard),
             )
     return None
 
@@ -192,7 +211,7 @@ def report(best: list[Candidate], setting: Setting) -> list[str]:
 def _why(best: list[Candidate]) -> str:
     first = best[0]
     reasons = []
-    if first.layout.tensor == first.layout.pipeline == 1:
+    if first.layout == Layout() and first.shard != "parameters":
         reasons.append("the model fits on one device, so only gradients have to travel")
     if first.layout.tensor > 1:
         reasons.append(f"tensor parallel {first.layout.tensor} stays within a node")
