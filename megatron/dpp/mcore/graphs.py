@@ -289,8 +289,8 @@ class _GraphedBlock:
             output = self._original(hidden_states=hidden if block.pre_process else None, **options)
         finally:
             block.input_tensor = given
-        if not isinstance(output, torch.Tensor) or output.shape != hidden.shape:
-            raise TypeError("its output is no tensor of its input's shape")
+        if not isinstance(output, torch.Tensor) or not _alike(output, hidden):
+            raise TypeError("its output is no tensor of its input's shape and dtype")
         return output
 
     @contextlib.contextmanager
@@ -333,7 +333,7 @@ class _GraphedBlock:
         if signature is None or signature != self._signature:
             self._say("inputs unlike the first run without graphs")
             return None
-        if self._failed or hidden.shape != slots.grad_input.shape:
+        if self._failed or not _alike(hidden, slots.grad_input):
             return None
         slot = slots.take()
         if self not in slot.graphs:
@@ -347,6 +347,10 @@ class _GraphedBlock:
             if len(slot.graphs) == 1:
                 slots.made(_reserved(hidden) - before)
         return slot.graphs[self]
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _reserved(tensor: torch.Tensor) -> int:
