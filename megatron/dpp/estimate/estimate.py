@@ -86,7 +86,7 @@ def estimate(
         ),
         traffic=traffic(shape),
         bubble_formula=bubble_formula(shape),
-        bubble=prediction.bubble,
+        bubble=max(0.0, prediction.bubble),  # one rank alone may come out at -2e-16
         seconds=seconds,
         tokens_per_second=tokens / seconds,
         flops_per_device=per_token * tokens / seconds / shape.world_size,
