@@ -129,7 +129,8 @@ def bert_loss(
     token_losses, order_logits = output
     total, count = masked_sum(token_losses, mask)
     loss = lm_loss = total / count
-    report = {"lm loss": lm_loss.detach()}
+    # A copy: megatron-core divides the loss by the number of microbatches in place.
+    report = {"lm loss": lm_loss.detach().clone()}
     if order_logits is not None:
         logits = order_logits.view(-1, 2).float()
         order_loss = F.cross_entropy(logits, is_random.view(-1), ignore_index=-1)
