@@ -23,7 +23,7 @@ run() {
   local name=$1 start=$SECONDS code=0 losses
   local log=$logs/$1.log metrics=$logs/$1.jsonl
   shift
-  timeout 100 "$PYTHON" train "$@" --model sample --num-layers 4 --batch-size 16 --max-steps 8 \
+  timeout 100 "$PYTHON" train "$@" --model sample --num-layers 4 --batch-size 16 --max-steps 6 \
     --eval-iters 0 --lr 5e-4 --metrics-file "$metrics" >"$log" 2>&1 || code=$?
   if ((code == 124)); then
     verdict FAILED "$name" "not done after 100 s (log: $log)"

@@ -174,6 +174,19 @@ def test_config_file_lies_between_model_and_command_line(tmp_path: Path) -> None
     assert (args.num_layers, args.lr, args.swiglu, args.log_interval) == (2, 0.25, True, 5)
 
 
+def test_a_file_of_megatrons_own_decides_alone(tmp_path: Path) -> None:
+    path = tmp_path / "megatron.yaml"
+    path.write_text(
+        "language_model:\n  num_layers: 4\n  hidden_size: 64\n  num_attention_heads: 4\n"
+        "seq_length: 64\nmax_position_embeddings: 64\nmicro_batch_size: 2\nlr: 0.001\n"
+        "transformer_impl: local\neval_iters: 0\ntrain_iters: 9\nmock_data: true\n"
+    )
+    args = args_of(f"--mode megatron --procs 2 --config {path} --max-steps 5")
+    assert (args.num_layers, args.train_iters, args.lr) == (4, 5, 0.001)
+    assert args.mock_data
+    assert args.data_path is None
+
+
 def best_for(words: str, setting: Setting = H200) -> list[auto.Candidate]:
     """What ``auto`` would consider on ``setting``."""
     options, rest = cli.parse(words.split())

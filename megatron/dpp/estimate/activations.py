@@ -63,6 +63,7 @@ def attention_bytes(shape: RunShape) -> float:
     e, t, tokens = shape.element_bytes, shape.tensor, shape.tokens
     context = e * tokens * shape.queries / t
     total = e * tokens * (shape.queries + 2 * shape.keys) / t + context
+    total += e * tokens * (shape.queries + shape.keys) / t if shape.rotary else 0
     total += shape.outside if shape.hidden_dropout else 0
     if shape.recompute == "selective":
         return total

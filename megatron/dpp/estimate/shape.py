@@ -24,6 +24,7 @@ class RunShape:
         layers: transformer layers of each virtual stage, stage ``chunk * pipeline + rank``.
         vocab_size: rows of the embedding, padding included.
         num_positions: rows of the learned position embedding; 0 without one.
+        rotary: queries and keys are rotated, so they are kept beside the values they came with.
         norm_vectors: parameters of a norm in units of the hidden size: 2 LayerNorm, 1 RMSNorm.
         element_bytes: of a parameter and an activation: 4 in fp32, else 2.
         gradient_bytes: of an element of the gradient buffer.
@@ -45,6 +46,7 @@ class RunShape:
     seq_length: int
     vocab_size: int
     num_positions: int
+    rotary: bool
     tied: bool
     linear_bias: bool
     qkv_bias: bool
@@ -151,6 +153,7 @@ def shape_of(args: argparse.Namespace, *, on_gpu: bool, arch: str = "gpt") -> Ru
         num_positions=args.max_position_embeddings
         if args.position_embedding_type == "learned_absolute"
         else 0,
+        rotary=args.position_embedding_type == "rope",
         tied=not args.untie_embeddings_and_output_weights,
         linear_bias=args.add_bias_linear,
         qkv_bias=args.add_qkv_bias,

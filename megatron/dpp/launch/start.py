@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.launch.flags import ROOT, Flags, nearest_path
+from megatron.dpp.launch.flags import ROOT, Flags, nearest_path, to_argv
+from megatron.dpp.train.arguments import parse_args
 
 _TEXT = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
@@ -37,6 +38,8 @@ def prepare(arch: str, path: str | None, flags: Flags, python: str) -> Data:
     Raises:
         DataError: nothing is at ``path``.
     """
+    if "--yaml-cfg" in flags:
+        flags = {**_data_of_file(flags), **flags}
     vocabulary = _vocabulary(arch, flags)
     if "--mock-data" in flags or any(name in flags for name in _LOADERS):
         return Data(vocabulary, None)
@@ -64,6 +67,14 @@ _PREPROCESSING = {
     "gpt": ["--append-eod"],
     "bert": ["--split-sentences", "--sentence-splitter", "rules"],
 }
+
+
+def _data_of_file(flags: Flags) -> Flags:
+    """What a ``--yaml-cfg`` file says about data and vocabulary, as flags."""
+    args = parse_args(to_argv(flags))
+    names = ("--mock-data", *_LOADERS, "--tokenizer-type", "--vocab-file", "--merge-file")
+    found = {name: getattr(args, name[2:].replace("-", "_")) for name in names}
+    return {name: value for name, value in found.items() if value}
 
 
 def _vocabulary(arch: str, flags: Flags) -> Flags:
