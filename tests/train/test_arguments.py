@@ -11,7 +11,7 @@ import torch
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.train import settings
 from megatron.dpp.train.arguments import dpp_config, parse_args, warnings_of
-from megatron.dpp.train.configs import set_types, transformer_config
+from megatron.dpp.train.configs import set_types
 from megatron.dpp.train.validate import validate
 
 MINIMUM = (
@@ -76,6 +76,10 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--train-samples 5", 1, "--train-iters and --train-samples"),
         ("--seq-length 64", 1, "--max-position-embeddings 32 is below"),
         ("--batch-size 4", 1, "use --micro-batch-size"),
+        ("--context-parallel-size 2", 2, "--context-parallel-size above 1 needs modules of"),
+        ("--num-experts 4", 1, "--num-experts needs modules of Transformer Engine"),
+        ("--multi-latent-attention", 1, "--multi-latent-attention needs modules of"),
+        ("--spec my.module layer", 1, "only local is possible here"),
         ("--rl-default-top-k 4", 1, "not built here: reinforcement learning"),
         ("--window-size a,b", 1, "expected numbers like 8,0"),
         ("--moe-layer-freq [1]*3+x", 1, "expected a number or a list"),
@@ -106,10 +110,8 @@ def test_fields_are_spelt_as_in_megatron_lm() -> None:
     assert args.window_size == (8, 0)
     assert args.no_rope_freq == [0, 0, 0, 1] * 2
     assert args.num_query_groups == 1
-    latent = "--multi-latent-attention --position-embedding-type rope --no-rope-fusion"
-    args = checked(f"{latent} --kv-lora-rank 16")
-    config = transformer_config(args)
-    assert (config.kv_lora_rank, config.q_lora_rank, config.rope_type) == (16, None, "yarn")
+    args = parse_args([*MINIMUM.split(), "--kv-lora-rank", "16"])
+    assert (args.kv_lora_rank, args.q_lora_rank, args.rope_type) == (16, None, None)
 
 
 def test_saved_settings_start_the_same_run_again(tmp_path: Path) -> None:

@@ -353,6 +353,19 @@ def _kernels(args: Args) -> None:
         args.transformer_impl = "local"
     if args.transformer_impl == "local":
         args.no_persist_layer_norm = True
+        needs_kernels = {
+            "--context-parallel-size above 1": args.context_parallel_size > 1,
+            "--multi-latent-attention": args.multi_latent_attention,
+            "--num-experts": args.num_experts,
+            "--apply-layernorm-1p": args.layernorm_zero_centered_gamma,
+            "--fp8-format": args.fp8,
+        }
+        for flag, given in needs_kernels.items():
+            _require(
+                not given,
+                f"{flag} needs modules of Transformer Engine, megatron-core's local layers have none; "
+                "use --transformer-impl transformer_engine",
+            )
     elif importlib.util.find_spec("transformer_engine") is None:
         raise ConfigError(
             f"--transformer-impl {args.transformer_impl}: Transformer Engine is not installed; "
