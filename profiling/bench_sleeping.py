@@ -164,15 +164,15 @@ def run_static(args: argparse.Namespace, v: int, m: int, iteration: int) -> floa
     return naps.total
 
 
-def run_dynamic(args: argparse.Namespace, v: int, m: int, iteration: int, state: Any) -> float:
+def run_dynamic(
+    args: argparse.Namespace, v: int, m: int, iteration: int, links: Any, split: bool, recorder: Any
+) -> float:
     """One step of the real executor; seconds this rank's tasks slept."""
     from megatron.dpp.runtime.agreement import decider_for
     from megatron.dpp.runtime.executor import Executor
     from megatron.dpp.runtime.pace import HostPace
     from megatron.dpp.schedule import Geometry, Scheduler, parse_cap
-    from megatron.dpp.trace import NullRecorder
 
-    links, split = state
     rank = dist.get_rank()
     geometry = Geometry(args.ranks, rank, v, m, w_pieces=(1,) * v if split else None)
     cap = parse_cap(args.cap, geometry).chunks
@@ -180,19 +180,35 @@ def run_dynamic(args: argparse.Namespace, v: int, m: int, iteration: int, state:
     naps = Naps(args, rank, v, iteration, fused=not split)
     decider = decider_for(scheduler, links.channels.receiving, None)
     decider.start(links.consumed)
+    recorder.begin_iteration(iteration)
     Executor(
         runner=SleepingRunner(naps, split),
         decider=decider,
         links=links,
-        recorder=NullRecorder(),
+        recorder=recorder,
         pace=HostPace(),
         injector=None,
         split_backward=split,
         iteration=iteration,
         timeout=60.0,
     ).run()
+    recorder.end_iteration()
     links.consume(geometry)
     return naps.total
+
+
+def open_recorder(args: argparse.Namespace, v: int, traced: bool) -> Any:
+    """Where a trace goes: a file per rank for ``traced...`` schedules."""
+    from megatron.dpp.trace import NullRecorder, TraceLayout
+    from megatron.dpp.trace import open_recorder as open_file
+
+    if not traced:
+        return NullRecorder()
+    layout = TraceLayout(
+        data=0, pipeline=dist.get_rank(), tensor=0,
+        data_size=1, pipeline_size=args.ranks, tensor_size=1, num_chunks=v,
+    )  # fmt: skip
+    return open_file(args.trace_dir, rank=dist.get_rank(), layout=layout)
 
 
 def open_links(args: argparse.Namespace, v: int) -> Any:
@@ -244,6 +260,7 @@ def measure(args: argparse.Namespace, name: str, m: int) -> dict[str, Any]:
     )
     links = None if kind == "static" else open_links(args, v)
     exchange = open_static(args) if kind == "static" else None
+    recorder = open_recorder(args, v, kind.startswith("traced"))
     took, ratios = [], []
     for iteration in range(args.rounds + 1):
         dist.barrier()
@@ -252,12 +269,13 @@ def measure(args: argparse.Namespace, name: str, m: int) -> dict[str, Any]:
             with over_channels(exchange) if exchange else contextlib.nullcontext():
                 own = run_static(args, v, m, iteration)
         else:
-            own = run_dynamic(args, v, m, iteration, (links, kind == "split"))
+            own = run_dynamic(args, v, m, iteration, links, "split" in kind, recorder)
         pair = torch.tensor([time.perf_counter() - start, own])
         dist.all_reduce(pair, op=dist.ReduceOp.MAX)
         if iteration:  # the first one warms up
             took.append(float(pair[0]))
             ratios.append(float(pair[0] / pair[1]))
+    recorder.close()
     for opened in (links, exchange):
         if opened is not None:
             opened.transport.close()

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
+import torch
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.runtime.inject import Injector, Task
+from megatron.dpp.transport.base import ChannelSpec, Direction
+from megatron.dpp.transport.fake import FakeNetwork
 
 
 def share_of_slow_work(pieces: int, ranks: int = 8) -> float:
@@ -54,3 +60,18 @@ def test_a_form_that_is_not_known_is_refused(text: str) -> None:
 def test_a_rank_outside_the_pipeline_is_refused() -> None:
     with pytest.raises(ConfigError, match="outside the pipeline of 4 ranks"):
         Injector("slow-rank:4:2", 0, 4)
+
+
+def test_a_late_message_has_arrived_when_it_was_shown() -> None:
+    """Or a trace would not see a slow link that was injected."""
+    spec = ChannelSpec(0, 1, 0, Direction.FORWARD, 64)
+    network = FakeNetwork([spec])
+    sender, inner = network.transport(0), network.transport(1)
+    receiver = DelayedTransport(inner, Injector("slow-link:0-1:5ms", 1, 2), (0, 1))
+    begin = time.monotonic_ns()
+    sender.put(0, torch.arange(4.0), iteration=0, microbatch=0)
+    while not receiver.poll()[0]:
+        receiver.wait(0.01)
+    message = receiver.take(0)
+    assert torch.equal(message.tensor, torch.arange(4.0))
+    assert message.arrived_ns >= begin + 5_000_000

@@ -34,6 +34,7 @@ class DelayedTransport(Transport):
         self._pairs = [(place[c.source], place[c.destination]) for c in inner.incoming]
         self._visible = [0] * len(inner.incoming)
         self._due: list[deque[float]] = [deque() for _ in inner.incoming]
+        self._shown: list[deque[float]] = [deque() for _ in inner.incoming]
 
     def poll(self) -> Sequence[int]:
         now = time.monotonic()
@@ -43,7 +44,7 @@ class DelayedTransport(Transport):
                 moment = now + self._injector.message_seconds(*self._pairs[index], number)
                 due.append(max(moment, due[-1]) if due else moment)
             while due and due[0] <= now:
-                due.popleft()
+                self._shown[index].append(due.popleft())
                 self._visible[index] += 1
         return tuple(self._visible)
 
@@ -68,7 +69,10 @@ class DelayedTransport(Transport):
         )  # fmt: skip
 
     def take(self, channel: int) -> Message:
-        return self._inner.take(channel)
+        """The message, arrived when it was shown: a trace is to see the delay."""
+        message = self._inner.take(channel)
+        shown_ns = int(self._shown[channel].popleft() * 1e9)
+        return message._replace(arrived_ns=max(message.arrived_ns, shown_ns))
 
     def pending(self) -> int:
         return self._inner.pending()
