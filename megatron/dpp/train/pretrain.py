@@ -226,6 +226,7 @@ def _leave(run: Any) -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
+        dist.barrier()  # nobody closes connections while another is in its last collective
         dist.destroy_process_group()
     if run.cpu_support is not None:
         run.cpu_support.close()

@@ -363,8 +363,8 @@ def _kernels(args: Args) -> None:
         for flag, given in needs_kernels.items():
             _require(
                 not given,
-                f"{flag} needs modules of Transformer Engine, megatron-core's local layers have none; "
-                "use --transformer-impl transformer_engine",
+                f"{flag} needs modules of Transformer Engine, which the local layers have no "
+                "substitute for; use --transformer-impl transformer_engine",
             )
     elif importlib.util.find_spec("transformer_engine") is None:
         raise ConfigError(
