@@ -7,6 +7,7 @@ take batches through :func:`tensor_parallel_batch`. What a sample holds is the d
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -92,9 +93,11 @@ def _chunk_iterators(run: Run, task: Task, vp_stage: int | None) -> Iterators:
     )
     loaders = [_loader(args, *each) for each in zip(datasets, consumed, strict=True)]
     if args.full_validation and loaders[1] is not None:
-        args.eval_iters = len(loaders[1])
+        args.eval_iters = max(1, len(loaders[1]) // _batches_per_evaluation(args))
     # Iterators are made together at the end, since making one draws from the global generator.
-    return Iterators(*(loader and _endless(args, loader) for loader in loaders))
+    return Iterators(
+        *(loader and _endless(args, loader, use > 0) for use, loader in enumerate(loaders))
+    )
 
 
 def _sources(args: Args) -> str:
@@ -125,15 +128,24 @@ def _loader(args: Args, dataset: Any, consumed: int) -> Any:
     )
 
 
-def _endless(args: Args, loader: Any) -> Iterator[Any]:
-    if args.dataloader_type == "single":
+def _endless(args: Args, loader: Any, evaluates: bool) -> Iterator[Any]:
+    if args.dataloader_type == "single" and not (evaluates and args.full_validation):
         return iter(loader)
 
     def epochs() -> Iterator[Any]:
         while True:
             yield from loader
 
-    return epochs()
+    def evaluations() -> Iterator[Any]:
+        while True:  # each starts at the beginning of the set
+            yield from itertools.islice(loader, args.eval_iters * _batches_per_evaluation(args))
+
+    return evaluations() if evaluates and args.full_validation else epochs()
+
+
+def _batches_per_evaluation(args: Args) -> int:
+    """Microbatches that one replica reads in one iteration of an evaluation."""
+    return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
 
 
 def _next(iterator: Iterator[Any]) -> Any:
