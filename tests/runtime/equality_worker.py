@@ -34,19 +34,9 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.dpp import DppConfig, DppSchedule  # noqa: E402
 from megatron.dpp.mcore.specs import block_spec  # noqa: E402
 from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
+from tests.runtime.rerun import Rerun  # noqa: E402
 
 VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
-
-
-class Rerun:
-    """In the place of a CUDA graph: what was to be captured is run at every replay."""
-
-    def __init__(self, function: Any, pool: Any) -> None:
-        self._function = function
-
-    def replay(self) -> None:
-        with torch.enable_grad():
-            self._function()
 
 
 def build(case: dict[str, Any]) -> tuple[list[Any], Any]:

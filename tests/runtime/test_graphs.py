@@ -1,0 +1,120 @@
+"""When a block is replayed and when it runs eagerly; what is captured is run again (no GPU here).
+
+That replayed numbers are the eager ones is test_equality.py's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.mcore import graphs
+from tests.runtime.rerun import Rerun
+
+SHAPE = (3, 2, 4)
+
+
+class Block(torch.nn.Module):
+    """What a transformer block is to its graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pre_process, self.input_tensor = True, None
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+        self.num_eager = 0
+
+    def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        self.num_eager += 1
+        return self.layers[0](hidden_states) * scale
+
+
+class Chunk(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Block()
+        self.config = SimpleNamespace(hidden_dropout=0.0, attention_dropout=0.0)
+
+
+@pytest.fixture
+def chunk(monkeypatch: pytest.MonkeyPatch) -> Chunk:
+    monkeypatch.setattr(graphs, "why_not", lambda chunk: None)
+    monkeypatch.setattr(graphs, "_WARM_UP_STEPS", 0)
+    return Chunk()
+
+
+def graphs_of(
+    chunk: Chunk, capture: Callable[..., Any] = Rerun
+) -> tuple[graphs.ChunkGraphs, list[str]]:
+    said: list[str] = []
+    return graphs.ChunkGraphs([chunk], None, said.append, lambda: True, capture), said
+
+
+def step(made: graphs.ChunkGraphs, chunk: Chunk, **options: Any) -> torch.Tensor:
+    """One forward and backward; the gradient of the input."""
+    hidden = torch.arange(24.0).reshape(SHAPE).requires_grad_()
+    with made.bound(torch.empty(SHAPE)):
+        chunk.decoder(hidden_states=hidden, **options).sum().backward()
+    assert hidden.grad is not None
+    return hidden.grad
+
+
+def test_a_replayed_block_gives_the_same_gradients_and_is_left_as_it_was(chunk: Chunk) -> None:
+    hidden = torch.arange(24.0).reshape(SHAPE).requires_grad_()
+    chunk.decoder(hidden_states=hidden).sum().backward()
+    weight = chunk.decoder.layers[0].weight
+    expected, weight.grad = weight.grad, None
+    made, _ = graphs_of(chunk)
+    assert torch.equal(step(made, chunk), hidden.grad)
+    assert torch.equal(weight.grad, expected)
+    assert chunk.decoder.forward.__func__ is Block.forward
+    assert isinstance(weight, torch.nn.Parameter) and chunk.decoder.layers[0].weight is weight
+
+
+def test_other_arguments_than_the_first_run_eagerly_and_are_named_once(chunk: Chunk) -> None:
+    made, said = graphs_of(chunk)
+    step(made, chunk, scale=1.0)
+    assert not [line for line in said if "unlike" in line]
+    for _ in range(2):
+        assert torch.equal(step(made, chunk, scale=2.0), 2.0 * step(made, chunk, scale=1.0))
+    assert len([line for line in said if "unlike" in line]) == 1
+
+
+def test_a_capture_that_fails_leaves_the_block_eager_and_says_why(chunk: Chunk) -> None:
+    def refuse(function: Any, pool: Any) -> Any:
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    made, said = graphs_of(chunk, refuse)
+    for _ in range(2):
+        step(made, chunk)
+    assert chunk.decoder.num_eager == 2
+    assert said == [
+        "CUDA graphs: chunk 0 runs without graphs: operation not permitted when stream is capturing"
+    ]
+
+
+def test_parameters_that_moved_are_captured_anew(chunk: Chunk) -> None:
+    captured: list[Any] = []
+
+    def capture(function: Any, pool: Any) -> Rerun:
+        captured.append(function)
+        return Rerun(function, pool)
+
+    made, _ = graphs_of(chunk, capture)
+    step(made, chunk)
+    step(made, chunk)
+    assert len(captured) == 2  # F and B of one activation
+    layer = chunk.decoder.layers[0]
+    layer.weight.data = torch.eye(4)
+    assert torch.equal(step(made, chunk), torch.ones(SHAPE))
+    assert len(captured) == 4
+
+
+def test_without_gradients_nothing_is_captured(chunk: Chunk) -> None:
+    made, said = graphs_of(chunk)
+    with made.bound(torch.empty(SHAPE)), torch.no_grad():
+        chunk.decoder(hidden_states=torch.ones(SHAPE))
+    assert chunk.decoder.num_eager == 1 and not said
