@@ -14,11 +14,10 @@ wait $!
 "$folder/stress" rdma 2500 65536 "${devices[@]}"
 "$folder/stress" rdma 5 6291456 "${devices[@]}"
 
-# Sleeping on completions, as ours does: a program that polls starves the emulated network.
 reference() {
-  ib_write_bw -e -F -d rdma0 -x 1 -s "$1" -n "$2" >/dev/null &
+  ib_write_bw -F -d rdma0 -x 1 -s "$1" -n "$2" >/dev/null &
   sleep 2
-  ib_write_bw -e -F -d rdma1 -x 1 -s "$1" -n "$2" 10.99.0.1 | awk -v size="$1" '$1 == size {print $4}'
+  ib_write_bw -F -d rdma1 -x 1 -s "$1" -n "$2" 10.99.0.1 | awk -v size="$1" '$1 == size {print $4}'
   wait $!
 }
 for bytes in 4194304 16777216; do

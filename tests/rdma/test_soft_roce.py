@@ -57,7 +57,8 @@ def test_the_native_side_over_soft_roce(tmp_path: Path) -> None:
         assert ours >= 0.5 * reference  # 0.95 on a quiet machine; this catches a collapse
     cut = re.search(r"the cut was named after (\d+) s: (.*)", said)
     assert cut is not None and int(cut[1]) <= 15, cut
-    assert "cannot be reached over RDMA any more" in cut[2]
+    # The side whose own port went down says so; the other one runs out of retries.
+    assert re.search("which is down: cable or switch|cannot be reached over RDMA", cut[2]), cut
 
 
 def test_training_over_soft_roce_is_that_over_shared_memory() -> None:
