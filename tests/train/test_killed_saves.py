@@ -90,6 +90,7 @@ def test_a_run_killed_in_its_saves_goes_on_bitwise(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "more", ["", "--async-save", "--ckpt-format torch"], ids=["torch_dist", "async", "torch"]
 )

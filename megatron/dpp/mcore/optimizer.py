@@ -2,15 +2,19 @@
 
 megatron-core's was written for Transformer Engine's and Apex's Adam, which keep one step count for
 all parameters; PyTorch's has a tensor of its own per parameter. ``train.checkpointing`` calls
-:func:`fill_state` before it asks for a sharded state to load and :func:`own_steps` after loading.
+:func:`fill_state` before it asks for a sharded state to load, loads under :func:`steps_may_lack`,
+and calls :func:`own_steps` after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron.dpp.mcore.patching import replaced
 
 
 def fill_state(optimizer: Any) -> None:
@@ -27,6 +31,21 @@ def fill_state(optimizer: Any) -> None:
             and not each.optimizer.state
         ):
             each._init_optimizer_states_with_dummy_values()
+
+
+def steps_may_lack() -> contextlib.AbstractContextManager[None]:
+    """While a state is loaded: what the checkpoint does not have of a parameter stays as it is.
+
+    distrib_optimizer.py:940 asks the checkpoint for every tensor of PyTorch's Adam, but the step is
+    never stored by parameter (distrib_optimizer.py:2101).
+    """
+
+    def put_what_is_there(put: Any, self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        put(
+            self, model_param, {**self._get_main_param_and_optimizer_states(model_param), **tensors}
+        )
+
+    return replaced(DistributedOptimizer, "_set_main_param_and_optimizer_states", put_what_is_there)
 
 
 def own_steps(optimizer: Any) -> None:

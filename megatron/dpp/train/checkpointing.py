@@ -35,7 +35,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.mcore.fsdp import as_shards, shards_keep_identity
-from megatron.dpp.mcore.optimizer import fill_state, own_steps
+from megatron.dpp.mcore.optimizer import fill_state, own_steps, steps_may_lack
 from megatron.dpp.train import checkpoint_files as files
 from megatron.dpp.train.diagnostics import note_progress
 from megatron.dpp.train.initialize import Run
@@ -339,7 +339,8 @@ class Checkpointer:
             loaded = state["optimizer"]
             if args.use_torch_fsdp2:
                 loaded = as_shards(optimizer, loaded)
-            optimizer.load_state_dict(loaded)
+            with steps_may_lack():
+                optimizer.load_state_dict(loaded)
             own_steps(optimizer)
         if args.use_distributed_optimizer and not found.is_distributed:
             optimizer.load_parameter_state(str(found.path / _rank_directory() / "distrib_optim.pt"))
