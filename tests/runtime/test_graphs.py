@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron.dpp.mcore import graphs
+from megatron.dpp.runtime.schedule import why_no_graphs
 from tests.runtime.rerun import Rerun
 
 SHAPE = (3, 2, 4)
@@ -118,3 +119,10 @@ def test_without_gradients_nothing_is_captured(chunk: Chunk) -> None:
     with made.bound(torch.empty(SHAPE)), torch.no_grad():
         chunk.decoder(hidden_states=torch.ones(SHAPE))
     assert chunk.decoder.num_eager == 1 and not said
+
+
+def test_graphs_are_taken_where_launching_is_the_bottleneck() -> None:
+    assert why_no_graphs("auto", 0.9, shares_stage=False) is None
+    assert "33%" in (why_no_graphs("auto", 0.33, shares_stage=False) or "")
+    assert "collectives" in (why_no_graphs("auto", 0.9, shares_stage=True) or "")
+    assert why_no_graphs("on", 0.1, shares_stage=True) is None

@@ -16,6 +16,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -205,22 +206,20 @@ class DppSchedule:
             if self.config.split_backward:
                 self._weight_gradients = WeightGradients(call.model)
             if self.config.cuda_graphs != "off" and (self._capture or torch.cuda.is_available()):
+                pays = partial(self._graphs_pay, bool(_stage_ranks(call)))
                 self._graphs = ChunkGraphs(
-                    call.model, self._weight_gradients, self._log, self._graphs_pay, self._capture
+                    call.model, self._weight_gradients, self._log, pays, self._capture
                 )
             self._prepared_model = list(call.model)
         return any(self._weight_gradients.num_pieces) if self._weight_gradients else False
 
-    def _graphs_pay(self) -> bool:
+    def _graphs_pay(self, shares_stage: bool) -> bool:
         """Whether to capture, now that the first steps have shown how long launching takes."""
         share = self._session.pace.launch_share() if self._session else 0.0
-        pays = self.config.cuda_graphs == "on" or share >= _GRAPHS_PAY_FROM
-        if not pays:
-            self._log(
-                f"CUDA graphs: not used, as launching takes {share:.0%} of the time that tasks run "
-                "(--dpp-cuda-graphs on uses them all the same, for more memory)"
-            )
-        return pays
+        reason = why_no_graphs(self.config.cuda_graphs, share, shares_stage)
+        if reason:
+            self._log(f"CUDA graphs: not used, {reason}")
+        return not reason
 
     @contextlib.contextmanager
     def _bound(self, call: StepCall) -> Iterator[None]:
@@ -302,6 +301,29 @@ class DppSchedule:
         if error is not None and self._session is not None:
             self._session.links.transport.abort(f"{type(error).__name__}: {error}")
         self.close()
+
+
+def why_no_graphs(setting: str, launch_share: float, shares_stage: bool) -> str | None:
+    """Why ``--dpp-cuda-graphs`` leads to none; None where it leads to some.
+
+    Args:
+        setting: ``auto`` or ``on``.
+        launch_share: the part of the tasks' time for which the host is busy launching them.
+        shares_stage: tensor- or context-parallel ranks compute the stage together.
+    """
+    if setting == "on":
+        return None
+    if shares_stage:
+        return (
+            "as collectives inside of graphs have not been tried on GPUs (--dpp-cuda-graphs on "
+            "tries them)"
+        )
+    if launch_share < _GRAPHS_PAY_FROM:
+        return (
+            f"as launching takes {launch_share:.0%} of the time that tasks run (--dpp-cuda-graphs "
+            "on uses them all the same, for more memory)"
+        )
+    return None
 
 
 def _stage_ranks(call: StepCall) -> list[int]:
