@@ -359,7 +359,8 @@ void RdmaLink::report(const verbs::Completion& completion) const {
                            std::to_string(completion.vendor_error) + ") on " + place_.device +
                            " port " + std::to_string(place_.port) +
                            (port_down_ ? ", which is down: cable or switch" : "");
-  const bool unreachable = status == verbs::kRetriesExceeded || status == verbs::kResponseTimeout ||
+  const bool unreachable = port_down_ || status == verbs::kRetriesExceeded ||
+                           status == verbs::kResponseTimeout ||
                            status == verbs::kReceiverNotReady || status == verbs::kFlushed;
   if (unreachable) {
     throw Error(Fault::kPeerDead,

@@ -98,12 +98,15 @@ def test_an_error_completion_is_named_on_both_sides(
     assert text in str(told) and "reported by rank 0" in str(told)
 
 
-def test_a_port_that_goes_down_is_named(trouble: Trouble) -> None:
+@pytest.mark.parametrize("status", [2, 12])  # soft-RoCE's own error, and the usual one
+def test_a_port_that_goes_down_is_named(trouble: Trouble, status: int) -> None:
     with opened("rdma", pair()) as (a, _):
         trouble("port-down", 1)
         time.sleep(0.1)  # the event comes before the failed send
+        trouble("error-status", status)
         a.put(0, torch.ones(10), iteration=0, microbatch=0)
-        assert "which is down: cable or switch" in str(until_failure(a))
+        seen = until_failure(a)
+    assert type(seen) is PeerDead and "which is down: cable or switch" in str(seen)
 
 
 def test_running_out_of_receives_is_an_error(trouble: Trouble) -> None:
