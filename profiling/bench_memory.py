@@ -143,14 +143,14 @@ def _flags(args: argparse.Namespace, layout: str) -> list[str]:
     return [*text.split(), *parallel]
 
 
-def _import_path() -> str:
+def import_path() -> str:
     """This repository before whatever the caller's Python finds its packages in."""
     return os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def _start(command: list[str]) -> None:
     environment = {
-        **os.environ, "PYTHONPATH": _import_path(),
+        **os.environ, "PYTHONPATH": import_path(),
         "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
     }  # fmt: skip
     if "--use-torch-fsdp2" not in command:

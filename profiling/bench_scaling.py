@@ -26,6 +26,8 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
+from bench_memory import import_path  # noqa: E402
+
 from megatron.dpp.errors import ConfigError  # noqa: E402
 from megatron.dpp.launch.main import Plan, plan  # noqa: E402
 from megatron.dpp.launch.resolve import environment  # noqa: E402
@@ -138,18 +140,13 @@ def _row(model: str, devices: int, mode: str, rows: list[dict[str, object]]) -> 
     return Row(model, devices, mode, seconds, float(compared["seconds"][0]), tokens, memory)
 
 
-def _import_path() -> str:
-    """This repository before whatever the caller's Python finds its packages in."""
-    return os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-
-
 def _start(found: Plan) -> bool:
     """torchrun with this interpreter; says what went wrong and goes on when a run fails."""
     script = _ROOT / f"pretrain_{found.resolved.arch}.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", str(found.setting.per_node), str(script), *found.resolved.argv]
     env = {
-        **os.environ, "PYTHONPATH": _import_path(),
+        **os.environ, "PYTHONPATH": import_path(),
         "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment(found.resolved, os.environ),
     }  # fmt: skip
