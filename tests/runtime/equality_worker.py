@@ -153,10 +153,13 @@ def run_case(case: dict[str, Any]) -> None:
     assert all(map(torch.isfinite, map(torch.tensor, expected["losses"])))
     for settings in case["runs"]:
         kind: Any = StaticSchedule if settings.pop("static", False) else DppSchedule
+        replays: list[Rerun] = []
         if settings.get("cuda_graphs") == "on":
-            kind = partial(DppSchedule, capture=Rerun, log=print)
+            kind = partial(DppSchedule, capture=partial(Rerun, replays=replays))
         with kind(DppConfig(**settings), seed=1234) as schedule:
             got = train(case, schedule)
+        if settings.get("cuda_graphs") == "on":
+            assert replays, f"{case['name']} with {settings}: nothing was replayed"
         compare(expected, got, f"{case['name']} with {settings}")
     dist.barrier()
     parallel_state.destroy_model_parallel()

@@ -9,11 +9,18 @@ import torch
 
 
 class Rerun:
-    """What was to be captured is run at every replay, over the buffers that a graph would use."""
+    """What was to be captured is run at every replay, over the buffers that a graph would use.
 
-    def __init__(self, function: Callable[[], None], pool: Any) -> None:
-        self._function = function
+    ``replays`` notes each of them.
+    """
+
+    def __init__(
+        self, function: Callable[[], None], pool: Any, replays: list[Rerun] | None = None
+    ) -> None:
+        self._function, self._replays = function, replays
 
     def replay(self) -> None:
+        if self._replays is not None:
+            self._replays.append(self)
         with torch.enable_grad():
             self._function()
