@@ -221,7 +221,8 @@ def open_links(args: argparse.Namespace, v: int) -> Any:
     from megatron.dpp.runtime.topology import Topology
 
     topology = Topology(tuple(range(args.ranks)), dist.get_rank(), v)
-    channels = topology.channels(_SEQUENCE * _HIDDEN * 4, args.slots)
+    slot_bytes = _SEQUENCE * _HIDDEN * 4
+    channels = topology.channels([slot_bytes], [slot_bytes], args.slots)
     transport: Any = open_transport(channels.specs, DppConfig(transport=args.transport))
     if args.inject:
         injector = Injector(args.inject, dist.get_rank(), args.ranks)

@@ -15,9 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.dpp.errors import PeerDead, TransferTimeout
+from megatron.dpp.errors import ConfigError, PeerDead, TransferTimeout
+from megatron.dpp.mcore.boundary import boundaries
 from megatron.dpp.runtime.agreement import decider_for
-from megatron.dpp.runtime.executor import Executor, Links
+from megatron.dpp.runtime.executor import Executor, Links, Tensors
 from megatron.dpp.runtime.pace import HostPace
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Scheduler, parse_cap
@@ -27,30 +28,43 @@ from megatron.dpp.transport.fake import FakeNetwork
 
 @dataclass
 class Arithmetic:
-    """A TaskRunner of sums; ``log`` keeps the order of what was run."""
+    """A TaskRunner of sums; ``log`` keeps the order of what was run. With several tensors per
+    boundary, all but the first are copies of it.
+    """
 
     topology: Topology
+    num_tensors: int = 1
     log: list[tuple[str, int, int, int]] = field(default_factory=list)
     results: dict[tuple[str, int, int], float] = field(default_factory=dict)
     complete: list[int] = field(default_factory=list)
 
-    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
         self.log.append(("F", chunk, microbatch, 0))
-        value = torch.tensor([float(microbatch)]) if received is None else received
+        value = torch.tensor([float(microbatch)]) if received is None else self.same(received)
         output = 2 * value + self.topology.stage(chunk)
         self.results["F", chunk, microbatch] = output.item()
-        return output
+        return self.spread(output)
+
+    def same(self, received: Tensors) -> torch.Tensor:
+        if self.num_tensors == 1:
+            assert isinstance(received, torch.Tensor)
+            return received
+        assert len(received) == self.num_tensors
+        assert all(torch.equal(received[0], other) for other in received)
+        return received[0]
+
+    def spread(self, tensor: torch.Tensor) -> Tensors:
+        copies = [tensor.clone() for _ in range(self.num_tensors)]
+        return copies if self.num_tensors > 1 else tensor
 
     def free_output(self, chunk: int, microbatch: int) -> None:
         pass
 
-    def backward(
-        self, chunk: int, microbatch: int, received: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    def backward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors | None:
         self.log.append(("B", chunk, microbatch, 0))
-        value = torch.tensor([1.0 + microbatch]) if received is None else received
+        value = torch.tensor([1.0 + microbatch]) if received is None else self.same(received)
         self.results["B", chunk, microbatch] = value.item()
-        return 3 * value if self.topology.stage(chunk) else None
+        return self.spread(3 * value) if self.topology.stage(chunk) else None
 
     def weight(self, chunk: int, microbatch: int, piece: int) -> None:
         self.log.append(("W", chunk, microbatch, piece))
@@ -62,7 +76,7 @@ class Arithmetic:
 def run_pipeline(
     p: int, v: int, m: int, *, policy: str = "dynamic", cap: str = "auto", split: bool = True,
     delay: float = 0.0, seed: int = 0, timeout: float = 20.0, iterations: int = 1,
-    network: FakeNetwork | None = None, members: int = 1,
+    network: FakeNetwork | None = None, members: int = 1, tensors: int = 1,
 ) -> list[Arithmetic]:  # fmt: skip
     """Run every rank of a pipeline in a thread of its own; ``members`` ranks share each stage."""
     topologies = [
@@ -70,14 +84,15 @@ def run_pipeline(
         for r in range(p)
         for t in range(members)
     ]
-    specs = {s: None for top in topologies for s in top.channels(64, 2).specs}
+    room = [64] * tensors
+    specs = {s: None for top in topologies for s in top.channels(room, room, 2).specs}
     network = network or FakeNetwork(list(specs), seed=seed, delay=delay)
-    runners = [Arithmetic(top) for top in topologies]
+    runners = [Arithmetic(top, tensors) for top in topologies]
     errors: dict[int, BaseException] = {}
 
     def body(index: int) -> None:
         top, runner = topologies[index], runners[index]
-        channels = top.channels(64, 2)
+        channels = top.channels(room, room, 2)
         first = index - index % members
         board = range(first, first + members) if members > 1 else None
         transport = network.transport(
@@ -138,14 +153,17 @@ def check_values(runners: list[Arithmetic], m: int, iterations: int = 1) -> None
     split=st.booleans(),
     policy=st.sampled_from(["dynamic", "depth-first", "megatron"]),
     cap=st.sampled_from(["auto", "strict", "megatron"]),
+    tensors=st.sampled_from([1, 1, 2, 3]),
     seed=st.integers(0, 1 << 20),
 )
 def test_any_timing_gives_the_same_values(
-    p: int, v: int, m: int, split: bool, policy: str, cap: str, seed: int
+    p: int, v: int, m: int, split: bool, policy: str, cap: str, tensors: int, seed: int
 ) -> None:
     if p == 1:
         v = 1
-    runners = run_pipeline(p, v, m, policy=policy, cap=cap, split=split, delay=0.002, seed=seed)
+    runners = run_pipeline(
+        p, v, m, policy=policy, cap=cap, split=split, delay=0.002, seed=seed, tensors=tensors
+    )
     check_values(runners, m)
     for runner in runners:
         assert runner.complete == list(range(v - 1, -1, -1)), "gradients are reduced as v-1..0"
@@ -172,10 +190,10 @@ def test_members_of_a_stage_run_the_same_order() -> None:
 
 def test_a_peer_that_left_is_named_at_once() -> None:
     """It would otherwise be waited for until --dpp-timeout."""
-    specs = list(Topology((0, 1), 1, 1).channels(64, 2).specs)
+    specs = list(Topology((0, 1), 1, 1).channels([64], [64], 2).specs)
     network = FakeNetwork(specs)
     network.transport(0).close()
-    channels = Topology((0, 1), 1, 1).channels(64, 2)
+    channels = Topology((0, 1), 1, 1).channels([64], [64], 2)
     links = Links(network.transport(1), channels)
     scheduler = Scheduler(Geometry(2, 1, 1, 2), split_backward=False)
     decider = decider_for(scheduler, channels.receiving, None)
@@ -190,9 +208,34 @@ def test_a_peer_that_left_is_named_at_once() -> None:
 
 def test_missing_message_ends_in_a_named_timeout() -> None:
     topology = Topology((0, 1), 1, 1)
-    specs = list(topology.channels(64, 2).specs)
+    specs = list(topology.channels([64], [64], 2).specs)
     network = FakeNetwork(specs)
     forward = next(spec for spec in specs if spec.destination == 1)
     network.stall(forward)
     with pytest.raises(TransferTimeout, match=r"forward of chunk 0, rank 0 -> 1"):
         run_pipeline(2, 1, 2, network=network, timeout=0.3)
+
+
+def test_members_of_a_stage_agree_on_whole_boundaries() -> None:
+    """An arrival counts when all members have all tensors of it."""
+    runners = run_pipeline(2, 2, 6, members=2, delay=0.003, seed=9, tensors=3, iterations=2)
+    check_values(runners, 6, iterations=2)
+
+
+def test_an_undeclared_tensor_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arithmetic, "spread", lambda own, t: [t, t] if own.topology.rank else t)
+    with pytest.raises(TypeError, match="returned Tensor, Tensor to its neighbour; 1 Tensor decl"):
+        run_pipeline(2, 1, 2, timeout=0.3)
+
+
+def test_shapes_that_are_no_shapes_are_refused() -> None:
+    assert boundaries((4, 2, 8), 2, None) == (128, (128,), (128,))
+    both = boundaries((4, 2, 8), 2, lambda r, s: (r, [*s, (3,)]))
+    assert both == (128, (128,), (128, 6))
+    assert both.several
+    for adjust in (lambda r, s: None, lambda r, s: ([], s), lambda r, s: ([("x",)], s)):
+        with pytest.raises(ConfigError, match="adjust_tensor_shapes_fn returned"):
+            boundaries((4, 2, 8), 2, adjust)
+    both.check_fits(both)
+    with pytest.raises(ConfigError, match=r"would send 1 tensors of up to 128 bytes .* 2 of up"):
+        boundaries((4, 2, 8), 2, None).check_fits(both)

@@ -24,6 +24,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore import boundary
+from megatron.dpp.mcore.boundary import Boundaries, Tensors
 from megatron.dpp.mcore.memory import saved_bytes
 from megatron.dpp.mcore.wgrad import WeightGradients
 
@@ -42,13 +44,14 @@ class StepCall:
     forward_only: bool = False
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None
     pg_collection: Any = None
     force_all_reduce: bool = False
 
     @classmethod
     def checked(
-        cls, *, data_iterator: Any, model: Any, adjust_tensor_shapes_fn: Any = None,
-        p2p_communicator: Any = None, pg_collection: Any = None, **rest: Any,
+        cls, *, data_iterator: Any, model: Any, p2p_communicator: Any = None,
+        pg_collection: Any = None, **rest: Any,
     ) -> StepCall:  # fmt: skip
         """Bring single chunks into list form, fill in the process groups, refuse what cannot be
         honoured.
@@ -63,8 +66,6 @@ class StepCall:
             raise ConfigError(
                 f"data_iterator: {len(chunks)} model chunks need a list of as many iterators, got 1"
             )
-        if adjust_tensor_shapes_fn is not None:
-            raise ConfigError("adjust_tensor_shapes_fn is not supported by the dynamic schedule")
         if rest.get("num_microbatches", 1) < 1:
             raise ConfigError(
                 f"num_microbatches is {rest['num_microbatches']}: at least 1 is needed"
@@ -78,10 +79,24 @@ class StepCall:
         """megatron-core's config of the model."""
         return get_model_config(self.model[0])
 
-    def boundary_bytes(self) -> int:
-        """Bytes of one tensor between stages."""
+    def boundaries(self) -> Boundaries:
+        """What lies between this rank's stages and their neighbours.
+
+        Raises:
+            ConfigError: ``adjust_tensor_shapes_fn`` returns no shapes, or several tensors meet a
+            model whose losses megatron-core scales by the one tensor of a stage.
+        """
         shape, dtype = self._boundary()
-        return int(shape.numel() * dtype.itemsize)
+        found = boundary.boundaries(tuple(shape), dtype.itemsize, self.adjust_tensor_shapes_fn)
+        scaled = {"--num-experts": "num_moe_experts", "--mtp-num-layers": "mtp_num_layers"}
+        for flag, name in scaled.items():
+            if found.several and getattr(self.config, name, None) is not None:
+                raise ConfigError(
+                    f"adjust_tensor_shapes_fn: {flag} {getattr(self.config, name)} needs stages "
+                    f"that exchange one tensor, not {max(len(found.receives), len(found.sends))}: "
+                    "megatron-core finds the device of its loss's scale there"
+                )
+        return found
 
     def boundary_example(self) -> torch.Tensor:
         """An uninitialised tensor like those between stages, on the device of the model."""
@@ -151,7 +166,7 @@ class Stage:
         self._num_chunks = len(call.model)
         self._is_first_rank, self._is_last_rank = rank == 0, rank == num_ranks - 1
         self._model_type = get_model_type(call.model[0])
-        self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._kept: dict[tuple[int, int], tuple[Tensors | None, Tensors]] = {}
         self._num_tokens = torch.zeros([], dtype=torch.int, device=_device())
         self._num_forwards = 0
         self._no_sync = contextlib.ExitStack()
@@ -186,11 +201,11 @@ class Stage:
         """Measure the memory of each chunk's first forward and backward (costs them some time)."""
         self._measuring = set(range(self._num_chunks))
 
-    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
         """Run F. ``received`` is the previous stage's output (None on the first stage).
 
         Returns:
-            The chunk's output; the scaled loss on the last stage.
+            The chunk's output, a list if it is several tensors; the scaled loss on the last stage.
         """
         if microbatch == 0 and chunk in self._measuring:
             with saved_bytes(self.call.model[chunk]) as count:
@@ -199,11 +214,11 @@ class Stage:
             return output
         return self._forward(chunk, microbatch, received)
 
-    def _forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+    def _forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
         call = self.call
         self._sync_params(chunk)
         if received is not None and not call.forward_only:
-            received.requires_grad_()
+            boundary.want_gradients(received)
         output, num_tokens = schedules.forward_step(
             call.forward_step_func,
             call.data_iterator[chunk],
@@ -222,6 +237,10 @@ class Stage:
             vp_stage=chunk if self._num_chunks > 1 else None,
             is_last_stage=self.is_last(chunk),
         )
+        if isinstance(received, list):
+            (output,) = output  # megatron-core answers a list with a list of what was returned
+        if isinstance(output, tuple):
+            output = list(output)
         self._num_tokens += num_tokens
         self._num_forwards += 1
         if not call.forward_only:
@@ -230,31 +249,27 @@ class Stage:
 
     def free_output(self, chunk: int, microbatch: int) -> None:
         """Let go of an output's storage after it was handed to its channel; only its graph is
-        needed from here.
+        needed from here. One of several outputs may be what another was computed from: they stay.
         """
-        if (chunk, microbatch) in self._kept:
-            schedules.deallocate_output_tensor(
-                self._kept[chunk, microbatch][1], self._config.deallocate_pipeline_outputs
-            )
+        _, output = self._kept.get((chunk, microbatch), (None, None))
+        if isinstance(output, torch.Tensor):
+            schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
-    def backward(
-        self, chunk: int, microbatch: int, received: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    def backward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors | None:
         """Run B (with W's work deferred, or at once when the backward is fused).
 
         Args:
-            received: gradient of the chunk's output (None on the last stage).
+            received: gradient of the chunk's output, or of each of several (None on the last
+                stage).
 
         Returns:
-            Gradient of the chunk's input; None on the first stage.
+            Gradient of the chunk's input, or of each; None on the first stage.
         """
         given, output = self._kept.pop((chunk, microbatch))
         store = self._weight_gradients
         held = store.held_bytes if store else 0
         with store.collect(chunk, microbatch) if store else contextlib.nullcontext():
-            gradient: torch.Tensor | None = schedules.backward_step(
-                given, output, received, self._model_type, self._config
-            )
+            gradient = boundary.backward(given, output, received, self._model_type, self._config)
         if store and microbatch == 0 and chunk in self._measuring:
             self.deferred_bytes[chunk] = store.held_bytes - held
         return gradient

@@ -34,18 +34,18 @@ _TRACE_CAUSES = {
 }
 
 
+Tensors = torch.Tensor | list[torch.Tensor]
+"""What one boundary carries per microbatch; a list where it is several tensors."""
+
+
 class TaskRunner(Protocol):
     """What the executor needs of a stage; ``mcore.steps.Stage`` is the real one."""
 
-    def forward(
-        self, chunk: int, microbatch: int, received: torch.Tensor | None
-    ) -> torch.Tensor: ...
+    def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors: ...
 
     def free_output(self, chunk: int, microbatch: int) -> None: ...
 
-    def backward(
-        self, chunk: int, microbatch: int, received: torch.Tensor | None
-    ) -> torch.Tensor | None: ...
+    def backward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors | None: ...
 
     def weight(self, chunk: int, microbatch: int, piece: int) -> None: ...
 
@@ -64,10 +64,19 @@ class Links:
         channels.bind(transport.outgoing, transport.incoming)
         self.transport, self.channels = transport, channels
         self.consumed = [0] * len(transport.incoming)
-        """Messages of earlier iterations, per incoming channel."""
+        """Microbatches of earlier iterations, per incoming channel."""
+        self._parts = [channels.tensors_in(index) for index in range(channels.num_incoming)]
+        self._whole = max(self._parts, default=1) == 1
+
+    def poll(self) -> Sequence[int]:
+        """Microbatches that have arrived on each incoming channel with all of their tensors."""
+        arrived = self.transport.poll()
+        if self._whole:
+            return arrived
+        return [total // parts for total, parts in zip(arrived, self._parts, strict=True)]
 
     def consume(self, geometry: Geometry) -> None:
-        """An iteration is over: its messages have all been taken."""
+        """An iteration is over: its microbatches have all been taken."""
         for index, (direction, _) in enumerate(self.channels.receiving):
             if not (geometry.forward_only and direction == Direction.BACKWARD):
                 self.consumed[index] += geometry.num_microbatches
@@ -105,6 +114,7 @@ class Executor:
         self._runner, self._decider, self._recorder = runner, decider, recorder
         self._scheduler = decider.scheduler
         self._transport, self._channels = links.transport, links.channels
+        self._poll = links.poll
         self._kinds = {link.peer: link.kind for link in links.transport.links()}
         self._consumed = links.consumed
         self._sources = {spec.source for spec in links.transport.incoming}
@@ -136,7 +146,7 @@ class Executor:
         """
         scheduler, transport = self._scheduler, self._transport
         while not scheduler.done:
-            arrived = transport.poll()
+            arrived = self._poll()
             if not self._pace.ready():
                 self._open_gap("lookahead")
                 continue
@@ -211,42 +221,60 @@ class Executor:
             return once / pieces
         return once if kind == "F" or pieces else 2 * once
 
-    def _take(self, direction: Direction, chunk: int, microbatch: int) -> torch.Tensor | None:
+    def _take(self, direction: Direction, chunk: int, microbatch: int) -> Tensors | None:
         channel = self._channels.incoming(direction, chunk)
         if channel is None:
             return None
+        num_parts = self._channels.tensors_in(channel)
+        if num_parts == 1:
+            return self._take_part(channel, microbatch, 0, 1)
+        return [self._take_part(channel, microbatch, part, num_parts) for part in range(num_parts)]
+
+    def _take_part(self, channel: int, microbatch: int, part: int, num_parts: int) -> torch.Tensor:
         message = self._transport.take(channel)
         spec = self._channels.spec_in(channel)
         self._recorder.taken(spec, message)
-        expected = (self._iteration, microbatch)
-        if (message.iteration, message.microbatch) != expected:
+        expected = (self._iteration, microbatch, part, num_parts)
+        if message[1:5] != expected:
+            names = "iteration {}, microbatch {}, tensor {} of {}"
             raise ProtocolError(
-                f"{spec}: expected iteration {expected[0]}, microbatch {expected[1]}, got "
-                "iteration "
-                f"{message.iteration}, microbatch {message.microbatch}; do all ranks run the same "
-                "step?"
+                f"{spec}: expected {names.format(*expected)}, got {names.format(*message[1:5])}; "
+                "do all ranks run the same step?"
             )
         return message.tensor
 
     def _put(
-        self, direction: Direction, chunk: int, microbatch: int, tensor: torch.Tensor | None
+        self, direction: Direction, chunk: int, microbatch: int, result: Tensors | None
     ) -> bool:
         """Hand a result to its channel; False at the end of the pipeline."""
         channel = self._channels.outgoing(direction, chunk)
         if channel is None:
             return False
-        if not isinstance(tensor, torch.Tensor):
+        num_parts = self._channels.tensors_out(channel)
+        given = result if isinstance(result, list) else [result]
+        tensors = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
+        if not len(tensors) == len(given) == num_parts:
             raise TypeError(
-                f"chunk {chunk} returned {type(tensor).__name__} to its neighbour; one tensor is "
-                "needed"
+                f"chunk {chunk} returned {', '.join(type(t).__name__ for t in given)} to its "
+                f"neighbour; {num_parts} Tensor{'s' * (num_parts > 1)} declared (one, unless "
+                "adjust_tensor_shapes_fn returns more shapes)"
             )
+        for part, tensor in enumerate(tensors):
+            self._put_part(channel, microbatch, tensor, part, num_parts)
+        return True
+
+    def _put_part(
+        self, channel: int, microbatch: int, tensor: torch.Tensor, part: int, num_parts: int
+    ) -> None:
         # Detached: the transport must keep this storage even when the output's own .data is freed.
         payload = tensor.detach().contiguous()
         if self._recorder.enabled:  # before the put, or a fast copy could arrive before it was sent
             spec = self._channels.spec_out(channel)
             self._recorder.put(spec, microbatch, payload.nbytes, self._kinds[spec.destination])
-        self._transport.put(channel, payload, iteration=self._iteration, microbatch=microbatch)
-        return True
+        self._transport.put(
+            channel, payload, iteration=self._iteration, microbatch=microbatch,
+            part=part, num_parts=num_parts,
+        )  # fmt: skip
 
     def _count_complete(self, chunk: int) -> None:
         """Report complete chunks in the order v-1..0, whatever order a policy finished them in."""
@@ -271,7 +299,7 @@ class Executor:
         left = {peer for peer in self._sources if self._transport.departed(peer)}
         if not left:
             return
-        arrived = self._transport.poll()  # after the look at the peer: its last message is in it
+        arrived = self._poll()  # after the look at the peer: its last message is in it
         for way, chunk in self._scheduler.stall().channels:
             index = self._channels.incoming(way, chunk)
             if index is None or self._channels.spec_in(index).source not in left:

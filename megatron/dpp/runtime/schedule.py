@@ -25,6 +25,7 @@ from megatron.core import parallel_state
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore.boundary import Boundaries
 from megatron.dpp.mcore.graphs import Capture, ChunkGraphs
 from megatron.dpp.mcore.rng import TaskRng, needs_task_rng
 from megatron.dpp.mcore.steps import Stage, StepCall
@@ -52,7 +53,7 @@ class _Session:
 
     topology: Topology
     links: Links
-    slot_bytes: int
+    boundaries: Boundaries
     pace: Pace
     injector: Injector | None
     rng: TaskRng
@@ -206,12 +207,20 @@ class DppSchedule:
             if self.config.split_backward:
                 self._weight_gradients = WeightGradients(call.model)
             if self.config.cuda_graphs != "off" and (self._capture or torch.cuda.is_available()):
-                pays = partial(self._graphs_pay, bool(_stage_ranks(call)))
-                self._graphs = ChunkGraphs(
-                    call.model, self._weight_gradients, self._log, pays, self._capture
-                )
+                self._graphs = self._make_graphs(call)
             self._prepared_model = list(call.model)
         return any(self._weight_gradients.num_pieces) if self._weight_gradients else False
+
+    def _make_graphs(self, call: StepCall) -> ChunkGraphs | None:
+        found = call.boundaries()
+        if found.several:
+            self._log(
+                "CUDA graphs: not used, as a stage boundary carries several tensors "
+                f"({len(found.receives)} received, {len(found.sends)} sent)"
+            )
+            return None
+        pays = partial(self._graphs_pay, bool(_stage_ranks(call)))
+        return ChunkGraphs(call.model, self._weight_gradients, self._log, pays, self._capture)
 
     def _graphs_pay(self, shares_stage: bool) -> bool:
         """Whether to capture, now that the first steps have shown how long launching takes."""
@@ -236,22 +245,23 @@ class DppSchedule:
         self._graphs, self._weight_gradients, self._prepared_model = None, None, []
 
     def _open_session(self, call: StepCall) -> _Session:
-        slot_bytes = call.boundary_bytes()
+        wanted = call.boundaries()
         if self._session is not None:
-            if slot_bytes <= self._session.slot_bytes:
+            if wanted.usual_bytes <= self._session.boundaries.usual_bytes:
+                wanted.check_fits(self._session.boundaries)
                 return self._session
-            self._close_links()
-        self._session = self._connect(call, slot_bytes)
+            self._close_links()  # longer sequences, on all ranks alike
+        self._session = self._connect(call, wanted)
         return self._session
 
-    def _connect(self, call: StepCall, slot_bytes: int) -> _Session:
+    def _connect(self, call: StepCall, boundaries: Boundaries) -> _Session:
         topology = pipeline_of(call.model, call.pg_collection)
         ranks, rank = topology.ranks, topology.rank
         self._check_chunks(call, topology)
         injector = None
         if self.config.inject:
             injector = Injector(self.config.inject, rank, topology.num_ranks, self._seed)
-        links = _open_links(topology, slot_bytes, _stage_ranks(call), self.config, injector)
+        links = _open_links(topology, boundaries, _stage_ranks(call), self.config, injector)
         for link in links.transport.links():
             self._log(
                 f"dynamic pipeline: rank {ranks[rank]} -> {link.peer}: {link.kind} ({link.reason})"
@@ -261,7 +271,7 @@ class DppSchedule:
         return _Session(
             topology=topology,
             links=links,
-            slot_bytes=slot_bytes,
+            boundaries=boundaries,
             pace=pace_for(self.config, follow),
             injector=injector,
             rng=TaskRng(self._seed, topology.num_ranks, rank),
@@ -345,12 +355,12 @@ def _replica_name(call: StepCall) -> str:
 
 def _open_links(
     topology: Topology,
-    slot_bytes: int,
+    boundaries: Boundaries,
     stage_ranks: Sequence[int],
     config: DppConfig,
     injector: Injector | None,
 ) -> Links:
-    channels = topology.channels(slot_bytes, config.slots)
+    channels = topology.channels(boundaries.receives, boundaries.sends, config.slots)
     transport = open_links(channels.specs, config, stage_ranks)
     if injector is not None and injector.delays_messages:
         transport = DelayedTransport(transport, injector, topology.ranks)

@@ -18,6 +18,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore.rng import TaskRng, needs_task_rng
 from megatron.dpp.mcore.static import (
     ChannelExchange,
@@ -70,6 +71,7 @@ class StaticSchedule:
         model = keywords["model"]
         chunks = list(model) if isinstance(model, list) else [model]
         topology = pipeline_of(chunks, keywords.get("pg_collection"))
+        _refuse_several_tensors(keywords, topology)
         iteration = self.iteration
         self.iteration += 1
         if self._wants_rng(chunks, topology) and not keywords.get("forward_only"):
@@ -123,9 +125,9 @@ class StaticSchedule:
     def _open(self, keywords: dict[str, Any], topology: Topology) -> ChannelExchange:
         if self._exchange is None:
             call = StepCall.checked(**keywords)
-            specs = ring_channels(
-                topology.ranks, topology.rank, call.boundary_bytes(), self.config.slots
-            )
+            found = call.boundaries()
+            slot_bytes = max(*found.receives, *found.sends)
+            specs = ring_channels(topology.ranks, topology.rank, slot_bytes, self.config.slots)
             self._transport = open_links(specs, self.config)
             for link in self._transport.links():
                 self._log(f"static pipeline: link to {link.peer}: {link.kind} ({link.reason})")
@@ -150,3 +152,16 @@ class StaticSchedule:
         if error is not None and self._transport is not None:
             self._transport.abort(f"{type(error).__name__}: {error}")
         self.close()
+
+
+def _refuse_several_tensors(keywords: dict[str, Any], topology: Topology) -> None:
+    """megatron-core 0.16.1's communicator would wait for tensors that no stage sends."""
+    if keywords.get("adjust_tensor_shapes_fn") is None or topology.num_ranks == 1:
+        return
+    found = StepCall.checked(**keywords).boundaries()
+    if found.several:
+        raise ConfigError(
+            f"adjust_tensor_shapes_fn: {len(found.receives)} tensors received and "
+            f"{len(found.sends)} sent per stage boundary; megatron-core's static schedules send "
+            "one. Train with --use-dpp, or hand on one tensor"
+        )

@@ -3,7 +3,7 @@
 Virtual stage ``s = chunk * p + rank``, as Megatron numbers them. Stage s sends its output forward
 to stage s + 1 and the gradient of its input backward to stage s - 1; each pair of neighbouring
 stages has one channel per direction, named after the chunk on the receiving rank. The executor is
-the only caller.
+the only caller. A boundary of several tensors sends one message per tensor over its channel.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.transport.base import ChannelSpec, Direction
 
 
@@ -42,21 +43,35 @@ class Topology:
         """Virtual stage number of one of this rank's chunks."""
         return chunk * self.num_ranks + self.rank
 
-    def channels(self, slot_bytes: int, depth: int) -> Channels:
-        """The channels that begin or end here, and which task each of them serves."""
+    def channels(self, receives: Sequence[int], sends: Sequence[int], depth: int) -> Channels:
+        """The channels that begin or end here, and which task each of them serves.
+
+        Args:
+            receives: bytes of each tensor that a chunk is given by the stage before it.
+            sends: bytes of each tensor that a chunk hands to the stage after it.
+            depth: microbatches for which a receiver has room.
+
+        Raises:
+            ConfigError: this rank is its own neighbour and sends what it would not receive.
+        """
         specs: list[ChannelSpec] = []
         own = self.ranks[self.rank]
+        if self.num_ranks == 1 and self.num_chunks > 1 and tuple(receives) != tuple(sends):
+            raise ConfigError(
+                f"rank {own} is its own neighbour: its chunks send tensors of {tuple(sends)} bytes "
+                f"and would receive {tuple(receives)} (adjust_tensor_shapes_fn)"
+            )
         for stage in range(self.num_stages - 1):
             here, there = self._at(stage), self._at(stage + 1)
+            tensors = sends if here[0] == own else receives
+            room = (max(tensors), depth * len(tensors))
             for sender, receiver, way in (
                 (here, there, Direction.FORWARD),
                 (there, here, Direction.BACKWARD),
             ):
                 if own in (sender[0], receiver[0]):
-                    specs.append(
-                        ChannelSpec(sender[0], receiver[0], receiver[1], way, slot_bytes, depth)
-                    )
-        return Channels(self, tuple(specs))
+                    specs.append(ChannelSpec(sender[0], receiver[0], receiver[1], way, *room))
+        return Channels(self, tuple(specs), len(receives), len(sends))
 
     def _at(self, stage: int) -> tuple[int, int]:
         """(global rank, chunk) of a virtual stage."""
@@ -66,9 +81,16 @@ class Topology:
 class Channels:
     """A rank's channels, and the maps between them and (direction, chunk) of its own tasks."""
 
-    def __init__(self, topology: Topology, specs: tuple[ChannelSpec, ...]) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        specs: tuple[ChannelSpec, ...],
+        num_received: int = 1,
+        num_sent: int = 1,
+    ) -> None:
         own = topology.ranks[topology.rank]
         self.specs = specs
+        self._num_before, self._num_after = num_received, num_sent
         self._topology = topology
         self._outgoing = [spec for spec in specs if spec.source == own]
         self._incoming = [spec for spec in specs if spec.destination == own]
@@ -87,6 +109,18 @@ class Channels:
     def num_incoming(self) -> int:
         """Channels that end at this rank."""
         return len(self._incoming)
+
+    def tensors_in(self, index: int) -> int:
+        """Messages per microbatch on an incoming channel: tensors of the boundary that it comes
+        from.
+        """
+        forward = self._incoming[index].direction == Direction.FORWARD
+        return self._num_before if forward else self._num_after
+
+    def tensors_out(self, index: int) -> int:
+        """The same of an outgoing channel."""
+        forward = self._outgoing[index].direction == Direction.FORWARD
+        return self._num_after if forward else self._num_before
 
     def incoming(self, direction: int, chunk: int) -> int | None:
         """Index of the channel that feeds a task of ``chunk``; None where the task needs no

@@ -1,0 +1,199 @@
+"""Stages that hand on three tensors, through the dynamic schedule and in one process; compared bit
+by bit.
+
+Run by test_several_tensors.py, one process per rank: several_worker.py JSON, a list of cases. The
+three are a hidden state, a second stream that most stages hand on untouched, and integers, which
+have no gradient. Prints ``CASE name ok``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.dpp.mcore import cpu
+
+SUPPORT = cpu.install() if not torch.cuda.is_available() else None
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.model_parallel_config import ModelParallelConfig  # noqa: E402
+from megatron.core.pipeline_parallel import schedules  # noqa: E402
+from megatron.core.tensor_parallel.layers import (  # noqa: E402
+    ColumnParallelLinear,
+    RowParallelLinear,
+)
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+from megatron.dpp import ConfigError, DppConfig, DppSchedule  # noqa: E402
+from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
+
+SEQUENCE, BATCH, HIDDEN, LAYERS = 6, 2, 16, 8
+
+
+def config_for(case: dict[str, Any]) -> TransformerConfig:
+    v = case.get("v", 1)
+    return TransformerConfig(
+        num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=2,
+        pipeline_model_parallel_size=case["p"],
+        virtual_pipeline_model_parallel_size=v if v > 1 else None,
+        pipeline_dtype=torch.float32, use_cpu_initialization=True,
+        gradient_accumulation_fusion=False, deallocate_pipeline_outputs=True,
+    )  # fmt: skip
+
+
+class Layer(torch.nn.Module):
+    """One transformer layer, reduced to its linear layers; even ones read the second stream."""
+
+    def __init__(self, number: int, config: ModelParallelConfig) -> None:
+        super().__init__()
+        self.number = number
+        options = {
+            "config": config, "init_method": torch.nn.init.xavier_normal_, "bias": True,
+            "skip_bias_add": False,
+        }  # fmt: skip
+        self.fc1 = ColumnParallelLinear(HIDDEN, 2 * HIDDEN, gather_output=False, **options)
+        self.fc2 = RowParallelLinear(2 * HIDDEN, HIDDEN, input_is_parallel=True, **options)
+        generator = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+
+    def forward(self, hidden: torch.Tensor, stream: torch.Tensor, steps: torch.Tensor) -> Any:
+        inner = torch.tanh(self.fc1(hidden)[0])
+        hidden = hidden + self.fc2(inner)[0] * steps.unsqueeze(-1)
+        if self.number % 2 == 0:
+            hidden = hidden + 0.5 * stream
+        return hidden, stream, steps
+
+
+class Chunk(torch.nn.Module):
+    """Layers first..last of the model; stage 0 reads the data, the last one computes the loss."""
+
+    def __init__(self, first: int, last: int, config: Any) -> None:
+        super().__init__()
+        self.config, self.model_type = config, 1
+        self.decoder = torch.nn.Module()
+        self.decoder.layers = torch.nn.ModuleList(
+            Layer(number, config) for number in range(first, last)
+        )
+        self.begins, self.ends = first == 0, last == LAYERS
+        self.given: list[torch.Tensor] = []
+        if self.begins:
+            generator = torch.Generator().manual_seed(99)
+            self.entry = torch.nn.Parameter(torch.randn(2, HIDDEN, generator=generator))
+
+    def set_input_tensor(self, tensors: list[torch.Tensor]) -> None:
+        self.given = tensors
+
+    def forward(self, data: torch.Tensor) -> Any:
+        if self.begins:
+            steps = torch.arange(SEQUENCE).view(-1, 1).expand(-1, BATCH) % 3
+            state = (data * self.entry[0], data * self.entry[1], steps)
+        else:
+            state = tuple(self.given)
+        for layer in self.decoder.layers:
+            state = layer(*state)
+        return state[0] * state[1] if self.ends else list(state)
+
+
+def batches() -> Any:
+    generator = torch.Generator().manual_seed(5)
+    while True:
+        yield torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
+
+
+def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = (output * output).mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def forward_step(iterator: Any, model: Any) -> Any:
+    return model(next(iterator)), loss_func
+
+
+def run(schedule: Any, chunks: list[Chunk], m: int, **more: Any) -> list[float]:
+    """Two steps, whose gradients add up, and an evaluation; returns the losses."""
+    iterators = [batches() for _ in chunks]
+    losses = []
+    for forward_only in (False, False, True):
+        out = schedule(
+            forward_step_func=forward_step, data_iterator=iterators, model=chunks,
+            num_microbatches=m, seq_length=SEQUENCE, micro_batch_size=BATCH,
+            forward_only=forward_only, **more,
+        )  # fmt: skip
+        losses += [entry["loss"].item() for entry in out]
+    return losses
+
+
+def three(receives: list[Any], sends: list[Any]) -> tuple[list[Any], list[Any]]:
+    return receives * 3, sends * 3
+
+
+def compare(chunks: list[Chunk], whole: Chunk, what: str) -> None:
+    expected = {layer.number: layer for layer in whole.decoder.layers}
+    for chunk in chunks:
+        pairs = [(layer, expected[layer.number]) for layer in chunk.decoder.layers]
+        named = [(f"layer {one.number}", a, b) for one, other in pairs
+                 for a, b in zip(one.parameters(), other.parameters(), strict=True)]  # fmt: skip
+        named += [("entry", chunk.entry, whole.entry)] if chunk.begins else []
+        for name, got, wanted in named:
+            assert wanted.grad is not None
+            assert wanted.grad.abs().max() > 0
+            assert got.grad is not None, f"{what}: {name} has no gradient"
+            assert torch.equal(got.grad, wanted.grad), f"{what}: the gradient of {name} differs"
+
+
+def run_case(case: dict[str, Any]) -> None:
+    p, v, m = case["p"], case.get("v", 1), case["m"]
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=p,
+        virtual_pipeline_model_parallel_size=v if v > 1 else None,
+    )
+    config = config_for(case)
+    whole = Chunk(0, LAYERS, config)
+    expected = run(schedules.forward_backward_no_pipelining, [whole], m)
+    per_stage = LAYERS // (p * v)
+    for settings in case["runs"]:
+        stages = [chunk * p + dist.get_rank() for chunk in range(v)]
+        chunks = [Chunk(s * per_stage, (s + 1) * per_stage, config) for s in stages]
+        said: list[str] = []
+        with DppSchedule(DppConfig(**settings), log=said.append, capture=unused) as schedule:
+            got = run(schedule, chunks, m, adjust_tensor_shapes_fn=three)
+        compare(chunks, whole, f"{case['name']} with {settings}")
+        if stages[-1] == p * v - 1:
+            assert got == expected, f"{case['name']}: losses {got} != {expected}"
+        assert any("carries several tensors (3 received, 3 sent)" in line for line in said), said
+    refuse(chunks, m)
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        print(f"CASE {case['name']} ok", flush=True)
+
+
+def unused(*_: Any) -> Any:
+    raise AssertionError("nothing is captured where boundaries carry several tensors")
+
+
+def refuse(chunks: list[Chunk], m: int) -> None:
+    """megatron-core's own schedules would wait for tensors that it never sends."""
+    try:
+        run(StaticSchedule(), chunks, m, adjust_tensor_shapes_fn=three)
+    except ConfigError as error:
+        assert "static schedules send one" in str(error)
+    else:
+        raise AssertionError("the static schedule took several tensors")
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for case in json.loads(sys.argv[1]):
+        run_case(case)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

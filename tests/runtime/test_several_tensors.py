@@ -1,0 +1,23 @@
+"""Stages that exchange three tensors give the numbers of one process, to the last bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.runtime.launcher import run_ranks
+
+WORKER = Path(__file__).with_name("several_worker.py")
+LATE = "delay:3ms,message-delay:4ms"
+
+
+def test_equal_to_one_process_fused_and_split_over_every_exchange() -> None:
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    cases = [
+        {"name": "v1", "p": 2, "m": 5, "runs": [fused, late, {"transport": "dist"}]},
+        {"name": "v2", "p": 2, "v": 2, "m": 4, "runs": [fused, late, {"slots": 1}]},
+        {"name": "v4", "p": 2, "v": 4, "m": 6, "runs": [{**late, "activation_cap": "strict"}]},
+    ]
+    output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=180)
+    for case in cases:
+        assert f"CASE {case['name']} ok" in output
