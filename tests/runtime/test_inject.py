@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore.rng import _derive
 from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.runtime.inject import Injector, Task
 from megatron.dpp.transport.base import ChannelSpec, Direction
@@ -75,3 +76,12 @@ def test_a_late_message_has_arrived_when_it_was_shown() -> None:
     message = receiver.take(0)
     assert torch.equal(message.tensor, torch.arange(4.0))
     assert message.arrived_ns >= begin + 5_000_000
+
+
+def test_a_seed_may_be_any_64_bits() -> None:
+    """PyTorch's own initial seed may exceed a signed number; small ones draw as they always did."""
+    task = Task(3, "B", 1, 7, 12.0, 0.5)
+    assert Injector("jitter:0.3", 1, 4, seed=(1 << 64) - 7).factor(task) >= 1.0
+    one = Task(3, "B", 1, 1, 12.0, 0.5)
+    assert Injector("jitter:0.3", 1, 4, seed=5).factor(one) == pytest.approx(2.16510899143066)
+    assert _derive(5, 1) == 3085186920139808632 != _derive((1 << 64) - 7, 1)

@@ -111,7 +111,8 @@ def needs_task_rng(model: list[torch.nn.Module]) -> bool:
 
 def _derive(*numbers: int, name: str = "") -> int:
     """A 63-bit seed, equal on every machine, from integers and a name."""
-    packed = struct.pack(f"<{len(numbers)}q", *numbers) + name.encode()
+    unsigned = [number & (1 << 64) - 1 for number in numbers]  # PyTorch's initial seed has no sign
+    packed = struct.pack(f"<{len(numbers)}Q", *unsigned) + name.encode()
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 

@@ -196,7 +196,8 @@ class Injector:
 
 
 def _generator(*key: int) -> random.Random:
-    packed = struct.pack(f"<{len(key)}q", *key)
+    # A seed may be any 64 bits: PyTorch's own initial one has no sign.
+    packed = struct.pack(f"<{len(key)}Q", *(number & (1 << 64) - 1 for number in key))
     return random.Random(hashlib.blake2b(packed, digest_size=8).digest())
 
 
