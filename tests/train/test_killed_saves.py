@@ -85,8 +85,9 @@ def _check(tmp_path: Path, kills: int, ranks: int, more: str) -> None:
     assert _losses(killed) == expected
 
 
-def test_a_run_killed_in_its_saves_goes_on_bitwise(tmp_path: Path) -> None:
-    _check(tmp_path, kills=2, ranks=1, more="")
+@pytest.mark.parametrize("more", ["", "--ckpt-format torch"], ids=["torch_dist", "torch"])
+def test_a_run_killed_in_its_saves_goes_on_bitwise(tmp_path: Path, more: str) -> None:
+    _check(tmp_path, kills=2, ranks=1, more=more)
 
 
 @pytest.mark.slow

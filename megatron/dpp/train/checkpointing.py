@@ -341,9 +341,10 @@ class Checkpointer:
                 loaded = as_shards(optimizer, loaded)
             with steps_may_lack():
                 optimizer.load_state_dict(loaded)
+                if args.use_distributed_optimizer and not found.is_distributed:
+                    path = found.path / _rank_directory() / "distrib_optim.pt"
+                    optimizer.load_parameter_state(str(path))
             own_steps(optimizer)
-        if args.use_distributed_optimizer and not found.is_distributed:
-            optimizer.load_parameter_state(str(found.path / _rank_directory() / "distrib_optim.pt"))
         try:
             trainee.scheduler.load_state_dict(state["opt_param_scheduler"])
         except AssertionError as error:  # how megatron-core says that the schedule was another
