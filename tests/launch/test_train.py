@@ -66,7 +66,6 @@ REFUSED = {
     "--mode 3d --procs 8 --tp 8": "nearest possible: --tp 4 --pp 1",
     "--mode zero --zero-stage 3 --pp 2": "--pp does not go with --mode zero; nearest: --mode 3d",
     "--mode zero --zero-stage 4": "invalid choice: 4",
-    "--mode zero --engine deepspeed": "nearest possible: --engine megatron",
     "--mode hurry": "invalid choice: 'hurry'",
     "--mode simple --procs 2 --batch-size 33": "nearest possible: 32",
     "--mode simple --procs 2 --model big": "there are large, medium, sample, small",

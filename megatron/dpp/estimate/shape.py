@@ -185,6 +185,9 @@ def _numbers(args: argparse.Namespace) -> dict[str, Any]:
     if args.use_torch_fsdp2:
         shard = "parameters" if args.torch_fsdp2_reshard_after_forward else "gradients"
         wide = not half
+    if args.deepspeed_zero_stage:
+        shard = ("optimizer", "gradients", "parameters")[args.deepspeed_zero_stage - 1]
+        wide = not half
     return {
         "element_bytes": 2 if half else 4,
         "gradient_bytes": 4 if wide else 2,

@@ -141,6 +141,7 @@ def _try(
             chosen = argparse.Namespace(**vars(options))
             chosen.micro_batch_size, chosen.recompute = way.micro, recompute
             chosen.batch_size = chosen.batch_size or plain.global_batch
+            chosen.engine = None
             given = {**flags, "--micro-batch-size": way.micro}
             return Candidate(
                 layout=way.layout,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from megatron.dpp.launch.flags import (
 from megatron.dpp.launch.layout import Layout, check_layout, nearest_multiple
 
 _DEFAULT_STEPS = 50
+_STAGES = ("optimizer", "gradients", "parameters")
+"""What ranks share out of ZeRO's stages 1 to 3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +168,10 @@ def resolve(
     if options.mode != "megatron":
         layers, heads = int(flags["--num-layers"]), int(flags["--num-attention-heads"])
         check_layout(layout, setting.world_size, layers, heads, setting.option)
-        flags |= _layout_flags(options, layout, setting) | _shard_flags(shard)
-        if shard in ("gradients", "parameters"):
-            flags.pop("--overlap-grad-reduce", None)  # FSDP2 does so by itself
+        by_deepspeed = options.mode == "zero" and options.engine == "deepspeed"
+        flags |= _layout_flags(options, layout, setting) | _shard_flags(shard, by_deepspeed)
+        if by_deepspeed or shard in ("gradients", "parameters"):
+            flags.pop("--overlap-grad-reduce", None)  # both do so by themselves
         flags |= _batch(options, flags, setting, layout)
         flags |= _recompute(options.recompute)
     if options.save:
@@ -186,12 +190,13 @@ def shard_of(options: argparse.Namespace) -> str:
     """
     if options.mode != "zero":
         return "none"
-    if options.engine == "deepspeed":
+    if options.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
-            "--engine deepspeed is not built in yet; nearest possible: --engine megatron, which "
-            "shares out the same things (stage 1 by megatron-core, 2 and 3 by PyTorch's FSDP2)"
+            "--engine deepspeed: DeepSpeed is not installed (DS_BUILD_OPS=0 pip install "
+            "deepspeed); nearest possible: --engine megatron, which shares out the same things "
+            "(stage 1 by megatron-core, 2 and 3 by PyTorch's FSDP2)"
         )
-    return ("optimizer", "gradients", "parameters")[(options.zero_stage or 1) - 1]
+    return _STAGES[(options.zero_stage or 1) - 1]
 
 
 def _layout_flags(options: argparse.Namespace, layout: Layout, setting: Setting) -> Flags:
@@ -214,7 +219,9 @@ def _layout_flags(options: argparse.Namespace, layout: Layout, setting: Setting)
     return flags
 
 
-def _shard_flags(shard: str) -> Flags:
+def _shard_flags(shard: str, by_deepspeed: bool) -> Flags:
+    if by_deepspeed:
+        return {"--deepspeed-zero-stage": _STAGES.index(shard) + 1}
     return {
         "none": {},
         "optimizer": {"--use-distributed-optimizer": True},

@@ -1,9 +1,11 @@
-"""Loading into a distributed optimizer around PyTorch's Adam.
+"""megatron-core's optimizers: parameter groups, and loading into a distributed one around PyTorch's
+Adam.
 
-megatron-core's was written for Transformer Engine's and Apex's Adam, which keep one step count for
-all parameters; PyTorch's has a tensor of its own per parameter. ``train.checkpointing`` calls
-:func:`fill_state` before it asks for a sharded state to load, loads under :func:`steps_may_lack`,
-and calls :func:`own_steps` after it.
+megatron-core's distributed optimizer was written for Transformer Engine's and Apex's Adam, which
+keep one step count for all parameters; PyTorch's has a tensor of its own per parameter.
+``train.checkpointing`` calls :func:`fill_state` before it asks for a sharded state to load, loads
+under :func:`steps_may_lack`, and calls :func:`own_steps` after it. ``train.zero_engine`` takes
+:func:`parameter_groups`.
 """
 
 from __future__ import annotations
@@ -12,9 +14,23 @@ import contextlib
 from typing import Any
 
 import torch
+from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.dpp.mcore.patching import replaced
+
+
+def parameter_groups(chunks: list[Any], settings: Any) -> list[dict[str, Any]]:
+    """The groups that megatron-core makes of the parameters of ``chunks``: which take weight decay,
+    which have a learning rate of their own.
+
+    Args:
+        settings: megatron-core's ``OptimizerConfig``.
+    """
+    groups: list[dict[str, Any]] = _get_param_groups(
+        chunks, settings, get_standard_config_overrides(config=settings)
+    )
+    return groups
 
 
 def fill_state(optimizer: Any) -> None:

@@ -20,6 +20,7 @@ from megatron.dpp.errors import DataError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _UNFINISHED, _REPLACED = ".unfinished", ".replaced"
+_ENGINE_OPTIMIZER, _ENGINE_MODEL = "_optim_states.pt", "_model_states.pt"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Found:
         files.
         """
         return (self.path / "metadata.json").is_file()
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Written by DeepSpeed's engine (``--deepspeed-zero-stage``)."""
+        return next(self.path.glob(f"*{_ENGINE_OPTIMIZER}"), None) is not None
 
 
 def directory(root: str | Path, iteration: int) -> Path:
@@ -176,6 +182,40 @@ def check_whole(found: Found, tensor: int, pipeline: int) -> None:
         path = found.path / name / "model_optim_rng.pt"
         if not path.is_file() or not path.stat().st_size:
             raise DataError(f"{path}: missing or empty")
+
+
+def check_engine(found: Found, stage: int | None, replicas: int) -> None:
+    """Refuse a checkpoint of DeepSpeed's engine that this run cannot read.
+
+    Args:
+        stage: this run's ``--deepspeed-zero-stage``.
+        replicas: its number of data-parallel ranks, which must be the checkpoint's.
+
+    Raises:
+        DataError: naming the file, or the stage and the number it was saved with.
+    """
+    if stage is None:
+        raise DataError(
+            f"{found.path} was saved by DeepSpeed's engine: add --deepspeed-zero-stage (with "
+            "python train: --mode zero --engine deepspeed)"
+        )
+    ranks = re.compile(r"zero_pp_rank_(\d+)_")
+    saved = {match[1] for path in found.path.iterdir() if (match := ranks.search(path.name))}
+    if saved != {str(rank) for rank in range(replicas)}:
+        raise DataError(
+            f"{found.path} holds the shares of data-parallel ranks {', '.join(sorted(saved))}, but "
+            f"this run has {replicas}: start as many"
+        )
+    is_third = next(found.path.glob(f"zero_pp_rank_*{_ENGINE_MODEL}"), None) is not None
+    if is_third != (stage == 3):
+        saved_stage = "3" if is_third else "1 or 2"
+        raise DataError(
+            f"{found.path} was saved with --deepspeed-zero-stage {saved_stage}, this run has "
+            f"{stage}: its engine reads what it wrote"
+        )
+    for path in sorted(found.path.glob("*.pt")):
+        if not path.stat().st_size:
+            raise DataError(f"{path}: empty; the checkpoint is not whole")
 
 
 def _check_distributed(path: Path) -> None:

@@ -79,9 +79,7 @@ class Checkpointer:
         target = files.directory(args.save, iteration).with_suffix(".unfinished")
         start = time.perf_counter()
         try:
-            if args.ckpt_format == "torch":
-                self._write_torch(target)
-            elif self._write_distributed(target):
+            if self._write(target):
                 self.last_saved = iteration
                 return
         except (OSError, RuntimeError, dist_checkpointing.core.CheckpointingException) as error:
@@ -109,6 +107,13 @@ class Checkpointer:
         if keep and before and before.iteration not in (0, iteration) and before.iteration % keep:
             files.remove(before.path)
 
+    def _write(self, target: Path) -> bool:
+        """True when the write goes on in the background and will commit itself."""
+        if self._run.args.ckpt_format == "torch":
+            self._write_torch(target)
+            return False
+        return self._write_distributed(target)
+
     def _write_torch(self, target: Path) -> None:
         args = self._run.args
         path = target / _rank_directory() / "model_optim_rng.pt"
@@ -117,7 +122,7 @@ class Checkpointer:
         if args.use_distributed_optimizer and not args.no_save_optim:
             optimizer.save_parameter_state(str(path.with_name("distrib_optim.pt")))
         if mpu.get_expert_data_parallel_rank() == 0:
-            state = self._common_state(_random_state(args, sharded=False))
+            state = self._common_state(random_state(args, sharded=False))
             for name, model in self._named_models():
                 state[name] = model.state_dict_for_save_checkpoint()
             if not args.no_save_optim:
@@ -126,7 +131,6 @@ class Checkpointer:
             torch.save(state, path)
 
     def _write_distributed(self, target: Path) -> bool:
-        """True when the write goes on in the background and will commit itself."""
         args, iteration = self._run.args, self._run.iteration
         metadata = _content_metadata(args)
         state = self._sharded_state(metadata, with_random=not args.no_save_rng)
@@ -198,7 +202,7 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Everything as dist_checkpointing wants it; with ``loading`` as a request for it."""
         args, trainee = self._run.args, self._trainee
-        state = self._common_state(_random_state(args, sharded=True))
+        state = self._common_state(random_state(args, sharded=True))
         if not with_random:
             state.pop("rng_state", None)
         for name, model in self._named_models():
@@ -236,9 +240,11 @@ class Checkpointer:
             return
         run.say(f" loading checkpoint {found.path} ...")
         args.finetune |= found.release
-        state = self._read_distributed(found) if found.is_distributed else self._read_torch(found)
-        self._apply(state, found)
+        self._apply(self._read(found), found)
         run.say(f"  successfully loaded checkpoint {found.path} at iteration {run.iteration}")
+
+    def _read(self, found: files.Found) -> dict[str, Any]:
+        return self._read_distributed(found) if found.is_distributed else self._read_torch(found)
 
     def _read_torch(self, found: files.Found) -> dict[str, Any]:
         path = found.path / _rank_directory() / "model_optim_rng.pt"
@@ -304,15 +310,18 @@ class Checkpointer:
                 run.skipped_train_samples = getattr(saved, "skipped_train_samples", 0)
                 run.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
                 update_num_microbatches(run.consumed_train_samples)
+        self._apply_model(state, found)
+        self._apply_optimizer(state, found)
+        if not (args.finetune or args.no_load_rng):
+            self._random_state = state.get("rng_state")
+        dist.barrier()
+
+    def _apply_model(self, state: dict[str, Any], found: files.Found) -> None:
         for (name, _), chunk in zip(self._named_models(), self._trainee.chunks, strict=True):
             try:
                 chunk.load_state_dict(state[name])
             except (RuntimeError, KeyError) as error:
                 raise DataError(f"{found.path}: does not fit this model ({error})") from error
-        self._apply_optimizer(state, found)
-        if not (args.finetune or args.no_load_rng):
-            self._random_state = state.get("rng_state")
-        dist.barrier()
 
     def restore_random_state(self) -> None:
         """Continue where the generators were when the checkpoint was saved; without one they stay.
@@ -345,8 +354,11 @@ class Checkpointer:
                     path = found.path / _rank_directory() / "distrib_optim.pt"
                     optimizer.load_parameter_state(str(path))
             own_steps(optimizer)
+        self._apply_scheduler(state, found)
+
+    def _apply_scheduler(self, state: dict[str, Any], found: files.Found) -> None:
         try:
-            trainee.scheduler.load_state_dict(state["opt_param_scheduler"])
+            self._trainee.scheduler.load_state_dict(state["opt_param_scheduler"])
         except AssertionError as error:  # how megatron-core says that the schedule was another
             raise ConfigError(
                 f"{found.path}: {error}; give the flags it was saved with, or choose with "
@@ -437,7 +449,7 @@ def _check_optimizer(args: argparse.Namespace, saved: Any, path: Path) -> None:
         )
 
 
-def _random_state(args: argparse.Namespace, *, sharded: bool) -> Any:
+def random_state(args: argparse.Namespace, *, sharded: bool) -> Any:
     """The state of every generator, as Megatron-LM stores it."""
     state = {
         "random_rng_state": random.getstate(),

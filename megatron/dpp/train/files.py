@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.train.checkpoint_files import check_whole, find_start
+from megatron.dpp.train.checkpoint_files import check_engine, check_whole, find_start
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
@@ -26,7 +26,10 @@ def check_files(args: argparse.Namespace) -> None:
     """
     found = find_start(args)
     if found is not None:
-        check_whole(found, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+        if found.is_deepspeed:
+            check_engine(found, args.deepspeed_zero_stage, args.data_parallel_size)
+        else:
+            check_whole(found, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     if not args.mock_data:
         words, per_split = data_words(args)
         for each in [words, *(per_split or [])]:

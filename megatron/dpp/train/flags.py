@@ -18,7 +18,7 @@ class Flag(NamedTuple):
     default: Any
     help: str
     dest: str | None = None
-    choices: tuple[str, ...] | None = None
+    choices: tuple[str | int, ...] | None = None
     nargs: str | int | None = None
 
 
@@ -279,6 +279,13 @@ DISTRIBUTED = (
         True,
         "keep gathered parameters until the backward has used them",
         dest="torch_fsdp2_reshard_after_forward",
+    ),
+    Flag(
+        "--deepspeed-zero-stage",
+        int,
+        None,
+        "train with DeepSpeed's engine: share out the optimizer (1), gradients (2), parameters (3)",
+        choices=(1, 2, 3),
     ),
     Flag("--ddp-bucket-size", int, None, "parameters per bucket"),
     Flag("--ddp-pad-buckets-for-high-nccl-busbw", True, False, "pad buckets to a multiple of 2^16"),

@@ -123,13 +123,17 @@ def state_bytes(chunks: list[Any], optimizer: Any) -> int:
     """Bytes of this rank's weights, gradients and optimizer state."""
     tensors = [p for chunk in chunks for p in chunk.parameters()]
     total = sum(_local(p).nbytes for p in tensors)
-    for chunk in chunks:
-        buffers = getattr(chunk, "buffers", None)
-        own = buffers if isinstance(buffers, list) else []
-        total += sum(buffer.grad_data.nbytes for buffer in own)
-    if not any(isinstance(getattr(chunk, "buffers", None), list) for chunk in chunks):
-        total += sum(_local(p).nbytes for p in tensors)  # gradients like the parameters
+    total += sum(_gradient_bytes(chunk) for chunk in chunks)
     return total + sum(_optimizer_bytes(each) for each in _inner(optimizer))
+
+
+def _gradient_bytes(chunk: Any) -> int:
+    if hasattr(chunk, "gradient_bytes"):  # DeepSpeed's engine
+        return int(chunk.gradient_bytes())
+    buffers = getattr(chunk, "buffers", None)
+    if isinstance(buffers, list):
+        return sum(buffer.grad_data.nbytes for buffer in buffers)
+    return sum(_local(p).nbytes for p in chunk.parameters())  # gradients like the parameters
 
 
 def _inner(optimizer: Any) -> list[Any]:

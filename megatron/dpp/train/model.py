@@ -41,7 +41,9 @@ class Trainee:
 
 
 def build_trainee(run: Run, config: TransformerConfig, build_chunk: ChunkBuilder) -> Trainee:
-    """Build everything. With ``--skip-train`` there is no optimizer and no gradient buffer."""
+    """Build everything. With ``--skip-train`` there is no optimizer and no gradient buffer; with
+    ``--deepspeed-zero-stage`` ``zero_engine`` brings its own.
+    """
     args = run.args
     chunks = _bare_chunks(args, config, build_chunk)
     count = sum(p.nelement() for chunk in chunks for p in chunk.parameters())
@@ -58,7 +60,7 @@ def build_trainee(run: Run, config: TransformerConfig, build_chunk: ChunkBuilder
         chunk.to(run.device)
     if args.fp16 or args.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
-    if args.skip_train:
+    if args.skip_train or args.deepspeed_zero_stage:
         return Trainee(chunks, config, None, None)
     if args.use_torch_fsdp2:
         from megatron.dpp.mcore.fsdp import fully_sharded
@@ -68,7 +70,7 @@ def build_trainee(run: Run, config: TransformerConfig, build_chunk: ChunkBuilder
     else:
         chunks = _with_gradient_buffers(args, config, chunks, count)
     optimizer = _optimizer(run, chunks)
-    return Trainee(chunks, config, optimizer, _scheduler(args, optimizer))
+    return Trainee(chunks, config, optimizer, build_scheduler(args, optimizer))
 
 
 def _bare_chunks(args: Args, config: TransformerConfig, build_chunk: ChunkBuilder) -> list[Any]:
@@ -137,8 +139,11 @@ def set_train_iters(args: Args) -> None:
     args.train_iters = iterations + max(0, args.train_samples - consumed) // args.global_batch_size
 
 
-def _scheduler(args: Args, optimizer: Any) -> Any:
-    """The learning rate counts samples; flags may count iterations."""
+def build_scheduler(args: Args, optimizer: Any) -> Any:
+    """What sets learning rate and weight decay in the parameter groups of ``optimizer``.
+
+    It counts samples; flags may count iterations.
+    """
     by_iteration = args.train_samples is None
     unit = args.global_batch_size if by_iteration else 1
     suffix = "iters" if by_iteration else "samples"

@@ -116,12 +116,14 @@ def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
     from megatron.dpp.train.measure import Comparison
     from megatron.dpp.train.metrics import MetricsFile, gather_hashes
     from megatron.dpp.train.model import build_trainee, set_train_iters
+    from megatron.dpp.train.zero_engine import EngineCheckpointer
 
     args, task = run.args, _task(task_name)
     set_train_iters(args)
     config = transformer_config(args)
     trainee = build_trainee(run, config, task.build_chunk)
-    checkpointer = stack.enter_context(contextlib.closing(Checkpointer(run, trainee)))
+    kind = EngineCheckpointer if args.deepspeed_zero_stage else Checkpointer
+    checkpointer = stack.enter_context(contextlib.closing(kind(run, trainee)))
     checkpointer.load()
     iterators = build_iterators(run, len(trainee.chunks), task)
     checkpointer.restore_random_state()
@@ -164,8 +166,14 @@ def _schedule(run: Any) -> Iterator[Callable[..., Any]]:
 
     ``--dpp-inject`` and ``--dpp-transport`` work with both, so that each can be measured alone.
     With dropout and several stages both draw a task's masks from what the task is, so that their
-    losses are equal; ``--no-dpp-task-rng`` restores Megatron-LM's own order of draws.
+    losses are equal; ``--no-dpp-task-rng`` restores Megatron-LM's own order of draws. DeepSpeed's
+    engine has one stage, and no schedule to choose.
     """
+    if run.args.deepspeed_zero_stage:
+        from megatron.dpp.train.zero_engine import accumulate
+
+        yield accumulate
+        return
     config = arguments.dpp_config(run.args)
     options = {"recorder": run.recorder, "seed": run.args.seed, "log": run.say}
     schedule: Any

@@ -40,6 +40,7 @@ def summary(args: Args, task_name: str) -> str:
     length = f"{args.train_samples} samples" if args.train_samples else f"{args.train_iters} steps"
     used = {
         "distributed optimizer": args.use_distributed_optimizer,
+        f"DeepSpeed's engine with ZeRO {args.deepspeed_zero_stage}": args.deepspeed_zero_stage,
         "sequence parallel": args.sequence_parallel,
         f"recompute {args.recompute_granularity}": args.recompute_granularity,
         "overlapped reduction": args.overlap_grad_reduce,

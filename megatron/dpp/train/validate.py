@@ -35,6 +35,7 @@ def validate(args: Args, world_size: int) -> None:
         _precision,
         _optimizer,
         _fully_sharded,
+        _deepspeed,
         _memory,
         _kernels,
         _data,
@@ -325,6 +326,40 @@ def _fully_sharded(args: Args) -> None:
     }
     for flag, given in excluded.items():
         _require(not given, f"--use-torch-fsdp2 does not go with {flag}")
+    args.gradient_accumulation_fusion = False
+
+
+def _deepspeed(args: Args) -> None:
+    """What DeepSpeed's engine does not go with; the fused gradient kernel is switched off."""
+    if not args.deepspeed_zero_stage:
+        return
+    name = f"--deepspeed-zero-stage {args.deepspeed_zero_stage}"
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            f"{name}: DeepSpeed is not installed; DS_BUILD_OPS=0 pip install deepspeed, or use "
+            "--use-distributed-optimizer (stage 1) or --use-torch-fsdp2 (2 and 3)"
+        )
+    excluded = {
+        "--tensor-model-parallel-size above 1": args.tensor_model_parallel_size > 1,
+        "--pipeline-model-parallel-size above 1": args.pipeline_model_parallel_size > 1,
+        "--context-parallel-size above 1": args.context_parallel_size > 1,
+        "--expert-model-parallel-size above 1": args.expert_model_parallel_size > 1,
+        "--use-distributed-optimizer": args.use_distributed_optimizer,
+        "--use-torch-fsdp2": args.use_torch_fsdp2,
+        "--use-dpp": args.use_dpp,
+        "--overlap-grad-reduce": args.overlap_grad_reduce,
+        "--ckpt-format torch": args.ckpt_format == "torch",
+        "--async-save": args.async_save,
+        "--skip-train": args.skip_train,
+        "--calculate-per-token-loss": args.calculate_per_token_loss,
+        "--log-params-norm": args.log_params_norm,
+        "--log-num-zeros-in-grad": args.log_num_zeros_in_grad,
+        "--check-weight-hash-across-dp-replicas-interval": (
+            args.check_weight_hash_across_dp_replicas_interval
+        ),
+    }
+    for flag, given in excluded.items():
+        _require(not given, f"{name} does not go with {flag}")
     args.gradient_accumulation_fusion = False
 
 
