@@ -267,10 +267,11 @@ class Stage:
         """
         given, output = self._kept.pop((chunk, microbatch))
         store = self._weight_gradients
-        held = store.held_bytes if store else 0
+        measures = store is not None and microbatch == 0 and chunk in self._measuring
+        held = store.held_bytes if store and measures else 0
         with store.collect(chunk, microbatch) if store else contextlib.nullcontext():
             gradient = boundary.backward(given, output, received, self._model_type, self._config)
-        if store and microbatch == 0 and chunk in self._measuring:
+        if store and measures:
             self.deferred_bytes[chunk] = store.held_bytes - held
         return gradient
 

@@ -8,6 +8,8 @@ weight receives its contributions in the order in which ``run`` is called for it
 through the very hook that DistributedDataParallel registered, so the numbers are those of a fused
 backward to the last bit.
 
+Transformer Engine's modules delay their weight gradients themselves (``te``); W then asks them.
+
 Not deferred, because little is gained and much memory held: embeddings, the LM head, biases and
 norms (MEASURED.md, points 5 and 6, has the numbers). The executor in ``runtime/`` is the only
 caller.
@@ -30,6 +32,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.utils import get_attr_wrapped_model, prepare_input_tensors_for_wgrad_compute
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore.te import DelayedModules
 
 
 @dataclass(frozen=True)
@@ -159,18 +162,29 @@ class WeightGradients:
         self._current: dict[int, list[DeferredWork]] | None = None
         self._waiting: dict[tuple[int, int], dict[int, list[DeferredWork]]] = {}
         self._layers: list[tuple[Any, Callable[..., torch.Tensor]]] = []
-        self.held_bytes = 0
+        self._held_bytes = 0
+        self._delayed: list[DelayedModules] = []
         self.num_pieces = tuple(self._prepare(chunk) for chunk in chunks)
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that deferred work keeps alive, beyond what activations hold anyway."""
+        return self._held_bytes + sum(modules.num_bytes() for modules in self._delayed)
+
     def _prepare(self, chunk: torch.nn.Module) -> int:
-        """Find a chunk's linear layers; returns its number of pieces (transformer layers)."""
+        """Find a chunk's linear layers; returns its number of pieces (transformer layers), 0 if
+        none of them can be deferred.
+        """
         block = decoder_block(chunk)
         layers = list(block.layers) if block is not None else []
+        self._delayed.append(DelayedModules(chunk, layers, _ddp_of(chunk)))
+        num_known = len(self._layers)
         for number, layer in enumerate(layers):
             for module in layer.modules():
                 if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                     self._add(module, number, chunk)
-        return len(layers)
+        deferred = self._delayed[-1] or len(self._layers) > num_known
+        return len(layers) if deferred else 0
 
     def _add(self, module: Any, piece: int, chunk: torch.nn.Module) -> None:
         if module.weight is None or not module.weight.requires_grad:
@@ -200,6 +214,8 @@ class WeightGradients:
     @contextmanager
     def bound(self) -> Iterator[None]:
         """Around one step: the layers' backwards defer. Outside of it the model is as it was."""
+        for modules in self._delayed:
+            modules.restart()
         for module, forward_impl in self._layers:
             module._forward_impl = forward_impl
         try:
@@ -207,12 +223,15 @@ class WeightGradients:
         finally:
             for module, _ in self._layers:
                 del module._forward_impl
+        for modules in self._delayed:
+            modules.check_empty()
 
     @contextmanager
     def collect(self, chunk: int, microbatch: int) -> Iterator[None]:
         """Around one backward pass: what its layers defer belongs to (chunk, microbatch)."""
         with self.divert() as self._waiting[chunk, microbatch]:
             yield
+        self._delayed[chunk].after_backward(microbatch)
 
     @contextmanager
     def divert(self) -> Iterator[dict[int, list[DeferredWork]]]:
@@ -231,16 +250,18 @@ class WeightGradients:
             work.compute()
             return
         self._current[layer].append(work)
-        self.held_bytes += work.num_bytes()
+        self._held_bytes += work.num_bytes()
 
     def run(self, chunk: int, microbatch: int, piece: int) -> None:
         """Compute and accumulate the weight gradients of one transformer layer (``piece`` counts
         from the last).
         """
-        waiting = self._waiting[chunk, microbatch]
-        for item in waiting.pop(self.num_pieces[chunk] - 1 - piece, ()):
+        waiting, layer = self._waiting[chunk, microbatch], self.num_pieces[chunk] - 1 - piece
+        if self._delayed[chunk]:
+            self._delayed[chunk].run(layer, microbatch)
+        for item in waiting.pop(layer, ()):
             item.compute()
-            self.held_bytes -= item.num_bytes()
+            self._held_bytes -= item.num_bytes()
         if piece == self.num_pieces[chunk] - 1:
             if waiting:
                 raise AssertionError(f"weight gradients left over: {sorted(waiting)}")

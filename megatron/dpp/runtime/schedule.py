@@ -29,6 +29,7 @@ from megatron.dpp.mcore.boundary import Boundaries
 from megatron.dpp.mcore.graphs import Capture, ChunkGraphs
 from megatron.dpp.mcore.rng import TaskRng, needs_task_rng
 from megatron.dpp.mcore.steps import Stage, StepCall
+from megatron.dpp.mcore.te import refuse_delayed
 from megatron.dpp.mcore.wgrad import WeightGradients
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.decisions import Decisions, Measured
@@ -206,10 +207,21 @@ class DppSchedule:
             self._forget_model()
             if self.config.split_backward:
                 self._weight_gradients = WeightGradients(call.model)
+                self._say_if_fused(self._weight_gradients)
+            else:
+                refuse_delayed(call.model, "--no-dpp-split-backward runs no W tasks")
             if self.config.cuda_graphs != "off" and (self._capture or torch.cuda.is_available()):
                 self._graphs = self._make_graphs(call)
             self._prepared_model = list(call.model)
         return any(self._weight_gradients.num_pieces) if self._weight_gradients else False
+
+    def _say_if_fused(self, weights: WeightGradients) -> None:
+        chunks = [chunk for chunk, pieces in enumerate(weights.num_pieces) if not pieces]
+        if chunks:
+            self._log(
+                f"dynamic pipeline: the backward of chunks {chunks} is fused: no linear layer of "
+                "their transformer layers lets its weight gradient be deferred"
+            )
 
     def _make_graphs(self, call: StepCall) -> ChunkGraphs | None:
         found = call.boundaries()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
@@ -27,6 +28,7 @@ from megatron.dpp.mcore.static import (
     ring_channels,
 )
 from megatron.dpp.mcore.steps import StepCall
+from megatron.dpp.mcore.te import refuse_delayed
 from megatron.dpp.mcore.trace_static import instrument_static_schedule
 from megatron.dpp.runtime.inject import Injector, Task
 from megatron.dpp.runtime.links import open_links, pace_for, pipeline_of
@@ -72,6 +74,9 @@ class StaticSchedule:
         chunks = list(model) if isinstance(model, list) else [model]
         topology = pipeline_of(chunks, keywords.get("pg_collection"))
         _refuse_several_tensors(keywords, topology)
+        config = get_model_config(chunks[0])
+        if config.delay_wgrad_compute and not config.overlap_moe_expert_parallel_comm:
+            refuse_delayed(chunks, "a static schedule runs no W tasks")
         iteration = self.iteration
         self.iteration += 1
         if self._wants_rng(chunks, topology) and not keywords.get("forward_only"):

@@ -22,6 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.dpp.mcore.te import delay_weight_gradients
 from megatron.dpp.train.configs import ddp_config, optimizer_config
 from megatron.dpp.train.initialize import Run
 
@@ -45,6 +46,7 @@ def build_trainee(run: Run, config: TransformerConfig, build_chunk: ChunkBuilder
     ``--deepspeed-zero-stage`` ``zero_engine`` brings its own.
     """
     args = run.args
+    _delay_weight_gradients(run, config)
     chunks = _bare_chunks(args, config, build_chunk)
     count = sum(p.nelement() for chunk in chunks for p in chunk.parameters())
     if mpu.get_data_parallel_rank(with_context_parallel=True) == 0:
@@ -73,6 +75,16 @@ def build_trainee(run: Run, config: TransformerConfig, build_chunk: ChunkBuilder
     return Trainee(chunks, config, optimizer, build_scheduler(args, optimizer))
 
 
+def _delay_weight_gradients(run: Run, config: TransformerConfig) -> None:
+    """Before the model is built: a split backward needs Transformer Engine's layers to be told."""
+    args = run.args
+    if not (args.use_dpp and args.dpp_split_backward) or args.transformer_impl == "local":
+        return
+    reason = delay_weight_gradients(config)
+    if reason is not None:
+        run.say(f"--dpp-split-backward: the backward is fused: {reason}")
+
+
 def _bare_chunks(args: Args, config: TransformerConfig, build_chunk: ChunkBuilder) -> list[Any]:
     num_chunks = args.virtual_pipeline_model_parallel_size
     chunks = []
@@ -92,6 +104,7 @@ def _with_gradient_buffers(
     args: Args, config: TransformerConfig, chunks: list[Any], count: int
 ) -> list[Any]:
     settings = ddp_config(args, count)
+    settings.delay_wgrad_compute = config.delay_wgrad_compute
     wrapped = [
         DistributedDataParallel(
             config,

@@ -1,0 +1,207 @@
+"""Transformer Engine's own delayed weight gradients, for a schedule that runs them as W tasks.
+
+Built with ``delay_wgrad_compute``, each linear module of Transformer Engine keeps what its weight
+gradient needs in a queue of its own (``wgrad_store``): a backward pass puts one entry, and
+``backward_dw()`` takes the oldest, computes the gradient and runs the hooks that
+DistributedDataParallel registered with the module. ``wgrad.WeightGradients`` is the caller.
+
+Why a first-in-first-out queue is enough, although tasks run in no fixed order: a module belongs to
+one layer of one chunk, a chunk's B's run in microbatch order, so the k-th entry of each of its
+queues is microbatch k's; and the chunk's W's run in microbatch order too, piece by piece, so the
+k-th take of a layer is for microbatch k. :class:`DelayedModules` asserts both orders. The same
+order makes the entry that overwrites ``main_grad`` (``gradient_accumulation_fusion`` and the
+package's ``is_first_microbatch``) the first one to be taken.
+
+What a backward pass leaves in ``grad`` of these parameters has to wait with the queue's entry: a
+bias that megatron-core adds itself has its gradient there, a weight that goes straight to
+``main_grad`` a meaningless one, and ``backward_dw`` expects either of its own microbatch only.
+
+Facts of Transformer Engine 2.7 to 2.20, read from its sources (``module/base.py``, ``linear.py``);
+before 2.7 a module has no hooks and drops a gradient that finds another in its place.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron.dpp.errors import ConfigError
+
+_SINCE = "2.7.0"
+"""The first version whose modules take over DistributedDataParallel's hooks."""
+
+
+def delay_weight_gradients(config: Any) -> str | None:
+    """Let the Transformer Engine layers that are built from ``config`` delay weight gradients.
+
+    Call it before the model is built, for a model that only ``DppSchedule`` trains, and give
+    ``DistributedDataParallelConfig`` ``delay_wgrad_compute=True`` as well. megatron-core's own
+    check of that field wants its overlap of experts' communication too, hence not the constructor.
+
+    Returns:
+        None, or why it cannot be: the config is then as it was and the backward stays fused.
+    """
+    reason = why_fused(config)
+    if reason is None:
+        config.delay_wgrad_compute = True
+    return reason
+
+
+def why_fused(config: Any) -> str | None:
+    """Why Transformer Engine's layers cannot delay their weight gradients under a dynamic order."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed"
+    from megatron.core.utils import get_te_version, is_te_min_version
+
+    if not is_te_min_version(_SINCE):
+        return f"Transformer Engine {get_te_version()} is too old: {_SINCE} or newer is needed"
+    reasons = {
+        "8- and 4-bit layers add bias gradients before their turn": config.fp8 or config.fp4,
+        "--tp-comm-overlap computes weight gradients with its communication": (
+            config.tp_comm_overlap
+        ),
+        "experts' grouped layers have not been tried": config.num_moe_experts,
+        "activations are offloaded": config.cpu_offloading
+        or config.fine_grained_activation_offloading,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def is_delayed(module: Any) -> bool:
+    """Whether a module keeps its weight gradients back."""
+    store = getattr(module, "wgrad_store", None)
+    return store is not None and hasattr(module, "backward_dw") and store.delay_wgrad_compute()
+
+
+def refuse_delayed(chunks: list[torch.nn.Module], why: str) -> None:
+    """A schedule that runs no W tasks would lose the gradients of such modules.
+
+    Raises:
+        ConfigError: a chunk has one.
+    """
+    for number, chunk in enumerate(chunks):
+        if any(is_delayed(module) for module in chunk.modules()):
+            raise ConfigError(
+                f"chunk {number}: its Transformer Engine layers were built with "
+                f"delay_wgrad_compute, whose weight gradients nobody would compute: {why}"
+            )
+
+
+class DelayedModules:
+    """The modules of one chunk that delay, by transformer layer.
+
+    Args:
+        chunk: the chunk, DDP-wrapped or bare.
+        layers: its transformer layers.
+        ddp: its DistributedDataParallel wrapper, or None.
+
+    Raises:
+        ConfigError: no wrapper takes each gradient away, or it waits for it in the backward pass.
+    """
+
+    def __init__(self, chunk: torch.nn.Module, layers: list[torch.nn.Module], ddp: Any) -> None:
+        self._layers = [[_Delayed(m) for m in layer.modules() if is_delayed(m)] for layer in layers]
+        inside = {id(delayed.module) for row in self._layers for delayed in row}
+        self._others: list[Any] = [
+            m for m in chunk.modules() if is_delayed(m) and id(m) not in inside
+        ]
+        self._next_backward = 0
+        self._next_weight = [0] * len(layers)
+        if self and (ddp is None or not ddp.ddp_config.delay_wgrad_compute):
+            raise ConfigError(
+                "Transformer Engine's layers were built with delay_wgrad_compute: wrap the chunk "
+                "in DistributedDataParallel, whose DistributedDataParallelConfig has it as well"
+            )
+
+    def __bool__(self) -> bool:
+        return any(self._layers)
+
+    def restart(self) -> None:
+        """Before the first task of an iteration."""
+        self._next_backward, self._next_weight = 0, [0] * len(self._layers)
+
+    def after_backward(self, microbatch: int) -> None:
+        """A backward pass is over. Modules outside of the layers, which have no W, catch up."""
+        if microbatch != self._next_backward:
+            raise AssertionError(
+                f"backward of microbatch {microbatch} where {self._next_backward} was due"
+            )
+        self._next_backward += 1
+        for row in self._layers:
+            for delayed in row:
+                delayed.keep_gradients()
+        for module in self._others:
+            if not module.wgrad_store.context.empty():
+                module.backward_dw()
+
+    def run(self, layer: int, microbatch: int) -> None:
+        """Compute the oldest weight gradients of one layer, which are this microbatch's."""
+        if microbatch != self._next_weight[layer]:
+            raise AssertionError(
+                f"weight gradients of microbatch {microbatch}, layer {layer}, where the queue "
+                f"has {self._next_weight[layer]}"
+            )
+        self._next_weight[layer] += 1
+        for delayed in self._layers[layer]:
+            delayed.compute()
+
+    def num_bytes(self) -> int:
+        """Memory that the layers' queues keep alive."""
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for row in self._layers
+            for delayed in row
+            for tensors, _ in list(delayed.queue.queue)
+            for tensor in _tensors_in(tensors)
+        )
+
+    def check_empty(self) -> None:
+        """After the last task: nothing was left behind."""
+        left = sum(delayed.queue.qsize() for row in self._layers for delayed in row)
+        if left:
+            raise AssertionError(f"{left} delayed weight gradients were not computed")
+
+
+class _Delayed:
+    """One module, and what backward passes left in ``grad`` of its delayed parameters."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.queue = module, module.wgrad_store.context
+        self._parameters = [
+            parameter
+            for parameter in module.parameters(recurse=False)
+            if getattr(parameter, "skip_backward_post_hook", False)
+        ]
+        self._kept: deque[list[torch.Tensor | None]] = deque()
+
+    def keep_gradients(self) -> None:
+        """After a backward pass."""
+        self._kept.append([_real_gradient(parameter) for parameter in self._parameters])
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def compute(self) -> None:
+        """``backward_dw`` of the oldest entry, with the gradients that were left with it."""
+        for parameter, gradient in zip(self._parameters, self._kept.popleft(), strict=True):
+            parameter.grad = gradient
+        self.module.backward_dw()
+
+
+def _real_gradient(parameter: Any) -> torch.Tensor | None:
+    """``grad``, or a stand-in without memory where ``main_grad`` gets the real one."""
+    gradient: torch.Tensor | None = parameter.grad
+    if gradient is not None and getattr(parameter, "grad_added_to_main_grad", False):
+        return gradient.new_zeros(()).expand(gradient.shape)
+    return gradient
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors_in(value)

@@ -1,0 +1,195 @@
+"""A small stand-in for Transformer Engine, which cannot be installed without a GPU.
+
+It has the interface that megatron-core's wrappers expect of ``Linear`` and ``LayerNormLinear``,
+and delays weight gradients as Transformer Engine 2.8 does: a queue per module, ``backward_dw``
+that takes the oldest entry and overwrites ``grad``, hooks handed over by
+DistributedDataParallel, ``is_first_microbatch`` captured with an entry, and a meaningless gradient
+where the weight's own is added to ``main_grad`` directly (NaN here, so that nobody reads it). One
+tensor-parallel rank only. ``install()`` goes before the first import of megatron-core.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import queue
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+VERSION = "2.8.0"
+
+
+class WeightGradStore:
+    """Work that a backward pass left, oldest first."""
+
+    def __init__(self, delay_wgrad_compute: bool) -> None:
+        self.context: queue.Queue[Any] | None = queue.Queue() if delay_wgrad_compute else None
+        self.enabled = delay_wgrad_compute
+
+    def delay_wgrad_compute(self) -> bool:
+        return self.enabled
+
+    def put(self, tensors: list[torch.Tensor], function: Callable[..., Any]) -> None:
+        assert self.enabled
+        assert self.context is not None
+        self.context.put([tensors, function])
+
+    def pop(self) -> tuple[Any, list[torch.Tensor]]:
+        assert self.context is not None
+        if self.context.qsize() == 0:
+            raise RuntimeError("Pop empty queue")
+        tensors, function = self.context.get()
+        return function(*tensors), tensors
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Any, inp: Any, bias: Any, module: Any, first: Any) -> Any:
+        ctx.save_for_backward(inp, weight)
+        ctx.module, ctx.first, ctx.weight, ctx.has_bias = module, first, weight, bias is not None
+        return F.linear(inp, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
+        inp, weight = ctx.saved_tensors
+        module, param, first, has_bias = ctx.module, ctx.weight, ctx.first, ctx.has_bias
+
+        def wgrad_gemm(x: torch.Tensor, dy: torch.Tensor) -> tuple[Any, Any]:
+            dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+            dw, db = dy.t().matmul(x), dy.sum(dim=0) if has_bias else None
+            if module.fuse_wgrad_accumulation:
+                (param.main_grad.copy_ if first else param.main_grad.add_)(dw)
+            return dw, db
+
+        wgrad = grad_bias = None
+        if module.wgrad_store.delay_wgrad_compute():
+            module.wgrad_store.put([inp.detach(), grad_output], wgrad_gemm)
+        else:
+            wgrad, grad_bias = wgrad_gemm(inp, grad_output)
+        if module.fuse_wgrad_accumulation:
+            param.grad_added_to_main_grad = True
+            wgrad = torch.full_like(weight, torch.nan)
+        return wgrad, grad_output.matmul(weight), grad_bias, None, None
+
+
+class _Base(torch.nn.Module):
+    """What TransformerEngineBaseModule has of delayed weight gradients."""
+
+    def _build(self, inp: int, out: int, *, bias: bool, **options: Any) -> None:
+        assert options["tp_size"] == 1
+        device, dtype = torch.device("cpu"), options["params_dtype"]
+        self.use_bias, self.return_bias = bias, options["return_bias"]
+        self.parallel_mode = options["parallel_mode"]
+        self.in_features, self.out_features, self.tp_size = inp, out, 1
+        self.fuse_wgrad_accumulation = options["fuse_wgrad_accumulation"]
+        self.weight = torch.nn.Parameter(torch.empty(out, inp, device=device, dtype=dtype))
+        options["init_method"](self.weight)
+        names = ["weight"]
+        if bias:
+            self.bias = torch.nn.Parameter(torch.zeros(out, device=device, dtype=dtype))
+            names.append("bias")
+        else:
+            self.bias = torch.empty(0)
+        self.wgrad_store = WeightGradStore(options.get("delay_wgrad_compute", False))
+        self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
+        if self.wgrad_store.delay_wgrad_compute():
+            for name in names:
+                getattr(self, name).skip_backward_post_hook = True
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        self.wgrad_accumulation_and_reduce_hooks.append(hook)
+
+    def backward_dw(self) -> None:
+        if not self.wgrad_store.delay_wgrad_compute():
+            return
+        (wgrad, bgrad), _ = self.wgrad_store.pop()
+        if not self.fuse_wgrad_accumulation:
+            self.weight.grad = wgrad.to(self.weight.dtype)
+        if self.use_bias and self.bias.grad is None:
+            self.bias.grad = bgrad.to(self.bias.dtype)
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+    def _linear(self, inp: torch.Tensor, first: bool | None) -> Any:
+        bias = self.bias if self.use_bias and not self.return_bias else None
+        if self.return_bias:  # the caller adds it: its gradient takes the usual way
+            return _LinearFunction.apply(self.weight, inp, None, self, first), self.bias
+        return _LinearFunction.apply(self.weight, inp, bias, self, first)
+
+
+class Linear(_Base):
+    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
+        super().__init__()
+        self._build(in_features, out_features, **options)
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        return self._linear(inp, is_first_microbatch)
+
+
+class LayerNormLinear(_Base):
+    def __init__(self, in_features: int, out_features: int, eps: float, **options: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features))
+        self.layer_norm_bias = torch.nn.Parameter(torch.zeros(in_features))
+        self._build(in_features, out_features, **options)
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        normed = F.layer_norm(
+            inp, inp.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.eps
+        )
+        return self._linear(normed, is_first_microbatch)
+
+
+def _module(name: str, **members: Any) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    module.__path__ = []
+    for key, value in members.items():
+        setattr(module, key, value)
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], child, module)
+    return module
+
+
+def _nothing(name: str) -> type:
+    return type(name, (), {})
+
+
+def install(version: str = VERSION) -> None:
+    """Let ``import transformer_engine`` find the stand-in. Call once per process."""
+    _module("transformer_engine", __version__=version)
+    _module("transformer_engine.common")
+    _module("transformer_engine.common.recipe", DelayedScaling=_nothing("DelayedScaling"))
+    _module(
+        "transformer_engine.pytorch",
+        Linear=Linear,
+        LayerNormLinear=LayerNormLinear,
+        GroupedLinear=type("GroupedLinear", (torch.nn.Module,), {}),
+        DotProductAttention=type("DotProductAttention", (torch.nn.Module,), {}),
+        LayerNorm=torch.nn.LayerNorm,
+    )
+    operations = {name: _nothing(name) for name in ("Sequential", "FusibleOperation")}
+    _module("transformer_engine.pytorch.ops", **operations)
+    routers = ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss",
+               "fused_topk_with_score_function")  # fmt: skip
+    _module("transformer_engine.pytorch.router", **{name: _nothing(name) for name in routers})
+    _module("transformer_engine.pytorch.tensor", QuantizedTensor=_nothing("QuantizedTensor"))
+    tracker = _nothing("CudaRNGStatesTracker")
+    _module(
+        "transformer_engine.pytorch.distributed",
+        CudaRNGStatesTracker=tracker,
+        activation_recompute_forward=_nothing("activation_recompute_forward"),
+        checkpoint=None,
+    )
+    _module(
+        "transformer_engine.pytorch.fp8",
+        FP8GlobalStateManager=_nothing("FP8GlobalStateManager"),
+        fp8_autocast=_nothing("fp8_autocast"),
+    )

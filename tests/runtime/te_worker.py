@@ -1,0 +1,134 @@
+"""equality_worker.py's cases with megatron-core's Transformer Engine layers over the stand-in.
+
+te_worker.py JSON. The static schedule runs them undelayed, and so does a fused dynamic one; a split
+one builds them with delayed weight gradients. ``fused_wgrad`` adds gradients to ``main_grad``
+directly.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.runtime import te_double
+
+te_double.install()
+
+from tests.runtime import equality_worker  # noqa: E402, I001 - lets megatron-core do without CUDA
+
+from megatron.core.extensions.transformer_engine import TELinear  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+from megatron.core.transformer.transformer_block import (  # noqa: E402
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+
+from megatron.dpp import ConfigError, DppSchedule  # noqa: E402
+from megatron.dpp.mcore.specs import SdpaAttention  # noqa: E402
+from megatron.dpp.mcore.te import delay_weight_gradients, is_delayed  # noqa: E402
+
+PLAIN_TRAIN, PLAIN_BUILD = equality_worker.train, equality_worker.build
+PLAIN_CONFIG = equality_worker.TransformerConfig
+PLAIN_DDP_CONFIG = equality_worker.DistributedDataParallelConfig
+DELAY = [False]
+LONGEST = [0]
+"""Most entries that any module's queue has held: above 1, a B ran before an earlier W."""
+
+
+def watched_put(store: Any, *entry: Any) -> None:
+    PLAIN_PUT(store, *entry)
+    LONGEST[0] = max(LONGEST[0], store.context.qsize())
+
+
+PLAIN_PUT, te_double.WeightGradStore.put = te_double.WeightGradStore.put, watched_put
+
+
+def config_for(**values: Any) -> Any:
+    config = PLAIN_CONFIG(**values, disable_parameter_transpose_cache=False)
+    if DELAY[0]:
+        reason = delay_weight_gradients(config)
+        assert reason is None, reason
+    return config
+
+
+def ddp_config(**values: Any) -> Any:
+    return PLAIN_DDP_CONFIG(**values, delay_wgrad_compute=DELAY[0])
+
+
+def block_spec(config: Any, *, implementation: str, vp_stage: int | None) -> Any:
+    layer = copy.deepcopy(get_gpt_layer_with_transformer_engine_spec())
+    layer.submodules.self_attention.submodules.core_attention = SdpaAttention
+    number = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * number, layer_norm=WrappedTorchNorm)
+
+
+def build(case: dict[str, Any]) -> Any:
+    chunks, optimizer = PLAIN_BUILD(case)
+    for chunk in chunks:
+        modules = [m for m in chunk.modules() if isinstance(m, te_double._Base)]
+        assert modules
+        assert any(isinstance(m, TELinear) for m in modules)
+        assert all(is_delayed(m) == DELAY[0] for m in modules)
+        for module in modules:
+            module.fuse_wgrad_accumulation = case.get("fused_wgrad", False)
+    return chunks, optimizer
+
+
+def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
+    split = isinstance(schedule, DppSchedule) and schedule.config.split_backward
+    DELAY[0] = split
+    said: list[str] = []
+    if split:
+        schedule._log = said.append
+    result = PLAIN_TRAIN(case, schedule)
+    if split:
+        assert schedule._weight_gradients is not None
+        assert all(schedule._weight_gradients.num_pieces), "W tasks were run"
+        deferred = next(line for line in said if "a deferred weight gradient keeps" in line)
+        assert "keeps 0.0 MiB" not in deferred, deferred
+    return result
+
+
+def refuse(case: dict[str, Any]) -> None:
+    """Delayed layers under a schedule without W tasks would lose gradients."""
+    from megatron.core import parallel_state
+
+    from megatron.dpp import DppConfig
+    from megatron.dpp.runtime.static import StaticSchedule
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=case["p"])
+    for schedule in (StaticSchedule(seed=1), DppSchedule(DppConfig(split_backward=False), seed=1)):
+        DELAY[0] = True
+        with schedule:
+            try:
+                PLAIN_TRAIN({"p": case["p"], "m": 2, "layers": 4}, schedule)
+            except ConfigError as error:
+                assert "runs no W tasks" in str(error), error
+            else:
+                raise AssertionError("gradients were lost without a word")
+    parallel_state.destroy_model_parallel()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    equality_worker.TransformerConfig = config_for
+    equality_worker.DistributedDataParallelConfig = ddp_config
+    equality_worker.block_spec, equality_worker.build = block_spec, build
+    equality_worker.train = train
+    cases = json.loads(sys.argv[1])
+    for case in cases:
+        equality_worker.run_case(copy.deepcopy(case))
+    assert LONGEST[0] >= 2, "no backward overtook a weight gradient: nothing was tested"
+    refuse(cases[0])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Transformer Engine's delayed weight gradients as W tasks, over a stand-in for the package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore.te import DelayedModules, why_fused
+from tests.runtime import te_double
+from tests.runtime.launcher import REPOSITORY, run_ranks
+
+WORKER = Path(__file__).with_name("te_worker.py")
+LATE = "delay:4ms,message-delay:6ms"
+
+
+def test_equal_to_the_static_schedule_bit_by_bit() -> None:
+    """Some B's run before the W's of earlier microbatches: the queues must keep their order."""
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    cases: list[dict[str, Any]] = [
+        {"name": "v1", "p": 2, "m": 5, "runs": [fused, late], "layers": 4},
+        {"name": "v2", "p": 2, "v": 2, "m": 6, "runs": [late, {"policy": "breadth-first",
+         "activation_cap": "8p", "inject": LATE}], "layers": 8},
+        {"name": "main_grad", "p": 2, "v": 2, "m": 6, "fused_wgrad": True, "runs": [fused, late]},
+        {"name": "overlap", "p": 2, "v": 2, "m": 4, "overlap": True, "runs": [late],
+         "fused_wgrad": True, "distributed_optimizer": True},
+        {"name": "recompute", "p": 2, "m": 4, "runs": [late], "recompute": "selective"},
+    ]  # fmt: skip
+    output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=240)
+    for case in cases:
+        assert f"CASE {case['name']} ok" in output
+
+
+def layer_of(double: Any, return_bias: bool, delay: bool) -> Any:
+    torch.manual_seed(7)
+    layer = torch.nn.Module()
+    layer.fc = double.Linear(
+        4, 3, bias=True, return_bias=return_bias, tp_size=1, params_dtype=torch.float64,
+        parallel_mode=None, fuse_wgrad_accumulation=False, init_method=torch.nn.init.normal_,
+        delay_wgrad_compute=delay,
+    )  # fmt: skip
+    return layer
+
+
+def backward(layer: Any, value: float) -> None:
+    output = layer.fc(torch.full((2, 4), value, dtype=torch.float64))
+    output = output[0] + output[1] if isinstance(output, tuple) else output
+    (output * output).sum().backward()
+
+
+def with_hooks(layer: Any) -> Any:
+    """What DistributedDataParallel is to the modules: each gradient is added to main_grad."""
+
+    def hook_of(parameter: Any) -> Any:
+        def hook() -> None:
+            parameter.main_grad += parameter.grad
+            parameter.grad = None
+
+        return hook
+
+    for parameter in layer.fc.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+        layer.fc.register_wgrad_accumulation_and_reduce_hooks(hook_of(parameter))
+    return SimpleNamespace(ddp_config=SimpleNamespace(delay_wgrad_compute=True))
+
+
+@pytest.mark.parametrize("return_bias", [False, True])
+def test_every_gradient_waits_for_its_own_microbatch(return_bias: bool) -> None:
+    """A bias that is added outside of the module has its gradient before its turn."""
+    now, later = (layer_of(te_double, return_bias, delay) for delay in (False, True))
+    delayed = DelayedModules(later, [later], with_hooks(later))
+    for _ in range(2):
+        delayed.restart()
+        for microbatch in range(2):
+            backward(now, 1.0 + microbatch)
+            backward(later, 1.0 + microbatch)
+            delayed.after_backward(microbatch)
+        assert delayed.num_bytes() == 2 * 8 * (2 * 4 + 2 * 3)
+        with pytest.raises(AssertionError, match="where the queue has 0"):
+            delayed.run(0, 1)
+        for microbatch in range(2):
+            delayed.run(0, microbatch)
+        delayed.check_empty()
+    for one, other in zip(now.parameters(), later.parameters(), strict=True):
+        assert torch.equal(one.grad, other.main_grad)
+
+
+def test_a_backward_out_of_order_is_our_own_error() -> None:
+    layer = layer_of(te_double, False, True)
+    delayed = DelayedModules(layer, [layer], with_hooks(layer))
+    with pytest.raises(AssertionError, match="microbatch 1 where 0 was due"):
+        delayed.after_backward(1)
+    backward(layer, 1.0)
+    with pytest.raises(AssertionError, match="1 delayed weight gradients were not computed"):
+        delayed.check_empty()
+
+
+def test_gradient_buffers_must_know_of_the_delay() -> None:
+    unaware = SimpleNamespace(ddp_config=SimpleNamespace(delay_wgrad_compute=False))
+    layer = layer_of(te_double, False, True)
+    for ddp in (None, unaware):
+        with pytest.raises(ConfigError, match="whose DistributedDataParallelConfig has it as well"):
+            DelayedModules(layer, [layer], ddp)
+
+
+def test_without_transformer_engine_the_reason_says_so() -> None:
+    assert why_fused(SimpleNamespace()) == "Transformer Engine is not installed"
+
+
+@pytest.mark.parametrize(
+    ("version", "values", "reason"),
+    [
+        ("2.6.0", {}, "Transformer Engine 2.6.0 is too old: 2.7.0 or newer is needed"),
+        ("2.8.0", {"fp8": "hybrid"}, "8- and 4-bit layers"),
+        ("2.8.0", {"tp_comm_overlap": True}, "--tp-comm-overlap"),
+        ("2.8.0", {"num_moe_experts": 4}, "experts"),
+        ("2.8.0", {}, "None"),
+    ],
+)
+def test_what_stays_fused(version: str, values: dict[str, Any], reason: str) -> None:
+    names = ("fp8", "fp4", "tp_comm_overlap", "num_moe_experts", "cpu_offloading",
+             "fine_grained_activation_offloading")  # fmt: skip
+    config = {**dict.fromkeys(names), **values, "delay_wgrad_compute": False}
+    code = (
+        "from tests.runtime import te_double\n"
+        f"te_double.install({version!r})\n"
+        "from types import SimpleNamespace\n"
+        "from megatron.dpp.mcore.te import delay_weight_gradients\n"
+        f"config = SimpleNamespace(**{config!r})\n"
+        "print(delay_weight_gradients(config), config.delay_wgrad_compute)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert reason in result.stdout
+    assert result.stdout.split()[-1] == str(reason == "None")
