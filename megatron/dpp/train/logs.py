@@ -6,14 +6,17 @@ beside them.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.dpp.errors import DataError
 from megatron.dpp.train.flops import flops_per_iteration
 from megatron.dpp.train.initialize import Run
 
@@ -167,15 +170,7 @@ class Writers:
                 log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size
             )
         if run.is_last and args.wandb_project:
-            import wandb
-
-            self._wandb = wandb.init(
-                project=args.wandb_project,
-                name=args.wandb_exp_name or None,
-                entity=args.wandb_entity,
-                dir=args.wandb_save_dir or args.save,
-                config={name: str(value) for name, value in vars(args).items()},
-            )
+            self._wandb = _open_wandb(args)
 
     def add(self, name: str, value: Any, run: Run, samples: bool = False) -> None:
         """One value at this iteration; with ``samples`` also over consumed samples."""
@@ -193,6 +188,32 @@ class Writers:
         if self._wandb is not None:
             self._wandb.finish()
         self._board = self._wandb = None
+
+
+def _open_wandb(args: argparse.Namespace) -> Any:
+    """A run at Weights & Biases (``WANDB_MODE=offline`` in the environment: on disk only).
+
+    Raises:
+        DataError: it cannot be opened: no key, no network, or no place for its files.
+    """
+    import wandb
+
+    folder = args.wandb_save_dir or args.save
+    try:
+        if folder:  # a missing one would be replaced by a temporary one
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        return wandb.init(
+            project=args.wandb_project,
+            name=args.wandb_exp_name or None,
+            entity=args.wandb_entity,
+            dir=folder,
+            config={name: str(value) for name, value in vars(args).items()},
+        )
+    except (wandb.Error, OSError) as error:
+        raise DataError(
+            f"--wandb-project {args.wandb_project}: the run cannot be opened ({error}); with "
+            "WANDB_MODE=offline its files stay on disk, under --wandb-save-dir"
+        ) from error
 
 
 def print_evaluation(

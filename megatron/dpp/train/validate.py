@@ -41,6 +41,7 @@ def validate(args: Args, world_size: int) -> None:
         _data,
         _checkpoints,
         _evaluation,
+        _writers,
     ):
         rule(args)
 
@@ -450,3 +451,11 @@ def _evaluation(args: Args) -> None:
     )
     _require(args.log_interval > 0, f"--log-interval {args.log_interval}: must be at least 1")
     _require(math.isfinite(args.clip_grad), f"--clip-grad {args.clip_grad}: must be finite")
+
+
+def _writers(args: Args) -> None:
+    _require(
+        not args.wandb_project or importlib.util.find_spec("wandb") is not None,
+        f"--wandb-project {args.wandb_project}: Weights & Biases is not installed; pip install "
+        "wandb",
+    )
