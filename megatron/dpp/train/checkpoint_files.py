@@ -10,9 +10,11 @@ fills the directories; nothing here needs a process group.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from megatron.dpp.errors import DataError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _UNFINISHED, _REPLACED = ".unfinished", ".replaced"
+_ROOM = 1 << 20
+"""Bytes; with less free than that a failed write is taken for one to a full disk."""
 _ENGINE_OPTIMIZER, _ENGINE_MODEL = "_optim_states.pt", "_model_states.pt"
 
 
@@ -57,6 +61,48 @@ def begin(root: str | Path, iteration: int) -> Path:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path
+
+
+@contextlib.contextmanager
+def saving(root: str | Path, iteration: int) -> Iterator[Path]:
+    """Around writing and committing a checkpoint: gives the directory to write into, and makes one
+    plain error of what a full disk, or a rank that has left, raises.
+
+    Raises:
+        DataError: with the directory, the cause where this rank knows it, and the room left.
+    """
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException  # no Exception, by its base
+
+    path = directory(root, iteration).with_suffix(_UNFINISHED)
+    try:
+        yield path
+    except (OSError, RuntimeError, CheckpointingException, CheckpointException) as error:
+        raise DataError(
+            f"{path}: saving failed: {_cause(error)}{_full(Path(root))}; the checkpoint before is "
+            "untouched"
+        ) from error
+
+
+def _cause(error: BaseException) -> str:
+    failures = getattr(error, "failures", None)  # by rank, of dist_checkpointing's coordinator
+    if failures is None:
+        return str(error)
+    named = [f"rank {rank}: {failure[0]}" for rank, failure in sorted(failures.items())]
+    return "; ".join(named) or "another rank could not write"
+
+
+def _full(root: Path) -> str:
+    """What to say of a disk without room, which PyTorch's writers do not."""
+    while not root.exists():
+        root = root.parent
+    usage = shutil.disk_usage(root)
+    if usage.free >= _ROOM:
+        return ""
+    return (
+        f" (no space left on device: {usage.free} of {usage.total} bytes are free; make room, or "
+        "choose another --save)"
+    )
 
 
 def commit(root: str | Path, iteration: int) -> None:

@@ -9,18 +9,15 @@ sizes. Where files lie and how they become visible is ``checkpoint_files``' busi
 from __future__ import annotations
 
 import argparse
-import random
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
@@ -37,6 +34,7 @@ from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.mcore.fsdp import as_shards, shards_keep_identity
 from megatron.dpp.mcore.optimizer import fill_state, own_steps, steps_may_lack
 from megatron.dpp.train import checkpoint_files as files
+from megatron.dpp.train import random_state
 from megatron.dpp.train.diagnostics import note_progress
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import Trainee
@@ -46,7 +44,8 @@ _OURS = ("given", "parsed")
 
 
 class Checkpointer:
-    """Saves and loads the state of one run. ``close()`` waits for background writes."""
+    """Saves and loads the state of one run. ``close()`` waits for background writes; left by an
+    error, as a context, it does not."""
 
     def __init__(self, run: Run, trainee: Trainee) -> None:
         self._run, self._trainee = run, trainee
@@ -68,27 +67,19 @@ class Checkpointer:
         """
         run, args = self._run, self._run.args
         iteration = run.iteration
-        if self._queue is not None:
-            self._queue.maybe_finalize_async_calls(blocking=True)
+        self._finish(blocking=True)
         run.say(
             f"saving checkpoint at iteration {iteration:7d} to {args.save} ({args.ckpt_format})"
         )
-        if run.is_first:
-            files.begin(args.save, iteration)
-        dist.barrier()
-        target = files.directory(args.save, iteration).with_suffix(".unfinished")
         start = time.perf_counter()
-        try:
-            if self._write(target):
-                self.last_saved = iteration
-                return
-        except (OSError, RuntimeError, dist_checkpointing.core.CheckpointingException) as error:
-            raise DataError(
-                f"{target}: saving failed ({error}); the checkpoint before is untouched"
-            ) from error
-        dist.barrier()
-        self._commit(iteration, start)
-        dist.barrier()
+        with files.saving(args.save, iteration) as target:
+            if run.is_first:
+                files.begin(args.save, iteration)
+            dist.barrier()
+            if not self._write(target):
+                dist.barrier()
+                self._commit(iteration, start)
+                dist.barrier()
         self.last_saved = iteration
 
     def _commit(self, iteration: int, start: float) -> None:
@@ -122,7 +113,7 @@ class Checkpointer:
         if args.use_distributed_optimizer and not args.no_save_optim:
             optimizer.save_parameter_state(str(path.with_name("distrib_optim.pt")))
         if mpu.get_expert_data_parallel_rank() == 0:
-            state = self._common_state(random_state(args, sharded=False))
+            state = self._common_state(random_state.collect(args, sharded=False))
             for name, model in self._named_models():
                 state[name] = model.state_dict_for_save_checkpoint()
             if not args.no_save_optim:
@@ -167,15 +158,39 @@ class Checkpointer:
         return strategy
 
     def poll(self) -> None:
-        """Commit background writes that are done; called between iterations. A collective."""
-        if self._queue is not None:
-            self._queue.maybe_finalize_async_calls(blocking=False)
+        """Commit background writes that are done; called between iterations. A collective.
+
+        Raises:
+            DataError: one of them failed; the checkpoint before is untouched.
+        """
+        self._finish(blocking=False)
+
+    def _finish(self, *, blocking: bool) -> None:
+        if self._queue is not None and self._queue.get_num_unfinalized_calls():
+            with files.saving(self._run.args.save, self.last_saved):
+                self._queue.maybe_finalize_async_calls(blocking=blocking)
 
     def close(self) -> None:
         """Wait for background writes and commit them; calling it twice is fine."""
+        self._finish(blocking=True)
         if self._queue is not None:
-            self._queue.maybe_finalize_async_calls(blocking=True)
             self._queue.close()
+            self._queue = None
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        elif self._queue is not None:
+            # No commit, which is a collective: the other ranks may be in the middle of another.
+            self._queue.close(abort=True)
             self._queue = None
 
     # --- the state ---
@@ -202,7 +217,7 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Everything as dist_checkpointing wants it; with ``loading`` as a request for it."""
         args, trainee = self._run.args, self._trainee
-        state = self._common_state(random_state(args, sharded=True))
+        state = self._common_state(random_state.collect(args, sharded=True))
         if not with_random:
             state.pop("rng_state", None)
         for name, model in self._named_models():
@@ -330,7 +345,7 @@ class Checkpointer:
         generator, which without a GPU is the one that dropout uses.
         """
         if self._random_state is not None:
-            _set_random_state(self._run.args, self._random_state)
+            random_state.restore(self._run.args, self._random_state)
             self._random_state = None
 
     def _apply_optimizer(self, state: dict[str, Any], found: files.Found) -> None:
@@ -447,50 +462,3 @@ def _check_optimizer(args: argparse.Namespace, saved: Any, path: Path) -> None:
             f"{path} was saved {forms[0]} --use-distributed-optimizer, this run goes {forms[1]} "
             "it: add --no-load-optim to go on with a new optimizer state"
         )
-
-
-def random_state(args: argparse.Namespace, *, sharded: bool) -> Any:
-    """The state of every generator, as Megatron-LM stores it."""
-    state = {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": np.random.get_state(),
-        "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": torch.cuda.get_rng_state(),
-        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-    states: list[Any] = [state]
-    if args.data_parallel_random_init and mpu.get_data_parallel_world_size() > 1:
-        states = [None] * mpu.get_data_parallel_world_size()
-        dist.all_gather_object(states, state, group=mpu.get_data_parallel_group())
-    if not sharded:
-        return states
-    shape: tuple[int, ...] = (
-        mpu.get_pipeline_model_parallel_world_size(),
-        mpu.get_tensor_model_parallel_world_size(),
-    )
-    place: tuple[int, ...] = (
-        mpu.get_pipeline_model_parallel_rank(),
-        mpu.get_tensor_model_parallel_rank(),
-    )
-    replica = mpu.get_data_parallel_rank(with_context_parallel=True)
-    if mpu.get_expert_model_parallel_world_size() > 1:
-        shape += (mpu.get_data_parallel_world_size(with_context_parallel=True),)
-        place += (replica,)
-        replica = 0
-    return ShardedObject("rng_state", states, shape, place, replica_id=replica)
-
-
-def _set_random_state(args: argparse.Namespace, states: Any) -> None:
-    state = states[mpu.get_data_parallel_rank() if args.data_parallel_random_init else 0]
-    random.setstate(state["random_rng_state"])
-    np.random.set_state(state["np_rng_state"])
-    torch.set_rng_state(state["torch_rng_state"])
-    torch.cuda.set_rng_state(state["cuda_rng_state"])
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    graph_safe = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
-    tracker.set_states(
-        {
-            name: tensor_parallel.convert_cuda_rng_state(each, to_graphable=graph_safe)
-            for name, each in state["rng_tracker_states"].items()
-        }
-    )

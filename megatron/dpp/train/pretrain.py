@@ -123,7 +123,7 @@ def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
     config = transformer_config(args)
     trainee = build_trainee(run, config, task.build_chunk)
     kind = EngineCheckpointer if args.deepspeed_zero_stage else Checkpointer
-    checkpointer = stack.enter_context(contextlib.closing(kind(run, trainee)))
+    checkpointer = stack.enter_context(kind(run, trainee))
     checkpointer.load()
     iterators = build_iterators(run, len(trainee.chunks), task)
     checkpointer.restore_random_state()

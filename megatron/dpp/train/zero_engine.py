@@ -23,7 +23,8 @@ import torch
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.mcore.optimizer import parameter_groups
 from megatron.dpp.train import checkpoint_files as files
-from megatron.dpp.train.checkpointing import Checkpointer, random_state
+from megatron.dpp.train import random_state
+from megatron.dpp.train.checkpointing import Checkpointer
 from megatron.dpp.train.configs import optimizer_config
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import Trainee, build_scheduler
@@ -231,7 +232,7 @@ class EngineCheckpointer(Checkpointer):
         start_engine(run, self._trainee)
 
     def _write(self, target: Path) -> bool:
-        state = self._common_state(random_state(self._run.args, sharded=False))
+        state = self._common_state(random_state.collect(self._run.args, sharded=False))
         state["opt_param_scheduler"] = self._trainee.scheduler.state_dict()
         self._engine.save_checkpoint(
             str(target.parent), tag=target.name, client_state=state, save_latest=False
