@@ -85,3 +85,17 @@ def test_a_seed_may_be_any_64_bits() -> None:
     one = Task(3, "B", 1, 1, 12.0, 0.5)
     assert Injector("jitter:0.3", 1, 4, seed=5).factor(one) == pytest.approx(2.16510899143066)
     assert _derive(5, 1) == 3085186920139808632 != _derive((1 << 64) - 7, 1)
+
+
+def test_the_delay_of_a_message_begins_when_it_was_sent() -> None:
+    """It began when a busy receiver looked: a slow link was slower than it was asked to be."""
+    spec = ChannelSpec(0, 1, 0, Direction.FORWARD, 64)
+    network = FakeNetwork([spec])
+    sender, inner = network.transport(0), network.transport(1)
+    receiver = DelayedTransport(inner, Injector("slow-link:0-1:20ms", 1, 2), (0, 1))
+    sender.put(0, torch.arange(4.0), iteration=0, microbatch=0)
+    with pytest.raises(IndexError, match="nothing has arrived"):
+        receiver.take(0)
+    time.sleep(0.03)  # the receiver is busy with a task
+    assert receiver.poll() == (1,)
+    assert receiver.take(0).microbatch == 0

@@ -16,9 +16,16 @@ import torch
 from megatron.dpp.runtime.inject import Injector
 from megatron.dpp.transport.base import LinkInfo, Message, Transport
 
+_BETWEEN_HOSTS = frozenset({"tcp", "rdma", "dist"})
+"""Kinds whose two ends may read different clocks."""
+
 
 class DelayedTransport(Transport):
     """``inner``, with every message hidden for as long as ``injector`` says.
+
+    A message's delay begins when it was sent, or, where the sender may be on another host, when it
+    was first seen. What has arrived is taken out of ``inner`` at once: a slow link does not hold up
+    its sender.
 
     Args:
         inner: the transport that moves the tensors; closed with this one.
@@ -32,31 +39,42 @@ class DelayedTransport(Transport):
         self.outgoing, self.incoming = inner.outgoing, inner.incoming
         place = {rank: index for index, rank in enumerate(ranks)}
         self._pairs = [(place[c.source], place[c.destination]) for c in inner.incoming]
+        far = {link.peer for link in inner.links() if link.kind in _BETWEEN_HOSTS}
+        self._one_clock = [c.source not in far for c in inner.incoming]
+        self._num_taken = [0] * len(inner.incoming)
         self._visible = [0] * len(inner.incoming)
-        self._due: list[deque[float]] = [deque() for _ in inner.incoming]
-        self._shown: list[deque[float]] = [deque() for _ in inner.incoming]
+        self._hidden: list[deque[Message]] = [deque() for _ in inner.incoming]
+        self._shown: list[deque[Message]] = [deque() for _ in inner.incoming]
 
     def poll(self) -> Sequence[int]:
-        now = time.monotonic()
         for index, total in enumerate(self._inner.poll()):
-            due = self._due[index]
-            for number in range(self._visible[index] + len(due), total):
-                moment = now + self._injector.message_seconds(*self._pairs[index], number)
-                due.append(max(moment, due[-1]) if due else moment)
-            while due and due[0] <= now:
-                self._shown[index].append(due.popleft())
+            for number in range(self._num_taken[index], total):
+                self._hide(index, number)
+            self._num_taken[index] = max(self._num_taken[index], total)
+        now = time.monotonic_ns()
+        for index, hidden in enumerate(self._hidden):
+            while hidden and hidden[0].arrived_ns <= now:
+                self._shown[index].append(hidden.popleft())
                 self._visible[index] += 1
         return tuple(self._visible)
 
+    def _hide(self, index: int, number: int) -> None:
+        """Take a message, which arrives when its delay is over and those before it have arrived."""
+        message = self._inner.take(index)
+        begin = message.sent_ns if self._one_clock[index] else message.arrived_ns
+        late = self._injector.message_seconds(*self._pairs[index], number)
+        due = max(begin + int(late * 1e9), message.arrived_ns)
+        if self._hidden[index]:
+            due = max(due, self._hidden[index][-1].arrived_ns)
+        self._hidden[index].append(message._replace(arrived_ns=due))
+
     def wait(self, seconds: float) -> bool:
-        heads = [due[0] for due in self._due if due]
-        if not heads:
-            return self._inner.wait(seconds)
-        left = max(0.0, min(heads) - time.monotonic())
+        heads = [hidden[0].arrived_ns for hidden in self._hidden if hidden]
+        left = (min(heads) - time.monotonic_ns()) * 1e-9 if heads else seconds
         if left >= seconds:
             return self._inner.wait(seconds)
-        # The inner transport would wake at once for what it has already shown us.
-        time.sleep(min(left, 1e-3))
+        if left > 0:
+            self._inner.wait(left)
         return True
 
     def put(
@@ -70,9 +88,9 @@ class DelayedTransport(Transport):
 
     def take(self, channel: int) -> Message:
         """The message, arrived when it was shown: a trace is to see the delay."""
-        message = self._inner.take(channel)
-        shown_ns = int(self._shown[channel].popleft() * 1e9)
-        return message._replace(arrived_ns=max(message.arrived_ns, shown_ns))
+        if not self._shown[channel]:
+            raise IndexError(f"rank {self.rank}: nothing has arrived on {self.incoming[channel]}")
+        return self._shown[channel].popleft()
 
     def pending(self) -> int:
         return self._inner.pending()
@@ -88,8 +106,8 @@ class DelayedTransport(Transport):
         if not self._inner.departed(peer):
             return False
         self.poll()  # its last messages may not have been looked at yet
-        pairs = zip(self._due, self.incoming, strict=True)
-        return not any(due and spec.source == peer for due, spec in pairs)
+        pairs = zip(self._hidden, self.incoming, strict=True)
+        return not any(hidden and spec.source == peer for hidden, spec in pairs)
 
     def abort(self, reason: str) -> None:
         self._inner.abort(reason)
