@@ -23,6 +23,7 @@ from megatron.dpp.sim.whatif import (  # noqa: E402
     Recorded,
     WhatIf,
     cost_file,
+    effects,
     plan_of,
     predict_all,
     recorded,
@@ -40,6 +41,8 @@ from megatron.dpp.trace.analysis.words import (  # noqa: E402
 from megatron.dpp.trace.progress import ProgressBar  # noqa: E402
 from megatron.dpp.trace.reader import TraceFile, find_directory, open_run  # noqa: E402
 
+_LEAST = 0.01
+"""Share of an iteration that a cause must cost to be named as one."""
 _TEMPLATE = Path(__file__).with_name("report_template.html")
 
 
@@ -86,15 +89,26 @@ def _recorded(analysis: Analysis) -> list[Recorded]:
 
 def _what_if(analysis: Analysis, runs: list[Recorded]) -> dict[str, Any]:
     if not runs:
-        return {"what_if": [], "fidelity": 0.0}
+        return {"what_if": [], "fidelity": 0.0, "effects": [None] * len(analysis.culprits)}
     ranks = analysis.shape.pipelines()[0]
-    what_if = WhatIf(runs, plan_of(analysis.shape.schedule, runs[-1].split))
+    what_if = WhatIf(runs, plan_of(analysis.shape.schedule, runs[-1].split, runs[-1].num_pieces))
     predictions = predict_all(what_if, analysis.culprits, ranks)
     rows = [
         {"name": p.name, "now_ms": p.now * 1e3, "then_ms": p.then * 1e3, "gain": p.gain}
         for p in sorted(predictions, key=lambda p: -p.gain)
     ]
-    return {"what_if": rows, "fidelity": what_if.fidelity}
+    costs = effects(what_if, analysis.culprits, ranks)
+    return {"what_if": rows, "fidelity": what_if.fidelity, "effects": costs}
+
+
+def _set_aside_harmless(report: dict[str, Any]) -> None:
+    """A cause that costs next to nothing is no straggler, however slow it is."""
+    for straggler, effect in zip(report["stragglers"], report.pop("effects"), strict=True):
+        straggler["text"], straggler["effect"] = straggler_text(straggler), effect
+    harmless = [s for s in report["stragglers"] if s["effect"] is not None and s["effect"] < _LEAST]
+    report["stragglers"] = [s for s in report["stragglers"] if s not in harmless]
+    report["without_effect"] = harmless
+    report["totals"]["stragglers"] = len(report["stragglers"])
 
 
 def build_report(options: argparse.Namespace) -> tuple[dict[str, Any], list[Recorded]]:
@@ -108,8 +122,7 @@ def build_report(options: argparse.Namespace) -> tuple[dict[str, Any], list[Reco
         raise ConfigError(f"--iteration {number}: not recorded by every rank")
     order = [rank for ranks in analysis.shape.pipelines() for rank in ranks]
     report["timeline"] = timeline(shown, order)
-    for straggler in report["stragglers"]:
-        straggler["text"] = straggler_text(straggler)
+    _set_aside_harmless(report)
     report["sentences"] = sentences(report)
     report["cause_texts"] = cause_texts()
     if options.baseline:

@@ -11,7 +11,9 @@ from megatron.dpp.trace.analysis.summary import Analysis, analyse
 from megatron.dpp.trace.reader import open_run
 from tests.trace.synthetic import MS, Run, base_cost, write
 
-CAUSES = ("slow-rank", "slow-link", "jitter", "heavy-stage")
+CAUSES = (
+    "slow-rank", "slow-link", "jitter", "heavy-stage", "transient", "uneven-microbatches",
+)  # fmt: skip
 
 
 def draw(*key: int | str) -> random.Random:

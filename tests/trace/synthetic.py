@@ -120,10 +120,17 @@ class _Pipeline:
             what = (source, microbatch, sent, run.num_bytes, 0)
             self.events[rank].append(("A", arrived, self.now, self.iteration, *what))
         length = run.task_ns(self.iteration, rank, kind.name, chunk, microbatch)
-        length = round(length * self.noise.lognormvariate(0, run.jitter))
+        length = round(length * self.factor(rank, kind.name, chunk, microbatch))
         self.busy[rank] = True
         start = self.now
         self.at(start + length, lambda: self.end(rank, kind, chunk, microbatch, start))
+
+    def factor(self, *what: int | str) -> float:
+        """How much longer this task or message takes than others like it. It depends on nothing
+        else, so that a run and the same run without its trouble differ by the trouble alone.
+        """
+        key = "/".join(map(str, ("spread", self.run.seed, self.iteration, *what)))
+        return random.Random(key).lognormvariate(0, self.run.jitter)
 
     def source_of(self, rank: int, kind: Kind, chunk: int) -> Channel | None:
         p, v = self.run.ranks, self.run.chunks
@@ -159,7 +166,7 @@ class _Pipeline:
         put = (channel, microbatch, run.num_bytes, "shm")
         self.events[channel.source].append(("P", sent, sent, self.iteration, *put))
         hop = run.hop_ns(self.iteration, channel.source, channel.destination)
-        hop = round(hop * self.noise.lognormvariate(0, run.jitter))
+        hop = round(hop * self.factor(*channel, microbatch))
         arrival = max(sent + hop, self.last.get(channel, 0) + 1)
         self.last[channel] = arrival
 

@@ -25,7 +25,7 @@ from tests.trace.synthetic import Run
 
 
 def run_for(seed: int) -> Run:
-    return Run(chunks=1 + seed % 2, microbatches=10, iterations=3)
+    return Run(chunks=1 + seed % 2, microbatches=10, iterations=6)
 
 
 def recorded_runs(analysis):
@@ -56,19 +56,11 @@ def test_the_culprit_is_named_and_its_removal_gains_what_was_predicted(tmp_path,
         check_culprits(slow, cause, culprit_of(run, cause, seed))
         ranks, runs = recorded_runs(slow)
         what_if = WhatIf(runs, plan_of("dpp", split=True))
-        assert what_if.fidelity == pytest.approx(1.0, abs=0.03)
+        assert what_if.fidelity == pytest.approx(1.0, abs=0.005)
         change = removal(slow.culprits[0], runs, ranks)
         assert change is not None
         predicted, measured = what_if.predict("", change).gain, gain(quiet.times, slow.times)
-        assert abs(predicted - measured) < max(0.1 * measured, 0.02)
-
-
-@pytest.mark.parametrize("cause", ["uneven-microbatches", "transient"])
-@pytest.mark.parametrize("seed", range(4))
-def test_unsteady_ranks_and_uneven_microbatches_are_told_apart(tmp_path, cause, seed):
-    run = run_for(seed)
-    slow = analysed(inject(run, cause, seed), tmp_path)
-    check_culprits(slow, cause, culprit_of(run, cause, seed))
+        assert predicted == pytest.approx(measured, rel=0.1), cause
 
 
 def test_a_rank_slow_in_the_last_iterations_only_has_a_since(tmp_path):

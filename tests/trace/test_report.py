@@ -49,6 +49,35 @@ def test_the_numbers_are_json_and_a_broken_limit_is_status_2(made):
     assert numbers["fidelity"] == pytest.approx(1.0, abs=0.03)
 
 
+def test_a_slow_link_that_costs_nothing_is_not_called_a_straggler(tmp_path):
+    """On a busy machine a quiet link was named now and then, with a gain of 0.0 to 0.4 %."""
+    late = Run(microbatches=16, hop=lambda i, *ends: 900_000 if set(ends) == {0, 1} else 100_000)
+    directory = write(late, tmp_path)
+    done = report("--benchmark_dir", str(directory), "--json", "--fail-if", "stragglers>0")
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads(done.stdout)
+    assert numbers["stragglers"] == []
+    (harmless,) = numbers["without_effect"]
+    assert (harmless["kind"], harmless["name"]) == ("slow-link", "link 0-1")
+    assert 0 <= harmless["effect"] < 0.01
+    assert "Nobody is conspicuously slow." in numbers["sentences"]
+    assert any(line.startswith("Without effect") for line in numbers["sentences"])
+
+
+def test_two_ranks_that_are_equally_slow_are_both_named(tmp_path):
+    """To make one of them faster gains nothing as long as the other is slow."""
+
+    def cost(iteration, rank, kind, chunk, microbatch):
+        return 15_000_000 if rank in (1, 2) else 10_000_000
+
+    directory = write(Run(cost=cost, ranks=6, microbatches=18), tmp_path)
+    numbers = json.loads(report("--benchmark_dir", str(directory), "--json").stdout)
+    assert sorted(s["name"] for s in numbers["stragglers"]) == ["rank 1", "rank 2"]
+    assert all(s["effect"] > 0.1 for s in numbers["stragglers"])
+    alone = [p["gain"] for p in numbers["what_if"] if p["name"].startswith("without slow-rank")]
+    assert max(alone) < 0.1
+
+
 def test_every_plot_is_a_png(made):
     pictures = list((made[0] / "png").iterdir())
     assert len(pictures) == 9

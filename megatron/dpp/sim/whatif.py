@@ -2,10 +2,11 @@
 changed.
 
 The recorded task times and link delays of the iterations become the simulator's costs, task by
-task, so jitter stays what it was. What the host needed between tasks is added to the tasks. The
-simulator's time for the run *as it was* stands beside the measured one, and gains are predicted as
-ratios of two simulations, so that what the simulator does not know about cancels. The time after
-the last task (gradient reduction, optimizer) is taken to stay.
+task and message by message, so jitter stays what it was. What the host needed between tasks is
+added to the tasks. The run *as it was* is replayed in its recorded order; that time stands beside
+the measured one, and what the costs do not explain is taken to stay in proportion. A change is
+simulated with decisions made anew. The time after the last task (gradient reduction, optimizer) is
+taken to stay.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.schedule import Kind
+from megatron.dpp.schedule import Action, Kind
 from megatron.dpp.sim.costs import Costs, Hop, Shape
+from megatron.dpp.sim.replay import replay
 from megatron.dpp.sim.schedules import Plan
 from megatron.dpp.trace.analysis import work
 from megatron.dpp.trace.analysis.links import Link, LinkSamples
@@ -27,6 +29,9 @@ from megatron.dpp.trace.analysis.work import Work
 
 _MOST_ITERATIONS = 5
 _SECOND = 1e9
+_UNSTEADY = ("jitter", "transient", "uneven-microbatches")
+_STRIDE = 7919
+"""Picks undisturbed times all over their range; a prime, so that it steps through all of them."""
 
 Table = list[list[float]]
 """Seconds by stage and microbatch."""
@@ -34,20 +39,35 @@ Table = list[list[float]]
 
 @dataclass(frozen=True)
 class Recorded:
-    """One pipeline's costs in one iteration, in seconds: ``tasks[kind][stage][microbatch]``, one
-    delay per hop.
+    """One pipeline's costs in one iteration, in seconds: ``tasks[kind][stage][microbatch]``.
+
+    Args:
+        hops: the typical delay of each hop.
+        delays: per hop and direction, each microbatch's own where it was waited for.
+        orders: each rank's tasks as they ran.
     """
 
     shape: Shape
     tasks: tuple[Table, Table, Table]
     hops: list[float]
+    delays: list[tuple[list[float], list[float]]]
+    orders: list[list[Action]]
     split: bool
     window: float
     tail: float
 
     def costs(self) -> Costs:
         """What the simulator takes; queueing on a link is in its delays already."""
-        return Costs(self.tasks, [Hop(hop, 0.0) for hop in self.hops])
+        return Costs(self.tasks, [Hop(1.0, 0.0, delays) for delays in self.delays])
+
+    @property
+    def num_pieces(self) -> int:
+        """Into how many pieces a W was cut; the largest chunk's."""
+        return 1 + max((action.piece for order in self.orders for action in order), default=0)
+
+    def replayed(self) -> float:
+        """How long the recorded order takes with these costs."""
+        return replay(self.orders, self.costs(), self.shape.num_chunks)
 
 
 @dataclass(frozen=True)
@@ -80,6 +100,22 @@ def _hop_delay(links: dict[Link, LinkSamples], ranks: Sequence[int], stage: int)
     return statistics.fmean(known) / _SECOND if known else 0.0
 
 
+def _message_delays(
+    links: dict[Link, LinkSamples], ranks: Sequence[int], stage: int, num_microbatches: int
+) -> tuple[list[float], list[float]]:
+    """Delays of the messages between ``stage`` and the next, forward and back: their own where the
+    receiver was looking, else the hop's.
+    """
+    usual, size = _hop_delay(links, ranks, stage), len(ranks)
+    found = []
+    for way, source, target in (("forward", stage, stage + 1), ("backward", stage + 1, stage)):
+        samples = links.get((ranks[source % size], ranks[target % size]))
+        own = samples.waited_for if samples else {}
+        keys = [(target // size, way, microbatch) for microbatch in range(num_microbatches)]
+        found.append([own[key] / _SECOND if key in own else usual for key in keys])
+    return found[0], found[1]
+
+
 def recorded(
     job: work.Shape,
     ranks: Sequence[int],
@@ -104,11 +140,13 @@ def recorded(
                 return None
             row = [found[i] / _SECOND + extra for i in sorted(found)]
             table.append(row or [0.0] * num_microbatches)
-    hops = [_hop_delay(links, ranks, stage) for stage in range(num_ranks * num_chunks - 1)]
+    stages = range(num_ranks * num_chunks - 1)
     return Recorded(
         Shape(num_ranks, num_chunks, num_microbatches),
         tables,
-        hops,
+        [_hop_delay(links, ranks, stage) for stage in stages],
+        [_message_delays(links, ranks, stage, num_microbatches) for stage in stages],
+        [[Action(Kind[k], *rest) for k, *rest in work_.orders[rank]] for rank in ranks],
         split=any(any(row) for row in tables[2]),
         window=times.window / _SECOND,
         tail=(times.total - times.window) / _SECOND,
@@ -161,27 +199,36 @@ def without_link(places: tuple[int, int]) -> Change:
         mine = {s for s in range(len(run.hops)) if {s % p, (s + 1) % p} == set(places)}
         others = [hop for s, hop in enumerate(run.hops) if s not in mine]
         typical = statistics.median(others) if others else 0.0
+        even = [typical] * run.shape.num_microbatches
         return dataclasses.replace(
-            run, hops=[typical if s in mine else hop for s, hop in enumerate(run.hops)]
+            run,
+            hops=[typical if s in mine else hop for s, hop in enumerate(run.hops)],
+            delays=[(even, even) if s in mine else own for s, own in enumerate(run.delays)],
         )
 
     return apply
 
 
-def _undisturbed(row: Sequence[float]) -> float:
-    return sorted(row)[int(len(row) * work.UNDISTURBED)]
+def _undisturbed(times: Sequence[float]) -> list[float]:
+    """Those of some tasks' times that nothing disturbed, sorted: up to as far above the undisturbed
+    time as the fastest is below it.
+    """
+    ordered = sorted(times)
+    middle = ordered[int(len(ordered) * work.UNDISTURBED)]
+    return [time for time in ordered if time <= 2 * middle - ordered[0]]
 
 
 def without_jitter(runs: Sequence[Recorded], places: Collection[int]) -> Change:
-    """Tasks of the ranks at ``places`` take what their kind and stage take undisturbed, judged over
-    all ``runs``.
+    """Tasks of the ranks at ``places`` that were disturbed take what others of their kind and stage
+    took undisturbed, judged over all ``runs``; some small spread is in every run.
     """
     num_ranks = runs[0].shape.num_ranks
 
     def change(kind: int, stage: int, row: list[float]) -> list[float]:
         if stage % num_ranks not in places:
             return row
-        return [_undisturbed([t for run in runs for t in run.tasks[kind][stage]])] * len(row)
+        calm = _undisturbed([t for run in runs for t in run.tasks[kind][stage]])
+        return [t if t <= calm[-1] else calm[_STRIDE * i % len(calm)] for i, t in enumerate(row)]
 
     return _tables(change)
 
@@ -233,16 +280,24 @@ def rechunked(num_chunks: int, slowness: Sequence[float]) -> Change:
 
         first, second, third = (cut(table) for table in run.tasks)
         shape = Shape(places, num_chunks, run.shape.num_microbatches)
-        hops = [statistics.median(run.hops) if run.hops else 0.0] * (new - 1)
-        return dataclasses.replace(run, shape=shape, tasks=(first, second, third), hops=hops)
+        usual = statistics.median(run.hops) if run.hops else 0.0
+        even = [usual] * shape.num_microbatches
+        return dataclasses.replace(
+            run,
+            shape=shape,
+            tasks=(first, second, third),
+            hops=[usual] * (new - 1),
+            delays=[(even, even)] * (new - 1),
+            orders=[],
+        )
 
     return apply
 
 
-def plan_of(schedule: str, split: bool) -> Plan:
+def plan_of(schedule: str, split: bool, w_pieces: int = 1) -> Plan:
     """How the recorded run decided: the dynamic rule, or Megatron's order for a static schedule."""
     policy = "dynamic" if schedule == "dpp" else "megatron"
-    return Plan(policy=policy, cap="auto", split_backward=split)
+    return Plan(policy=policy, cap="auto", split_backward=split, w_pieces=w_pieces)
 
 
 class WhatIf:
@@ -255,14 +310,14 @@ class WhatIf:
 
     def __init__(self, runs: Sequence[Recorded], plan: Plan) -> None:
         self.runs, self.plan = list(runs)[-_MOST_ITERATIONS:], plan
-        self._base = [self._simulate(run, plan) for run in self.runs]
+        self._base = [run.replayed() for run in self.runs]
 
     def _simulate(self, run: Recorded, plan: Plan) -> float:
         return plan.run(run.shape, run.costs()).makespan
 
     @property
     def fidelity(self) -> float:
-        """Simulated over measured time of the pipeline as it was; near 1 when the costs explain the
+        """Replayed over measured time of the pipeline as it was; near 1 when the costs explain the
         run.
         """
         measured = sum(run.window for run in self.runs)
@@ -303,6 +358,39 @@ def removal(culprit: Culprit, runs: Sequence[Recorded], ranks: Sequence[int]) ->
     if culprit.chunk is not None:
         return without_heavy_stage(culprit.chunk * len(ranks) + place)
     return without_jitter(runs, [place])
+
+
+def effects(
+    what_if: WhatIf, culprits: Sequence[Culprit], ranks: Sequence[int]
+) -> list[float | None]:
+    """How much of an iteration each culprit costs: what its removal gains, alone or after all the
+    others', whichever is more (of two ranks that are equally slow, one alone gains nothing).
+
+    None where a culprit is not in the pipeline of ``ranks``.
+    """
+    changes = [removal(culprit, what_if.runs, ranks) for culprit in culprits]
+    order = sorted(range(len(culprits)), key=lambda index: culprits[index].kind not in _UNSTEADY)
+
+    def without(left: Collection[int]) -> Change:
+        def apply(run: Recorded) -> Recorded:
+            for index in order:
+                change = changes[index]
+                if change is not None and index not in left:
+                    run = change(run)
+            return run
+
+        return apply
+
+    all_gone = what_if.predict("", without(())).then
+    found: list[float | None] = []
+    for index, change in enumerate(changes):
+        if change is None:
+            found.append(None)
+            continue
+        alone = what_if.predict("", change).gain
+        last = what_if.predict("", without({index}))
+        found.append(max(alone, (last.then - all_gone) / last.now if last.now else 0.0))
+    return found
 
 
 def slowness_of(culprits: Sequence[Culprit], ranks: Sequence[int]) -> list[float]:

@@ -28,6 +28,8 @@ class LinkSamples:
     any: list[int] = field(default_factory=list)
     num_bytes: int = 0
     kind: str = ""
+    waited_for: dict[tuple[int, str, int], int] = field(default_factory=dict)
+    """The clean ones of one iteration by (receiver's chunk, direction, microbatch)."""
 
     @property
     def delay(self) -> int:
@@ -74,6 +76,7 @@ def link_samples(iteration: Iteration) -> dict[Link, LinkSamples]:
             link.kind = send.kind if send else link.kind
             if _waited_for(rank, arrival, start, link.kind):
                 link.clean.append(delay)
+                link.waited_for[message.chunk, message.direction, message.microbatch] = delay
     return links
 
 

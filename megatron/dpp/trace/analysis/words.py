@@ -64,6 +64,10 @@ def sentences(report: dict[str, Any]) -> list[str]:
     lines += [straggler_text(s)[0].upper() + straggler_text(s)[1:] + "." for s in found]
     if not found:
         lines.append("Nobody is conspicuously slow.")
+    lines += [
+        f"Without effect on the time of an iteration: {straggler_text(s)}."
+        for s in report.get("without_effect", [])
+    ]
     best = max(report.get("what_if", []), key=lambda p: p["gain"], default=None)
     if best is not None and best["gain"] > 0.01:
         lines.append(

@@ -6,7 +6,7 @@ A *cell* is one (rank, chunk). A task cut into pieces counts as one, with the pi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.dpp.trace.analysis.model import Iteration
 from megatron.dpp.trace.reader import TraceFile
@@ -21,10 +21,13 @@ seen.
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Times of one iteration's tasks in ns: ``tasks[(rank, chunk)][kind][microbatch]``."""
+    """Times of one iteration's tasks in ns: ``tasks[(rank, chunk)][kind][microbatch]``, and each
+    rank's tasks (kind, chunk, microbatch, piece) in the order in which they ran.
+    """
 
     number: int
     tasks: dict[Cell, dict[str, dict[int, int]]]
+    orders: dict[int, list[tuple[str, int, int, int]]] = field(default_factory=dict)
 
     def typical(self, cell: Cell, kind: str) -> float:
         """Time of an undisturbed task of a kind, 0 where there is none.
@@ -52,7 +55,11 @@ def work_of(iteration: Iteration) -> Work:
             kinds = tasks.setdefault((rank.rank, task.chunk), {})
             times = kinds.setdefault(task.kind, {})
             times[task.microbatch] = times.get(task.microbatch, 0) + task.length
-    return Work(iteration.number, tasks)
+    orders = {
+        rank.rank: [(task.kind, task.chunk, task.microbatch, task.piece) for task in rank.tasks]
+        for rank in iteration.ranks.values()
+    }
+    return Work(iteration.number, tasks, orders)
 
 
 @dataclass(frozen=True)
