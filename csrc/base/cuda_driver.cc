@@ -22,6 +22,8 @@ constexpr int kPinnedAllocation = 1;
 constexpr int kDeviceLocation = 1;
 constexpr int kReadWrite = 3;
 constexpr int kPosixFd = 1;
+constexpr int kDmabufFd = 1;
+constexpr int kSynchronousCopies = 6;
 constexpr uint64_t kDrainNs = 2'000'000'000;
 
 using Find = Result (*)(const char*, void**, int, uint64_t);
@@ -153,6 +155,11 @@ std::vector<std::string> Device::visible() const {
   std::vector<std::string> found;
   for (int device = 0; device < count; ++device) found.push_back(uuid_of(*api_, device));
   return found;
+}
+
+int Device::attribute(int which) const {
+  int value = 0;
+  return api_->cuDeviceGetAttribute(&value, which, ordinal_) == kSuccess ? value : 0;
 }
 
 Current::Current(const Device& device) : device_(device) {
@@ -310,6 +317,25 @@ UniqueFd Memory::descriptor() const {
   device_->api().check(device_->api().cuMemExportToShareableHandle(&fd, allocation_, kPosixFd, 0),
                        "exporting memory of " + device_->name() + " as a descriptor");
   return UniqueFd(fd);
+}
+
+UniqueFd Memory::dmabuf() const {
+  const Current current(*device_);
+  int fd = -1;
+  const Result result =
+      device_->api().cuMemGetHandleForAddressRange(&fd, address_, bytes_, kDmabufFd, 0);
+  if (result != kSuccess) {
+    throw Error(Fault::kUnavailable,
+                "cuMemGetHandleForAddressRange: " + device_->api().text(result));
+  }
+  return UniqueFd(fd);
+}
+
+void Memory::synchronize_copies() const {
+  const Current current(*device_);
+  const unsigned yes = 1;
+  device_->api().check(device_->api().cuPointerSetAttribute(&yes, kSynchronousCopies, address_),
+                       "cuPointerSetAttribute on " + device_->name());
 }
 
 Pinned::Pinned(DevicePtr device, void* data, size_t bytes)

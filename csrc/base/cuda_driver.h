@@ -62,6 +62,7 @@ struct AccessDescription {
   X(cuDeviceGetUuid, Uuid*, int)                                                               \
   X(cuDeviceGetPCIBusId, char*, int, int)                                                      \
   X(cuDeviceCanAccessPeer, int*, int, int)                                                     \
+  X(cuDeviceGetAttribute, int*, int, int)                                                      \
   X(cuDevicePrimaryCtxRetain, ContextHandle*, int)                                             \
   X(cuDevicePrimaryCtxRelease, int)                                                            \
   X(cuCtxGetCurrent, ContextHandle*)                                                           \
@@ -69,6 +70,9 @@ struct AccessDescription {
   X(cuCtxPopCurrent, ContextHandle*)                                                           \
   X(cuMemAlloc, Address*, size_t)                                                              \
   X(cuMemFree, Address)                                                                        \
+  X(cuMemGetHandleForAddressRange, void*, Address, size_t, int, unsigned long long)            \
+  X(cuPointerSetAttribute, const void*, int, Address)                                          \
+  X(cuFlushGPUDirectRDMAWrites, int, int)                                                      \
   X(cuIpcGetMemHandle, IpcHandle*, Address)                                                    \
   X(cuIpcOpenMemHandle, Address*, IpcHandle, unsigned)                                         \
   X(cuIpcCloseMemHandle, Address)                                                              \
@@ -134,6 +138,7 @@ class Device {
   Access access_to(const std::string& uuid) const;
   // UUIDs of all GPUs that this process sees.
   std::vector<std::string> visible() const;
+  int attribute(int which) const;  // a number of CUdevice_attribute; 0 where the driver has it not
 
  private:
   Device(std::shared_ptr<const Api> api, int ordinal);
@@ -205,8 +210,13 @@ class Memory {
   ~Memory();
 
   Address address() const { return address_; }
+  size_t bytes() const { return bytes_; }  // whole units of the driver; of allocate() and create()
   std::string handle() const;
   UniqueFd descriptor() const;
+  UniqueFd dmabuf() const;  // for other devices of this host; throws kUnavailable
+  // Lets synchronous copies of this memory end before they return, as devices that access it
+  // expect.
+  void synchronize_copies() const;
 
  private:
   enum class Origin { kNone, kAllocated, kOpened, kMapped };

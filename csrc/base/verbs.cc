@@ -187,4 +187,15 @@ Owner<MemoryRegion> register_memory(const Api& api, Domain* domain, void* data, 
   return {region, api.dereg_mr};
 }
 
+// No relaxed ordering here: completions land in another memory than the payload, so that nothing
+// but the order of the writes themselves would keep them behind it.
+Owner<MemoryRegion> register_gpu_memory(const Api& api, Domain* domain, uint64_t address,
+                                        size_t bytes, int dmabuf, bool remote) {
+  const int access = kLocalWrite | (remote ? kRemoteWrite : 0);
+  MemoryRegion* region = dmabuf >= 0
+                             ? api.reg_dmabuf_mr(domain, 0, bytes, address, dmabuf, access)
+                             : api.reg_mr(domain, reinterpret_cast<void*>(address), bytes, access);
+  return {region, api.dereg_mr};
+}
+
 }  // namespace dpp::verbs

@@ -309,5 +309,9 @@ PortAttributes query_port(const Api& api, Context* context, uint8_t port);  // t
 // Registers memory for writes by the device and, with `remote`, by the peer. Throws kSetup.
 Owner<MemoryRegion> register_memory(const Api& api, Domain* domain, void* data, size_t bytes,
                                     bool remote);
+// The same for memory of a GPU: by a dma-buf's descriptor, or without one by its address, which a
+// kernel module has to understand (nvidia-peermem). Owns nothing, errno says why, when refused.
+Owner<MemoryRegion> register_gpu_memory(const Api& api, Domain* domain, uint64_t address,
+                                        size_t bytes, int dmabuf, bool remote);
 
 }  // namespace dpp::verbs

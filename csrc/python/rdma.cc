@@ -33,17 +33,30 @@ py::list list_ports() {
   return result;
 }
 
+GpuDirectUse use_of(const std::string& word) {
+  if (word == "off") return GpuDirectUse::kOff;
+  return word == "on" ? GpuDirectUse::kOn : GpuDirectUse::kAuto;
+}
+
+// A link, and how it serves the GPU: null without one.
+struct MadeLink {
+  std::shared_ptr<RdmaLink> link;
+  std::shared_ptr<RdmaGpu> on_gpu;
+};
+
 // Puts a link's senders and receivers into the transport; with a GPU's ordinal, for its tensors.
-std::shared_ptr<RdmaLink> make_link(Transport& transport, int peer,
-                                    const std::vector<size_t>& incoming,
-                                    const std::vector<size_t>& outgoing, const RdmaPlace& place,
-                                    int gpu, uint32_t max_pending) {
+MadeLink make_link(Transport& transport, int peer, const std::vector<size_t>& incoming,
+                   const std::vector<size_t>& outgoing, const RdmaPlace& place, int gpu,
+                   const std::string& gpudirect, uint32_t max_pending) {
   std::vector<Geometry> in, out;
   for (const size_t index : incoming) in.push_back(transport.incoming(index));
   for (const size_t index : outgoing) out.push_back(transport.outgoing(index));
-  auto link = std::make_shared<RdmaLink>(transport.find_peer(peer), transport.bell(),
-                                         transport.copier(), place, in, out);
-  const auto on_gpu = gpu < 0 ? nullptr : std::make_shared<RdmaGpu>(link, gpu);
+  const auto make = [&](std::shared_ptr<PayloadMemory> payloads) {
+    return std::make_shared<RdmaLink>(transport.find_peer(peer), transport.bell(),
+                                      transport.copier(), place, in, out, std::move(payloads));
+  };
+  const auto on_gpu = gpu < 0 ? nullptr : std::make_shared<RdmaGpu>(make, gpu, use_of(gpudirect));
+  const auto link = on_gpu ? on_gpu->link() : make(nullptr);
   for (uint32_t i = 0; i < in.size(); ++i) {
     transport.set_receiver(
         incoming[i], peer,
@@ -55,32 +68,38 @@ std::shared_ptr<RdmaLink> make_link(Transport& transport, int peer,
         on_gpu ? on_gpu->make_sender(i, max_pending, on_gpu) : link->make_sender(i));
   }
   transport.add_link(peer, link);
-  return link;
+  return {link, on_gpu};
 }
 
-py::dict offer(const RdmaLink& self) {
-  const RdmaOffer& offer = self.offer();
+py::dict offer(const MadeLink& self) {
+  const RdmaOffer& offer = self.link->offer();
   py::dict result;
   result["gid"] = offer.gid;
   result["lid"] = offer.lid;
   result["mtu"] = offer.mtu;
   result["address"] = offer.address;
   result["rkey"] = offer.rkey;
+  result["apart"] = offer.apart;
+  result["payload_address"] = offer.payload_address;
+  result["payload_rkey"] = offer.payload_rkey;
   result["queue_pairs"] = offer.queue_pairs;
   result["first_packets"] = offer.first_packets;
   return result;
 }
 
-void connect(RdmaLink& self, const py::dict& from) {
+void connect(const MadeLink& self, const py::dict& from) {
   RdmaOffer peer;
   peer.gid = from["gid"].cast<std::string>();
   peer.lid = from["lid"].cast<uint16_t>();
   peer.mtu = from["mtu"].cast<int>();
   peer.address = from["address"].cast<uint64_t>();
   peer.rkey = from["rkey"].cast<uint32_t>();
+  peer.apart = from["apart"].cast<bool>();
+  peer.payload_address = from["payload_address"].cast<uint64_t>();
+  peer.payload_rkey = from["payload_rkey"].cast<uint32_t>();
   peer.queue_pairs = from["queue_pairs"].cast<std::vector<uint32_t>>();
   peer.first_packets = from["first_packets"].cast<std::vector<uint32_t>>();
-  self.connect(peer);
+  self.link->connect(peer);
 }
 
 }  // namespace
@@ -88,18 +107,35 @@ void connect(RdmaLink& self, const py::dict& from) {
 void bind_rdma(py::module_& module) {
   module.def("rdma_ports", &list_ports,
              "Ports of all RDMA devices; TransportUnavailable without libibverbs.");
-  py::class_<RdmaLink, std::shared_ptr<RdmaLink>>(module, "RdmaLink")
+  module.def("probe_gpu_direct", &probe_gpu_direct, py::arg("rdma_device"), py::arg("gpu"),
+             "(whether, how or why not) memory of a GPU can be registered with an RDMA device.");
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<MadeLink>(module, "RdmaLink")
       .def(py::init([](Transport& transport, int peer, const std::vector<size_t>& incoming,
                        const std::vector<size_t>& outgoing, const std::string& device, uint8_t port,
-                       uint32_t gid_index, uint64_t piece_bytes, int gpu, uint32_t max_pending) {
+                       uint32_t gid_index, uint64_t piece_bytes, int gpu,
+                       const std::string& gpudirect, uint32_t max_pending) {
              return make_link(transport, peer, incoming, outgoing,
-                              {device, port, gid_index, piece_bytes}, gpu, max_pending);
+                              {device, port, gid_index, piece_bytes}, gpu, gpudirect, max_pending);
            }),
            py::keep_alive<1, 2>(), py::arg("transport"), py::arg("peer"), py::arg("incoming"),
            py::arg("outgoing"), py::kw_only(), py::arg("device"), py::arg("port"),
-           py::arg("gid_index"), py::arg("piece_bytes"), py::arg("gpu"), py::arg("max_pending"))
+           py::arg("gid_index"), py::arg("piece_bytes"), py::arg("gpu"), py::arg("gpudirect"),
+           py::arg("max_pending"))
+      .def_property_readonly(
+          "gpu_way", [](const MadeLink& self) { return self.on_gpu ? self.on_gpu->way() : ""; },
+          "How GPU tensors travel, and why; empty without a GPU.")
       .def("offer", &offer)
-      .def("connect", &connect);
+      .def("connect", &connect)
+      .def_property_readonly("needs_test",
+                             [](const MadeLink& self) { return self.link->needs_test(); })
+      .def(
+          "write_pattern",
+          [](const MadeLink& self, uint64_t seed) { self.link->write_pattern(seed); }, no_gil)
+      .def(
+          "pattern_fault",
+          [](const MadeLink& self, uint64_t seed) { return self.link->pattern_fault(seed); },
+          no_gil);
 }
 
 }  // namespace dpp

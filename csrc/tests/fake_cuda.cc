@@ -5,7 +5,8 @@
 //   g++ -std=c++17 -shared -fPIC csrc/tests/fake_cuda.cc -o libcuda.so.1
 //
 // FAKE_CUDA_REFUSE_IPC=1 refuses IPC handles, FAKE_CUDA_CORRUPT=1 loses what is written between
-// processes.
+// processes. FAKE_CUDA_DIRECT lists what the GPU has for GPUDirect: dmabuf, peermem, ordered,
+// flush.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -42,6 +43,11 @@ std::map<Address, size_t> opened;  // other processes'
 
 bool flag(const char* name) { return std::getenv(name) != nullptr; }
 
+bool has(const char* ability) {
+  const char* all = std::getenv("FAKE_CUDA_DIRECT");
+  return all != nullptr && std::strstr(all, ability) != nullptr;
+}
+
 int make(size_t bytes) {
   const int fd = memfd_create("fake-gpu", MFD_CLOEXEC);
   return ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? fd : -1;
@@ -77,6 +83,15 @@ int cuDeviceGetUuid(void* uuid, int) { return std::memset(uuid, 0x5a, 16), 0; }
 int cuDeviceGetPCIBusId(char* id, int size, int) {
   return std::snprintf(id, size, "0000:00:00.0"), 0;
 }
+int cuDeviceGetAttribute(int* value, int which, int) {
+  switch (which) {
+    case 116: return *value = has("peermem"), 0;
+    case 117: return *value = has("flush"), 0;
+    case 118: return *value = has("ordered") ? 100 : 0, 0;
+    case 124: return *value = has("dmabuf"), 0;
+    default: return kInvalid;
+  }
+}
 int cuDeviceCanAccessPeer(int* can, int, int) { return *can = 1, 0; }
 int cuDevicePrimaryCtxRetain(void** context, int) {
   return *context = reinterpret_cast<void*>(1), 0;
@@ -102,6 +117,22 @@ int cuMemFree(Address address) {
   close(found->second.fd);
   blocks.erase(found);
   return 0;
+}
+
+int cuMemGetHandleForAddressRange(void* fd, Address address, size_t bytes, int, Address) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = blocks.find(address);
+  if (!has("dmabuf") || found == blocks.end() || found->second.bytes != bytes) return kNotSupported;
+  return *static_cast<int*>(fd) = fcntl(found->second.fd, F_DUPFD_CLOEXEC, 0), 0;
+}
+int cuPointerSetAttribute(const void*, int, Address) { return 0; }
+// What the card of fake_verbs.cc has written may only be seen after this.
+int cuFlushGPUDirectRDMAWrites(int, int) {
+  if (!has("flush")) return kNotSupported;
+  void* card = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_NOLOAD);
+  if (card == nullptr) return kInvalid;
+  reinterpret_cast<void (*)()>(dlsym(card, "fake_verbs_flush"))();
+  return dlclose(card), 0;
 }
 
 struct Handle {

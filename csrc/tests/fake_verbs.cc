@@ -12,17 +12,25 @@
 //   lose-receives 1      posted receives vanish: the peer's immediates find none
 //   drop-completions 1   nothing completes any more, although the bytes arrive
 //   port-down 1          the port reports an error, and every send runs out of retries
+//   peermem 1            memory of fake_cuda.cc's GPU can be registered by its address, else EFAULT
+//   no-dmabuf 1          dma-bufs cannot be registered
+//   late-gpu-writes 1    writes to the GPU's memory are seen after fake_verbs_flush(), not before
+//   lose-gpu-writes 1    or never
 //   reset 0              all is well again
 #include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <fstream>
 #include <map>
 #include <mutex>
 #include <random>
@@ -65,12 +73,35 @@ struct Opened : Context {
 struct Channel : CompletionChannel {
   std::deque<Queue*> rung;
 };
+struct Region : MemoryRegion {
+  std::byte* bytes_at =
+      nullptr;  // where this process sees them: of a dma-buf, a mapping of its own
+  bool gpu = false;
+  bool mapped = false;
+};
+struct Late {
+  std::byte* to;
+  std::vector<std::byte> bytes;
+};
+
+// Whether an address is in memory of fake_cuda.cc's GPU.
+bool on_gpu(const void* data) {
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    unsigned long first = 0, end = 0;
+    if (std::sscanf(line.c_str(), "%lx-%lx", &first, &end) != 2) continue;
+    if (address >= first && address < end) return line.find("memfd:fake-gpu") != std::string::npos;
+  }
+  return false;
+}
 
 class Fabric {
  public:
   std::mutex mutex;
   std::map<uint32_t, Pair*> pairs;
-  std::map<uint32_t, MemoryRegion*> regions;
+  std::map<uint32_t, Region*> regions;
+  std::vector<Late> late;
   std::map<std::string, long> faults;
   std::vector<Opened*> contexts;
   uint32_t next_number = 17, next_key = kFirstKey;
@@ -97,7 +128,18 @@ class Fabric {
     if (done.joinable()) done.join();
   }
   void posted() { posted_.notify_all(); }
-  // One fewer of a counted fault; mutex held.
+  // Mutex held, as below.
+  Region* registered(Domain* domain, void* address, size_t bytes, std::byte* at, bool gpu,
+                     bool mapped) {
+    const uint32_t key = next_key++;
+    auto* region = new Region;
+    static_cast<MemoryRegion&>(*region) = {domain->context, domain, address, bytes, 0, key, key};
+    region->bytes_at = at;
+    region->gpu = gpu;
+    region->mapped = mapped;
+    return regions[key] = region;
+  }
+  // One fewer of a counted fault.
   bool take(const char* name) {
     long& left = faults[name];
     return left > 0 && left-- > 0;
@@ -159,8 +201,7 @@ class Fabric {
           !inside(request.remote.rkey, request.remote.address, piece.bytes)) {
         return kRemoteAccess;
       }
-      std::memcpy(reinterpret_cast<void*>(request.remote.address),
-                  reinterpret_cast<const void*>(piece.address), piece.bytes);
+      deliver(*region->second, request.remote.address, *regions[piece.lkey], piece);
     }
     if (request.opcode == kWrite) return 0;
     Pair& peer = *target->second;
@@ -174,6 +215,20 @@ class Fabric {
     arrival.queue_pair = peer.number;
     if (faults["drop-completions"] == 0) complete(peer.receive_queue, arrival);
     return 0;
+  }
+
+  void deliver(const Region& into, uint64_t address, const Region& from, const Piece& piece) {
+    const auto place = [](const Region& region, uint64_t of) {
+      return region.bytes_at + (of - reinterpret_cast<uint64_t>(region.address));
+    };
+    const std::byte* source = place(from, piece.address);
+    std::byte* target = place(into, address);
+    if (into.gpu && faults["lose-gpu-writes"] != 0) return;
+    if (into.gpu && faults["late-gpu-writes"] != 0) {
+      late.push_back({target, {source, source + piece.bytes}});
+    } else {
+      std::memcpy(target, source, piece.bytes);
+    }
   }
 
   bool inside(uint32_t key, uint64_t address, uint64_t bytes) const {
@@ -247,7 +302,10 @@ extern "C" {
 
 __attribute__((visibility("default"))) void fake_verbs_set(const char* name, long value) {
   const std::lock_guard<std::mutex> lock(fabric().mutex);
-  if (std::string(name) == "reset") fabric().faults.clear();
+  if (std::string(name) == "reset") {
+    fabric().faults.clear();
+    fabric().late.clear();
+  }
   fabric().faults[name] = value;
   if (std::string(name) != "port-down") return;
   for (Opened* context : fabric().contexts) {
@@ -257,6 +315,13 @@ __attribute__((visibility("default"))) void fake_verbs_set(const char* name, lon
     context->events.push_back(event);
     Fabric::ring(context->async_fd);
   }
+}
+
+__attribute__((visibility("default"))) void fake_verbs_flush() {
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  for (const Late& write : fabric().late)
+    std::memcpy(write.to, write.bytes.data(), write.bytes.size());
+  fabric().late.clear();
 }
 
 Device** ibv_get_device_list(int* count) {
@@ -314,18 +379,37 @@ int ibv_dealloc_pd(Domain* domain) { return delete domain, 0; }
 
 MemoryRegion* ibv_reg_mr(Domain* domain, void* data, size_t bytes, int) {
   const std::lock_guard<std::mutex> lock(fabric().mutex);
-  if (fabric().take("fail-registration")) {
-    errno = ENOMEM;
+  const bool gpu = on_gpu(data);
+  if (fabric().take("fail-registration") || (gpu && fabric().faults["peermem"] == 0)) {
+    errno = gpu ? EFAULT : ENOMEM;
     return nullptr;
   }
-  const uint32_t key = fabric().next_key++;
-  auto* region = new MemoryRegion{domain->context, domain, data, bytes, 0, key, key};
-  fabric().regions[key] = region;
-  return region;
+  return fabric().registered(domain, data, bytes, static_cast<std::byte*>(data), gpu, false);
 }
-int ibv_dereg_mr(MemoryRegion* region) {
+MemoryRegion* ibv_reg_dmabuf_mr(Domain* domain, uint64_t offset, size_t bytes, uint64_t address,
+                                int fd, int) {
   const std::lock_guard<std::mutex> lock(fabric().mutex);
+  struct stat facts = {};
+  if (fabric().faults["no-dmabuf"] != 0) {
+    errno = EOPNOTSUPP;
+    return nullptr;
+  }
+  if (fstat(fd, &facts) != 0) return nullptr;
+  if (static_cast<uint64_t>(facts.st_size) < offset + bytes) {
+    errno = EINVAL;
+    return nullptr;
+  }
+  void* mapping =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset));
+  if (mapping == MAP_FAILED) return nullptr;
+  return fabric().registered(domain, reinterpret_cast<void*>(address), bytes,
+                             static_cast<std::byte*>(mapping), true, true);
+}
+int ibv_dereg_mr(MemoryRegion* of) {
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  auto* region = static_cast<Region*>(of);
   fabric().regions.erase(region->lkey);
+  if (region->mapped) munmap(region->bytes_at, region->bytes);
   return delete region, 0;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/pattern.h"
 #include "transport/cuda_ipc.h"
 #include "transport/staged.h"
 
@@ -12,19 +13,6 @@ namespace {
 
 constexpr size_t kHeadBytes = 1 << 20;
 constexpr size_t kTailBytes = 64 << 10;
-
-// splitmix64: words that depend on place and seed, so that neither old data nor a shifted copy
-// passes.
-std::vector<uint64_t> pattern(uint64_t seed, size_t bytes) {
-  std::vector<uint64_t> words((bytes + 7) / 8);
-  for (size_t i = 0; i < words.size(); ++i) {
-    uint64_t z = seed + (i + 1) * 0x9e3779b97f4a7c15u;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    words[i] = z ^ (z >> 31);
-  }
-  return words;
-}
 
 }  // namespace
 
@@ -143,16 +131,10 @@ void CudaLinks::write_pattern(int peer, uint64_t seed) {
 std::string CudaLinks::pattern_fault(int peer, uint64_t seed) {
   const Region& region = incoming_.at(peer);
   for (const Piece& piece : region.pieces()) {
-    const std::vector<uint64_t> expected = pattern(seed + piece.bytes, piece.bytes);
-    std::vector<uint64_t> found(expected.size());
+    std::vector<uint64_t> found((piece.bytes + 7) / 8);
     cuda::read(*device_, found.data(), piece.address, piece.bytes, region.stream->get());
-    const size_t whole = piece.bytes / 8;
-    const auto first = std::mismatch(found.begin(), found.begin() + whole, expected.begin()).first;
-    const auto wrong = static_cast<size_t>(first - found.begin());
-    if (wrong != whole) {
-      return "byte " + std::to_string(8 * wrong) + " of " + std::to_string(piece.bytes) +
-             " arrived wrong on " + device_->name();
-    }
+    const std::string fault = dpp::pattern_fault(found, seed + piece.bytes, piece.bytes);
+    if (!fault.empty()) return fault + " on " + device_->name();
   }
   return "";
 }

@@ -14,6 +14,7 @@ constexpr uint64_t kSmallestPiece = 256 << 10;
 constexpr uint64_t kPiecesPerMessage = 4;  // at least, so that copying and sending overlap
 constexpr uint32_t kMostSlots = 1 << 14;   // half of what 16 bits of a sequence number tell apart
 constexpr uint64_t kPage = 4096;
+constexpr uint64_t kGpuAlignment = 256;
 
 uint64_t round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -39,20 +40,27 @@ void check_limits(const std::vector<Geometry>& channels) {
 // ---- layout
 // ---------------------------------------------------------------------------------------------------
 
-RdmaLayout::RdmaLayout(const std::vector<Geometry>& channels) {
+RdmaLayout::RdmaLayout(const std::vector<Geometry>& channels, bool apart) : apart_(apart) {
   check_limits(channels);
   for (const Geometry& channel : channels) {
-    const uint64_t stride = round_up(sizeof(Header) + channel.slot_bytes, 64);
-    channels_.push_back({total_, stride, channel.depth});
+    const uint64_t head = apart ? 0 : sizeof(Header);
+    const uint64_t stride = round_up(head + channel.slot_bytes, apart ? kGpuAlignment : 64);
+    channels_.push_back({total_, stride, channel.depth, num_slots_});
     total_ = round_up(total_ + stride * channel.depth, kPage);
     largest_ = std::max<uint64_t>(largest_, sizeof(Header) + channel.slot_bytes);
     num_slots_ += channel.depth;
   }
 }
 
-uint64_t RdmaLayout::offset(uint32_t channel, uint64_t sequence) const {
+uint64_t RdmaLayout::header(uint32_t channel, uint64_t sequence) const {
   const Channel& of = channels_[channel];
-  return of.first + (sequence - 1) % of.depth * of.stride;
+  if (apart_) return (of.first_slot + slot(of, sequence)) * sizeof(Header);
+  return of.first + slot(of, sequence) * of.stride;
+}
+
+uint64_t RdmaLayout::payload(uint32_t channel, uint64_t sequence) const {
+  const Channel& of = channels_[channel];
+  return of.first + slot(of, sequence) * of.stride + (apart_ ? 0 : sizeof(Header));
 }
 
 // ---- sender
@@ -97,17 +105,19 @@ bool RdmaOutbox::fill(const Parcel& parcel, PieceCopier& copier) {
   for (; num_pieces_ != num_pieces; ++num_pieces_) {
     const int buffer = link_.take_buffer();
     if (buffer < 0) return false;
-    std::byte* to = link_.buffer(buffer);
-    const uint64_t head = num_pieces_ == 0 ? sizeof(Header) : 0;
-    const uint64_t length = std::min(piece, bytes - copied_bytes_);
-    std::memcpy(to, &parcel.header, head);
-    copier.copy(to + head, static_cast<const std::byte*>(parcel.data) + copied_bytes_, length,
-                buffer);
-    const uint64_t offset =
-        link_.peer_slots_.offset(channel_, sequence) + sizeof(Header) - head + copied_bytes_;
-    filled_.push_back({buffer, num_pieces_ % num_shares, head + length, offset,
-                       num_pieces_ + num_shares >= num_pieces});
-    copied_bytes_ += length;
+    RdmaPiece next;
+    next.buffer = buffer;
+    next.rail = num_pieces_ % num_shares;
+    next.bytes = std::min(piece, bytes - copied_bytes_);
+    next.payload = link_.peer_slots_.payload(channel_, sequence) + copied_bytes_;
+    next.has_header = num_pieces_ == 0;
+    next.header = link_.peer_slots_.header(channel_, sequence);
+    next.closes = num_pieces_ + num_shares >= num_pieces;
+    if (next.has_header) std::memcpy(link_.header_buffer(buffer), &parcel.header, sizeof(Header));
+    copier.copy(link_.payload_buffer(buffer),
+                static_cast<const std::byte*>(parcel.data) + copied_bytes_, next.bytes, buffer);
+    filled_.push_back(next);
+    copied_bytes_ += next.bytes;
     // The first piece is on its way while the next one is copied.
     send_filled(copier);
   }
@@ -116,10 +126,9 @@ bool RdmaOutbox::fill(const Parcel& parcel, PieceCopier& copier) {
 
 Step RdmaOutbox::send_filled(PieceCopier& copier) {
   for (; !filled_.empty(); filled_.pop_front()) {
-    const Piece& piece = filled_.front();
+    const RdmaPiece& piece = filled_.front();
     if (!copier.copied(piece.buffer)) return Step::kPoll;
-    link_.write(piece.rail, piece.buffer, piece.bytes, piece.offset,
-                piece.closes ? &immediate_ : nullptr);
+    link_.write(piece, piece.closes ? &immediate_ : nullptr);
   }
   return Step::kDone;
 }
@@ -147,14 +156,13 @@ RdmaReceiver::RdmaReceiver(std::shared_ptr<RdmaLink> link, uint32_t channel,
 Header RdmaReceiver::header(uint64_t sequence) {
   Header header;
   std::memcpy(&header,
-              link_->slot_memory_.mapping.data() + link_->slots_.offset(channel_, sequence),
+              link_->slot_memory_.mapping.data() + link_->slots_.header(channel_, sequence),
               sizeof(header));
   return header;
 }
 
 const std::byte* RdmaReceiver::payload(uint64_t sequence) const {
-  return link_->slot_memory_.mapping.data() + link_->slots_.offset(channel_, sequence) +
-         sizeof(Header);
+  return link_->slot_payload(channel_, sequence);
 }
 
 void RdmaReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t) {

@@ -11,6 +11,10 @@
 // every queue pair closes its share with an immediate of its own. Credit comes back as an empty
 // write with an immediate.
 //
+// Payloads may lie in other memory than the host's (PayloadMemory), on each side as it likes: then
+// headers stay in the host's memory and are written by themselves, ahead of the first piece and on
+// its queue pair.
+//
 // Threads: posting is guarded by a mutex; completions are handled by the progress thread, which
 // sleeps on the completion channel's descriptor.
 #pragma once
@@ -38,6 +42,23 @@ struct RdmaPlace {
   uint64_t piece_bytes = 4 << 20;
 };
 
+// Where slots and buffers lie when not in the host's memory.
+class PayloadMemory {
+ public:
+  struct Block {  // members in the order of acquisition
+    std::shared_ptr<void> memory;
+    uint64_t address = 0;
+    verbs::Owner<verbs::MemoryRegion> region;
+  };
+  virtual ~PayloadMemory() = default;
+  // Registered memory; with `remote` for the peer's writes. Throws when that is not possible.
+  virtual Block make(const verbs::Api& api, verbs::Domain* domain, uint64_t bytes, bool remote) = 0;
+  // Copies for the test of a link: they have happened when the call returns, and fetch() sees all
+  // that has arrived.
+  virtual void fill(uint64_t to, const void* from, uint64_t bytes) = 0;
+  virtual void fetch(void* to, uint64_t from, uint64_t bytes) = 0;
+};
+
 // What one side tells the other: where its slots are and how its queue pairs are reached.
 struct RdmaOffer {
   std::string gid;
@@ -45,6 +66,9 @@ struct RdmaOffer {
   int mtu = 0;  // libibverbs' number for it
   uint64_t address = 0;
   uint32_t rkey = 0;
+  bool apart = false;  // payloads lie in memory of their own
+  uint64_t payload_address = 0;
+  uint32_t payload_rkey = 0;
   std::vector<uint32_t> queue_pairs;
   std::vector<uint32_t> first_packets;  // packet sequence numbers
 };
@@ -68,20 +92,27 @@ struct RdmaImmediate {
   }
 };
 
-// Where the slots of a link's channels lie in its memory; both sides compute it.
+// Where the slots of a link's channels lie in its memory; both sides compute it. Apart: headers in
+// one piece of memory, payloads in another one; else each payload behind its header.
 class RdmaLayout {
  public:
-  explicit RdmaLayout(const std::vector<Geometry>& channels);
-  uint64_t offset(uint32_t channel, uint64_t sequence) const;
-  uint64_t total_bytes() const { return total_; }
+  RdmaLayout(const std::vector<Geometry>& channels, bool apart);
+  uint64_t header(uint32_t channel, uint64_t sequence) const;
+  uint64_t payload(uint32_t channel, uint64_t sequence) const;
+  bool apart() const { return apart_; }
+  uint64_t header_bytes() const { return apart_ ? num_slots_ * sizeof(Header) : total_; }
+  uint64_t payload_bytes() const { return total_; }
   uint64_t largest_slot() const { return largest_; }  // header included
   uint32_t num_slots() const { return num_slots_; }
 
  private:
   struct Channel {
     uint64_t first, stride;
-    uint32_t depth;
+    uint32_t depth, first_slot;
   };
+  uint64_t slot(const Channel& of, uint64_t sequence) const { return (sequence - 1) % of.depth; }
+
+  bool apart_;
   std::vector<Channel> channels_;
   uint64_t total_ = 0;
   uint64_t largest_ = 0;
@@ -89,6 +120,16 @@ class RdmaLayout {
 };
 
 class RdmaLink;
+
+// What is written at once: a buffer that is filled, and where its bytes go in the peer's slots.
+struct RdmaPiece {
+  int buffer = -1;
+  size_t rail = 0;
+  uint64_t bytes = 0, payload = 0;
+  bool has_header = false;
+  uint64_t header = 0;
+  bool closes = false;
+};
 
 // How the bytes of a piece get into a registered buffer.
 class PieceCopier {
@@ -112,13 +153,6 @@ class RdmaOutbox {
   void receive_credit(uint16_t released);
 
  private:
-  struct Piece {
-    int buffer;
-    size_t rail;
-    uint64_t bytes, offset;
-    bool closes;
-  };
-
   bool fill(const Parcel& parcel, PieceCopier& copier);  // false: no buffer was free
   Step send_filled(PieceCopier& copier);
 
@@ -132,7 +166,7 @@ class RdmaOutbox {
   // Of the oldest message: bytes copied, pieces copied, those of them that are not posted yet.
   uint64_t copied_bytes_ = 0;
   uint64_t num_pieces_ = 0;
-  std::deque<Piece> filled_;
+  std::deque<RdmaPiece> filled_;
   uint32_t immediate_ = 0;
 
   std::atomic<uint64_t> begun_{0};     // written by the owner
@@ -191,13 +225,21 @@ class RdmaReceiver : public Receiver {
 
 class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
  public:
-  // Opens the device, registers memory and makes the queue pairs. Throws kUnavailable or kSetup.
+  // Opens the device, registers memory and makes the queue pairs. Payloads lie in `payloads`, if
+  // there is one. Throws kUnavailable or kSetup.
   RdmaLink(std::shared_ptr<Peer> peer, Bell* bell, const Copier& copier, const RdmaPlace& place,
-           std::vector<Geometry> incoming, std::vector<Geometry> outgoing);
+           std::vector<Geometry> incoming, std::vector<Geometry> outgoing,
+           std::shared_ptr<PayloadMemory> payloads = nullptr);
 
   const RdmaOffer& offer() const { return offer_; }
   // Before the first message, and before the peer's.
   void connect(const RdmaOffer& peer);
+  // The test of a connected link, before start(): whether one is due, which both sides know; the
+  // sender's half, which returns once the pattern is there or throws; the receiver's, empty or what
+  // differs.
+  bool needs_test() const { return !side_by_side(); }
+  void write_pattern(uint64_t seed);
+  std::string pattern_fault(uint64_t seed);
   // Channels by their index in the vectors given above, each once.
   RdmaOutbox* outbox(uint32_t channel) { return outboxes_.at(channel).get(); }
   std::unique_ptr<Sender> make_sender(uint32_t channel);
@@ -222,7 +264,15 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
     uint32_t in_flight = 0;  // sends that have not completed; guarded by mutex_
   };
 
-  uint64_t buffer_bytes() const { return sizeof(Header) + piece_bytes_; }
+  uint64_t buffer_bytes() const { return sizeof(Header) + (payloads_ ? 0 : piece_bytes_); }
+  struct TestSlot {
+    uint32_t channel;
+    uint64_t sequence, bytes;
+  };
+  static std::vector<TestSlot> test_slots(const std::vector<Geometry>& channels);
+  // Headers and payloads, in our buffers as in the peer's slots.
+  bool side_by_side() const { return !payloads_ && !peer_slots_.apart(); }
+  void make_payloads();
   void make_completions(int count);
   void describe();  // fills in our offer
   void make_rail(uint32_t num_receives);
@@ -232,11 +282,19 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
 
   // Any thread. A free buffer, or -1.
   int take_buffer();
-  std::byte* buffer(int index) const;
-  // Writes `bytes` of a buffer to `offset` in the peer's slots; with an immediate if there is one.
-  void write(size_t rail, int buffer, uint64_t bytes, uint64_t offset, const uint32_t* immediate);
+  std::byte* header_buffer(int index) const;
+  std::byte* payload_buffer(int index) const;  // behind the header, or an address of payloads_
+  const std::byte* slot_payload(uint32_t channel, uint64_t sequence) const;  // likewise
+  // Writes a filled buffer into the peer's slots; with an immediate if there is one.
+  void write(const RdmaPiece& piece, const uint32_t* immediate);
   void send_credits();
-  void post(size_t rail, verbs::SendRequest& request, const uint32_t* immediate);  // mutex_ held
+  struct Target {
+    uint64_t address;
+    uint32_t rkey;
+  };
+  // mutex_ held. `done`: the buffer that is free again afterwards, or kNoBuffer.
+  void post(size_t rail, uint64_t done, verbs::Piece* from, const Target& to,
+            const uint32_t* immediate);
 
   // Progress thread, or the closing one after its end.
   void handle_completions();
@@ -251,7 +309,9 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
   const Copier copier_;
   const RdmaPlace place_;
   const std::vector<Geometry> incoming_, outgoing_;
-  const RdmaLayout slots_, peer_slots_;
+  const std::shared_ptr<PayloadMemory> payloads_;
+  const RdmaLayout slots_;
+  RdmaLayout peer_slots_;  // as the peer lays them out from connect() on
   const uint64_t piece_bytes_;
   const uint32_t num_buffers_;
   const uint32_t most_sends_;  // per queue pair
@@ -263,13 +323,13 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
   verbs::Owner<verbs::Domain> domain_;
   SharedMemory slot_memory_, buffer_memory_;
   verbs::Owner<verbs::MemoryRegion> slot_region_, buffer_region_;
+  PayloadMemory::Block slot_payloads_, buffer_payloads_;  // with payloads_
   verbs::Owner<verbs::CompletionChannel> channel_;
   verbs::Owner<verbs::CompletionQueue> completions_;
   std::vector<Rail> rails_;
 
   RdmaOffer offer_;
-  uint64_t peer_address_ = 0;
-  uint32_t peer_rkey_ = 0;
+  Target peer_headers_ = {}, peer_payloads_ = {};
   std::vector<int> descriptors_;
   std::vector<std::unique_ptr<RdmaOutbox>> outboxes_;
   std::vector<RdmaReceiver*> receivers_;  // owned by the transport, which ends the thread first

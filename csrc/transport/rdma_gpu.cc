@@ -2,6 +2,8 @@
 
 #include <vector>
 
+#include "base/error.h"
+
 namespace dpp {
 
 namespace {
@@ -13,12 +15,38 @@ cuda::Address as_address(const void* data) { return reinterpret_cast<cuda::Addre
 
 }  // namespace
 
-RdmaGpu::RdmaGpu(std::shared_ptr<RdmaLink> link, int ordinal)
-    : link_(std::move(link)),
-      device_(cuda::Device::open(ordinal)),
-      stream_(std::make_shared<cuda::Stream>(device_)),
-      buffers_(device_, link_->buffer_memory().data(), link_->buffer_memory().size()),
-      slots_(device_, link_->slot_memory().data(), link_->slot_memory().size()) {}
+RdmaGpu::RdmaGpu(const MakeLink& make_link, int ordinal, GpuDirectUse use)
+    : device_(cuda::Device::open(ordinal)), stream_(std::make_shared<cuda::Stream>(device_)) {
+  if (use == GpuDirectUse::kOff) {
+    open_staged(make_link, "--dpp-gpudirect off");
+    return;
+  }
+  try {
+    open_direct(make_link);
+  } catch (const Error& error) {
+    if (use == GpuDirectUse::kOn) {
+      throw Error(error.fault(), std::string("--dpp-gpudirect on: ") + error.what());
+    }
+    open_staged(make_link, error.what());
+  }
+}
+
+void RdmaGpu::open_direct(const MakeLink& make_link) {
+  auto direct = std::make_shared<GpuDirect>(device_);
+  link_ = make_link(direct);
+  direct_ = std::move(direct);
+  way_ = "GPUDirect (" + direct_->way() + ")";
+}
+
+void RdmaGpu::open_staged(const MakeLink& make_link, const std::string& why) {
+  link_ = make_link(nullptr);
+  const auto pin = [this](const Mapping& memory) {
+    return std::make_unique<cuda::Pinned>(device_, memory.data(), memory.size());
+  };
+  buffers_ = pin(link_->buffer_memory());
+  slots_ = pin(link_->slot_memory());
+  way_ = "staged in the host's memory, no GPUDirect: " + why;
+}
 
 std::unique_ptr<Sender> RdmaGpu::make_sender(uint32_t channel, uint32_t max_pending,
                                              std::shared_ptr<RdmaGpu> self) {
@@ -45,9 +73,12 @@ Step RdmaGpuSender::finished() {
 
 void RdmaGpuSender::copy(std::byte* to, const std::byte* from, uint64_t bytes, int buffer) {
   if (bytes != 0) {
-    device_->api().check(
-        device_->api().cuMemcpyDtoHAsync(to, as_address(from), bytes, stream_->get()),
-        "copying a piece of a message from " + device_->name());
+    const cuda::Api& api = device_->api();
+    const auto stream = stream_->get();
+    api.check(gpu_->direct() != nullptr
+                  ? api.cuMemcpyDtoDAsync(as_address(to), as_address(from), bytes, stream)
+                  : api.cuMemcpyDtoHAsync(to, as_address(from), bytes, stream),
+              "copying a piece of a message from " + device_->name());
   }
   marks_.set(static_cast<uint64_t>(buffer), stream_->get());
 }
@@ -61,9 +92,15 @@ RdmaGpuReceiver::RdmaGpuReceiver(std::shared_ptr<RdmaGpu> gpu, uint32_t channel,
 void RdmaGpuReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) {
   const cuda::Device& device = *gpu_->device();
   const cuda::Current current(device);
-  if (bytes != 0) {
+  const std::byte* from = payload(sequence);
+  if (bytes != 0 && gpu_->direct() != nullptr) {
+    gpu_->direct()->flush();
     device.api().check(
-        device.api().cuMemcpyHtoDAsync(as_address(to), payload(sequence), bytes, as_stream(stream)),
+        device.api().cuMemcpyDtoDAsync(as_address(to), as_address(from), bytes, as_stream(stream)),
+        "copying a message out of its slot on " + device.name());
+  } else if (bytes != 0) {
+    device.api().check(
+        device.api().cuMemcpyHtoDAsync(as_address(to), from, bytes, as_stream(stream)),
         "copying a message out of its slot to " + device.name());
   }
   copied_.set(sequence, as_stream(stream));

@@ -1,23 +1,34 @@
-// The ends of an RDMA channel whose tensors are on a GPU: pieces are copied between the GPU and the
-// link's registered buffers and slots by the GPU's copy engines, several at once. The card reads
-// and writes host memory only; GPUDirect (registering the GPU's memory) is not used.
+// The ends of an RDMA channel whose tensors are on a GPU. With GPUDirect the link's buffers and
+// slots lie in the GPU's memory, where its copy engines fill and empty them; else they lie in
+// pinned memory of the host, and the copies cross the bus.
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <string>
 
 #include "transport/device.h"
+#include "transport/gpu_direct.h"
 #include "transport/rdma.h"
 
 namespace dpp {
 
-// A link's memory as one GPU sees it.
+enum class GpuDirectUse { kOff, kAuto, kOn };
+
+// A link and its memory as one GPU sees them.
 class RdmaGpu {
  public:
-  RdmaGpu(std::shared_ptr<RdmaLink> link, int ordinal);  // throws kUnavailable or kSetup
+  using MakeLink = std::function<std::shared_ptr<RdmaLink>(std::shared_ptr<PayloadMemory>)>;
+
+  // kOn: what GPUDirect lacks is an error, kAuto: the link is staged then. Throws kUnavailable or
+  // kSetup.
+  RdmaGpu(const MakeLink& make_link, int ordinal, GpuDirectUse use);
 
   const std::shared_ptr<RdmaLink>& link() const { return link_; }
   const cuda::DevicePtr& device() const { return device_; }
   const std::shared_ptr<cuda::Stream>& stream() const { return stream_; }
+  const GpuDirect* direct() const { return direct_.get(); }  // null: staged
+  const std::string& way() const { return way_; }            // and why, for the user
 
   // max_pending: puts that may wait at once on a channel.
   std::unique_ptr<Sender> make_sender(uint32_t channel, uint32_t max_pending,
@@ -26,10 +37,15 @@ class RdmaGpu {
                                           std::shared_ptr<RdmaGpu> self);
 
  private:
-  const std::shared_ptr<RdmaLink> link_;
+  void open_direct(const MakeLink& make_link);
+  void open_staged(const MakeLink& make_link, const std::string& why);
+
   const cuda::DevicePtr device_;
   const std::shared_ptr<cuda::Stream> stream_;
-  const cuda::Pinned buffers_, slots_;
+  std::shared_ptr<GpuDirect> direct_;
+  std::shared_ptr<RdmaLink> link_;
+  std::unique_ptr<cuda::Pinned> buffers_, slots_;  // staged
+  std::string way_;
 };
 
 class RdmaGpuSender : public DeviceSender, private PieceCopier {

@@ -3,9 +3,11 @@
 #include <time.h>
 
 #include <algorithm>
+#include <cstring>
 #include <random>
 
 #include "base/error.h"
+#include "base/pattern.h"
 #include "transport/rdma.h"
 
 namespace dpp {
@@ -15,7 +17,10 @@ namespace {
 constexpr uint32_t kMostBuffers = 64;
 constexpr uint64_t kMostBufferBytes = 64 << 20;  // of a link, unless the fewest need more
 constexpr uint32_t kFewestBuffers = 8;
+constexpr uint32_t kWritesPerBuffer = 2;  // a header and a payload apart from it
 constexpr int kMostCompletions = 16;
+constexpr uint64_t kPatternBytes = 4096;  // every link's pieces are as large
+constexpr uint64_t kPatternNs = 5'000'000'000;
 
 // A lost path is named after 4.096 us x 2^16 x (7 + 1), 2.1 s; devices may take up to four times
 // that. A receiver is never short of receives, so that is not waited for long.
@@ -63,24 +68,25 @@ uint32_t chosen_buffers(const RdmaLayout& peer_slots, uint64_t piece_bytes) {
 
 RdmaLink::RdmaLink(std::shared_ptr<Peer> peer, Bell* bell, const Copier& copier,
                    const RdmaPlace& place, std::vector<Geometry> incoming,
-                   std::vector<Geometry> outgoing)
+                   std::vector<Geometry> outgoing, std::shared_ptr<PayloadMemory> payloads)
     : peer_(std::move(peer)),
       bell_(bell),
       copier_(copier),
       place_(place),
       incoming_(std::move(incoming)),
       outgoing_(std::move(outgoing)),
-      slots_(incoming_),
-      peer_slots_(outgoing_),
+      payloads_(std::move(payloads)),
+      slots_(incoming_, payloads_ != nullptr),
+      peer_slots_(outgoing_, false),
       piece_bytes_(chosen_piece(place, peer_slots_)),
       num_buffers_(chosen_buffers(peer_slots_, piece_bytes_)),
-      most_sends_(num_buffers_ + 2 * slots_.num_slots() + 1),
+      most_sends_(kWritesPerBuffer * num_buffers_ + 2 * slots_.num_slots() + 1),
       api_(verbs::Api::load()),
       context_(verbs::open_device(*api_, place.device)),
       port_(verbs::query_port(*api_, context_.get(), place.port)),
       domain_(made(api_->alloc_pd(context_.get()), "a protection domain", place), api_->dealloc_pd),
       slot_memory_(SharedMemory::create("dpp-rdma-slots",
-                                        std::max(kPage, round_up(slots_.total_bytes(), kPage)))),
+                                        std::max(kPage, round_up(slots_.header_bytes(), kPage)))),
       buffer_memory_(SharedMemory::create(
           "dpp-rdma-buffers",
           outgoing_.empty() ? kPage : round_up(num_buffers_ * buffer_bytes(), kPage))),
@@ -94,12 +100,21 @@ RdmaLink::RdmaLink(std::shared_ptr<Peer> peer, Bell* bell, const Copier& copier,
   // credit.
   const uint32_t num_receives = slots_.num_slots() + peer_slots_.num_slots() + 1;
   make_completions(static_cast<int>(kRdmaRails * (num_receives + most_sends_)));
+  if (payloads_) make_payloads();
   describe();
   for (size_t i = 0; i < kRdmaRails; ++i) make_rail(num_receives);
   for (uint32_t i = 0; i < outgoing_.size(); ++i)
     outboxes_.push_back(std::make_unique<RdmaOutbox>(*this, i, outgoing_[i]));
   receivers_.resize(incoming_.size());
   for (uint32_t i = 0; i < num_buffers_; ++i) free_buffers_.push_back(static_cast<int>(i));
+}
+
+void RdmaLink::make_payloads() {
+  if (!incoming_.empty())
+    slot_payloads_ = payloads_->make(*api_, domain_.get(), slots_.payload_bytes(), true);
+  if (!outgoing_.empty()) {
+    buffer_payloads_ = payloads_->make(*api_, domain_.get(), num_buffers_ * piece_bytes_, false);
+  }
 }
 
 void RdmaLink::make_completions(int count) {
@@ -125,6 +140,9 @@ void RdmaLink::describe() {
   offer_.mtu = port_.active_mtu;
   offer_.address = reinterpret_cast<uintptr_t>(slot_memory_.mapping.data());
   offer_.rkey = slot_region_->rkey;
+  offer_.apart = slots_.apart();
+  offer_.payload_address = slot_payloads_.address;
+  offer_.payload_rkey = slot_payloads_.region ? slot_payloads_.region->rkey : 0;
 }
 
 void RdmaLink::make_rail(uint32_t num_receives) {
@@ -171,8 +189,9 @@ void RdmaLink::connect(const RdmaOffer& peer) {
   if (peer.queue_pairs.size() != kRdmaRails || peer.first_packets.size() != kRdmaRails) {
     refuse("an offer of " + std::to_string(peer.queue_pairs.size()) + " queue pairs");
   }
-  peer_address_ = peer.address;
-  peer_rkey_ = peer.rkey;
+  peer_headers_ = {peer.address, peer.rkey};
+  peer_slots_ = RdmaLayout(outgoing_, peer.apart);
+  peer_payloads_ = peer.apart ? Target{peer.payload_address, peer.payload_rkey} : peer_headers_;
   for (size_t rail = 0; rail < kRdmaRails; ++rail) connect_rail(rail, peer);
 }
 
@@ -223,8 +242,20 @@ std::unique_ptr<Receiver> RdmaLink::make_receiver(uint32_t channel) {
 // ---- link: sending
 // ----------------------------------------------------------------------------------------------------
 
-std::byte* RdmaLink::buffer(int index) const {
+std::byte* RdmaLink::header_buffer(int index) const {
   return buffer_memory_.mapping.data() + static_cast<uint64_t>(index) * buffer_bytes();
+}
+
+std::byte* RdmaLink::payload_buffer(int index) const {
+  if (!payloads_) return header_buffer(index) + sizeof(Header);
+  return reinterpret_cast<std::byte*>(buffer_payloads_.address) +
+         static_cast<uint64_t>(index) * piece_bytes_;
+}
+
+const std::byte* RdmaLink::slot_payload(uint32_t channel, uint64_t sequence) const {
+  const std::byte* first = payloads_ ? reinterpret_cast<const std::byte*>(slot_payloads_.address)
+                                     : slot_memory_.mapping.data();
+  return first + slots_.payload(channel, sequence);
 }
 
 int RdmaLink::take_buffer() {
@@ -235,21 +266,33 @@ int RdmaLink::take_buffer() {
   return index;
 }
 
-void RdmaLink::write(size_t rail, int index, uint64_t bytes, uint64_t offset,
-                     const uint32_t* immediate) {
-  verbs::Piece piece = {reinterpret_cast<uintptr_t>(buffer(index)), static_cast<uint32_t>(bytes),
-                        buffer_region_->lkey};
-  verbs::SendRequest request = {};
-  request.id = request_id(rail, static_cast<uint64_t>(index));
-  request.pieces = &piece;
-  request.num_pieces = 1;
-  request.remote.address = peer_address_ + offset;
-  request.remote.rkey = peer_rkey_;
+void RdmaLink::write(const RdmaPiece& piece, const uint32_t* immediate) {
+  const auto address = [](const std::byte* of) { return reinterpret_cast<uintptr_t>(of); };
+  const auto buffer = static_cast<uint64_t>(piece.buffer);
+  const Target header_to = {peer_headers_.address + piece.header, peer_headers_.rkey};
+  const Target payload_to = {peer_payloads_.address + piece.payload, peer_payloads_.rkey};
+  verbs::Piece header = {address(header_buffer(piece.buffer)), sizeof(Header),
+                         buffer_region_->lkey};
+  verbs::Piece payload = {address(payload_buffer(piece.buffer)), static_cast<uint32_t>(piece.bytes),
+                          payloads_ ? buffer_payloads_.region->lkey : buffer_region_->lkey};
   const std::lock_guard<std::mutex> lock(mutex_);
-  post(rail, request, immediate);
+  if (!piece.has_header) return post(piece.rail, buffer, &payload, payload_to, immediate);
+  if (side_by_side() || piece.bytes == 0) {
+    header.bytes += payload.bytes;
+    return post(piece.rail, buffer, &header, header_to, immediate);
+  }
+  post(piece.rail, kNoBuffer, &header, header_to, nullptr);
+  post(piece.rail, buffer, &payload, payload_to, immediate);
 }
 
-void RdmaLink::post(size_t rail, verbs::SendRequest& request, const uint32_t* immediate) {
+void RdmaLink::post(size_t rail, uint64_t done, verbs::Piece* from, const Target& to,
+                    const uint32_t* immediate) {
+  verbs::SendRequest request = {};
+  request.id = request_id(rail, done);
+  request.pieces = from;
+  request.num_pieces = from != nullptr ? 1 : 0;
+  request.remote.address = to.address;
+  request.remote.rkey = to.rkey;
   request.opcode = immediate != nullptr ? verbs::kWriteWithImmediate : verbs::kWrite;
   request.flags = verbs::kSignaled;
   if (immediate != nullptr) request.immediate = htonl(*immediate);
@@ -267,17 +310,65 @@ void RdmaLink::send_credits() {
     RdmaReceiver& receiver = *receivers_[channel];
     const uint64_t released = receiver.released_.load(std::memory_order_acquire);
     // The rest follows when a send has completed.
-    if (released == receiver.credited_ || rails_[0].in_flight + num_buffers_ >= most_sends_)
+    if (released == receiver.credited_ ||
+        rails_[0].in_flight + kWritesPerBuffer * num_buffers_ >= most_sends_) {
       continue;
-    verbs::SendRequest request = {};
-    request.id = request_id(0, kNoBuffer);
-    request.remote.address = peer_address_;
-    request.remote.rkey = peer_rkey_;
+    }
     const uint32_t immediate =
         RdmaImmediate{true, channel, 0, static_cast<uint16_t>(released)}.packed();
-    post(0, request, &immediate);
+    post(0, kNoBuffer, nullptr, peer_headers_, &immediate);
     receiver.credited_ = released;
   }
+}
+
+// ---- link: test
+// -------------------------------------------------------------------------------------------------------
+
+// Patterns go into the first slot of the first channel and into the last slot of the last one.
+std::vector<RdmaLink::TestSlot> RdmaLink::test_slots(const std::vector<Geometry>& channels) {
+  if (channels.empty()) return {};
+  const auto last = static_cast<uint32_t>(channels.size() - 1);
+  std::vector<TestSlot> slots = {{0, 1, 0}, {last, channels[last].depth, 0}};
+  for (TestSlot& slot : slots)
+    slot.bytes = std::min(channels[slot.channel].slot_bytes, kPatternBytes);
+  return slots;
+}
+
+void RdmaLink::write_pattern(uint64_t seed) {
+  for (const auto& [channel, sequence, bytes] : test_slots(outgoing_)) {
+    const std::vector<uint64_t> words = pattern(seed + sequence, bytes);
+    RdmaPiece piece;
+    piece.buffer = take_buffer();
+    piece.bytes = bytes;
+    piece.payload = peer_slots_.payload(channel, sequence);
+    std::byte* to = payload_buffer(piece.buffer);
+    if (payloads_) {
+      payloads_->fill(reinterpret_cast<uintptr_t>(to), words.data(), bytes);
+    } else {
+      std::memcpy(to, words.data(), bytes);
+    }
+    write(piece, nullptr);
+    drain(monotonic_ns() + kPatternNs);
+    if (free_buffers_.size() == num_buffers_) continue;
+    throw Error(Fault::kSetup, "a first write to " + peer_->description() + " over " +
+                                   place_.device + " has not completed after " +
+                                   std::to_string(kPatternNs / 1'000'000'000) + " s");
+  }
+}
+
+std::string RdmaLink::pattern_fault(uint64_t seed) {
+  for (const auto& [channel, sequence, bytes] : test_slots(incoming_)) {
+    std::vector<uint64_t> found((bytes + 7) / 8);
+    const std::byte* from = slot_payload(channel, sequence);
+    if (payloads_) {
+      payloads_->fetch(found.data(), reinterpret_cast<uintptr_t>(from), bytes);
+    } else {
+      std::memcpy(found.data(), from, bytes);
+    }
+    const std::string fault = dpp::pattern_fault(found, seed + sequence, bytes);
+    if (!fault.empty()) return fault;
+  }
+  return "";
 }
 
 // ---- link: completions

@@ -23,6 +23,9 @@ POLICY_NAMES = ("dynamic", "depth-first", "breadth-first", "megatron")
 CUDA_GRAPHS = ("auto", "on", "off")
 """Values of ``--dpp-cuda-graphs``."""
 
+GPUDIRECT = ("auto", "on", "off")
+"""Values of ``--dpp-gpudirect``."""
+
 
 def _option(default: Any, help_text: str) -> Any:
     return field(default=default, metadata={"help": help_text})
@@ -60,6 +63,11 @@ class DppConfig:
     slots: int = _option(2, "messages each channel can hold at the receiver")
     workload: int = _option(
         1 << 20, "elements per chunk where tensors are staged through host memory"
+    )
+    gpudirect: str = _option(
+        "auto",
+        "between hosts with RDMA: let the network card read and write GPU memory itself: auto "
+        "(where it can), on (an error where it cannot), off (through the host's memory)",
     )
     timeout: float = _option(600.0, "seconds that a rank waits for a message before it gives up")
     lookahead: float = _option(
@@ -106,6 +114,10 @@ class DppConfig:
         if self.cuda_graphs not in CUDA_GRAPHS:
             raise ConfigError(
                 f"--dpp-cuda-graphs {self.cuda_graphs}: expected one of {', '.join(CUDA_GRAPHS)}"
+            )
+        if self.gpudirect not in GPUDIRECT:
+            raise ConfigError(
+                f"--dpp-gpudirect {self.gpudirect}: expected one of {', '.join(GPUDIRECT)}"
             )
         for name, least in (("slots", 1), ("workload", 1), ("timeout", 0.001), ("lookahead", -1.0)):
             value = getattr(self, name)

@@ -117,6 +117,11 @@ def probe_rdma() -> Finding:
     return Finding("RDMA", "ok", "; ".join(ports), "doctor --rdma tries each of them")
 
 
+def probe_gpu_direct() -> Finding:
+    """Whether the network cards reach GPU memory."""
+    return Finding(*doctor_rdma.gpu_direct())
+
+
 def probe_compiler() -> Finding:
     """Needed to build the extension, not to run it."""
     path = shutil.which(os.environ.get("CXX", "g++").split()[0])
@@ -133,6 +138,7 @@ PROBES: tuple[Callable[[], Finding], ...] = (
     probe_cores,
     probe_gpus,
     probe_rdma,
+    probe_gpu_direct,
     probe_compiler,
 )
 

@@ -3,7 +3,8 @@
 With pyverbs (Debian and Ubuntu: ``apt-get install python3-pyverbs``, for the system's Python) every
 device is listed, and a write goes from one of its queue pairs to another one: libibverbs, driver
 and card without a line of our transport. Without pyverbs only what the kernel shows is listed.
-Needs neither torch nor the C++ extension; where that is built, it says which ports know dma-buf.
+Needs neither torch nor the C++ extension; where that loads, it says which ports know dma-buf, and
+tries whether they can reach the memory of a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import contextlib
 import importlib.util
 import time
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import TransportError
@@ -49,7 +49,7 @@ def findings() -> Iterator[Line]:
         except PyverbsError as error:
             advice = "containers: --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1"
             yield name, "missing", str(error), advice
-    yield _peer_memory()
+    yield gpu_direct()
 
 
 def _device(name: str, dmabuf: dict[tuple[str, int], bool]) -> Iterator[Line]:
@@ -181,7 +181,23 @@ def _dmabuf_ports() -> dict[tuple[str, int], bool]:
     return {}
 
 
-def _peer_memory() -> Line:
-    loaded = Path("/sys/module/nvidia_peermem").is_dir()
-    text = "nvidia-peermem is loaded" if loaded else "nvidia-peermem is not loaded"
-    return "GPU memory", "ok", f"{text}; our links stage GPU tensors in the host's memory", ""
+def gpu_direct() -> Line:
+    """Whether each RDMA device can read and write memory of the first GPU: registers some of it."""
+    name = "GPUDirect"
+    try:
+        from megatron.dpp.transport.native import load_native
+
+        library = load_native()
+        library.CudaDevice(0)
+        devices = sorted({port["device"] for port in library.rdma_ports()})
+    except ImportError as error:
+        return name, "note", f"not tried: {error}", "with torch: python -m megatron.dpp.doctor"
+    except TransportError as error:
+        return name, "note", str(error), ""
+    if not devices:
+        return name, "note", "no RDMA device", ""
+    found = {device: library.probe_gpu_direct(device, 0) for device in devices}
+    text = "; ".join(f"{device}: {how}" for device, (_, how) in found.items())
+    if all(possible for possible, _ in found.values()):
+        return name, "ok", text, ""
+    return name, "note", text, "without it GPU tensors between hosts pass through the host's memory"

@@ -1,12 +1,17 @@
 """The GPU kinds over the driver of csrc/tests/fake_cuda.cc, two ranks as threads of one process.
 
-Run by test_cuda_fake.py as ``python fake_cuda_worker.py KIND [checksum]``, with that driver in
-LD_LIBRARY_PATH. CPU tensors play CUDA tensors: the fake driver's device memory is host memory.
+Run by test_cuda_fake.py as ``python fake_cuda_worker.py CASE...``, with that driver in
+LD_LIBRARY_PATH. A case is one string, ``KIND [checksum] [gpudirect=ONE,OTHER] [direct=ABILITY+...]
+[FAULT ...]``; abilities are the fake GPU's, faults the fake network card's. Prints for each case
+its name, the links' reasons or the errors, and "ok" or "refused". CPU tensors play CUDA tensors:
+the fake driver's device memory is host memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
 import random
 import sys
 import threading
@@ -38,17 +43,19 @@ def pretend() -> None:
     opening.gpu_facts = lambda library, device: facts(library)
 
 
-def open_both(kind: str, **settings):
+def open_both(kind: str, gpudirect: tuple[str, str], **settings):
     store = HashStore()
     specs = [
         ChannelSpec(source, 1 - source, chunk, Direction(source), SLOT)
         for source in (0, 1)
         for chunk in range(CHUNKS)
     ]
-    options = TransportOptions(timeout=20, setup_timeout=20, workload=5000, **settings)
     ends, errors = {}, []
 
     def open_end(rank: int) -> None:
+        options = TransportOptions(
+            timeout=20, setup_timeout=20, workload=5000, gpudirect=gpudirect[rank], **settings
+        )
         try:
             ends[rank] = open_transport(specs, rank=rank, store=store, kind=kind, options=options)
         except DppError as error:
@@ -59,10 +66,9 @@ def open_both(kind: str, **settings):
         thread.start()
     for thread in threads:
         thread.join()
-    if errors:
-        print(type(errors[0]).__name__, errors[0])
-        sys.exit(3)
-    return ends[0], ends[1]
+    for error in errors:
+        print(type(error).__name__, error)
+    return None if errors else (ends[0], ends[1])
 
 
 def take(end, channel, taken):
@@ -100,11 +106,28 @@ def exchange(a, b) -> None:
     assert a.pending() == 0
 
 
-def main() -> None:
-    pretend()
-    kind, *settings = sys.argv[1:]
-    a, b = open_both(kind, checksum="checksum" in settings)
+def run_case(case: str) -> None:
+    kind, *words = case.split()
+    gpudirect, faults = ("auto", "auto"), []
+    for word in words:
+        name, _, value = word.partition("=")
+        if name == "gpudirect":
+            gpudirect = tuple(value.split(","))
+        elif name == "direct":
+            os.environ["FAKE_CUDA_DIRECT"] = value
+        elif word != "checksum":
+            faults.append(word)
+    card = ctypes.CDLL("libibverbs.so.1")
+    for word in ("reset", *faults):
+        card.fake_verbs_set(word.encode(), ctypes.c_long(1))
+    both = open_both(kind, gpudirect, checksum="checksum" in words)
+    if both is None:
+        print("refused")
+        return
+    a, b = both
     assert [link.kind for link in a.links()] == [kind]
+    for end in both:
+        print(*(link.reason for link in end.links()))
     exchange(a, b)
     exchange_back = threading.Thread(target=exchange, args=(b, a))
     exchange_back.start()
@@ -112,6 +135,13 @@ def main() -> None:
     for end in (a, b, a):
         end.close()
     print("ok")
+
+
+def main() -> None:
+    pretend()
+    for case in sys.argv[1:]:
+        print("case", case)
+        run_case(case)
 
 
 if __name__ == "__main__":

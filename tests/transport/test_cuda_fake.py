@@ -30,39 +30,106 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(driver: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(driver: Path, *cases: str, **environment: str) -> list[str]:
+    """What each case of fake_cuda_worker.py printed; all in one process, whose start takes longest."""
     settings = {"PYTHONPATH": str(REPOSITORY), "LD_LIBRARY_PATH": str(driver), **environment}
-    return subprocess.run(
-        [sys.executable, str(WORKER), *arguments],
+    done = subprocess.run(
+        [sys.executable, str(WORKER), *cases],
         env=os.environ | settings,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout.split("case ")[1:]
+    assert len(said) == len(cases), done.stdout
+    return said
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("cuda_ipc",),
-        ("cuda_ipc", "checksum"),
-        ("staged", "checksum"),
-        ("rdma", "checksum"),
-    ],
-    ids=" ".join,
-)
-def test_random_messages_both_ways(driver, arguments):
-    done = run(driver, *arguments)
-    assert done.returncode == 0 and done.stdout.endswith("ok\n"), done.stdout + done.stderr
+def test_random_messages_both_ways(driver):
+    cases = ("cuda_ipc", "cuda_ipc checksum", "staged checksum", "rdma checksum")
+    for said in run(driver, *cases):
+        assert said.endswith("\nok\n"), said
 
 
 def test_slots_travel_as_descriptors_where_handles_are_refused(driver):
-    done = run(driver, "cuda_ipc", FAKE_CUDA_REFUSE_IPC="1")
-    assert done.returncode == 0 and done.stdout.endswith("ok\n"), done.stdout + done.stderr
+    (said,) = run(driver, "cuda_ipc", FAKE_CUDA_REFUSE_IPC="1")
+    assert said.endswith("\nok\n"), said
 
 
 def test_a_link_that_loses_what_is_written_is_refused(driver):
-    done = run(driver, "cuda_ipc", FAKE_CUDA_CORRUPT="1")
-    assert done.returncode == 3, done.stdout + done.stderr
-    assert done.stdout.startswith("TransportUnavailable")
-    assert "arrived wrong" in done.stdout and "--dpp-transport staged" in done.stdout
+    (said,) = run(driver, "cuda_ipc", FAKE_CUDA_CORRUPT="1")
+    assert said.endswith("\nrefused\n") and "TransportUnavailable" in said
+    assert "arrived wrong" in said and "--dpp-transport staged" in said
+
+
+def test_the_card_reads_and_writes_gpu_memory(driver):
+    ways = {
+        "direct=dmabuf+ordered": "dma-buf, the GPU orders writes",
+        "direct=dmabuf+flush late-gpu-writes": "dma-buf, writes are waited for",
+        "direct=peermem+flush peermem late-gpu-writes": "nvidia-peermem, writes are waited for",
+        "direct=dmabuf+peermem+ordered no-dmabuf peermem": "nvidia-peermem, the GPU orders writes",
+    }
+    cases = [f"rdma checksum gpudirect=on,on {words}" for words in ways]
+    for said, way in zip(run(driver, *cases), ways.values(), strict=True):
+        assert said.endswith("\nok\n") and said.count(f"GPUDirect ({way})") == 2, said
+
+
+def test_one_side_with_gpudirect_and_one_without(driver):
+    cases = [f"rdma checksum direct=dmabuf+ordered gpudirect={x}" for x in ("on,off", "off,on")]
+    for said in run(driver, *cases):
+        assert said.endswith("\nok\n") and "GPUDirect (dma-buf" in said, said
+        assert "staged in the host's memory, no GPUDirect: --dpp-gpudirect off" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "reasons"),
+    [
+        ("direct=none", ["neither orders an RDMA card's writes nor can wait for them"]),
+        (
+            "direct=ordered",
+            ["dma-buf: the GPU's driver has none", "nvidia-peermem: the GPU does not support it"],
+        ),
+        (
+            "direct=dmabuf+peermem+ordered no-dmabuf",
+            ["ibv_reg_dmabuf_mr: Operation not supported", "(modprobe nvidia-peermem)"],
+        ),
+    ],
+)
+def test_what_gpudirect_lacks_is_said_and_an_error_only_when_it_is_asked_for(
+    driver, words, reasons
+):
+    staged, asked = run(driver, f"rdma {words}", f"rdma gpudirect=on,on {words}")
+    assert staged.endswith("\nok\n"), staged
+    assert "staged in the host's memory, no GPUDirect: " in staged
+    assert asked.endswith("\nrefused\n"), asked
+    assert "TransportUnavailable --dpp-gpudirect on: " in asked
+    for reason in reasons:
+        assert staged.count(reason) == 2 and reason in asked
+
+
+def test_gpu_memory_that_does_not_show_what_was_written_is_refused(driver):
+    # The GPU says that it orders writes, so nothing waits for them.
+    cases = [f"rdma direct=dmabuf+ordered {x}" for x in ("lose-gpu-writes", "late-gpu-writes")]
+    for said in run(driver, *cases):
+        assert said.endswith("\nrefused\n"), said
+        assert "TransportUnavailable the RDMA link with rank" in said
+        assert "arrived wrong" in said and "--dpp-gpudirect off" in said
+
+
+@pytest.mark.parametrize(
+    ("gpu", "state", "text"),
+    [
+        ("dmabuf flush", "ok", "fake0: dma-buf, writes are waited for"),
+        ("peermem flush", "note", "(modprobe nvidia-peermem)"),
+    ],
+)
+def test_the_doctor_says_what_gpudirect_finds(driver, gpu, state, text):
+    settings = {"PYTHONPATH": str(REPOSITORY), "LD_LIBRARY_PATH": str(driver)}
+    done = subprocess.run(
+        [sys.executable, "-c", "from megatron.dpp.doctor_rdma import gpu_direct as g; print(g())"],
+        env=os.environ | settings | {"FAKE_CUDA_DIRECT": gpu},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert f"('GPUDirect', '{state}', " in done.stdout, done.stdout + done.stderr
+    assert text in done.stdout

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.dpp.errors import (
+    ConfigError,
     PeerDead,
     ProtocolError,
     SetupError,
@@ -19,6 +20,7 @@ from megatron.dpp.errors import (
     TransportError,
     TransportUnavailable,
 )
+from megatron.dpp.transport import TransportOptions
 from megatron.dpp.transport.choose import Facts, choose
 from megatron.dpp.transport.rdma import choose_place
 from tests.transport.kinds import PATIENCE, REPOSITORY, fake_verbs, opened, pair, take_next
@@ -136,6 +138,17 @@ def test_what_the_device_refuses_at_set_up_is_said(trouble: Trouble, fault: str,
     with pytest.raises(SetupError) as caught, opened("rdma", pair(), setup_timeout=5.0):
         pass
     assert text in str(caught.value)
+
+
+def test_gpudirect_without_a_gpu_is_refused_when_it_is_asked_for() -> None:
+    settings = {"gpudirect": "on", "setup_timeout": 5.0}
+    with (
+        pytest.raises(TransportUnavailable, match=r"rank \d has no GPU of NVIDIA"),
+        opened("rdma", pair(), **settings),
+    ):
+        pass
+    with pytest.raises(ConfigError, match="gpudirect is yes; expected one of auto, on, off"):
+        TransportOptions(gpudirect="yes")
 
 
 def test_the_declarations_are_those_of_the_header() -> None:

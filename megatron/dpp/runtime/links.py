@@ -66,6 +66,7 @@ def open_links(
             timeout=config.timeout,
             checksum=config.checksum,
             workload=config.workload,
+            gpudirect=config.gpudirect,
             node_ips=own_address(config),
             abandon_after=_ABANDON_SECONDS,
         ),

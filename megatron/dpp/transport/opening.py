@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from megatron.dpp.errors import ConfigError, ProtocolError, SetupError, VersionMismatch
+from megatron.dpp.errors import (
+    ConfigError,
+    ProtocolError,
+    SetupError,
+    TransportUnavailable,
+    VersionMismatch,
+)
 from megatron.dpp.transport import handshake
 from megatron.dpp.transport.base import ChannelSpec, LinkInfo
 from megatron.dpp.transport.choose import GPU_KINDS, Choice, Facts, choose
@@ -78,6 +84,7 @@ class _Opening:
         self._choices: dict[int, Choice] = {}
         self._place: Place | None = None
         self._gpu = -1  # the GPU whose tensors our links can read and write
+        self._gpu_ways: dict[int, str] = {}  # how RDMA links reach it, for their reasons
 
     def run(self, store: Store) -> NativeTransport:
         """Open the transport, or leave nothing behind."""
@@ -104,7 +111,10 @@ class _Opening:
         if self._board_ranks:
             index = self._board_ranks.index(self._rank)
             board = NativeBoard(native, index, len(self._board_ranks))
-        links = [LinkInfo(peer, how.kind, how.reason) for peer, how in self._choices.items()]
+        links = [
+            LinkInfo(peer, how.kind, how.reason + self._gpu_ways.get(peer, ""))
+            for peer, how in self._choices.items()
+        ]
         return NativeTransport(
             native,
             rank=self._rank,
@@ -267,8 +277,14 @@ class _Opening:
             for peer, control in controls.items()
             if self._choices[peer].kind == "rdma"
         ]
+        if peers and self._gpu < 0 and self._options.gpudirect == "on":
+            raise TransportUnavailable(
+                f"--dpp-gpudirect on: rank {self._rank} has no GPU of NVIDIA "
+                f"(device {self._device})"
+            )
         if peers and self._place:
             join_rdma(self._library, native, self._place, self._options, peers, self._gpu)
+            self._gpu_ways = {p.peer: f"; {p.link.gpu_way}" for p in peers if p.link.gpu_way}
 
     def _add_peer(self, native: Any, peer: int, control: Connection, fds: list[int]) -> None:
         facts, kind = self._facts[peer], self._choices[peer].kind

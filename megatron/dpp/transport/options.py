@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.dpp.config import GPUDIRECT
 from megatron.dpp.errors import ConfigError
 
 
@@ -19,6 +20,8 @@ class TransportOptions:
         setup_timeout: seconds in which all peers must have opened their side.
         checksum: send a CRC32C with every payload and check it in ``take``.
         workload: elements per chunk where a kind stages tensors through host memory.
+        gpudirect: whether an RDMA card reads and writes the GPU's memory itself: ``auto`` where it
+            can, ``on`` (else an error), ``off``.
         node_ips: this host's address that links to other hosts are bound to; None lets no other
             host in.
         name: tells transports apart that one job opens over one store.
@@ -34,6 +37,7 @@ class TransportOptions:
     setup_timeout: float = 60.0
     checksum: bool = False
     workload: int = 1 << 20
+    gpudirect: str = "auto"
     node_ips: str | None = None
     name: str = "main"
     token_file: str | None = None
@@ -47,6 +51,11 @@ class TransportOptions:
                 raise ConfigError(
                     f"transport option {field} is {getattr(self, field)}; the least is {least}"
                 )
+        if self.gpudirect not in GPUDIRECT:
+            raise ConfigError(
+                f"transport option gpudirect is {self.gpudirect}; expected one of "
+                f"{', '.join(GPUDIRECT)}"
+            )
         if self.max_pending < 1 or self.max_pending & (self.max_pending - 1):
             raise ConfigError(
                 f"transport option max_pending is {self.max_pending}; give a power of two"

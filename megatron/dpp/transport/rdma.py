@@ -7,13 +7,14 @@ and its keys travel nowhere else. Per message nothing of this runs. The C++ side
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import ProtocolError, TransportError
+from megatron.dpp.errors import ProtocolError, TransportError, TransportUnavailable
 from megatron.dpp.hosts import addresses
 from megatron.dpp.transport import handshake
 from megatron.dpp.transport.options import TransportOptions
@@ -121,13 +122,16 @@ def join_rdma(
 ) -> None:
     """Make our slots and queue pairs, and connect them with the peers'.
 
-    With ``gpu``, a device's number, tensors on it are sent and received in place.
+    With ``gpu``, a device's number, tensors on it are sent and received in place; each side decides
+    for itself whether the card reads and writes its GPU's memory. Links where one does are tested.
 
     All ranks go through the same rounds, first every send, then every receive, so nobody waits in a
     circle. After the second round every queue pair of both sides can receive.
 
     Raises:
         SetupError: memory cannot be registered, or the ports do not reach each other.
+        TransportUnavailable: GPUDirect is asked for and not possible, or a link does not deliver
+            what was written.
     """
     for peer in peers:
         peer.link = library.RdmaLink(
@@ -140,6 +144,7 @@ def join_rdma(
             gid_index=place.gid_index,
             piece_bytes=options.workload * _ELEMENT_BYTES,
             gpu=gpu,
+            gpudirect=options.gpudirect,
             max_pending=options.max_pending,
         )
         handshake.send_message(peer.sock, {"rdma": peer.link.offer()})
@@ -152,3 +157,29 @@ def join_rdma(
         handshake.send_message(peer.sock, {"ready": True})
     for peer in peers:
         handshake.receive_message(peer.sock)
+    _try([peer for peer in peers if peer.link.needs_test])
+
+
+def _try(peers: Sequence[RdmaPeer]) -> None:
+    """Write a pattern through each link and look whether it is there. Both sides say why not before
+    either gives up."""
+    for peer in peers:
+        seed = secrets.randbits(63)
+        peer.link.write_pattern(seed)
+        handshake.send_message(peer.sock, {"seed": seed})
+    faults = []
+    for peer in peers:
+        message, _ = handshake.receive_message(peer.sock)
+        fault = peer.link.pattern_fault(int(message.get("seed", 0)))
+        handshake.send_message(peer.sock, {"fault": fault})
+        faults.append((peer, fault))
+    for peer in peers:
+        message, _ = handshake.receive_message(peer.sock)
+        faults.append((peer, str(message.get("fault", ""))))
+    for peer, fault in faults:
+        if fault:
+            raise TransportUnavailable(
+                f"the RDMA link with rank {peer.peer} does not deliver what is written to GPU "
+                f"memory: {fault}. An IOMMU or ACS redirects traffic between card and GPU: turn it "
+                "off in the firmware, or use --dpp-gpudirect off"
+            )
