@@ -54,3 +54,35 @@ def test_losses_rates_and_norms_are_megatron_lms(
         losses = [row["lm loss"] for row in result.evaluations]
         expected = [row["lm loss (exact)"] for row in config["eval"]]
         assert losses == pytest.approx(expected, abs=1e-5)
+
+
+# Printed by unmodified Megatron-LM (core_r0.16.0 at 96ea1d1c, megatron/core as in 0.16.1) on a CPU
+# for the flags of s_gpt_pp1 with dropout 0.1, 8 iterations and these layouts.
+WITH_DROPOUT = {
+    "": (10.847786903381348, 10.849079132080078, 10.758633613586426, 10.643075942993164),
+    "--num-layers-per-virtual-pipeline-stage 2": (
+        10.84544563293457, 10.85004997253418, 10.755741119384766, 10.646245956420898
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        pytest.param("", id="pp2"),
+        pytest.param(
+            "--num-layers-per-virtual-pipeline-stage 2", id="pp2-vpp2", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_dropout_in_a_static_pipeline_draws_as_megatron_lm_when_asked_to(
+    reference: Path, data: Path, chunks: str
+) -> None:
+    config = json.loads((reference / "expected.json").read_text())["configs"]["s_gpt_pp1"]
+    flags = (
+        f"{_flags(reference, data, config)} --hidden-dropout 0.1 --attention-dropout 0.1 "
+        "--train-iters 8 --lr-decay-iters 8 --eval-interval 10 --eval-iters 0 --exit-interval 4 "
+        f"--pipeline-model-parallel-size 2 {chunks} --no-dpp-task-rng --device cpu"
+    )
+    result = train(data, f"dropout{len(chunks)}", 2, flags)
+    assert result.column("lm loss") == pytest.approx(WITH_DROPOUT[chunks], abs=1e-5)
