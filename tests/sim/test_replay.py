@@ -28,7 +28,8 @@ def test_a_simulated_run_replays_in_its_own_time(
 ) -> None:
     shape = Shape(p, v if p > 1 else 1, m)
     drawn = condition_costs(condition, shape, seed)
-    costs = Costs(drawn.durations, [Hop(h.latency, 0.0, h.scale) for h in drawn.hops])
+    hops = [Hop(h.latency, 0.0, h.scale) for h in drawn.hops]
+    costs = Costs(drawn.durations, hops, overhead={0: 0.05, 2: 0.01})
     result = Plan(w_pieces=pieces).run(shape, costs)
     assert replay(result.actions, costs, shape.num_chunks) == pytest.approx(result.makespan)
 

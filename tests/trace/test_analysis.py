@@ -14,6 +14,7 @@ from megatron.dpp.sim import load_costs
 from megatron.dpp.sim.whatif import WhatIf, cost_file, plan_of, recorded, removal
 from megatron.dpp.trace.analysis.decisions import differing_decisions
 from megatron.dpp.trace.analysis.limits import Limit
+from megatron.dpp.trace.analysis.links import LinkSamples
 from megatron.dpp.trace.analysis.model import RankIteration, Task
 from megatron.dpp.trace.analysis.stragglers import Culprit
 from megatron.dpp.trace.analysis.summary import summary
@@ -188,3 +189,23 @@ def test_limits():
             Limit.parse(text)
     with pytest.raises(ConfigError, match="no such total; there are bubble, iteration_ms"):
         Limit.parse("nothing>1").broken(totals)
+
+
+def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
+    """A busy receiver sees a message when its task ends: a bound, which was taken for the delay."""
+    from megatron.dpp.sim.whatif import _hop_delay
+    from megatron.dpp.trace.analysis.stragglers import StragglerSearch
+    from megatron.dpp.trace.analysis.work import Shape, Work
+
+    busy = LinkSamples(any=[11_000_000, 12_000_000, 9_000_000])
+    quick = LinkSamples(any=[200_000] * 3, clean=[200_000] * 3)
+    links = {(0, 1): quick, (1, 2): busy, (2, 1): busy, (2, 3): quick}
+    shape = Shape(4, 1, {r: r for r in range(4)}, dict.fromkeys(range(4), (0, 0)), "dpp")
+    tasks = {(rank, 0): {"F": dict.fromkeys(range(8), 10_000_000)} for rank in range(4)}
+    works = [Work(number, tasks) for number in range(3)]
+    assert StragglerSearch(shape, works, [links] * 3, dict.fromkeys(range(4), 0)).find() == []
+    assert _hop_delay(links, range(4), 1) == pytest.approx(200e-6)
+    slow = links | {(1, 2): LinkSamples(any=busy.any, clean=busy.any)}
+    (found,) = StragglerSearch(shape, works, [slow] * 3, dict.fromkeys(range(4), 0)).find()
+    assert (found.name, found.factor) == ("link 1-2", 55.0)
+    assert _hop_delay(slow, range(4), 1) == pytest.approx(11e-3)

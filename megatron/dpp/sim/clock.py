@@ -177,9 +177,9 @@ class _Clock:
         slow = self._costs.slow_times.get(rank)
         end = start + work if slow is None else slow.end(start, work)
         self.slots[rank].append(Slot(action, start, end))
-        self._free_at[rank] = end
+        free = self._free_at[rank] = end + self._costs.overhead.get(rank, 0.0)
         self._idle[rank] = False
-        self._push(max(start, end - self._lead), rank, -1, 0, 0)
+        self._push(max(start, free - self._lead), rank, -1, 0, 0)
         if action.kind != Kind.W:
             self._send(action, stage, end)
 

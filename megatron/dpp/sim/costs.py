@@ -82,11 +82,14 @@ class Costs:
             ``B`` and ``W``.
         hops: ``hops[s]`` leads from stage ``s`` to ``s + 1``; ``num_stages - 1`` of them.
         slow_times: per rank, where it is slow; a rank that is not named works at full speed.
+        overhead: per rank, what passes between the end of a task and the next one's start although
+            nobody waits; the task's output is on its way meanwhile. None for a rank not named.
     """
 
     durations: tuple[list[list[float]], list[list[float]], list[list[float]]]
     hops: list[Hop]
     slow_times: dict[int, SlowTimes] = field(default_factory=dict)
+    overhead: dict[int, float] = field(default_factory=dict)
 
     @property
     def num_stages(self) -> int:

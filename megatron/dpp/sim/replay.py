@@ -32,7 +32,7 @@ class _Replay:
     def __init__(self, orders: Sequence[Sequence[Action]], costs: Costs, num_chunks: int) -> None:
         self._orders, self._costs = orders, costs
         self._stages = interleaved_placement(len(orders), num_chunks).stages
-        self._free = [0.0] * len(orders)
+        self._free, self._end = [0.0] * len(orders), 0.0
         self._position = [0] * len(orders)
         self._pieces = [
             [
@@ -56,7 +56,7 @@ class _Replay:
         ]
         if left:
             raise ValueError(f"the recorded orders wait for each other at {left}")
-        return max(self._free)
+        return self._end
 
     def _advance(self, rank: int) -> bool:
         """Run a rank's tasks until one waits for a message nobody has sent yet."""
@@ -73,7 +73,8 @@ class _Replay:
             took = self._costs.durations[action.kind][stage][action.microbatch]
             if action.kind == Kind.W:
                 took /= self._pieces[rank][action.chunk]
-            self._free[rank] = start + took
+            self._end = max(self._end, start + took)
+            self._free[rank] = start + took + self._costs.overhead.get(rank, 0.0)
             self._position[rank] += 1
             if action.kind != Kind.W:
                 self._send(action, stage, start + took)

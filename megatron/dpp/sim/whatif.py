@@ -2,11 +2,11 @@
 changed.
 
 The recorded task times and link delays of the iterations become the simulator's costs, task by
-task and message by message, so jitter stays what it was. What the host needed between tasks is
-added to the tasks. The run *as it was* is replayed in its recorded order; that time stands beside
-the measured one, and what the costs do not explain is taken to stay in proportion. A change is
-simulated with decisions made anew. The time after the last task (gradient reduction, optimizer) is
-taken to stay.
+task and message by message, so jitter stays what it was; what the host needed between tasks lies
+between them there too. The run *as it was* is replayed in its recorded order; that time stands
+beside the measured one, and what the costs do not explain is taken to stay in proportion. A change
+is simulated with decisions made anew. The time after the last task (gradient reduction, optimizer)
+is taken to stay.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Recorded:
         hops: the typical delay of each hop.
         delays: per hop and direction, each microbatch's own where it was waited for.
         orders: each rank's tasks as they ran.
+        overhead: by place, what the host needed after each of them.
     """
 
     shape: Shape
@@ -52,13 +53,15 @@ class Recorded:
     hops: list[float]
     delays: list[tuple[list[float], list[float]]]
     orders: list[list[Action]]
+    overhead: list[float]
     split: bool
     window: float
     tail: float
 
     def costs(self) -> Costs:
         """What the simulator takes; queueing on a link is in its delays already."""
-        return Costs(self.tasks, [Hop(1.0, 0.0, delays) for delays in self.delays])
+        hops = [Hop(1.0, 0.0, delays) for delays in self.delays]
+        return Costs(self.tasks, hops, overhead=dict(enumerate(self.overhead)))
 
     @property
     def num_pieces(self) -> int:
@@ -95,9 +98,17 @@ def _host_per_task(times: IterationTimes, rank: int, num_tasks: int) -> float:
 
 
 def _hop_delay(links: dict[Link, LinkSamples], ranks: Sequence[int], stage: int) -> float:
+    """Of a link for which nobody waited only a bound is known; the others say what is usual."""
     a, b = ranks[stage % len(ranks)], ranks[(stage + 1) % len(ranks)]
-    known = [links[link].delay for link in ((a, b), (b, a)) if link in links]
-    return statistics.fmean(known) / _SECOND if known else 0.0
+    own = [links[link] for link in ((a, b), (b, a)) if link in links]
+    clean = [samples.delay for samples in own if samples.clean]
+    if clean:
+        return statistics.fmean(clean) / _SECOND
+    bounds = [samples.delay for samples in own]
+    usual = [samples.delay for samples in links.values() if samples.clean]
+    if usual:
+        bounds.append(round(statistics.median(usual)))
+    return min(bounds, default=0) / _SECOND
 
 
 def _message_delays(
@@ -133,12 +144,11 @@ def recorded(
         rank = ranks[stage % num_ranks]
         kinds = work_.tasks.get((rank, stage // num_ranks), {})
         num_microbatches = num_microbatches or len(kinds.get("F", {}))
-        extra = _host_per_task(times, rank, work_.num_tasks(rank))
         for kind, table in zip("FBW", tables, strict=True):
             found = kinds.get(kind, {})
             if len(found) != num_microbatches and not (kind == "W" and not found):
                 return None
-            row = [found[i] / _SECOND + extra for i in sorted(found)]
+            row = [found[i] / _SECOND for i in sorted(found)]
             table.append(row or [0.0] * num_microbatches)
     stages = range(num_ranks * num_chunks - 1)
     return Recorded(
@@ -147,6 +157,7 @@ def recorded(
         [_hop_delay(links, ranks, stage) for stage in stages],
         [_message_delays(links, ranks, stage, num_microbatches) for stage in stages],
         [[Action(Kind[k], *rest) for k, *rest in work_.orders[rank]] for rank in ranks],
+        [_host_per_task(times, rank, len(work_.orders[rank])) for rank in ranks],
         split=any(any(row) for row in tables[2]),
         window=times.window / _SECOND,
         tail=(times.total - times.window) / _SECOND,
@@ -445,13 +456,19 @@ def predict_all(
 def cost_file(runs: Sequence[Recorded]) -> dict[str, object]:
     """All samples as the simulator's cost file (``megatron.dpp.sim.measured``)."""
     shape = runs[0].shape
+
+    def samples(kind: Kind, stage: int) -> list[float]:
+        """With the host's part, for which the file has no place of its own."""
+        if kind is Kind.W and not runs[0].split:
+            return []
+        return [
+            time + run.overhead[stage % shape.num_ranks] * (run.num_pieces if kind is Kind.W else 1)
+            for run in runs
+            for time in run.tasks[kind][stage]
+        ]
+
     stages = [
-        {
-            kind.name: [t for run in runs for t in run.tasks[kind][stage]]
-            if kind is not Kind.W or runs[0].split
-            else []
-            for kind in Kind
-        }
+        {kind.name: samples(kind, stage) for kind in Kind}
         for stage in range(shape.num_ranks * shape.num_chunks)
     ]
     hops = [[run.hops[hop] for run in runs] for hop in range(len(runs[0].hops))]

@@ -1,8 +1,9 @@
 """How long messages take on each link, and which link is slow.
 
 A receiver sees a message when it looks, and it looks between tasks; so the delay of a message that
-arrived during a task says more about the task than about the link. Where enough messages arrived
-while their receiver was waiting, only these count.
+arrived during a task says more about the task than about the link: the link was no slower than
+that. Messages that arrived while their receiver was waiting say how slow it was, and only a link
+with some of them is known.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass, field
 from megatron.dpp.trace.analysis.model import Arrival, Iteration, RankIteration
 
 _LOOK_NS = 100_000
-_ENOUGH = 3
-_FASTEST_SHARE = 0.1
+ENOUGH = 3
+"""Clean samples from which on a link's delay is known."""
 
 Link = tuple[int, int]
 
@@ -33,11 +34,8 @@ class LinkSamples:
 
     @property
     def delay(self) -> int:
-        """The typical delay of a message: median of the clean ones, else a low quantile of all."""
-        if len(self.clean) >= _ENOUGH:
-            return round(statistics.median(self.clean))
-        ordered = sorted(self.any)
-        return ordered[int(len(ordered) * _FASTEST_SHARE)] if ordered else 0
+        """The typical delay of a message: median of the clean ones, else the least upper bound."""
+        return round(statistics.median(self.clean)) if self.clean else min(self.any, default=0)
 
     @property
     def bandwidth(self) -> float:

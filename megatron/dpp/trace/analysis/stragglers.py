@@ -23,7 +23,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron.dpp.trace.analysis.links import Link, LinkSamples, merge_links
+from megatron.dpp.trace.analysis.links import ENOUGH, Link, LinkSamples, merge_links
 from megatron.dpp.trace.analysis.work import Cell, Shape, Work
 
 _SLOW = 1.15
@@ -186,11 +186,15 @@ class StragglerSearch:
         found: list[Culprit] = []
         for pair in sorted(pairs):
             own = [link for link in total if tuple(sorted(link)) == pair]
-            other = [s.delay for link, s in total.items() if link not in own]
-            flags = [(n, self._link_is_slow(part, own)) for n, part in self._per_iteration()]
+            seen = [delay for link in own for delay in total[link].clean]
+            slow = [(n, self._link_is_slow(part, own)) for n, part in self._per_iteration()]
+            flags = [(n, flag) for n, flag in slow if flag is not None]
+            if len(seen) < ENOUGH:
+                continue
+            other = _delays_of_others(total, own)
             share, since = _history(flags)
             if share >= _OFTEN:
-                delay = statistics.median(total[link].delay for link in own)
+                delay = statistics.median(seen)
                 usual = (
                     _low_median(other) if other else _LONELY_LINK_SHARE * self._typical_forward()
                 )
@@ -203,12 +207,13 @@ class StragglerSearch:
     def _per_iteration(self) -> list[tuple[int, dict[Link, LinkSamples]]]:
         return list(zip(self._numbers, self._links, strict=True))
 
-    def _link_is_slow(self, part: dict[Link, LinkSamples], own: list[Link]) -> bool:
-        mine = [part[link].delay for link in own if link in part]
-        others = [samples.delay for link, samples in part.items() if link not in own]
+    def _link_is_slow(self, part: dict[Link, LinkSamples], own: list[Link]) -> bool | None:
+        """None where nobody was looking when a message of it came."""
+        mine = [delay for link in own if link in part for delay in part[link].clean]
         if not mine:
-            return False
+            return None
         delay, forward = statistics.median(mine), self._typical_forward()
+        others = _delays_of_others(part, own)
         if not others:
             return delay > _LONELY_LINK_SHARE * forward
         typical = _low_median(others)
@@ -240,6 +245,12 @@ class StragglerSearch:
             for rank, factor in sorted(spread.items(), key=lambda item: -item[1])
             if rank not in explained
         ]
+
+
+def _delays_of_others(part: dict[Link, LinkSamples], own: list[Link]) -> list[int]:
+    """Of links with clean samples, or, where there is none, the bounds that the rest have."""
+    others = [samples for link, samples in part.items() if link not in own]
+    return [s.delay for s in others if s.clean] or [s.delay for s in others]
 
 
 def _spread(ratios: list[float]) -> float:
