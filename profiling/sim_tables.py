@@ -1,8 +1,8 @@
 """Hold the simulator to the design's tables: makespan over the busiest rank's own work, ours beside
 the design's figures.
 
-Writes ``docs/benchmarks/simulator.md``. Takes about ten minutes on two cores (``--seeds 20
---workers 2``).
+Writes ``docs/benchmarks/simulator.md``. Takes about an hour of one core with 20 seeds (``--cache``
+keeps what is finished).
 """
 
 from __future__ import annotations
