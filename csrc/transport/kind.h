@@ -28,6 +28,7 @@ enum class Step {
   kDone,   // finished
   kAgain,  // not yet: the owner is woken when that may have changed
   kPoll,   // not yet, and nothing will wake the owner: ask again soon
+  kMoved,  // as kPoll, and a piece of the message has just moved: ask again at once
 };
 
 // The sending half of one channel. Errors are thrown as dpp::Error.
@@ -72,8 +73,8 @@ class Receiver {
 
   // Whether settle() has anything to do: the progress thread is then woken by every release().
   virtual bool settles() const { return false; }
-  // Progress thread: what goes on between arrival and take(), and after release(). kPoll while it
-  // waits for a GPU.
+  // Progress thread: what goes on between arrival and take(), and after release(). kPoll or kMoved
+  // while it waits for a GPU. `progressed` becomes true when the caller's thread should look again.
   virtual Step settle(bool& progressed) {
     static_cast<void>(progressed);
     return Step::kDone;

@@ -123,9 +123,12 @@ Step StagedSender::finished() {
   const cuda::Current current(*device_);
   if (!following_) follow_producer(parcel);
   following_ = true;
+  const uint64_t before = issued_ + produced_;
   while (next_chunk_ != count && has_buffer()) fill_next(parcel);
   while (produced_ != issued_ && filled_.passed(produced_ + 1)) publish();
-  if (next_chunk_ != count || produced_ != issued_) return Step::kPoll;
+  if (next_chunk_ != count || produced_ != issued_) {
+    return issued_ + produced_ != before ? Step::kMoved : Step::kPoll;
+  }
   ++num_finished_;
   next_chunk_ = 0;
   following_ = false;
@@ -147,10 +150,11 @@ StagedReceiver::StagedReceiver(cuda::DevicePtr device, std::shared_ptr<cuda::Str
 Step StagedReceiver::settle(bool& progressed) {
   const Step freed = DeviceReceiver::settle(progressed);
   const Step moved = move_chunks(progressed);
-  return freed == Step::kPoll ? freed : moved;
+  return moved == Step::kDone ? freed : moved;
 }
 
 Step StagedReceiver::move_chunks(bool& progressed) {
+  const uint64_t before = issued_ + consumed_;
   while (true) {
     // Acquire at least: the sender wrote header and chunk before.
     const uint64_t produced = control_.produced.load(std::memory_order_seq_cst);
@@ -162,10 +166,11 @@ Step StagedReceiver::move_chunks(bool& progressed) {
     }
     while (issued_ != produced) empty_next();
     while (consumed_ != issued_ && emptied_.passed(consumed_ + 1)) {
-      consume();
-      progressed = true;
+      if (consume()) progressed = true;
     }
-    if (consumed_ != issued_ || next_chunk_ != 0) return Step::kPoll;
+    if (consumed_ != issued_ || next_chunk_ != 0) {
+      return issued_ + consumed_ != before ? Step::kMoved : Step::kPoll;
+    }
     control_.asleep.store(1, std::memory_order_seq_cst);
     if (control_.produced.load(std::memory_order_seq_cst) == issued_) return Step::kDone;
     control_.asleep.store(0, std::memory_order_relaxed);
@@ -202,11 +207,11 @@ void StagedReceiver::empty_next() {
   if (last) next_chunk_ = 0;
 }
 
-void StagedReceiver::consume() {
-  ++consumed_;
-  if (ends_message_[consumed_ % StagedBlock::kBuffers])
-    arrived_.fetch_add(1, std::memory_order_release);
+bool StagedReceiver::consume() {
+  const bool complete = ends_message_[++consumed_ % StagedBlock::kBuffers];
+  if (complete) arrived_.fetch_add(1, std::memory_order_release);
   control_.consumed.store(consumed_, std::memory_order_release);
+  return complete;
 }
 
 }  // namespace dpp

@@ -93,7 +93,7 @@ class StagedReceiver : public DeviceReceiver {
   Step move_chunks(bool& progressed);
   void start_message();
   void empty_next();
-  void consume();
+  bool consume();  // whether that was the last chunk of a message
 
   const std::shared_ptr<cuda::Stream> stream_;
   const std::shared_ptr<StagedBlock> block_;

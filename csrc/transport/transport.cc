@@ -31,7 +31,7 @@ constexpr int kNotesMs = 5;
 // far: what it waits for is noticed at most 3 % late, and a long wait costs little.
 constexpr uint64_t kNapShare = 32;
 constexpr uint64_t kShortestNapNs = 2'000;
-constexpr uint64_t kLongestNapNs = 50'000;
+constexpr uint64_t kLongestNapNs = 25'000;
 
 // epoll data: peer index and which of its descriptors.
 uint64_t socket_tag(size_t peer) { return 2 * (peer + 1); }
@@ -43,6 +43,17 @@ uint64_t largest_slot(const std::vector<Geometry>& channels) {
   uint64_t largest = 0;
   for (const Geometry& channel : channels) largest = std::max(largest, channel.slot_bytes);
   return largest;
+}
+
+// How urgently the progress thread has to ask again.
+int urgency(Step step) {
+  switch (step) {
+    case Step::kDone: return 0;
+    case Step::kAgain: return 1;
+    case Step::kPoll: return 2;
+    case Step::kMoved: return 3;
+  }
+  return 0;
 }
 
 void nap(uint64_t nanoseconds) {
@@ -467,6 +478,8 @@ void Transport::kick() {
 
 void Transport::run() {
   ::pthread_setname_np(::pthread_self(), "dpp-transport");
+  // By default the kernel may add 50 us to every nap, which is more than most of them are long.
+  ::prctl(PR_SET_TIMERSLACK, 1);
   try {
     progress();
   } catch (const Error& error) {
@@ -481,9 +494,10 @@ void Transport::progress() {
   uint64_t polling_since = 0;
   while (!stop_.load(std::memory_order_acquire)) {
     bool progressed = false;
-    const bool active = advance_all(progressed) == Step::kPoll;
+    const Step step = advance_all(progressed);
+    const bool active = urgency(step) >= urgency(Step::kPoll);
     if (progressed) bell_.ring();  // flush() sleeps on it
-    if (!active || progressed) polling_since = 0;
+    if (!active || progressed || step == Step::kMoved) polling_since = 0;
     if (active) {
       const uint64_t now = monotonic_ns();
       if (polling_since == 0) polling_since = now;
@@ -499,7 +513,7 @@ void Transport::progress() {
 Step Transport::advance_all(bool& progressed) {
   Step all = Step::kDone;
   const auto add = [&all](Step step) {
-    if (step == Step::kPoll || all == Step::kDone) all = step;
+    if (urgency(step) > urgency(all)) all = step;
   };
   for (const auto& channel : outgoing_) add(channel->advance(progressed));
   for (Receiver* receiver : settling_) add(receiver->settle(progressed));
