@@ -3,6 +3,8 @@
 
     python profiling/bench_schedule.py --ranks 4 --hidden 4096 --vocabulary 4096 --microbatches 8
     python profiling/bench_schedule.py --ranks 4 --inject transient:2x:20% --microbatches 32
+    python profiling/bench_schedule.py --ranks 2 --vocabulary 50304 --schedules static2,laidsplit2 \
+        --layout 'Etttt|ttttt|ttttt|ttL'
 
 On GPUs every rank builds the same GPT once per number of chunks and runs megatron-core's 1F1B or
 interleaved schedule and ours, fused and split, in turns. Printed per schedule: the median time of
@@ -18,10 +20,12 @@ import argparse
 import gc
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,9 +39,34 @@ _WARM_UP_STEPS = 4
 """Two eager steps, one that captures graphs, one that replays them."""
 
 
+@dataclass(frozen=True)
+class Name:
+    """What a schedule's name on the command line stands for."""
+
+    text: str
+    laid: bool
+    mode: str
+    kind: str
+    num_chunks: int
+
+    @classmethod
+    def parse(cls, text: str) -> Name:
+        match = re.fullmatch(r"(laid)?(eager|graph|traced)?(static|fused|split)(\d+)", text)
+        if match is None or (match[2] == "traced" and match[3] == "static"):
+            raise SystemExit(f"--schedules: {text!r} is none; see --help")
+        return cls(text, bool(match[1]), match[2] or "", match[3], int(match[4]))
+
+    @property
+    def model(self) -> tuple[int, bool]:
+        """Schedules with the same one run the same model."""
+        return self.num_chunks, self.laid
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4, help="pipeline size")
+    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel size")
+    parser.add_argument("--sequence-parallel", action="store_true", help="with --tensor")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=32)
@@ -49,9 +78,10 @@ def parse_arguments() -> argparse.Namespace:
         "--schedules",
         default="static1,static2,static4,fused2,split1,split2,split4",
         help="static, fused or split, followed by the number of chunks per rank; with a prefix, "
-        "eagersplit2 never uses CUDA graphs, graphsplit2 and graphstatic2 always do, and "
-        "tracedsplit2 writes a trace",
+        "eagersplit2 never uses CUDA graphs, graphsplit2 and graphstatic2 always do, "
+        "tracedsplit2 writes a trace, and laidsplit2 has --layout",
     )
+    parser.add_argument("--layout", help="as --pipeline-model-parallel-layout, for laid... ones")
     parser.add_argument("--inject", default="", help="variability, as --dpp-inject; none if empty")
     parser.add_argument("--cap", default="auto", help="as --dpp-activation-cap")
     parser.add_argument("--transport", default="auto", help="as --dpp-transport")
@@ -64,24 +94,36 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trace-dir", type=Path, default=Path("benchmark"), help="for traced ones")
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--sleep-ms", type=float, default=20.0, help="a chunk's F without a GPU")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.names = [Name.parse(text) for text in args.schedules.split(",")]
+    if any(name.laid for name in args.names) and not args.layout:
+        parser.error("--schedules has laid... ones: --layout says how")
+    return args
 
 
 class Model:
-    """A GPT cut into p ranks x v chunks, its data and its static reference."""
+    """A GPT cut into p ranks x v chunks, its data and its static reference.
 
-    def __init__(self, args: argparse.Namespace, num_chunks: int) -> None:
+    Args:
+        args: the command line.
+        num_chunks: v.
+        layout: as Megatron's --pipeline-model-parallel-layout; None: as many layers everywhere.
+    """
+
+    def __init__(self, args: argparse.Namespace, num_chunks: int, layout: str | None) -> None:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         self.args, self.num_chunks = args, num_chunks
         virtual = num_chunks if num_chunks > 1 else None
         parallel_state.initialize_model_parallel(
-            pipeline_model_parallel_size=args.ranks, virtual_pipeline_model_parallel_size=virtual
+            tensor_model_parallel_size=args.tensor,
+            pipeline_model_parallel_size=args.ranks,
+            virtual_pipeline_model_parallel_size=virtual,
         )
         torch.manual_seed(1234)
         model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-        self.config = self._config(virtual)
+        self.config = self._config(virtual, layout)
         self.chunks = [self._chunk(c if virtual else None) for c in range(num_chunks)]
         generator = torch.Generator().manual_seed(7)
         shape = (args.micro_batch, args.sequence + 1)
@@ -89,7 +131,7 @@ class Model:
         self.positions = torch.arange(args.sequence, device="cuda").expand(args.micro_batch, -1)
         self.num_bytes = reserved()
 
-    def _config(self, virtual: int | None) -> Any:
+    def _config(self, virtual: int | None, layout: str | None) -> Any:
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.transformer import TransformerConfig
 
@@ -98,8 +140,11 @@ class Model:
             num_layers=args.layers,
             hidden_size=args.hidden,
             num_attention_heads=args.heads,
+            tensor_model_parallel_size=args.tensor,
+            sequence_parallel=args.sequence_parallel,
             pipeline_model_parallel_size=args.ranks,
             virtual_pipeline_model_parallel_size=virtual,
+            pipeline_model_parallel_layout=layout,
             pipeline_dtype=torch.bfloat16,
             params_dtype=torch.bfloat16,
             bf16=True,
@@ -181,41 +226,16 @@ def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return loss, {"lm loss": loss.detach()}
 
 
-class GraphedStatic:
-    """A static schedule whose blocks are replayed as ours are, so that only the order differs."""
-
-    def __init__(self, schedule: Any, model: Model) -> None:
-        from megatron.dpp.mcore.graphs import ChunkGraphs
-
-        self._schedule = schedule
-        self._graphs = ChunkGraphs(model.chunks, None, _say, lambda: True)
-        shape = (model.args.sequence, model.args.micro_batch, model.args.hidden)
-        self._example = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-
-    def __call__(self, **keywords: Any) -> list[Any]:
-        with self._graphs.bound(self._example):
-            result: list[Any] = self._schedule(**keywords)
-        return result
-
-    @property
-    def injected_seconds(self) -> float:
-        seconds: float = self._schedule.injected_seconds
-        return seconds
-
-    def close(self) -> None:
-        self._schedule.close()
-
-
 class Traced:
     """A schedule with the trace on, and the file that it writes."""
 
     def __init__(self, model: Model) -> None:
         from megatron.dpp.trace import TraceLayout, open_recorder
 
-        args = model.args
+        args, rank = model.args, dist.get_rank()
         layout = TraceLayout(
-            data=0, pipeline=dist.get_rank(), tensor=0,
-            data_size=1, pipeline_size=args.ranks, tensor_size=1, num_chunks=model.num_chunks,
+            data=0, pipeline=rank // args.tensor, tensor=rank % args.tensor, data_size=1,
+            pipeline_size=args.ranks, tensor_size=args.tensor, num_chunks=model.num_chunks,
         )  # fmt: skip
         folder = args.trace_dir / f"traced{model.num_chunks}"
         self.recorder = open_recorder(folder, rank=dist.get_rank(), layout=layout, device="cuda")
@@ -242,19 +262,19 @@ def _say(line: str) -> None:
         print(line)
 
 
-def make_schedule(model: Model, name: str) -> Any:
+def make_schedule(model: Model, name: Name) -> Any:
     """The schedule that a name such as ``static2`` or ``split4`` stands for."""
     from megatron.dpp import DppConfig, DppSchedule
     from megatron.dpp.runtime.static import StaticSchedule
 
     args = model.args
     inject = args.inject or None
-    if "static" in name:
-        static = StaticSchedule(DppConfig(inject=inject))
-        return GraphedStatic(static, model) if name.startswith("graph") else static
+    if name.kind == "static":
+        graphs = "on" if name.mode == "graph" else "off"
+        return StaticSchedule(DppConfig(inject=inject, cuda_graphs=graphs), log=_say)
     config = DppConfig(
-        split_backward="split" in name,
-        cuda_graphs={"e": "off", "g": "on"}.get(name[0], "auto"),
+        split_backward=name.kind == "split",
+        cuda_graphs={"eager": "off", "graph": "on"}.get(name.mode, "auto"),
         activation_cap=args.cap,
         transport=args.transport,
         lookahead=args.lookahead,
@@ -262,7 +282,7 @@ def make_schedule(model: Model, name: str) -> Any:
         inject=inject,
         timeout=120.0,
     )
-    if not name.startswith("traced"):
+    if name.mode != "traced":
         return DppSchedule(config, log=_say)
     traced = Traced(model)
     traced.schedule = DppSchedule(config, log=_say, recorder=traced.recorder)
@@ -281,7 +301,7 @@ def timed_step(model: Model, schedule: Any, num_microbatches: int) -> float:
     return float(took.item())
 
 
-def verify(model: Model, names: list[str], num_microbatches: int) -> dict[str, bool]:
+def verify(model: Model, names: list[Name], num_microbatches: int) -> dict[str, bool]:
     """Whether each schedule's losses and gradients equal the first one's, on every rank."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -299,7 +319,7 @@ def verify(model: Model, names: list[str], num_microbatches: int) -> dict[str, b
         )
         flag = torch.tensor([int(same)], device="cuda")
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        equal[name] = bool(flag.item())
+        equal[name.text] = bool(flag.item())
         del got
         schedule.close()
     torch.use_deterministic_algorithms(False)
@@ -346,10 +366,10 @@ def typical(times: list[float], injected: bool) -> float:
     return statistics.fmean(times) if injected else statistics.median(times)
 
 
-def measure(model: Model, names: list[str], num_microbatches: int) -> list[dict[str, Any]]:
+def measure(model: Model, names: list[Name], num_microbatches: int) -> list[dict[str, Any]]:
     """All schedules of one number of chunks, in turns."""
     args = model.args
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[Name, list[float]] = {name: [] for name in names}
     schedules, memory, prolonged = {}, {}, dict.fromkeys(names, 0.0)
     for name in names:
         before = reserved() - model.num_bytes
@@ -366,10 +386,10 @@ def measure(model: Model, names: list[str], num_microbatches: int) -> list[dict[
             prolonged[name] += (injected(schedule) - before) / (args.rounds * args.iterations)
     rows = []
     for name, schedule in schedules.items():
-        dynamic = "static" not in name
+        dynamic = name.kind != "static"
         rows.append(
             {
-                "schedule": name,
+                "schedule": name.text,
                 "microbatches": num_microbatches,
                 "ms": typical(times[name], bool(args.inject)),
                 "spread_ms": [min(times[name]), max(times[name])],
@@ -389,10 +409,9 @@ def worker(args: argparse.Namespace) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rows: list[dict[str, Any]] = []
-    names = args.schedules.split(",")
-    for num_chunks in sorted({int(name.lstrip("abcdefghijklmnopqrstuvwxyz")) for name in names}):
-        model = Model(args, num_chunks)
-        mine = [n for n in names if int(n.lstrip("abcdefghijklmnopqrstuvwxyz")) == num_chunks]
+    for num_chunks, laid in sorted({name.model for name in args.names}):
+        model = Model(args, num_chunks, args.layout if laid else None)
+        mine = [name for name in args.names if name.model == (num_chunks, laid)]
         for num_microbatches in args.microbatches:
             rows += measure(model, mine, num_microbatches)
         model.close()
@@ -405,8 +424,9 @@ def report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Print the table, and write JSON when asked to."""
     print(
         f"\nhidden {args.hidden}, {args.layers} layers, vocabulary {args.vocabulary}, sequence "
-        f"{args.sequence}, micro batch {args.micro_batch}, PP={args.ranks}, inject "
-        f"{args.inject or 'nothing'}, {torch.cuda.get_device_name()}, torch {torch.__version__}"
+        f"{args.sequence}, micro batch {args.micro_batch}, PP={args.ranks}, TP={args.tensor}, "
+        f"inject {args.inject or 'nothing'}, {torch.cuda.get_device_name()}, torch "
+        f"{torch.__version__}"
     )
     print(
         "m  | schedule | ms (min..max) | / best static | / own work | peak GB | us/task | "
@@ -463,7 +483,7 @@ def main() -> int:
 
         return bench_sleeping.run(args)
     if "RANK" not in os.environ:
-        return launch(args.ranks)
+        return launch(args.ranks * args.tensor)
     worker(args)
     return 0
 

@@ -78,7 +78,8 @@ class DppConfig:
     cuda_graphs: str = _option(
         "auto",
         "on a GPU: capture each chunk's forward, backward and weight gradients once and replay "
-        "them: auto (where launching them takes nearly as long as running them), on, off",
+        "them: auto (with --use-dpp, where launching them takes nearly as long as running them), "
+        "on (without --use-dpp, too), off",
     )
     task_rng: bool = _option(
         True,

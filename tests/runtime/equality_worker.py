@@ -155,7 +155,7 @@ def run_case(case: dict[str, Any]) -> None:
         kind: Any = StaticSchedule if settings.pop("static", False) else DppSchedule
         replays: list[Rerun] = []
         if settings.get("cuda_graphs") == "on":
-            kind = partial(DppSchedule, capture=partial(Rerun, replays=replays))
+            kind = partial(kind, capture=partial(Rerun, replays=replays))
         with kind(DppConfig(**settings), seed=1234) as schedule:
             got = train(case, schedule)
         if settings.get("cuda_graphs") == "on":

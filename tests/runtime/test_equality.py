@@ -62,6 +62,25 @@ def test_captured_tasks() -> None:
     )
 
 
+def test_captured_tasks_of_static_schedules() -> None:
+    """Where a backward starts the reduction of gradients, a replayed one does so, too."""
+    static = {"static": True, "cuda_graphs": "on"}
+    check(
+        2,
+        case("graphs tp2", 1, 3, static, tp=2, sp=True, layers=2, iterations=4),
+        case("graphs dp2", 1, 3, static, layers=2, iterations=4, dropout=0.1),
+        case("graphs dp2 overlap", 1, 3, static, layers=2, iterations=4, overlap=True),
+        case("graphs dp2 overlap, one microbatch", 1, 1, static, layers=2, iterations=4,
+             overlap=True, distributed_optimizer=True),
+        case("graphs v2", 2, 4, static, v=2, iterations=4),
+    )  # fmt: skip
+
+
+def test_captured_tasks_of_tensor_parallel_stages() -> None:
+    late = {"inject": LATE, "cuda_graphs": "on"}
+    check(4, case("graphs tp2", 2, 4, late, v=2, tp=2, sp=True, layers=4, iterations=4))
+
+
 def test_tensor_and_data_parallel() -> None:
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
     check(

@@ -122,7 +122,6 @@ def test_without_gradients_nothing_is_captured(chunk: Chunk) -> None:
 
 
 def test_graphs_are_taken_where_launching_is_the_bottleneck() -> None:
-    assert why_no_graphs("auto", 0.9, shares_stage=False) is None
-    assert "33%" in (why_no_graphs("auto", 0.33, shares_stage=False) or "")
-    assert "collectives" in (why_no_graphs("auto", 0.9, shares_stage=True) or "")
-    assert why_no_graphs("on", 0.1, shares_stage=True) is None
+    assert why_no_graphs("auto", 0.9) is None
+    assert "33%" in (why_no_graphs("auto", 0.33) or "")
+    assert why_no_graphs("on", 0.1) is None

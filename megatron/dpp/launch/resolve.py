@@ -174,6 +174,8 @@ def resolve(
             flags.pop("--overlap-grad-reduce", None)  # both do so by themselves
         flags |= _batch(options, flags, setting, layout)
         flags |= _recompute(options.recompute)
+        if setting.on_gpu and not by_deepspeed and _replays(options, flags, layout):
+            flags.setdefault("--dpp-cuda-graphs", "on")
     if options.save:
         flags["--save"] = options.save
         flags.setdefault("--save-interval", 1000)
@@ -217,6 +219,16 @@ def _layout_flags(options: argparse.Namespace, layout: Layout, setting: Setting)
     if layout.chunks > 1:
         flags["--num-virtual-stages-per-pipeline-rank"] = layout.chunks
     return flags
+
+
+def _replays(options: argparse.Namespace, flags: Flags, layout: Layout) -> bool:
+    """Whether to replay graphs though no dynamic pipeline chooses them. Tensor-parallel layers are
+    small, so launching takes longer than computing; without a pipeline one activation is in flight
+    at a time, so the graphs need no memory of their own.
+    """
+    recomputes = any(name.startswith("--recompute") for name in flags)
+    alone = layout.tensor > 1 and layout.pipeline == 1
+    return alone and not recomputes and (options.arch or "gpt") == "gpt"
 
 
 def _shard_flags(shard: str, by_deepspeed: bool) -> Flags:

@@ -136,6 +136,7 @@ class _Graphs:
         self._aliases: list[torch.Tensor] = []
         self._live: torch.Tensor | None = None
         self._deferred: dict[int, list[DeferredWork]] = {}
+        self._given: list[torch.nn.Parameter] = []
         self._unfinished = 0
         self._forward = owner.capture(self._run_forward, slot.pool)
         self._backward = owner.capture(self._run_backward, slot.pool)
@@ -159,9 +160,14 @@ class _Graphs:
             )
         self._live, self._aliases = None, []
         self._slots.grad_input.copy_(gradients[0])
-        for (_, accumulate), gradient in zip(owner.accumulators, gradients[1:], strict=True):
-            if gradient is not None:
-                accumulate(gradient)
+        self._given = []
+        with owner.not_reduced():
+            for (parameter, accumulate), gradient in zip(
+                owner.accumulators, gradients[1:], strict=True
+            ):
+                if gradient is not None:
+                    accumulate(gradient)
+                    self._given.append(parameter)
 
     def _run_weight(self, layer: int) -> None:
         for work in self._deferred.pop(layer, ()):
@@ -190,6 +196,7 @@ class _Graphs:
         """B. The result is a copy: it may still wait to be sent when the buffer is used again."""
         self._slot.grad_output.copy_(gradient)
         self._backward.replay()
+        self._owner.reduce(self._given)
         self._unfinished = len(self._weights)
         for layer in self._weights:
             assert self._owner.store is not None
@@ -257,6 +264,11 @@ class _GraphedBlock:
         self.drawing = drawing
         block: Any = decoder_block(chunk)
         self._block = block
+        self._chunk: Any = chunk
+        # Bucket groups whose reduction DDP starts from within a backward.
+        options = getattr(chunk, "ddp_config", None)
+        overlaps = options is not None and options.overlap_grad_reduce
+        self._reducing: Any = self._chunk.bucket_groups if overlaps else []
         self.store, self.capture, self._say = store, capture, say
         self.num_layers = len(block.layers)
         self.accumulators = [
@@ -276,6 +288,27 @@ class _GraphedBlock:
             self._block.forward = self._call
         else:
             del self._block.forward
+
+    @contextlib.contextmanager
+    def not_reduced(self) -> Iterator[None]:
+        """Gradients that are added meanwhile do not start their reduction."""
+        was = [group.is_last_microbatch for group in self._reducing]
+        for group in self._reducing:
+            group.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            for group, last in zip(self._reducing, was, strict=True):
+                group.is_last_microbatch = last
+
+    def reduce(self, parameters: list[torch.nn.Parameter]) -> None:
+        """These gradients have been added; with the last microbatch's their reduction may start."""
+        if not any(group.is_last_microbatch for group in self._reducing):
+            return
+        ddp = self._chunk
+        for parameter in parameters:
+            group = ddp.param_to_bucket_group[parameter]
+            group.register_grad_ready(parameter, ddp.force_all_reduce)
 
     def addresses(self) -> list[int]:
         """Where the parameters are; graphs read and write them there."""

@@ -231,13 +231,15 @@ class DppSchedule:
                 f"({len(found.receives)} received, {len(found.sends)} sent)"
             )
             return None
-        pays = partial(self._graphs_pay, bool(_stage_ranks(call)))
+        pays = partial(self._graphs_pay, call)
         return ChunkGraphs(call.model, self._weight_gradients, self._log, pays, self._capture)
 
-    def _graphs_pay(self, shares_stage: bool) -> bool:
-        """Whether to capture, now that the first steps have shown how long launching takes."""
+    def _graphs_pay(self, call: StepCall) -> bool:
+        """Whether to capture, now that the first steps have shown how long launching takes; all
+        ranks that compute this stage together say the same.
+        """
         share = self._session.pace.launch_share() if self._session else 0.0
-        reason = why_no_graphs(self.config.cuda_graphs, share, shares_stage)
+        reason = why_no_graphs(self.config.cuda_graphs, _most_of_stage(call, share))
         if reason:
             self._log(f"CUDA graphs: not used, {reason}")
         return not reason
@@ -325,21 +327,15 @@ class DppSchedule:
         self.close()
 
 
-def why_no_graphs(setting: str, launch_share: float, shares_stage: bool) -> str | None:
+def why_no_graphs(setting: str, launch_share: float) -> str | None:
     """Why ``--dpp-cuda-graphs`` leads to none; None where it leads to some.
 
     Args:
         setting: ``auto`` or ``on``.
         launch_share: the part of the tasks' time for which the host is busy launching them.
-        shares_stage: tensor- or context-parallel ranks compute the stage together.
     """
     if setting == "on":
         return None
-    if shares_stage:
-        return (
-            "as collectives inside of graphs have not been tried on GPUs (--dpp-cuda-graphs on "
-            "tries them)"
-        )
     if launch_share < _GRAPHS_PAY_FROM:
         return (
             f"as launching takes {launch_share:.0%} of the time that tasks run (--dpp-cuda-graphs "
@@ -348,15 +344,28 @@ def why_no_graphs(setting: str, launch_share: float, shares_stage: bool) -> str 
     return None
 
 
-def _stage_ranks(call: StepCall) -> list[int]:
-    """Global ranks that share this stage's collectives: tensor- and context-parallel ones, leader
-    first.
-    """
+def _stage_group(call: StepCall) -> torch.distributed.ProcessGroup | None:
+    """The tensor- and context-parallel ranks that share this stage's collectives; None for one."""
     if call.pg_collection.tp.size() * call.pg_collection.cp.size() == 1:
-        return []
+        return None
     group = getattr(call.pg_collection, "tp_cp", None)
-    group = group or parallel_state.get_tensor_and_context_parallel_group()
-    return sorted(torch.distributed.get_process_group_ranks(group))
+    return group or parallel_state.get_tensor_and_context_parallel_group()  # type: ignore[no-any-return]
+
+
+def _stage_ranks(call: StepCall) -> list[int]:
+    """Their global numbers, leader first; none for a single rank."""
+    group = _stage_group(call)
+    return sorted(torch.distributed.get_process_group_ranks(group)) if group else []
+
+
+def _most_of_stage(call: StepCall, value: float) -> float:
+    """The largest ``value`` of the ranks that share this stage. A collective of theirs."""
+    group = _stage_group(call)
+    if group is None:
+        return value
+    most = torch.tensor([value], device=call.boundary_example().device)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
+    return float(most.item())
 
 
 def _replica_name(call: StepCall) -> str:

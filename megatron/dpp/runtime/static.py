@@ -20,6 +20,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore.graphs import Capture, ChunkGraphs
 from megatron.dpp.mcore.rng import TaskRng, needs_task_rng
 from megatron.dpp.mcore.static import (
     ChannelExchange,
@@ -43,10 +44,10 @@ class StaticSchedule:
     """A callable with the keyword signature of ``forward_backward_func``, which it calls.
 
     Args:
-        config: ``transport`` (``auto`` keeps megatron-core's own exchange), ``inject``,
-            ``task_rng``, ``slots`` and ``timeout`` take effect; the rest belongs to the dynamic
-            schedule.
-        recorder, seed, log: as in :class:`~megatron.dpp.DppSchedule`.
+        config: ``transport`` (``auto`` keeps megatron-core's own exchange), ``cuda_graphs`` (only
+            ``on`` takes graphs), ``inject``, ``task_rng``, ``slots`` and ``timeout`` take effect;
+            the rest belongs to the dynamic schedule.
+        recorder, seed, log, capture: as in :class:`~megatron.dpp.DppSchedule`.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class StaticSchedule:
         recorder: Recorder | None = None,
         seed: int | None = None,
         log: Callable[[str], None] | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self.config = config or DppConfig()
         self.iteration = 0
@@ -67,6 +69,9 @@ class StaticSchedule:
         self._exchange: ChannelExchange | None = None
         self._injector: Injector | None = None
         self._pace = pace_for(self.config, follow=True)
+        self._capture = capture
+        self._graphs: ChunkGraphs | None = None
+        self._graphed: list[torch.nn.Module] = []
 
     def __call__(self, **keywords: Any) -> list[Any]:
         """Run one step; keywords, result and errors are megatron-core's."""
@@ -110,7 +115,20 @@ class StaticSchedule:
             )
         if self.config.transport != "auto" and topology.num_ranks > 1:
             around.enter_context(over_channels(self._open(keywords, topology)))
+        if self._captures() and not keywords.get("forward_only"):
+            call = StepCall.checked(**keywords)
+            around.enter_context(self._graphs_of(call).bound(call.boundary_example()))
         around.enter_context(instrument_static_schedule(self._recorder))
+
+    def _captures(self) -> bool:
+        wanted = self.config.cuda_graphs == "on"
+        return wanted and (self._capture is not None or torch.cuda.is_available())
+
+    def _graphs_of(self, call: StepCall) -> ChunkGraphs:
+        if self._graphs is None or self._graphed != call.model:
+            self._graphs = ChunkGraphs(call.model, None, self._log, lambda: True, self._capture)
+            self._graphed = list(call.model)
+        return self._graphs
 
     def _prolonger(self, topology: Topology, iteration: int) -> Callable[[str, int, int], None]:
         if self._injector is None:
@@ -140,7 +158,8 @@ class StaticSchedule:
         return self._exchange
 
     def close(self) -> None:
-        """Close the links. May be called twice."""
+        """Close the links and free what was captured. May be called twice."""
+        self._graphs, self._graphed = None, []
         if self._transport is not None:
             self._transport.close()
             self._transport = self._exchange = None
