@@ -2,7 +2,7 @@
 """Estimated against measured: memory of six layouts, time, and the bubble of the pipelines.
 
     python profiling/bench_memory.py                # four GPUs, GPT-2 345M
-    python profiling/bench_memory.py --only tp2 --only pp4-v2
+    python profiling/bench_memory.py --only tp2 --only pp-v2
     python profiling/bench_memory.py --tiny         # the same runs on a CPU; memory is not measured
 
 Every layout is a run of pretrain_gpt.py with ``--estimate``, which writes what it estimated and
@@ -37,18 +37,23 @@ LAYOUTS = {
     "tp2-sp-selective": (
         "--tensor-model-parallel-size 2 --sequence-parallel --recompute-activations"
     ),
-    "pp4-v1": "--pipeline-model-parallel-size 4 --use-dpp",
-    "pp4-v2": (
-        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --use-dpp"
+    "pp-v1": "--pipeline-model-parallel-size {procs} --use-dpp --dpp-cuda-graphs off",
+    "pp-v2": (
+        "--pipeline-model-parallel-size {procs} --num-virtual-stages-per-pipeline-rank 2 --use-dpp "
+        "--dpp-cuda-graphs off"
     ),
 }
+"""``{procs}`` is all ranks."""
 EXTRA = {
+    "pp-v1-graphs": "--pipeline-model-parallel-size {procs} --use-dpp --dpp-cuda-graphs on",
     "tp1-selective": "--recompute-activations",
     "tp1-full": (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     ),
-    "pp4-v1-static": "--pipeline-model-parallel-size 4",
-    "pp4-v2-static": ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"),
+    "pp-v1-static": "--pipeline-model-parallel-size {procs}",
+    "pp-v2-static": (
+        "--pipeline-model-parallel-size {procs} --num-virtual-stages-per-pipeline-rank 2"
+    ),
     "zero1": "--use-distributed-optimizer",
     "zero2": "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward",
     "zero3": "--use-torch-fsdp2",
@@ -71,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = []
     for name in names:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        results.append(_run(args, name, {**LAYOUTS, **EXTRA}[name]))
+        layout = {**LAYOUTS, **EXTRA}[name].format(procs=args.procs)
+        results.append(_run(args, name, layout))
     if args.json:
         Path(args.json).write_text(json.dumps([vars(each) for each in results], indent=1) + "\n")
     print(f"{_heading(args)}\n")

@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all rows, print the tables, write JSON and a picture when asked to."""
     args = _parse(argv)
     rows: list[Row] = []
+    print("| model | devices | mode | ms/iteration | tokens/s |", file=sys.stderr)
     for model in args.model:
         for devices in args.devices:
             for mode in args.only or MODES:
@@ -75,12 +76,24 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row = _run(args, model, devices, mode)
                 if row is not None:
                     rows.append(row)
+                    _note(args, rows)
         _print_table(model, [row for row in rows if row.model == model])
-    if args.json:
-        Path(args.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     if args.plot:
         _draw(rows, args.plot)
     return 0 if rows else 1
+
+
+def _note(args: argparse.Namespace, rows: list[Row]) -> None:
+    """Keep what was measured so far: the runs take minutes."""
+    row = rows[-1]
+    print(
+        f"| {row.model} | {row.devices} | {row.mode} | {row.seconds * 1e3:.1f} | "
+        f"{row.tokens_per_second:,.0f} |",
+        file=sys.stderr,
+        flush=True,
+    )
+    if args.json:
+        Path(args.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -113,7 +126,6 @@ def _devices(args: argparse.Namespace) -> list[int]:
 
 
 def _run(args: argparse.Namespace, model: str, devices: int, mode: str) -> Row | None:
-    print(f"{model}, {devices}, {mode} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         words = f"{MODES[mode][1]} --model {model} --max-steps {_STEPS} {args.options}"

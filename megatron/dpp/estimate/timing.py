@@ -14,7 +14,14 @@ from megatron.dpp.estimate.memory import activation_parts
 from megatron.dpp.estimate.parameters import rank_parameters
 from megatron.dpp.estimate.shape import RunShape
 from megatron.dpp.schedule import Kind
-from megatron.dpp.sim import ModelCosts, Part, Planner, Prediction
+from megatron.dpp.sim import (
+    ModelCosts,
+    Part,
+    Planner,
+    Prediction,
+    embedding_times,
+    head_times,
+)
 
 _MOST_SIMULATED = 6
 """Microbatches per stage that are simulated; what is beyond repeats the steady state."""
@@ -100,12 +107,13 @@ def model_costs(shape: RunShape, device: Device, *, spans_nodes: bool = False) -
         (max(forward, least), max(backward, least), max(linear, least / 2)),
         layer_size,
     )
-    output = 2 * shape.vocab_size * h * tokens / t / device.flops
-    softmax = 12 * shape.vocab_size * tokens / t / device.bytes_per_second
-    head = Part((output + softmax, output + softmax, output), head_size)
-    lookup = 2 * shape.element_bytes * shape.elements / device.bytes_per_second
+    table, logits = shape.vocab_size * h / t, shape.vocab_size * tokens / t
+    rates = device.flops, device.bytes_per_second
+    head = Part(head_times(table, tokens, logits, *rates), head_size)
+    looked_up = 2 * shape.element_bytes * shape.elements
+    lookup = Part(embedding_times(table, looked_up, device.bytes_per_second))
     hop = shape.element_bytes * shape.outside / (device.network if spans_nodes else device.link)
-    return ModelCosts(shape.num_layers, layer, Part((lookup, 0.0, lookup)), head, hop)
+    return ModelCosts(shape.num_layers, layer, lookup, head, hop)
 
 
 def predict(shape: RunShape, costs: ModelCosts) -> Prediction:

@@ -11,7 +11,15 @@ from megatron.dpp.sim.conditions import CONDITIONS, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Hop, Shape, SlowTimes, even_costs
 from megatron.dpp.sim.grid import format_grid
 from megatron.dpp.sim.measured import MeasuredCosts, load_costs, parse_costs
-from megatron.dpp.sim.model_costs import ModelCosts, ModelShape, Part, from_measured, from_shapes
+from megatron.dpp.sim.model_costs import (
+    ModelCosts,
+    ModelShape,
+    Part,
+    embedding_times,
+    from_measured,
+    from_shapes,
+    head_times,
+)
 from megatron.dpp.sim.plan import Layout, Planner, Prediction
 from megatron.dpp.sim.schedules import STATIC, Plan, find_plan, run_static
 
@@ -34,11 +42,13 @@ __all__ = [
     "Slot",
     "SlowTimes",
     "condition_costs",
+    "embedding_times",
     "even_costs",
     "find_plan",
     "format_grid",
     "from_measured",
     "from_shapes",
+    "head_times",
     "interleaved_placement",
     "load_costs",
     "parse_costs",

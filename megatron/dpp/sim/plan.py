@@ -216,16 +216,23 @@ class Planner:
         return [self.model.stage_times(layers, kind) for kind in Kind]
 
     def _peak_bytes(self, layout: Layout, run: Result, split: bool) -> tuple[float, ...]:
-        """Peak of each rank; an activation lives from its ``F`` to its ``W`` (``B`` when fused)."""
+        """Peak of each rank; an activation lives from its ``F`` to its ``W`` (``B`` when fused),
+        the head's to its ``B``, which leaves nothing for later.
+        """
         sizes = self.model.activation_bytes(layout.layers)
         state = self.model.state_bytes(layout.layers, self.num_ranks)
-        freed = Kind.W if split else Kind.B
         peaks = []
         for rank, slots in enumerate(run.slots):
             held = peak = 0.0
             for action, _, _ in slots:
-                size = sizes[action.chunk * self.num_ranks + rank]
-                held += size * ((action.kind is Kind.F) - (action.kind is freed))
+                stage = action.chunk * self.num_ranks + rank
+                head = self.model.head.activation_bytes if stage == len(sizes) - 1 else 0.0
+                deferred = sizes[stage] - head if split else 0.0
+                held += {
+                    Kind.F: sizes[stage],
+                    Kind.B: deferred - sizes[stage],
+                    Kind.W: -deferred,
+                }[action.kind]
                 peak = max(peak, held)
             peaks.append(state[rank] + peak)
         return tuple(peaks)

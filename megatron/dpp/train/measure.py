@@ -1,4 +1,4 @@
-"""``--estimate``: say before training what a run should need, and after three iterations what it
+"""``--estimate``: say before training what a run should need, and after some iterations what it
 did.
 
 The estimate is ``megatron.dpp.estimate``'s. Memory is measured in PyTorch's allocator, so only on a
@@ -21,8 +21,9 @@ from megatron.dpp.estimate.text import lines, size
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.metrics import MetricsFile
 
-_WARM_UP = 2
-"""Iterations before the measured one: the first allocates and compiles."""
+_WARM_UP = {"cpu": 2, "cuda": 5}
+"""Iterations before the measured one: the first allocates and compiles, on a GPU the third and
+fourth may capture graphs."""
 
 
 class Comparison:
@@ -31,7 +32,7 @@ class Comparison:
     def __init__(self, run: Run, chunks: list[Any], optimizer: Any, arch: str) -> None:
         self._run, self._chunks, self._optimizer = run, chunks, optimizer
         args = run.args
-        self._at = min(run.iteration + _WARM_UP, (args.train_iters or 1) - 1)
+        self._at = min(run.iteration + _WARM_UP[run.device.type], (args.train_iters or 1) - 1)
         self._peak: int | None = None
         self._found: Estimate | None = None
         if args.estimate:
@@ -51,7 +52,7 @@ class Comparison:
             torch.cuda.reset_peak_memory_stats()
         yield
         if measured:
-            self._peak = torch.cuda.max_memory_allocated()
+            self._peak = torch.cuda.max_memory_allocated() + _captured_bytes()
 
     def after_iteration(self, seconds: float, metrics: MetricsFile) -> None:
         """Print the comparison once, when the measured iteration is over. A collective then.
@@ -78,6 +79,13 @@ class Comparison:
             estimate={name: [guess, real] for name, guess, real, _ in rows},
             bubble=self._found.bubble,
         )
+
+
+def _captured_bytes() -> int:
+    """Memory of CUDA graphs, which count as free for PyTorch's allocator once captured."""
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    captured = (s for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0))
+    return sum(s["total_size"] - s["allocated_size"] for s in captured)
 
 
 def _device(run: Run) -> Device:
