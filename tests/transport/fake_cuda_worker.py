@@ -10,7 +10,6 @@ the fake driver's device memory is host memory.
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import random
 import sys
@@ -25,22 +24,12 @@ from megatron.dpp.transport import (
     ChannelSpec,
     Direction,
     TransportOptions,
-    native,
     open_transport,
-    opening,
 )
-from megatron.dpp.transport import gpu as gpu_module
+from tests.transport.kinds import cpu_as_gpu
 
 SLOT = 1 << 18
 CHUNKS = 3
-
-
-def pretend() -> None:
-    """Let the CPU be cuda:0."""
-    torch._C._cuda_getCurrentRawStream = lambda index: 0
-    native.device_index = gpu_module.device_index = opening.device_index = lambda device: 0
-    facts = functools.partial(gpu_module.gpu_facts, device=torch.device("cuda"))
-    opening.gpu_facts = lambda library, device: facts(library)
 
 
 def open_both(kind: str, gpudirect: tuple[str, str], **settings):
@@ -138,10 +127,10 @@ def run_case(case: str) -> None:
 
 
 def main() -> None:
-    pretend()
-    for case in sys.argv[1:]:
-        print("case", case)
-        run_case(case)
+    with cpu_as_gpu():
+        for case in sys.argv[1:]:
+            print("case", case)
+            run_case(case)
 
 
 if __name__ == "__main__":

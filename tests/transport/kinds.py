@@ -32,13 +32,17 @@ from megatron.dpp.transport import (
     FakeNetwork,
     Transport,
     TransportOptions,
+    gpu,
     native,
     open_transport,
+    opening,
 )
 
-KINDS = ("fake", "dist", "shm", "tcp", "rdma")
+GPU_KINDS = ("cuda_ipc", "staged")
+"""Over a double of the CUDA driver, whose device memory is shared host memory."""
+KINDS = ("fake", "dist", "shm", "tcp", "rdma", *GPU_KINDS)
 NATIVE_KINDS = ("shm", "tcp")
-IN_PROCESS_KINDS = (*NATIVE_KINDS, "rdma")
+IN_PROCESS_KINDS = (*NATIVE_KINDS, "rdma", *GPU_KINDS)
 """``rdma`` runs over a double of libibverbs that knows one process only."""
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE = 30.0
@@ -47,9 +51,18 @@ PATIENCE = 30.0
 
 def build_fake_verbs(folder: Path) -> Path:
     """The double of libibverbs, as ``folder``/libibverbs.so.1."""
-    library, csrc = folder / "libibverbs.so.1", REPOSITORY / "csrc"
+    return _build("fake_verbs.cc", folder / "libibverbs.so.1")
+
+
+def build_fake_cuda(folder: Path) -> Path:
+    """The double of the CUDA driver, as ``folder``/libcuda.so.1."""
+    return _build("fake_cuda.cc", folder / "libcuda.so.1")
+
+
+def _build(source: str, library: Path) -> Path:
+    csrc = REPOSITORY / "csrc"
     command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", f"-I{csrc}"]
-    command += ["-Wl,-soname,libibverbs.so.1", str(csrc / "tests" / "fake_verbs.cc")]
+    command += [f"-Wl,-soname,{library.name}", str(csrc / "tests" / source)]
     subprocess.run([*command, "-o", str(library)], check=True, timeout=120)
     return library
 
@@ -68,6 +81,31 @@ def fake_verbs() -> ctypes.CDLL:
     return fake
 
 
+@functools.lru_cache(maxsize=1)
+def fake_cuda() -> None:
+    """csrc/tests/fake_cuda.cc in the place of this process's CUDA driver, likewise. Skips where
+    there is a GPU: test_cuda.py then tests the same kinds over the real one.
+    """
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to build the double of the CUDA driver with")
+    if torch.cuda.is_available():
+        pytest.skip("a real GPU is here")
+    with tempfile.TemporaryDirectory() as folder:
+        ctypes.CDLL(str(build_fake_cuda(Path(folder))))
+
+
+@contextlib.contextmanager
+def cpu_as_gpu() -> Iterator[None]:
+    """The transport takes the CPU for cuda:0, and CPU tensors for CUDA tensors."""
+    facts = functools.partial(gpu.gpu_facts, device=torch.device("cuda"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+        for module in (native, gpu, opening):
+            patch.setattr(module, "device_index", lambda device: 0)
+        patch.setattr(opening, "gpu_facts", lambda library, device: facts(library))
+        yield
+
+
 def pair(slot_bytes: int = 1 << 16, depth: int = 2) -> list[ChannelSpec]:
     """Two channels from rank 0 to rank 1 and one back."""
     return [
@@ -83,29 +121,43 @@ def of_rank(channels: Sequence[ChannelSpec], rank: int) -> list[ChannelSpec]:
 
 
 @contextlib.contextmanager
+def prepared(kind: str) -> Iterator[None]:
+    """What a kind needs that this machine may lack is doubled."""
+    if kind == "rdma":
+        fake_verbs()
+    if kind not in GPU_KINDS:
+        yield
+        return
+    fake_cuda()
+    with cpu_as_gpu():
+        yield
+
+
+@contextlib.contextmanager
 def opened(
     kind: str, channels: Sequence[ChannelSpec], *, counters: int = 0, **options: Any
 ) -> Iterator[list[Transport]]:
     """All ranks' transports in this process. With ``counters``, all ranks share a board."""
     ranks = sorted({spec.source for spec in channels} | {spec.destination for spec in channels})
     board: dict[str, Any] = {"board_ranks": ranks, "board_counters": counters} if counters else {}
-    if kind == "rdma":
-        fake_verbs()
-    if kind == "fake":
-        network = FakeNetwork(channels, seed=1, delay=0.001)
-        transports: list[Transport] = [network.transport(rank, **board) for rank in ranks]
-    else:
-        store, settings = HashStore(), TransportOptions(**{"setup_timeout": PATIENCE, **options})
-
-        def open_one(rank: int) -> Transport:
-            mine = of_rank(channels, rank)
-            return open_transport(
-                mine, rank=rank, store=store, kind=kind, options=settings, **board
+    with prepared(kind), contextlib.ExitStack() as stack:
+        if kind == "fake":
+            network = FakeNetwork(channels, seed=1, delay=0.001)
+            transports: list[Transport] = [network.transport(rank, **board) for rank in ranks]
+        else:
+            store, settings = (
+                HashStore(),
+                TransportOptions(**{"setup_timeout": PATIENCE, **options}),
             )
 
-        with ThreadPoolExecutor(len(ranks)) as pool:
-            transports = list(pool.map(open_one, ranks))
-    with contextlib.ExitStack() as stack:
+            def open_one(rank: int) -> Transport:
+                mine = of_rank(channels, rank)
+                return open_transport(
+                    mine, rank=rank, store=store, kind=kind, options=settings, **board
+                )
+
+            with ThreadPoolExecutor(len(ranks)) as pool:
+                transports = list(pool.map(open_one, ranks))
         # All at once: gloo's goodbye needs the other side.
         pool = stack.enter_context(ThreadPoolExecutor(len(ranks)))
         for transport in transports:

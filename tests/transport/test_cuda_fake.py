@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.transport.kinds import build_fake_verbs
+from tests.transport.kinds import build_fake_cuda, build_fake_verbs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("fake_cuda_worker.py")
@@ -22,10 +22,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the fake libcuda.so.1 and the fake libibverbs.so.1."""
     folder = tmp_path_factory.mktemp("driver")
-    source = REPOSITORY / "csrc" / "tests" / "fake_cuda.cc"
-    target = folder / "libcuda.so.1"
-    command = ["g++", "-std=c++17", "-shared", "-fPIC", str(source), "-o", str(target)]
-    subprocess.run(command, check=True, timeout=120)
+    build_fake_cuda(folder)
     build_fake_verbs(folder)
     return folder
 

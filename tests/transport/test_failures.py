@@ -30,6 +30,7 @@ from megatron.dpp.errors import (
 from megatron.dpp.transport import ChannelSpec, TransportOptions, handshake, open_transport
 from megatron.dpp.transport.rendezvous import Rendezvous, read_token
 from tests.transport.kinds import (
+    GPU_KINDS,
     IN_PROCESS_KINDS,
     NATIVE_KINDS,
     PATIENCE,
@@ -38,6 +39,7 @@ from tests.transport.kinds import (
     open_from_file,
     opened,
     pair,
+    prepared,
     take_next,
 )
 
@@ -100,7 +102,7 @@ STAGES: tuple[Callable[[str, str, Any], None], ...] = (
 )
 
 
-@pytest.mark.parametrize("kind", NATIVE_KINDS)
+@pytest.mark.parametrize("kind", (*NATIVE_KINDS, *GPU_KINDS))
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
 def test_a_peer_killed_at_any_stage_is_noticed_and_named(
     kind: str, stage: Callable[[str, str, Any], None], tmp_path: Path
@@ -120,7 +122,7 @@ def test_a_peer_killed_at_any_stage_is_noticed_and_named(
             results.put((type(error).__name__, str(error)))
 
     before = set(os.listdir("/dev/shm"))
-    with forked(2, body, tmp_path) as (_, results):
+    with prepared(kind), forked(2, body, tmp_path) as (_, results):
         name, text = results.get(timeout=PATIENCE)
     opening = stage in (die_before_hello, die_in_handshake)
     expected = {"SetupError", "AuthError"} if opening else {"PeerDead"}

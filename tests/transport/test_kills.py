@@ -18,9 +18,17 @@ import torch
 
 from megatron.dpp.errors import PeerDead, TransportError
 from megatron.dpp.transport import ChannelSpec, Direction, Transport
-from tests.transport.kinds import NATIVE_KINDS, PATIENCE, open_from_file
+from tests.transport.kinds import (
+    GPU_KINDS,
+    NATIVE_KINDS,
+    PATIENCE,
+    open_from_file,
+    prepared,
+)
 
 RANKS = 3
+KILLED_KINDS = NATIVE_KINDS if torch.cuda.is_available() else (*NATIVE_KINDS, *GPU_KINDS)
+"""The doubled CUDA driver is for machines without one."""
 LARGEST = 1 << 18
 RING = [
     ChannelSpec(rank, (rank + 1) % RANKS, 0, Direction.FORWARD, LARGEST) for rank in range(RANKS)
@@ -106,8 +114,8 @@ def _ring(kind: str, seed: int, path: str) -> Iterator[list[tuple[int, Connectio
 
 def _kill_one(seed: int, folder: Path) -> float:
     """Kill a random rank; check the others. Seconds until the last of them raised."""
-    chance, kind = random.Random(seed), NATIVE_KINDS[seed % len(NATIVE_KINDS)]
-    with _ring(kind, seed, str(folder / f"store{seed}")) as ranks:
+    chance, kind = random.Random(seed), KILLED_KINDS[seed % len(KILLED_KINDS)]
+    with prepared(kind), _ring(kind, seed, str(folder / f"store{seed}")) as ranks:
         time.sleep(chance.random() * 0.03)
         victim = chance.randrange(RANKS)
         killed_ns = time.monotonic_ns()
