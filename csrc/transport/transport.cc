@@ -1,65 +1,25 @@
 #include "transport/transport.h"
 
 #include <poll.h>
-#include <pthread.h>
-#include <sys/epoll.h>
-#include <sys/eventfd.h>
-#include <sys/prctl.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <chrono>
 
 #include "base/copy.h"
-#include "transport/shm.h"
-#include "transport/tcp.h"
 
 namespace dpp {
 
 namespace {
 
-constexpr uint64_t kKickTag = 0;
-constexpr uint64_t kLinkTag = uint64_t{1} << 32;
 constexpr uint64_t kShortestSpinNs = 20'000;
 constexpr uint64_t kLongestSpinNs = 200'000;
 constexpr uint64_t kRoomNapNs = 1'000'000;
 constexpr int kByeMs = 500;
 constexpr uint64_t kDrainNs = 2'000'000'000;
-constexpr int kNotesMs = 5;
-// While a GPU works the progress thread asks again after a 32nd of the time that it has waited so
-// far: what it waits for is noticed at most 3 % late, and a long wait costs little.
-constexpr uint64_t kNapShare = 32;
-constexpr uint64_t kShortestNapNs = 2'000;
-constexpr uint64_t kLongestNapNs = 25'000;
-
-// epoll data: peer index and which of its descriptors.
-uint64_t socket_tag(size_t peer) { return 2 * (peer + 1); }
-uint64_t pidfd_tag(size_t peer) { return 2 * (peer + 1) + 1; }
-uint64_t link_tag(size_t link, size_t index) { return kLinkTag + (link << 8) + index; }
-size_t tagged_peer(uint64_t tag) { return tag / 2 - 1; }
 
 uint64_t largest_slot(const std::vector<Geometry>& channels) {
   uint64_t largest = 0;
   for (const Geometry& channel : channels) largest = std::max(largest, channel.slot_bytes);
   return largest;
-}
-
-// How urgently the progress thread has to ask again.
-int urgency(Step step) {
-  switch (step) {
-    case Step::kDone: return 0;
-    case Step::kAgain: return 1;
-    case Step::kPoll: return 2;
-    case Step::kMoved: return 3;
-  }
-  return 0;
-}
-
-void nap(uint64_t nanoseconds) {
-  if (nanoseconds < kShortestNapNs) return;
-  const timespec length = {0, static_cast<long>(std::min(nanoseconds, kLongestNapNs))};
-  ::nanosleep(&length, nullptr);
 }
 
 }  // namespace
@@ -69,119 +29,17 @@ Transport::Transport(const Settings& settings, std::vector<Geometry> incoming,
     : settings_(settings),
       copier_(Copier::measured(std::max(largest_slot(incoming), largest_slot(outgoing)))),
       bell_(Bell::create()),
-      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
-      kick_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       outgoing_geometry_(std::move(outgoing)),
       outgoing_(outgoing_geometry_.size()) {
-  if (!epoll_ || !kick_) throw Error(Fault::kSetup, with_errno("epoll and eventfd (ulimit -n?)"));
   for (const Geometry& geometry : incoming) {
     Incoming channel;
     channel.geometry = geometry;
     channel.arrived_ns.resize(geometry.depth);
     incoming_.push_back(std::move(channel));
   }
-  watch(kick_.get(), kKickTag, EPOLLIN);
 }
 
 Transport::~Transport() { close(); }
-
-void Transport::watch(int fd, uint64_t tag, uint32_t events) {
-  epoll_event event = {};
-  event.events = events;
-  event.data.u64 = tag;
-  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
-    throw Error(Fault::kSetup, with_errno("watching a descriptor"));
-  }
-}
-
-void Transport::add_peer(int rank, std::string description, UniqueFd socket, UniqueFd pidfd,
-                         UniqueFd bell) {
-  std::optional<Bell> peer_bell;
-  if (bell) peer_bell = Bell::adopt(std::move(bell));
-  auto peer = std::make_shared<Peer>(rank, std::move(description), std::move(socket),
-                                     std::move(pidfd), std::move(peer_bell));
-  watch(peer->socket(), socket_tag(peers_.size()), EPOLLIN);
-  if (peer->pidfd() >= 0) watch(peer->pidfd(), pidfd_tag(peers_.size()), EPOLLIN);
-  peers_.push_back(std::move(peer));
-}
-
-std::shared_ptr<Peer> Transport::find_peer(int rank) const {
-  for (const auto& peer : peers_) {
-    if (peer->rank() == rank) return peer;
-  }
-  throw Error(Fault::kSetup, "rank " + std::to_string(rank) + " is not a peer");
-}
-
-int Transport::make_shm_slots(int peer, const std::vector<size_t>& channels) {
-  std::vector<Geometry> geometry;
-  for (const size_t index : channels) geometry.push_back(incoming_.at(index).geometry);
-  auto block = ShmBlock::create(geometry);
-  for (size_t i = 0; i < channels.size(); ++i) {
-    set_receiver(channels[i], peer,
-                 std::make_unique<ShmReceiver>(block, i, find_peer(peer), copier_));
-  }
-  return block->fd();
-}
-
-void Transport::use_shm_slots(int peer, const std::vector<size_t>& channels, UniqueFd fd) {
-  std::vector<Geometry> geometry;
-  for (const size_t index : channels) geometry.push_back(outgoing_geometry_.at(index));
-  auto block = ShmBlock::adopt(std::move(fd), geometry);
-  for (size_t i = 0; i < channels.size(); ++i) {
-    set_sender(channels[i], peer, std::make_unique<ShmSender>(block, i, find_peer(peer), copier_));
-  }
-}
-
-void Transport::set_receiver(size_t channel, int peer, std::unique_ptr<Receiver> receiver) {
-  incoming_.at(channel).peer = peer;
-  incoming_[channel].receiver = std::move(receiver);
-}
-
-void Transport::set_sender(size_t channel, int peer, std::unique_ptr<Sender> sender) {
-  outgoing_.at(channel) = std::make_unique<Outgoing>(outgoing_geometry_[channel], peer,
-                                                     std::move(sender), settings_.max_pending);
-}
-
-void Transport::add_tcp_link(int peer, const std::vector<size_t>& incoming,
-                             const std::vector<size_t>& outgoing, std::vector<UniqueFd> sockets) {
-  auto link = std::make_shared<TcpLink>(find_peer(peer), &bell_, copier_, std::move(sockets));
-  for (const size_t index : incoming) {
-    set_receiver(index, peer, link->add_receiver(incoming_.at(index).geometry));
-  }
-  for (const size_t index : outgoing) {
-    set_sender(index, peer, link->add_sender(outgoing_geometry_.at(index)));
-  }
-  add_link(peer, std::move(link));
-}
-
-int Transport::make_board(uint32_t members, uint32_t counters, const std::vector<int>& followers) {
-  board_ = Board::create(members, counters);
-  for (const int follower : followers) board_->connect(find_peer(follower));
-  return board_->fd();
-}
-
-void Transport::use_board(UniqueFd fd, uint32_t index, uint32_t members, uint32_t counters,
-                          int leader) {
-  board_ = Board::adopt(std::move(fd), index, members, counters);
-  board_->connect(find_peer(leader));
-}
-
-void Transport::start() {
-  for (const auto& channel : outgoing_) {
-    if (!channel) throw Error(Fault::kSetup, "an outgoing channel has no kind");
-  }
-  for (const Incoming& channel : incoming_) {
-    if (!channel.receiver) throw Error(Fault::kSetup, "an incoming channel has no kind");
-    if (channel.receiver->settles()) settling_.push_back(channel.receiver.get());
-  }
-  for (size_t i = 0; i < links_.size(); ++i) {
-    const std::vector<int>& descriptors = links_[i].second->descriptors();
-    for (size_t j = 0; j < descriptors.size(); ++j) {
-      watch(descriptors[j], link_tag(i, j), EPOLLIN | EPOLLOUT | EPOLLET);
-    }
-  }
-  thread_ = std::make_unique<std::thread>([this] { run(); });
-}
 
 // ---- hot calls
 // ------------------------------------------------------------------------------------------------
@@ -197,12 +55,11 @@ void Transport::check() {
     throw Error(Fault::kUnavailable,
                 "rank " + std::to_string(settings_.rank) + ": the transport is closed");
   }
-  // Acquire: pairs with the release in fail(), which makes failure_ visible.
-  if (failed_.load(std::memory_order_acquire)) throw_failure();
+  if (failure_.happened()) throw_failure();
 }
 
 void Transport::throw_failure() {
-  throw Error(failure_->fault(), failure_->what() + oldest_missing());
+  throw Error(failure_.error().fault(), failure_.error().what() + oldest_missing());
 }
 
 // The channel that has brought the fewest messages: what this rank most likely waits for.
@@ -236,7 +93,7 @@ Outgoing::Put Transport::put(size_t channel, const Parcel& parcel) {
       wait_for_room(channel);
       result = out.put(sealed);
     }
-    if (result == Outgoing::Put::kPending) kick();
+    if (result == Outgoing::Put::kPending) watch_.kick();
     return result;
   } catch (const Error& error) {
     fail_and_throw(error);
@@ -324,7 +181,7 @@ void Transport::take(size_t index, void* to, uint64_t bytes, uintptr_t stream) {
                                     channel.geometry.text() + " is wrong");
   }
   channel.receiver->release(sequence);
-  if (channel.receiver->settles()) kick();
+  if (channel.receiver->settles()) watch_.kick();
   channel.taken = sequence;
   channel.has_header = false;
 }
@@ -393,12 +250,7 @@ void Transport::fail(Fault fault, const std::string& text) {
 }
 
 void Transport::fail(const Error& error, std::string_view body) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (failure_) return;
-    failure_ = error;
-    failed_.store(true, std::memory_order_release);
-  }
+  if (!failure_.keep(error)) return;
   bell_.ring();
   // Ranks that are not linked to the culprit learn of it from us.
   for (const auto& peer : peers_) {
@@ -408,13 +260,13 @@ void Transport::fail(const Error& error, std::string_view body) {
 
 // A failure of the caller's thread. What check() threw is known already.
 void Transport::fail_and_throw(const Error& error) {
-  if (failed_.load(std::memory_order_acquire)) throw_failure();
+  if (failure_.happened()) throw_failure();
   break_off(error.fault(), error.what());
 }
 
 void Transport::break_off(Fault fault, const std::string& text) {
   fail(fault, text);
-  throw *failure_;
+  throw failure_.error();
 }
 
 void Transport::abort(const std::string& reason) {
@@ -432,7 +284,7 @@ void Transport::close() {
     return;
   }
   stop_.store(true, std::memory_order_release);
-  kick();
+  watch_.kick();
   if (thread_) thread_->join();
   thread_.reset();
   drain_links();
@@ -447,132 +299,20 @@ void Transport::close() {
   links_.clear();
   board_.reset();
   peers_.clear();
-  epoll_.reset();
-  kick_.reset();
+  watch_.close();
   bell_.close_descriptor();
 }
 
-std::string Transport::failure() {
-  if (!failed_.load(std::memory_order_acquire)) return "";
-  return failure_->what();
-}
+std::string Transport::failure() { return failure_.happened() ? failure_.error().what() : ""; }
 
 void Transport::drain_links() {
-  if (failed_.load(std::memory_order_acquire)) return;
+  if (failure_.happened()) return;
   try {
     const uint64_t deadline = monotonic_ns() + kDrainNs;
     for (const auto& [peer, link] : links_) link->drain(deadline);
   } catch (const Error&) {
     // The peer is gone: there is nothing left to send to, and close() never throws.
   }
-}
-
-// ---- progress thread
-// ------------------------------------------------------------------------------------------
-
-void Transport::kick() {
-  const uint64_t one = 1;
-  // It can only fail when the counter is full, and then the thread is awake anyway.
-  static_cast<void>(!::write(kick_.get(), &one, sizeof(one)));
-}
-
-void Transport::run() {
-  ::pthread_setname_np(::pthread_self(), "dpp-transport");
-  // By default the kernel may add 50 us to every nap, which is more than most of them are long.
-  ::prctl(PR_SET_TIMERSLACK, 1);
-  try {
-    progress();
-  } catch (const Error& error) {
-    fail(error.fault(), error.what());
-  } catch (const std::exception& error) {
-    fail(Fault::kSetup, std::string("progress thread: ") + error.what());
-  }
-}
-
-void Transport::progress() {
-  std::array<epoll_event, 16> events;
-  uint64_t polling_since = 0;
-  while (!stop_.load(std::memory_order_acquire)) {
-    bool progressed = false;
-    const Step step = advance_all(progressed);
-    const bool active = urgency(step) >= urgency(Step::kPoll);
-    if (progressed) bell_.ring();  // flush() sleeps on it
-    if (!active || progressed || step == Step::kMoved) polling_since = 0;
-    if (active) {
-      const uint64_t now = monotonic_ns();
-      if (polling_since == 0) polling_since = now;
-      nap((now - polling_since) / kNapShare);
-    }
-    const int patience = active ? 0 : flush_notes() ? kNotesMs : -1;
-    const int room = static_cast<int>(events.size());
-    const int count = ::epoll_wait(epoll_.get(), events.data(), room, patience);
-    for (int i = 0; i < count; ++i) handle(events[i].data.u64);
-  }
-}
-
-Step Transport::advance_all(bool& progressed) {
-  Step all = Step::kDone;
-  const auto add = [&all](Step step) {
-    if (urgency(step) > urgency(all)) all = step;
-  };
-  for (const auto& channel : outgoing_) add(channel->advance(progressed));
-  for (Receiver* receiver : settling_) add(receiver->settle(progressed));
-  return all;
-}
-
-// True while a note waits for room in a socket.
-bool Transport::flush_notes() {
-  bool unsent = false;
-  for (const auto& peer : peers_) {
-    peer->flush();
-    unsent = unsent || peer->has_unsent();
-  }
-  return unsent;
-}
-
-void Transport::handle(uint64_t tag) {
-  if (tag == kKickTag) {
-    uint64_t count = 0;
-    static_cast<void>(!::read(kick_.get(), &count, sizeof(count)));
-    return;
-  }
-  if (tag >= kLinkTag) return handle_link(tag - kLinkTag);
-  Peer& peer = *peers_[tagged_peer(tag)];
-  read_notes(peer);
-  if (tag == pidfd_tag(tagged_peer(tag))) {
-    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.pidfd(), nullptr);
-    // What it said before it ended has just been read: a clean goodbye is not a death.
-    if (!peer.departed())
-      throw Error(Fault::kPeerDead, peer.description() + " died: its process ended");
-  }
-}
-
-void Transport::handle_link(uint64_t tag) {
-  Link& link = *links_[tag >> 8].second;
-  const size_t index = tag & 0xff;
-  if (!link.on_ready(index)) {
-    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link.descriptors()[index], nullptr);
-  }
-}
-
-void Transport::read_notes(Peer& peer) {
-  const bool open =
-      peer.receive([&](Peer::Note note, std::string_view body) { on_note(peer, note, body); });
-  if (!open) ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.socket(), nullptr);
-}
-
-void Transport::on_note(const Peer& peer, Peer::Note note, std::string_view body) {
-  if (note == Peer::Note::kBye) bell_.ring();
-  if (note == Peer::Note::kCredit && !body.empty()) {
-    for (const auto& [rank, link] : links_) {
-      if (rank == peer.rank()) link->on_credit(body);
-    }
-  }
-  if (note != Peer::Note::kFailed || body.empty()) return;
-  const auto fault = static_cast<Fault>(body[0]);
-  const std::string text(body.substr(1));
-  const bool known = fault > Fault::kNone && fault < Fault::kForked;
-  fail(Error(known ? fault : Fault::kPeerDead, prefixed(text)), body);
 }
 
 }  // namespace dpp

@@ -8,8 +8,6 @@
 
 #include <atomic>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -19,9 +17,11 @@
 #include "base/error.h"
 #include "base/os.h"
 #include "transport/board.h"
+#include "transport/failure.h"
 #include "transport/kind.h"
 #include "transport/outgoing.h"
 #include "transport/peer.h"
+#include "transport/watch.h"
 
 namespace dpp {
 
@@ -101,7 +101,6 @@ class Transport {
     std::vector<uint64_t> arrived_ns;  // by slot
   };
 
-  void watch(int fd, uint64_t tag, uint32_t events);
   std::string prefixed(const std::string& text) const;
   // Stores the first failure and tells the peers. `body`: what a peer reported, passed on as it is.
   void fail(Fault fault, const std::string& text);
@@ -119,19 +118,16 @@ class Transport {
   void progress();
   Step advance_all(bool& progressed);
   bool flush_notes();
-  void handle(uint64_t tag);
-  void handle_link(uint64_t tag);
+  void handle(const Watch::Ready& ready);
   void read_notes(Peer& peer);
   void on_note(const Peer& peer, Peer::Note note, std::string_view body);
-  void kick();
 
   // Constant after start().
   const Settings settings_;
   const Copier copier_;
   ForkGuard fork_guard_;
   Bell bell_;
-  UniqueFd epoll_;
-  UniqueFd kick_;
+  Watch watch_;
   std::vector<std::shared_ptr<Peer>> peers_;
   std::vector<std::pair<int, std::shared_ptr<Link>>> links_;  // by peer
   std::vector<Geometry> outgoing_geometry_;
@@ -145,11 +141,7 @@ class Transport {
   uint64_t recent_wait_ns_ = 0;
   bool closed_ = false;
 
-  // Written once under mutex_, then announced by failed_ with release.
-  std::mutex mutex_;
-  std::optional<Error> failure_;
-  std::atomic<bool> failed_{false};
-
+  FirstFailure failure_;
   std::atomic<bool> stop_{false};
   std::unique_ptr<std::thread> thread_;
 };
