@@ -6,10 +6,7 @@ set -euo pipefail
 folder=$1
 devices=(rdma0 rdma1 1)
 
-ibv_rc_pingpong -d rdma0 -g 1 -n 100 >/dev/null &
-sleep 1
-ibv_rc_pingpong -d rdma1 -g 1 -n 100 10.99.0.1 | grep iters
-wait $!
+bash "$(dirname "${BASH_SOURCE[0]}")/control.sh"
 
 "$folder/stress" rdma 2500 65536 "${devices[@]}"
 "$folder/stress" rdma 5 6291456 "${devices[@]}"

@@ -7,12 +7,13 @@
 # other through the loopback device, past the wire. So packets from one of them to the other are
 # routed before the table of local addresses is asked, and their arrival is routed by device.
 #
-# On top, two more namespaces with a wire of their own stand for two hosts: host0 (10.98.0.1) and
-# host1 (10.98.0.2). Verbs can be used from there, as devices are shared between namespaces.
+# On top, two more namespaces stand for two hosts, host0 and host1. They have the same two addresses
+# on a wire of their own, which carries what is not RDMA. Verbs can be used from there, as devices
+# are shared between namespaces.
 set -euo pipefail
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin
 hostname rdma-guest 2>/dev/null || echo rdma-guest >/proc/sys/kernel/hostname
-printf '127.0.0.1 localhost rdma-guest\n' >/etc/hosts
+printf '%s\n' '127.0.0.1 localhost rdma-guest' '10.99.0.1 host0' '10.99.0.2 host1' >/etc/hosts
 ip link set lo up
 # Without IPv6 the table of GIDs is short and known: 0 is link-local, 1 the IPv4 address as RoCE v2.
 echo 1 >/proc/sys/net/ipv6/conf/default/disable_ipv6
@@ -42,6 +43,6 @@ for n in 0 1; do
   ip netns add "host$n"
   ip link set "host-wire$n" netns "host$n"
   ip -n "host$n" link set lo up
-  ip -n "host$n" addr add "10.98.0.$((n + 1))/24" dev "host-wire$n"
+  ip -n "host$n" addr add "10.99.0.$((n + 1))/24" dev "host-wire$n"
   ip -n "host$n" link set "host-wire$n" up
 done

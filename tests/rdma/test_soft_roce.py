@@ -1,6 +1,7 @@
 """Real verbs on a machine without any: soft-RoCE in an emulated machine (``vm.py``).
 
-``tools/test.sh --rdma`` runs this; it takes some minutes and may install Debian packages.
+``tools/test.sh --rdma`` runs this; it takes about 20 minutes where two cores are free, and may
+install Debian packages.
 """
 
 from __future__ import annotations
@@ -16,37 +17,36 @@ import pytest
 from tests.transport.test_sanitizers import build
 
 HERE = Path(__file__).resolve().parent
-GUEST_SECONDS = 420
-GUEST_FAILED = 125
+REPOSITORY = HERE.parents[1]
+NATIVE_SECONDS, TRAINING_SECONDS = 420, 1500
+SET_UP_SECONDS = 300
 
 ENVIRONMENT = (
     "OMP_NUM_THREADS=1", "TORCHDYNAMO_DISABLE=1", "PYTHONWARNINGS=ignore",
-    "PYTHONDONTWRITEBYTECODE=1", f"PYTHONPATH={HERE.parents[1]}",
+    "PYTHONDONTWRITEBYTECODE=", f"PYTHONPATH={REPOSITORY}",
 )  # fmt: skip
 
-pytestmark = [
-    pytest.mark.timeout(GUEST_SECONDS + 300),
-    pytest.mark.skipif(
-        "rdma" not in os.environ.get("DPP_REQUIRE", "").split(","),
-        reason="boots an emulated machine with soft-RoCE: runs with tools/test.sh --rdma",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    "rdma" not in os.environ.get("DPP_REQUIRE", "").split(","),
+    reason="boots an emulated machine with soft-RoCE: runs with tools/test.sh --rdma",
+)
 
 
-def in_guest(*command: str) -> str:
-    """What a command prints in the guest; fails with it unless it ends with status 0."""
-    vm = [sys.executable, str(HERE / "vm.py"), "--timeout", str(GUEST_SECONDS), "--"]
-    ran = subprocess.run([*vm, *command], capture_output=True, text=True, cwd=HERE.parents[1])
+def in_guest(seconds: int, *command: str) -> str:
+    """What a command prints in the guest; fails with it unless it ends with status 0 in time."""
+    vm = [sys.executable, str(HERE / "vm.py"), "--timeout", str(seconds), "--memory", "6G", "--"]
+    ran = subprocess.run([*vm, *command], capture_output=True, text=True, cwd=REPOSITORY)
     assert ran.returncode == 0, f"{ran.returncode}\n{ran.stdout}\n{ran.stderr}"
     print(ran.stdout)
     return ran.stdout
 
 
+@pytest.mark.timeout(NATIVE_SECONDS + SET_UP_SECONDS)
 def test_the_native_side_over_soft_roce(tmp_path: Path) -> None:
     for program in ("stress", "speed"):
         build(program, "", tmp_path)
-    said = in_guest("bash", str(HERE / "guest.sh"), str(tmp_path))
-    assert "100 iters" in said  # the control
+    said = in_guest(NATIVE_SECONDS, "bash", str(HERE / "guest.sh"), str(tmp_path))
+    assert "100 iters" in said and "20 rpings" in said  # the control
     assert "10000 messages over rdma: every byte arrived, in order" in said
     assert "20 messages over rdma: every byte arrived, in order" in said
     mib = 1.048576
@@ -61,7 +61,27 @@ def test_the_native_side_over_soft_roce(tmp_path: Path) -> None:
     assert re.search("which is down: cable or switch|cannot be reached over RDMA", cut[2]), cut
 
 
-def test_training_over_soft_roce_is_that_over_shared_memory() -> None:
-    assert "3 iterations over rdma and over shm: equal, bit by bit" in in_guest(
-        "env", *ENVIRONMENT, sys.executable, str(HERE / "train.py")
-    )
+def prepared(folder: Path) -> str:
+    """What the guest would need many minutes for: the C++ extension, and the sample as tokens."""
+    setup = ["bash", "tools/setup.sh"]
+    subprocess.run(setup, check=True, cwd=REPOSITORY, env={**os.environ, "PYTHON": sys.executable})
+    tokens = folder / "sample"
+    words = ["--vocab-file", "datasets_gpt/vocab.json", "--merge-file", "datasets_gpt/merges.txt"]
+    words += ["--tokenizer-type", "GPT2BPETokenizer", "--output-prefix", str(tokens)]
+    make = [sys.executable, "tools/preprocess_data.py", "--input", "datasets_gpt/dataset.json"]
+    subprocess.run([*make, *words, "--append-eod"], check=True, cwd=REPOSITORY)
+    return f"{tokens}_text_document"
+
+
+@pytest.mark.timeout(TRAINING_SECONDS + SET_UP_SECONDS)
+@pytest.mark.parametrize(("loss", "named"), [("cut", "a pulled cable"), ("kill", "a killed node")])
+def test_the_scripts_train_over_soft_roce_and_end_when_a_node_is_lost(
+    tmp_path: Path, loss: str, named: str
+) -> None:
+    script = [sys.executable, str(HERE / "nodes.py"), loss, prepared(tmp_path)]
+    said = in_guest(TRAINING_SECONDS, "env", *ENVIRONMENT, *script)
+    assert "3 iterations over rdma and over shm: equal, bit by bit" in said
+    assert "nothing is left behind" in said
+    seconds = re.findall(rf"{named} was named after (\d+\.\d) s", said)
+    assert len(seconds) == (2 if loss == "cut" else 1)  # by all that were left
+    assert float(seconds[0]) < 60  # 15 where the machine is no emulated one, on a shared host

@@ -44,6 +44,7 @@ PACKAGES = {
     "/usr/bin/zstd": "zstd",
     "/usr/bin/rdma": "iproute2",
     "/usr/bin/ibv_rc_pingpong": "ibverbs-utils",
+    "/usr/bin/rping": "rdmacm-utils",
     "/usr/bin/ib_write_bw": "perftest",
     "/etc/libibverbs.d/rxe.driver": "ibverbs-providers",
 }
@@ -51,6 +52,11 @@ MODULES = (
     "virtio_pci", "virtio_console", "9pnet_virtio", "9p", "overlay", "veth",
     "crc32_generic",  # soft-RoCE asks for it by name, and the guest cannot load by name
     "ib_uverbs", "rdma_ucm", "rdma_rxe",
+)  # fmt: skip
+# What names the host's CPU to libraries, where the guest has another one.
+NOT_FOR_THE_GUEST = (
+    "OPENBLAS_CORETYPE", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA",
+    "NPY_ENABLE_CPU_FEATURES", "NPY_DISABLE_CPU_FEATURES",
 )  # fmt: skip
 FOLDERS = ("bin", "modules", "proc", "sys", "dev", "host", "layer", "root")
 OUT_OF_TIME, GUEST_FAILED = 124, 125
@@ -175,7 +181,7 @@ def _with_dependencies(folder: Path, version: str) -> list[Path]:
 
 def _write_job(folder: Path, command: list[str]) -> None:
     lines = [f"export {name}={shlex.quote(value)}" for name, value in os.environ.items()
-             if name.isidentifier()]  # fmt: skip
+             if name.isidentifier() and name not in NOT_FOR_THE_GUEST]  # fmt: skip
     lines += [
         f"bash {shlex.quote(str(folder / 'network.sh'))} || exit {GUEST_FAILED}",
         "ulimit -l unlimited",

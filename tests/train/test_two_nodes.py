@@ -6,21 +6,15 @@ TP2 x PP2: the tensor-parallel ranks of a stage share a node, the pipeline cross
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
 from tests.netns import ADDRESSES, Hosts, two_hosts
-from tests.runtime.launcher import REPOSITORY, free_port
+from tests.nodes import Node, end, numbers, wait_for_end, wait_for_iterations
+from tests.runtime.launcher import free_port
 
 PATIENCE = 120.0
 NOTICED = 10.0  # seconds in which both nodes must have ended
@@ -39,33 +33,6 @@ def hosts() -> Iterator[Hosts]:
         yield made
 
 
-class Node:
-    """One node's script, whose output goes to a file."""
-
-    def __init__(self, command: list[str], log: Path, **settings: str) -> None:
-        self.log = log
-        environment = {**os.environ, **SETTINGS, "PYTHON": sys.executable, **settings}
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                command,
-                cwd=REPOSITORY,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def tree(self) -> list[psutil.Process]:
-        try:
-            root = psutil.Process(self.process.pid)
-            return [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
-
-    def said(self) -> str:
-        return self.log.read_text(errors="replace")
-
-
 @contextlib.contextmanager
 def nodes(hosts: Hosts, folder: Path, **worker: str) -> Iterator[tuple[Node, Node, Path]]:
     """Both scripts, running; ends them with everything that they started."""
@@ -77,71 +44,36 @@ def nodes(hosts: Hosts, folder: Path, **worker: str) -> Iterator[tuple[Node, Nod
             words = ["bash", f"run_{role}_gpt.sh", "--metrics-file", str(metrics)]
             log = folder / f"{role}.log"
             more = worker if role == "worker" else {}
-            started.append(Node(hosts.command(host, *words), log, **shared, **more))
+            started.append(Node(hosts.command(host, *words), log, **SETTINGS, **shared, **more))
         yield started[0], started[1], metrics
     finally:
-        for process in [process for node in started for process in node.tree()]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        for node in started:
-            node.process.wait()
+        end(*started)
 
 
-def lines(metrics: Path) -> list[dict[str, Any]]:
-    if not metrics.exists():
-        return []
-    return [json.loads(line) for line in metrics.read_text().splitlines(keepends=True)
-            if line.endswith("\n")]  # fmt: skip
-
-
-def wait_for_iterations(metrics: Path, *running: Node) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while len(lines(metrics)) < ITERATIONS:
-        for node in running:
-            assert node.process.poll() is None, node.said()
-        assert time.monotonic() < deadline, "\n".join(node.said() for node in running)
-        time.sleep(0.05)
-
-
-def wait_for_end(*ending: Node) -> float:
-    start = time.monotonic()
-    for node in ending:
-        try:
-            node.process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            for process in node.tree():
-                process.send_signal(signal.SIGABRT)
-            pytest.fail(f"a node has not ended:\n{node.said()}")
-    return time.monotonic() - start
-
-
-def single_node(folder: Path) -> list[dict[str, Any]]:
+def single_node(folder: Path) -> list[tuple[float, float]]:
     metrics = folder / "single.jsonl"
     words = ["--metrics-file", str(metrics), "--exit-interval", str(ITERATIONS)]
     settings = {"GPUS_PER_NODE": "4", "MASTER_PORT": str(free_port())}
-    node = Node(["bash", "run_single_gpt.sh", *words], folder / "single.log", **settings)
-    wait_for_end(node)
+    command = ["bash", "run_single_gpt.sh", *words]
+    node = Node(command, folder / "single.log", **SETTINGS, **settings)
+    wait_for_end(PATIENCE, node)
     assert node.process.returncode == 0, node.said()
-    return lines(metrics)
-
-
-def numbers(entries: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    return [(e["lm loss"], e["grad norm"]) for e in entries[:ITERATIONS]]
+    return numbers(metrics, ITERATIONS)
 
 
 def test_two_nodes_train_like_one_and_end_when_the_wire_is_cut(
     hosts: Hosts, tmp_path: Path
 ) -> None:
     memory = set(os.listdir("/dev/shm"))
-    expected = numbers(single_node(tmp_path))
+    expected = single_node(tmp_path)
     assert len(expected) == ITERATIONS
     with nodes(hosts, tmp_path) as (master, worker, metrics):
-        wait_for_iterations(metrics, master, worker)
+        wait_for_iterations(ITERATIONS, metrics, PATIENCE, master, worker)
         started = master.tree() + worker.tree()
         hosts.cut()
-        seconds = wait_for_end(master, worker)
+        seconds = wait_for_end(PATIENCE, master, worker)
         print(f"both nodes ended {seconds:.1f} s after the cut")
-        assert numbers(lines(metrics)) == expected  # bitwise
+        assert numbers(metrics, ITERATIONS) == expected  # bitwise
         for node, peers in ((master, "23"), (worker, "01")):
             assert node.process.returncode != 0
             assert any(f"rank {peer} (pid" in node.said() for peer in peers), node.said()
@@ -155,10 +87,10 @@ def test_two_nodes_train_like_one_and_end_when_the_wire_is_cut(
 @pytest.mark.slow
 def test_a_killed_node_ends_the_other_one(hosts: Hosts, tmp_path: Path) -> None:
     with nodes(hosts, tmp_path) as (master, worker, metrics):
-        wait_for_iterations(metrics, master, worker)
+        wait_for_iterations(ITERATIONS, metrics, PATIENCE, master, worker)
         for process in worker.tree():
             process.kill()
-        seconds = wait_for_end(master)
+        seconds = wait_for_end(PATIENCE, master)
         assert master.process.returncode != 0
         assert "rank 2 (pid" in master.said() or "rank 3 (pid" in master.said(), master.said()
         assert seconds < 2 * NOTICED
@@ -167,7 +99,7 @@ def test_a_killed_node_ends_the_other_one(hosts: Hosts, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_unequal_arguments_are_refused_with_both_values(hosts: Hosts, tmp_path: Path) -> None:
     with nodes(hosts, tmp_path, LR="0.5") as (master, worker, _):
-        wait_for_end(master, worker)
+        wait_for_end(PATIENCE, master, worker)
         for node in (master, worker):
             assert node.process.returncode != 0
             assert "--lr is 0.002 on rank 0 and 0.5 on rank 2" in node.said(), node.said()
@@ -177,8 +109,8 @@ def test_unequal_arguments_are_refused_with_both_values(hosts: Hosts, tmp_path: 
 def test_a_worker_that_never_comes(tmp_path: Path) -> None:
     settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WAIT_SECONDS": "3"}
     log = tmp_path / "master.log"
-    master = Node(["bash", "run_master_gpt.sh"], log, GPUS_PER_NODE="2", **settings)
-    wait_for_end(master)
+    master = Node(["bash", "run_master_gpt.sh"], log, GPUS_PER_NODE="2", **SETTINGS, **settings)
+    wait_for_end(PATIENCE, master)
     assert master.process.returncode != 0
     assert "error: not all nodes came" in master.said()
     assert "Traceback" not in master.said()

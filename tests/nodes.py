@@ -1,0 +1,96 @@
+"""The launch scripts as nodes of a run: started, watched, and ended with all that they started.
+
+For tests whose hosts are network namespaces, of this machine or of an emulated one. Failures are
+AssertionErrors that carry what the nodes said, so nothing of pytest is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+class Node:
+    """One node's script, whose output goes to a file."""
+
+    def __init__(self, command: Sequence[str], log: Path, **settings: str) -> None:
+        self.log = log
+        environment = {**os.environ, "PYTHON": sys.executable, **settings}
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def tree(self) -> list[psutil.Process]:
+        """The script's process and all that descend from it."""
+        try:
+            root = psutil.Process(self.process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def said(self) -> str:
+        """All its output so far."""
+        return self.log.read_text(errors="replace")
+
+
+def end(*nodes: Node) -> None:
+    """Kill what is left of the nodes."""
+    for process in [process for node in nodes for process in node.tree()]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    for node in nodes:
+        node.process.wait()
+
+
+def wait_for_iterations(count: int, metrics: Path, patience: float, *running: Node) -> None:
+    """Until the metrics file has a line for each of so many iterations."""
+    deadline = time.monotonic() + patience
+    while len(lines(metrics)) < count:
+        for node in running:
+            assert node.process.poll() is None, node.said()
+        assert time.monotonic() < deadline, "\n".join(node.said() for node in running)
+        time.sleep(0.05)
+
+
+def wait_for_end(patience: float, *ending: Node) -> float:
+    """Until the nodes' scripts have ended; the seconds that it took. Late ones print stacks."""
+    start = time.monotonic()
+    for node in ending:
+        try:
+            node.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            for process in node.tree():
+                process.send_signal(signal.SIGABRT)
+            raise AssertionError(f"a node has not ended:\n{node.said()}") from None
+    return time.monotonic() - start
+
+
+def lines(metrics: Path) -> list[dict[str, Any]]:
+    """The whole lines of a metrics file."""
+    if not metrics.exists():
+        return []
+    return [json.loads(line) for line in metrics.read_text().splitlines(keepends=True)
+            if line.endswith("\n")]  # fmt: skip
+
+
+def numbers(metrics: Path, count: int) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the first iterations."""
+    return [(line["lm loss"], line["grad norm"]) for line in lines(metrics)[:count]]
