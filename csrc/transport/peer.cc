@@ -60,9 +60,16 @@ bool Peer::has_unsent() {
 
 bool Peer::receive(const OnNote& on_note) {
   std::array<char, 4096> buffer;
+  bool reset = false;
   while (true) {
     const ssize_t got = ::recv(socket_.get(), buffer.data(), buffer.size(), MSG_DONTWAIT);
-    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;
+    if (got < 0 && (errno == EAGAIN || errno == EINTR) && !reset) return true;
+    if (got < 0 && errno == ECONNRESET && !reset) {
+      // It closed with notes of ours unread. Linux may say so before it hands out the peer's own
+      // last notes, and these name who really died.
+      reset = true;
+      continue;
+    }
     if (got <= 0) {
       if (departed()) return false;
       const std::string cause =
