@@ -4,7 +4,7 @@
 #   tools/test.sh [--long] [--gpu] [--rdma] [further arguments of pytest]
 #
 # --long runs the tests marked slow too; --gpu turns the skips of tests that find no GPU into
-# failures. --rdma boots an emulated machine with soft-RoCE devices and tests RDMA in it (about 20
+# failures. --rdma boots an emulated machine with soft-RoCE devices and tests RDMA in it (about 8
 # minutes where two cores are free; installs missing Debian packages). The last line is pytest's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

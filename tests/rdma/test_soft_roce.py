@@ -1,6 +1,6 @@
 """Real verbs on a machine without any: soft-RoCE in an emulated machine (``vm.py``).
 
-``tools/test.sh --rdma`` runs this; it takes about 20 minutes where two cores are free, and may
+``tools/test.sh --rdma`` runs this; it takes about 8 minutes where two cores are free, and may
 install Debian packages.
 """
 
