@@ -52,7 +52,10 @@ class Name:
     @classmethod
     def parse(cls, text: str) -> Name:
         match = re.fullmatch(r"(laid)?(eager|graph|traced)?(static|fused|split)(\d+)", text)
-        if match is None or (match[2] == "traced" and match[3] == "static"):
+        unknown = match is None or (match[2] == "traced" and match[3] == "static")
+        if not torch.cuda.is_available() and match is not None:
+            unknown |= bool(match[1]) or match[2] in ("eager", "graph")  # stages that sleep
+        if match is None or unknown:
             raise SystemExit(f"--schedules: {text!r} is none; see --help")
         return cls(text, bool(match[1]), match[2] or "", match[3], int(match[4]))
 

@@ -248,20 +248,20 @@ def open_static(args: argparse.Namespace) -> Any:
     return ChannelExchange(DelayedTransport(transport, injector, ranks), 60.0)
 
 
-def measure(args: argparse.Namespace, name: str, m: int) -> dict[str, Any]:
+def measure(args: argparse.Namespace, name: Any, m: int) -> dict[str, Any]:
     """Median seconds of a schedule's step, and its ratio to the busiest rank's own work."""
     from megatron.core import parallel_state
 
     from megatron.dpp.mcore.static import over_channels
 
-    kind, v = name.rstrip("0123456789"), int(name.lstrip("abcdefghijklmnopqrstuvwxyz"))
+    static, v = name.kind == "static", name.num_chunks
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=args.ranks,
         virtual_pipeline_model_parallel_size=v if v > 1 else None,
     )
-    links = None if kind == "static" else open_links(args, v)
-    exchange = open_static(args) if kind == "static" else None
-    recorder = open_recorder(args, v, kind.startswith("traced"))
+    links = None if static else open_links(args, v)
+    exchange = open_static(args) if static else None
+    recorder = open_recorder(args, v, name.mode == "traced")
     took, ratios = [], []
     for iteration in range(args.rounds + 1):
         dist.barrier()
@@ -270,7 +270,7 @@ def measure(args: argparse.Namespace, name: str, m: int) -> dict[str, Any]:
             with over_channels(exchange) if exchange else contextlib.nullcontext():
                 own = run_static(args, v, m, iteration)
         else:
-            own = run_dynamic(args, v, m, iteration, links, "split" in kind, recorder)
+            own = run_dynamic(args, v, m, iteration, links, name.kind == "split", recorder)
         pair = torch.tensor([time.perf_counter() - start, own])
         dist.all_reduce(pair, op=dist.ReduceOp.MAX)
         if iteration:  # the first one warms up
@@ -282,7 +282,7 @@ def measure(args: argparse.Namespace, name: str, m: int) -> dict[str, Any]:
             opened.transport.close()
     parallel_state.destroy_model_parallel()
     return {
-        "schedule": name,
+        "schedule": name.text,
         "microbatches": m,
         "seconds": statistics.median(took),
         "ratio": statistics.median(ratios),
@@ -294,7 +294,7 @@ def worker(args: argparse.Namespace) -> None:
 
     support = cpu.install()
     dist.init_process_group("gloo")
-    rows = [measure(args, name, m) for m in args.microbatches for name in args.schedules.split(",")]
+    rows = [measure(args, name, m) for m in args.microbatches for name in args.names]
     if dist.get_rank() == 0:
         report(args, rows)
     dist.destroy_process_group()

@@ -17,4 +17,3 @@ def test_every_line_of_the_table_is_drawn() -> None:
     rows = at_a_glance(page)
     assert len(rows) == section.count("\n| hidden")
     assert all(f"{row.ratio:.3f}" in section and row.best in section for row in rows)
-    assert any(row.ratio > 1 for row in rows), "losing cases are shown"

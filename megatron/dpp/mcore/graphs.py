@@ -24,12 +24,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
 
+from megatron.dpp.mcore.capture import Capture, cuda_capture
 from megatron.dpp.mcore.rng import CapturedRng, needs_task_rng
 from megatron.dpp.mcore.wgrad import (
     DeferredWork,
@@ -40,41 +41,6 @@ from megatron.dpp.mcore.wgrad import (
 
 _WARM_UP_STEPS = 2
 """Training steps that run eagerly first: libraries initialise themselves, memory is measured."""
-
-
-class Replayable(Protocol):
-    """Work that was captured."""
-
-    def replay(self) -> None: ...
-
-
-Capture = Callable[[Callable[[], None], Any], Replayable]
-"""Makes work replayable: (function, memory pool) -> graph. Tests without a GPU pass their own."""
-
-
-class CudaGraph:
-    """One captured function; nothing is executed while it is captured."""
-
-    def __init__(
-        self, function: Callable[[], None], pool: Any, stream: torch.cuda.Stream, rng: CapturedRng
-    ) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with rng.capturing() as generators, torch.cuda.stream(stream):
-            for generator in generators:
-                self._graph.register_generator_state(generator)
-            # Other threads (the transport's, NCCL's watchdog) go on calling the driver meanwhile.
-            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                function()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # the first error is the one to report
-                    self._graph.capture_end()
-                raise
-            self._graph.capture_end()
-
-    def replay(self) -> None:
-        self._graph.replay()
 
 
 class _Slot:
@@ -419,7 +385,7 @@ class ChunkGraphs:
         rng = CapturedRng()
         draws = capture is None and needs_task_rng(chunks)
         drawing = rng.replaying if draws else contextlib.nullcontext
-        capture = capture or _cuda_capture(rng)
+        capture = capture or cuda_capture(rng)
         for number, chunk in enumerate(chunks):
             say = partial(self._say, number)
             reason = why_not(chunk)
@@ -495,6 +461,7 @@ def why_not(chunk: torch.nn.Module) -> str | None:
         "experts take varying shapes": config.num_moe_experts,
         "8- and 4-bit layers keep scales per step": config.fp8 or config.fp4,
         "--overlap-param-gather waits inside the layers": chunk.ddp_config.overlap_param_gather,
+        "--cuda-graph-impl captures them already": config.cuda_graph_impl != "none",
         "activations are offloaded": config.cpu_offloading
         or config.fine_grained_activation_offloading,
         "Transformer Engine's layers are not supported": any(
@@ -517,8 +484,3 @@ def _signature(hidden: Any, options: Mapping[str, Any]) -> Any:
         else:
             return None
     return described
-
-
-def _cuda_capture(rng: CapturedRng) -> Capture:
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    return lambda function, pool: CudaGraph(function, pool, stream, rng)

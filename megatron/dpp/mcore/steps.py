@@ -53,12 +53,10 @@ class StepCall:
         cls, *, data_iterator: Any, model: Any, p2p_communicator: Any = None,
         pg_collection: Any = None, **rest: Any,
     ) -> StepCall:  # fmt: skip
-        """Bring single chunks into list form, fill in the process groups, refuse what cannot be
-        honoured.
+        """Bring single chunks into list form and fill in the process groups.
 
         Raises:
-            ConfigError: an argument or a model setting that the dynamic schedule does not support,
-            by name.
+            ConfigError: arguments that do not fit together.
         """
         chunks = list(model) if isinstance(model, list) else [model]
         iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator]
@@ -70,7 +68,6 @@ class StepCall:
             raise ConfigError(
                 f"num_microbatches is {rest['num_microbatches']}: at least 1 is needed"
             )
-        _refuse_unsupported(get_model_config(chunks[0]))
         groups = pg_collection or _default_groups()
         return cls(data_iterator=iterators, model=chunks, pg_collection=groups, **rest)
 
@@ -78,6 +75,31 @@ class StepCall:
     def config(self) -> Any:
         """megatron-core's config of the model."""
         return get_model_config(self.model[0])
+
+    def refuse_ordered(self) -> None:
+        """Refuse settings whose collectives or bookkeeping need a static order.
+
+        Raises:
+            ConfigError: names the setting.
+        """
+        config = self.config
+        refused = {
+            "--expert-model-parallel-size": getattr(config, "expert_model_parallel_size", 1) > 1,
+            "--overlap-moe-expert-parallel-comm": getattr(
+                config, "overlap_moe_expert_parallel_comm", False
+            ),
+            "--hybrid-context-parallel": getattr(config, "hybrid_context_parallel", False),
+            "--defer-embedding-wgrad-compute": getattr(
+                config, "defer_embedding_wgrad_compute", False
+            ),
+            "--cuda-graph-impl": getattr(config, "cuda_graph_impl", "none") != "none",
+        }
+        for flag, asked in refused.items():
+            if asked:
+                raise ConfigError(
+                    f"{flag} needs the same order of tasks on all ranks of its group, which "
+                    "--use-dpp does not promise; leave it out or train without --use-dpp"
+                )
 
     def boundaries(self) -> Boundaries:
         """What lies between this rank's stages and their neighbours.
@@ -112,25 +134,6 @@ class StepCall:
         dtype = torch.float32 if config.fp32_residual_connection else config.pipeline_dtype
         shape = torch.Size((length, self.micro_batch_size, config.hidden_size))
         return shape, dtype or config.params_dtype
-
-
-def _refuse_unsupported(config: Any) -> None:
-    """Settings whose collectives or bookkeeping need a static order."""
-    refused = {
-        "--expert-model-parallel-size": getattr(config, "expert_model_parallel_size", 1) > 1,
-        "--overlap-moe-expert-parallel-comm": getattr(
-            config, "overlap_moe_expert_parallel_comm", False
-        ),
-        "--hybrid-context-parallel": getattr(config, "hybrid_context_parallel", False),
-        "--defer-embedding-wgrad-compute": getattr(config, "defer_embedding_wgrad_compute", False),
-        "--cuda-graph-impl": getattr(config, "cuda_graph_impl", "none") != "none",
-    }
-    for flag, asked in refused.items():
-        if asked:
-            raise ConfigError(
-                f"{flag} needs the same order of tasks on all ranks of its group, which --use-dpp "
-                "does not promise; leave it out or train without --use-dpp"
-            )
 
 
 def _default_groups() -> Any:

@@ -26,7 +26,8 @@ from megatron.core import parallel_state
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore.boundary import Boundaries
-from megatron.dpp.mcore.graphs import Capture, ChunkGraphs
+from megatron.dpp.mcore.capture import Capture
+from megatron.dpp.mcore.graphs import ChunkGraphs
 from megatron.dpp.mcore.rng import TaskRng, needs_task_rng
 from megatron.dpp.mcore.steps import Stage, StepCall
 from megatron.dpp.mcore.te import refuse_delayed
@@ -116,6 +117,7 @@ class DppSchedule:
             TransportError: a peer died, or a message did not arrive in time.
         """
         call = StepCall.checked(**keywords)
+        call.refuse_ordered()
         session = self._open_session(call)
         split = not call.forward_only and self._prepare(call)
         topology, iteration = session.topology, self.iteration

@@ -20,7 +20,8 @@ from megatron.core.utils import get_model_config
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore.graphs import Capture, ChunkGraphs
+from megatron.dpp.mcore.capture import Capture
+from megatron.dpp.mcore.graphs import ChunkGraphs
 from megatron.dpp.mcore.rng import TaskRng, needs_task_rng
 from megatron.dpp.mcore.static import (
     ChannelExchange,

@@ -1,0 +1,39 @@
+"""What a step is given: only the dynamic schedule refuses settings that need a static order."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore.steps import StepCall
+
+
+def call_with(**settings: object) -> StepCall:
+    chunk = torch.nn.Module()
+    chunk.config = SimpleNamespace(**settings)
+    return StepCall.checked(
+        data_iterator=iter(()), model=chunk, pg_collection=SimpleNamespace(),
+        forward_step_func=None, num_microbatches=1, seq_length=8, micro_batch_size=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "flag"),
+    [
+        ("expert_model_parallel_size", 2, "--expert-model-parallel-size"),
+        ("cuda_graph_impl", "local", "--cuda-graph-impl"),
+    ],
+)
+def test_settings_that_need_a_static_order_are_refused_by_name(
+    setting: str, value: object, flag: str
+) -> None:
+    call = call_with(**{setting: value})  # a static schedule goes no further
+    with pytest.raises(ConfigError, match=f"^{flag} needs the same order .* without --use-dpp"):
+        call.refuse_ordered()
+
+
+def test_a_plain_model_is_not_refused() -> None:
+    call_with(expert_model_parallel_size=1, cuda_graph_impl="none").refuse_ordered()
