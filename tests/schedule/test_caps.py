@@ -2,8 +2,9 @@
 
 import pytest
 
+from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.schedule import Geometry, parse_cap
+from megatron.dpp.schedule import Geometry, beside_head, parse_cap
 
 
 def geometry(rank=0, num_chunks=2, num_microbatches=16):
@@ -55,3 +56,14 @@ def test_bytes_wait_for_a_measurement():
 def test_refusals(text, message):
     with pytest.raises(ConfigError, match=message):
         parse_cap(text, geometry(), bytes_per_chunk_activation=1 << 20)
+
+
+@pytest.mark.parametrize(("rank", "num_chunks", "chunks"), [(3, 2, 10), (2, 2, 11), (3, 1, 5)])
+def test_the_last_rank_leaves_room_for_the_head(rank, num_chunks, chunks):
+    """What the simulator counts with is what training does."""
+    decisions = pytest.importorskip("megatron.dpp.runtime.decisions")
+    where = geometry(rank, num_chunks)
+    training = decisions.Decisions(DppConfig(), log=lambda line: None)
+    training.measured(decisions.Measured(activation_bytes=100, deferred_bytes=60))
+    view = training.scheduler(where, split=True).view
+    assert view.cap == beside_head(parse_cap("auto", where).chunks, where) == chunks

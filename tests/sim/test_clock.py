@@ -44,6 +44,16 @@ def test_two_ranks_by_hand():
     ]
 
 
+def test_a_stage_without_layers_has_its_weight_gradient_in_its_backward():
+    costs = even_costs(2, 1)
+    result = Plan(w_pieces=(2, 0)).run(Shape(2, 1, 1), costs)
+    assert [(str(s.action), s.start, s.end) for s in result.slots[1]] == [
+        ("0F0", 1.0, 2.0),
+        ("0B0", 2.0, 4.0),
+    ]
+    assert [str(s.action) for s in result.slots[0]] == ["0F0", "0B0", "0W0", "0W0.1"]
+
+
 def test_messages_share_a_link_and_stay_in_order():
     """Outputs appear every 1; each holds the link for 3, the first of them for 9."""
     durations = ([[1.0] * 3, [0.1] * 3], [[0.1] * 3] * 2, [[0.0] * 3] * 2)

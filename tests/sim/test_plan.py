@@ -96,6 +96,18 @@ def test_memory_bounds_the_plan():
         Planner(model(), 4, 16, memory_bytes=10).best([1])
 
 
+def test_memory_is_counted_as_training_measures_it():
+    """Two microbatches of two ranks: the last holds one activation, and what W has left of it."""
+    head = Part((6.0, 6.0, 0.0), activation_bytes=30.0)
+    layer = Part((1.0, 1.0, 1.0), activation_bytes=10.0, deferred_bytes=6.0)
+    planner = Planner(ModelCosts(4, layer, NOTHING, head), 2, 2)
+    peaks = planner.predict(Layout(2, (2, 2)), "strict").peak_bytes
+    # Rank 1 may hold 1 activation of 50 bytes, and B leaves 12 of them: a share of 0.24. Its second
+    # forward waits for all of the first W; rank 0 has both microbatches in flight.
+    assert peaks == (40.0, 50.0)
+    assert planner.predict(Layout(2, (2, 2)), "2p").peak_bytes == (40.0, 62.0)
+
+
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(ConfigError, match="need more layers"):
         Planner(model(num_layers=4), 4, 8).best([4])

@@ -81,6 +81,17 @@ def mlp_bytes(shape: RunShape) -> float:
     return e * tokens * width + (shape.outside if shape.hidden_dropout else 0)
 
 
+def deferred_bytes(shape: RunShape) -> float:
+    """What a layer's backward keeps for its weight gradients when those are deferred: the inputs of
+    its four linear layers and the gradients of their outputs.
+    """
+    width = shape.ffn_hidden_size / shape.tensor
+    inputs = 2 * shape.outside + shape.tokens * (shape.queries / shape.tensor + width)
+    column = (shape.queries + 2 * shape.keys) / shape.tensor + width * (2 if shape.gated else 1)
+    gradients = shape.tokens * column + 2 * shape.elements
+    return shape.element_bytes * (inputs + gradients)
+
+
 def head_bytes(shape: RunShape) -> float:
     """Final norm, output layer and loss. The loss keeps its exponentials in fp32."""
     total = _norm_bytes(shape) + 4 * shape.tokens * shape.vocab_size / shape.tensor

@@ -2,15 +2,16 @@
 
 The number of microbatches in flight is not a formula here: the schedule that will run is simulated
 with the sizes of its stages, so interleaving, caps and deferred weight gradients are counted as
-they happen. An activation lives from its forward to its weight gradients (a deferred ``W`` keeps
-as much as the forward did: the inputs and the output gradients of its linear layers).
+they happen, and with what training measures of them: the share that ``B`` frees, the room that the
+last rank leaves to the LM head. An activation lives from its forward to its backward, which leaves
+the inputs and the output gradients of the linear layers until their ``W``, one layer at a time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.dpp.estimate.activations import head_bytes, layer_bytes, workspace_bytes
+from megatron.dpp.estimate.activations import workspace_bytes
 from megatron.dpp.estimate.parameters import layer_parameters, rank_parameters
 from megatron.dpp.estimate.shape import RunShape
 
@@ -76,8 +77,3 @@ def _gathered(shape: RunShape, count: int) -> float:
     root = count - shape.num_layers * layer
     whole = count if shape.shard == "gradients" else root + 2 * layer
     return float((whole + layer) * shape.element_bytes)
-
-
-def activation_parts(shape: RunShape) -> tuple[float, float]:
-    """Bytes of a layer's and of the head's activation for one microbatch."""
-    return layer_bytes(shape), head_bytes(shape)

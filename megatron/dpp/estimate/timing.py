@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.dpp.estimate.activations import deferred_bytes, head_bytes, layer_bytes
 from megatron.dpp.estimate.device import Device
-from megatron.dpp.estimate.memory import activation_parts
 from megatron.dpp.estimate.parameters import rank_parameters
 from megatron.dpp.estimate.shape import RunShape
 from megatron.dpp.schedule import Kind
@@ -100,16 +100,16 @@ def model_costs(shape: RunShape, device: Device, *, spans_nodes: bool = False) -
     reduced = 2 * _all_reduce(shape.element_bytes * shape.elements, t) / device.link
     forward = linear + core + reduced
     again = {"none": 0.0, "selective": core, "full": forward}[shape.recompute]
-    layer_size, head_size = activation_parts(shape)
     backward = linear + 2 * core + reduced + again
     least = device.launch
     layer = Part(
         (max(forward, least), max(backward, least), max(linear, least / 2)),
-        layer_size,
+        layer_bytes(shape),
+        deferred_bytes=deferred_bytes(shape),
     )
     table, logits = shape.vocab_size * h / t, shape.vocab_size * tokens / t
     rates = device.flops, device.bytes_per_second
-    head = Part(head_times(table, tokens, logits, *rates), head_size)
+    head = Part(head_times(table, tokens, logits, *rates), head_bytes(shape))
     looked_up = 2 * shape.element_bytes * shape.elements
     lookup = Part(embedding_times(table, looked_up, device.bytes_per_second))
     hop = shape.element_bytes * shape.outside / (device.network if spans_nodes else device.link)

@@ -67,6 +67,18 @@ def default_cap(geometry: Geometry) -> Cap:
     return parse_cap("auto", geometry)
 
 
+def beside_head(chunks: float, geometry: Geometry) -> float:
+    """The cap of a rank with a split backward: on the last one room for one activation is left to
+    the LM head, whose logits take memory of their own.
+
+    Megatron's order holds least on that rank, so its cap stays far above what the order needs.
+    ``runtime.decisions`` keeps the same rule; ``tests/schedule`` holds the two together.
+    """
+    if not geometry.is_last or geometry.num_ranks == 1:
+        return chunks
+    return max(chunks - 1, peak_in_flight(geometry))
+
+
 def worst_peak(geometry: Geometry) -> int:
     """The peak of Megatron's order on its worst rank, rank 0 (``I0``), in chunk activations."""
     return peak_in_flight(dataclasses.replace(geometry, rank=0))

@@ -21,7 +21,7 @@ from megatron.dpp.sim.model_costs import (
     head_times,
 )
 from megatron.dpp.sim.plan import Layout, Planner, Prediction
-from megatron.dpp.sim.schedules import STATIC, Plan, find_plan, run_static
+from megatron.dpp.sim.schedules import STATIC, Memory, Plan, find_plan, run_static
 
 __all__ = [
     "CONDITIONS",
@@ -30,6 +30,7 @@ __all__ = [
     "Hop",
     "Layout",
     "MeasuredCosts",
+    "Memory",
     "ModelCosts",
     "ModelShape",
     "Part",

@@ -105,7 +105,8 @@ def simulate(
     Args:
         lanes: by rank.
         split_backward: a ``B`` takes its own time; otherwise that of its ``W`` too.
-        w_pieces: pieces of each chunk's ``W``, each an equal share of its time.
+        w_pieces: pieces of each stage's ``W``, each an equal share of its time; a stage with none
+            has its ``W`` in its ``B``.
         lead: a rank chooses this long before its running task ends (a GPU's queue); 0 is at its
             end.
 
@@ -184,12 +185,13 @@ class _Clock:
             self._send(action, stage, end)
 
     def _work(self, action: Action, stage: int) -> float:
-        kind, chunk, microbatch, _ = action
+        kind, _, microbatch, _ = action
         work = self._costs.durations[kind][stage][microbatch]
-        if kind == Kind.B and not self._split:
+        pieces = 1 if self._pieces is None else self._pieces[stage]
+        if kind == Kind.B and not (self._split and pieces):
             work += self._costs.durations[Kind.W][stage][microbatch]
-        elif kind == Kind.W and self._pieces is not None:
-            work /= self._pieces[chunk]
+        elif kind == Kind.W:
+            work /= pieces
         return work
 
     def _send(self, action: Action, stage: int, time: float) -> None:

@@ -30,13 +30,19 @@ Times = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Part:
-    """A layer, the embedding or the head. ``state_bytes``: its weights, gradients and optimizer
-    state.
+    """A layer, the embedding or the head.
+
+    Args:
+        activation_bytes: what its forward keeps for its backward.
+        state_bytes: its weights, gradients and optimizer state.
+        deferred_bytes: what a layer's backward keeps for its weight gradients; None for as much as
+            its activation. The embedding and the head defer nothing.
     """
 
     times: Times
     activation_bytes: float = 0.0
     state_bytes: float = 0.0
+    deferred_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,11 @@ class ModelCosts:
         sizes[-1] += self.head.activation_bytes
         return sizes
 
+    def deferred_bytes(self, layers: Sequence[int]) -> list[float]:
+        """Bytes that each stage's deferred weight gradients keep for one microbatch."""
+        each = self.layer.deferred_bytes
+        return [n * (self.layer.activation_bytes if each is None else each) for n in layers]
+
     def state_bytes(self, layers: Sequence[int], num_ranks: int) -> list[float]:
         """Bytes of each rank's weights, gradients and optimizer state."""
         sizes = [sum(layers[rank::num_ranks]) * self.layer.state_bytes for rank in range(num_ranks)]
@@ -85,7 +96,7 @@ class ModelCosts:
 
         def joined(mine: Part, theirs: Part) -> Part:
             activation = mine.activation_bytes or theirs.activation_bytes
-            return Part(mine.times, activation, theirs.state_bytes)
+            return Part(mine.times, activation, theirs.state_bytes, mine.deferred_bytes)
 
         return dataclasses.replace(
             self,

@@ -17,7 +17,7 @@ from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.clock import Result
 from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.model_costs import ModelCosts
-from megatron.dpp.sim.schedules import Plan
+from megatron.dpp.sim.schedules import Memory, Plan
 
 CAPS = ("strict", "megatron", "1.5p", "2p")
 _WORTH = 0.002
@@ -106,8 +106,14 @@ class Planner:
     def predict(self, layout: Layout, cap: str, policy: str = "dynamic") -> Prediction:
         """Simulate ``layout``; ``policy="megatron"`` is the static schedule, fused."""
         shape = Shape(self.num_ranks, layout.num_chunks, self.num_microbatches)
-        split = self._split and policy == "dynamic"
-        plan = Plan(policy=policy, cap=cap, split_backward=split)
+        split = self._split and policy != "megatron"
+        plan = Plan(
+            policy=policy,
+            cap=cap,
+            split_backward=split,
+            w_pieces=layout.layers,
+            memory=self._memory(layout.layers),
+        )
         runs = [
             plan.run(shape, self.model.costs(shape, layout.layers, seed)) for seed in self._seeds
         ]
@@ -215,24 +221,34 @@ class Planner:
     def _stage_times(self, layers: Sequence[int]) -> list[list[float]]:
         return [self.model.stage_times(layers, kind) for kind in Kind]
 
+    def _memory(self, layers: Sequence[int]) -> tuple[Memory, ...]:
+        sizes, deferred = self.model.activation_bytes(layers), self.model.deferred_bytes(layers)
+        return tuple(
+            Memory(
+                activation_bytes=max(sizes[rank :: self.num_ranks]),
+                deferred_bytes=max(deferred[rank :: self.num_ranks]),
+            )
+            for rank in range(self.num_ranks)
+        )
+
     def _peak_bytes(self, layout: Layout, run: Result, split: bool) -> tuple[float, ...]:
-        """Peak of each rank; an activation lives from its ``F`` to its ``W`` (``B`` when fused),
-        the head's to its ``B``, which leaves nothing for later.
+        """Peak of each rank: ``B`` frees an activation, or leaves what its layers' ``W`` need, of
+        which each piece frees a layer's.
         """
         sizes = self.model.activation_bytes(layout.layers)
+        deferred = self.model.deferred_bytes(layout.layers) if split else [0.0] * len(sizes)
         state = self.model.state_bytes(layout.layers, self.num_ranks)
         peaks = []
         for rank, slots in enumerate(run.slots):
             held = peak = 0.0
             for action, _, _ in slots:
                 stage = action.chunk * self.num_ranks + rank
-                head = self.model.head.activation_bytes if stage == len(sizes) - 1 else 0.0
-                deferred = sizes[stage] - head if split else 0.0
-                held += {
-                    Kind.F: sizes[stage],
-                    Kind.B: deferred - sizes[stage],
-                    Kind.W: -deferred,
-                }[action.kind]
+                if action.kind == Kind.W:
+                    held -= deferred[stage] / layout.layers[stage]
+                elif action.kind == Kind.B:
+                    held += deferred[stage] - sizes[stage]
+                else:
+                    held += sizes[stage]
                 peak = max(peak, held)
             peaks.append(state[rank] + peak)
         return tuple(peaks)

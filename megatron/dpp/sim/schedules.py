@@ -12,10 +12,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.schedule import Geometry, Policy, Scheduler, parse_cap
+from megatron.dpp.schedule import Geometry, Policy, Scheduler, beside_head, parse_cap
 from megatron.dpp.sim.clock import Lane, Result, interleaved_placement, simulate
 from megatron.dpp.sim.costs import Costs, Shape
 from megatron.dpp.sim.fixed import FixedOrder, gpipe_order, zb_h1_order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What training measures of a rank's chunks in its first step; bytes.
+
+    Args:
+        activation_bytes: of one chunk and microbatch, the largest of the rank's chunks.
+        deferred_bytes: what its weight gradients keep from ``B`` to ``W``, likewise.
+    """
+
+    activation_bytes: float
+    deferred_bytes: float
+
+    @property
+    def beta(self) -> float:
+        """Share of an activation that ``B`` frees."""
+        if self.activation_bytes <= 0:
+            return 0.0
+        return max(0.0, 1.0 - self.deferred_bytes / self.activation_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +47,19 @@ class Plan:
         cap: as ``--dpp-activation-cap``, or ``none`` for no limit.
         split_backward: ``W`` apart from ``B``.
         beta: share of an activation that ``B`` frees.
-        w_pieces: pieces of every chunk's ``W``.
+        w_pieces: pieces of every chunk's ``W``, or of each stage's.
         group: microbatch group size, ``None`` for the number of ranks.
+        memory: of each rank; with it ``beta`` and a cap in bytes follow from what an activation
+            takes, and the last rank leaves room for the LM head, all as in training.
     """
 
     policy: str | Policy = "dynamic"
     cap: str = "auto"
     split_backward: bool = True
     beta: float = 0.0
-    w_pieces: int = 1
+    w_pieces: int | tuple[int, ...] = 1
     group: int | None = None
+    memory: tuple[Memory, ...] = ()
 
     def lanes(self, shape: Shape) -> list[Lane]:
         """A scheduler per rank."""
@@ -49,9 +72,13 @@ class Plan:
             costs,
             interleaved_placement(shape.num_ranks, shape.num_chunks),
             split_backward=self.split_backward,
-            w_pieces=[self.w_pieces] * shape.num_chunks,
+            w_pieces=self._pieces(shape),
             lead=lead,
         )
+
+    def _pieces(self, shape: Shape) -> tuple[int, ...]:
+        pieces = self.w_pieces
+        return pieces if isinstance(pieces, tuple) else (pieces,) * shape.num_stages
 
     def _scheduler(self, shape: Shape, rank: int) -> Scheduler:
         geometry = Geometry(
@@ -60,16 +87,24 @@ class Plan:
             shape.num_chunks,
             shape.num_microbatches,
             group=self.group,
-            w_pieces=(self.w_pieces,) * shape.num_chunks,
+            w_pieces=self._pieces(shape)[rank :: shape.num_ranks],
         )
-        unlimited = float(2 * shape.num_chunks * shape.num_microbatches)
         return Scheduler(
             geometry,
             policy=self.policy,
-            cap=unlimited if self.cap == "none" else parse_cap(self.cap, geometry).chunks,
+            cap=self._cap(geometry),
             split_backward=self.split_backward,
-            beta=self.beta,
+            beta=self.memory[rank].beta if self.memory and self.split_backward else self.beta,
         )
+
+    def _cap(self, geometry: Geometry) -> float:
+        if self.cap == "none":
+            return float(2 * geometry.num_chunks * geometry.num_microbatches)
+        if not self.memory:
+            return parse_cap(self.cap, geometry).chunks
+        each = self.memory[geometry.rank].activation_bytes or None
+        chunks = parse_cap(self.cap, geometry, each).chunks
+        return beside_head(chunks, geometry) if self.split_backward else chunks
 
 
 STATIC = ("gpipe", "1f1b", "interleaved", "zb-h1")
