@@ -51,7 +51,13 @@ def shape(flags: str = "", world_size: int = 1, on_gpu: bool = True, **changes: 
 def even_device() -> Device:
     """Nothing but matrix products takes time on it."""
     return dataclasses.replace(
-        H200, bytes_per_second=1e30, link=1e30, network=1e30, launch=0.0, flops=1e12
+        H200,
+        bytes_per_second=1e30,
+        link=1e30,
+        network=1e30,
+        launch=0.0,
+        between=0.0,
+        flops=1e12,
     )
 
 

@@ -26,6 +26,8 @@ class Device:
         network: bytes per second, one way, to another node.
         launch: seconds that the host takes to start the forward of a layer (its backward takes as
             long, its weight gradients half of that); a smaller layer takes no less.
+        between: seconds that the host takes from the end of one task to the next.
+        queues: the host launches ahead of the device (a GPU), and its launches can be replayed.
         source: where ``flops`` comes from.
     """
 
@@ -36,6 +38,8 @@ class Device:
     link: float
     network: float
     launch: float
+    between: float
+    queues: bool
     source: str
 
 
@@ -51,8 +55,8 @@ _KNOWN = (
 )
 _UNKNOWN_GPU = (3e13, 5e11, 1e10)
 _NETWORK = 4e10
-_GPU_LAUNCH = 8e-4
-_CPU_LAUNCH = 1.5e-3
+_GPU_LAUNCH, _GPU_BETWEEN = 1.2e-3, 1.2e-4
+_CPU_LAUNCH, _CPU_BETWEEN = 1.5e-3, 2e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +95,8 @@ def gpu_device(name: str, memory_bytes: float) -> Device:
         link=link,
         network=_NETWORK,
         launch=_GPU_LAUNCH,
+        between=_GPU_BETWEEN,
+        queues=True,
         source=source,
     )
 
@@ -108,6 +114,8 @@ def cpu_device(processes: int = 1) -> Device:
         link=2e9 * share,
         network=1e9,
         launch=_CPU_LAUNCH / share,
+        between=_CPU_BETWEEN / share,
+        queues=False,
         source="a matrix product of numpy's, measured now",
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.dpp.estimate.device import Device
+from megatron.dpp.estimate.layer_times import part_times
 from megatron.dpp.estimate.memory import RankMemory, rank_memory
 from megatron.dpp.estimate.parameters import model_parameters
 from megatron.dpp.estimate.shape import RunShape
@@ -37,6 +38,7 @@ class Estimate:
         seconds: of an iteration.
         tokens_per_second: of all ranks together.
         flops_per_device: useful operations per second that this is.
+        replayed: layers run as CUDA graphs.
     """
 
     shape: RunShape
@@ -50,6 +52,7 @@ class Estimate:
     seconds: float
     tokens_per_second: float
     flops_per_device: float
+    replayed: bool
 
     @property
     def peak_bytes(self) -> float:
@@ -90,4 +93,5 @@ def estimate(
         seconds=seconds,
         tokens_per_second=tokens / seconds,
         flops_per_device=per_token * tokens / seconds / shape.world_size,
+        replayed=part_times(shape, device).replayed,
     )

@@ -33,6 +33,8 @@ class RunShape:
         recompute: ``none``, ``selective`` (the core of attention) or ``full``.
         flash: attention without its s*s matrices.
         policy: ``megatron`` is the static schedule.
+        cuda_graphs: ``--dpp-cuda-graphs``; ``off`` where there is no GPU or a chunk cannot be
+            captured, whatever is recomputed or shared out.
     """
 
     arch: str
@@ -70,6 +72,19 @@ class RunShape:
     policy: str
     cap: str
     split_backward: bool
+    cuda_graphs: str
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the ranks choose their tasks (``--use-dpp``)."""
+        return self.split_backward or self.policy != "megatron"
+
+    @property
+    def graphs(self) -> str:
+        """Whether chunks are captured: ``on``, ``off``, or ``auto`` where that depends on times."""
+        if self.recompute != "none" or self.shard in ("gradients", "parameters"):
+            return "off"
+        return "off" if self.cuda_graphs == "auto" and not self.dynamic else self.cuda_graphs
 
     @property
     def num_layers(self) -> int:
@@ -175,7 +190,14 @@ def shape_of(args: argparse.Namespace, *, on_gpu: bool, arch: str = "gpt") -> Ru
         policy=args.dpp_policy if args.use_dpp else "megatron",
         cap=args.dpp_activation_cap if args.use_dpp else "megatron",
         split_backward=args.use_dpp and args.dpp_split_backward,
+        cuda_graphs=args.dpp_cuda_graphs if on_gpu and _captured(args) else "off",
     )
+
+
+def _captured(args: argparse.Namespace) -> bool:
+    """Whether chunks can be captured as CUDA graphs, as ``mcore.graphs`` has it."""
+    ways = args.overlap_param_gather, args.deepspeed_zero_stage
+    return args.transformer_impl == "local" and not any(ways)
 
 
 def _numbers(args: argparse.Namespace) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def lines(found: Estimate) -> list[str]:
         f"traffic       per rank and iteration: {_traffic(found)}",
         f"time          {found.seconds * 1e3:.1f} ms per iteration, "
         f"{found.tokens_per_second:,.0f} tokens/s, at {device.flops / 1e12:.3g} TFLOP/s in matrix "
-        f"products ({device.source})",
+        f"products ({device.source}){_graphs(found)}",
     ]
     return table
 
@@ -115,6 +115,10 @@ def _bubble_line(found: Estimate) -> str:
         f"{formula / (1 + formula):.1%} of the whole; this schedule with these stages, simulated: "
         f"{found.bubble:.1%} of the whole"
     )
+
+
+def _graphs(found: Estimate) -> str:
+    return ", replaying CUDA graphs" if found.replayed else ""
 
 
 def _traffic(found: Estimate) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron.dpp.estimate.activations import deferred_bytes, head_bytes, layer_bytes
 from megatron.dpp.estimate.device import Device
+from megatron.dpp.estimate.layer_times import all_reduce_bytes, part_times
 from megatron.dpp.estimate.parameters import rank_parameters
 from megatron.dpp.estimate.shape import RunShape
 from megatron.dpp.schedule import Kind
@@ -20,11 +21,12 @@ from megatron.dpp.sim import (
     Planner,
     Prediction,
     embedding_times,
-    head_times,
 )
 
 _MOST_SIMULATED = 6
 """Microbatches per stage that are simulated; what is beyond repeats the steady state."""
+_GRAPH_POOL = 1.44
+"""Memory of an activation's graphs over that of the activation (docs/decisions/0008-graphs.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +62,13 @@ def traffic(shape: RunShape) -> Traffic:
     layers = shape.layout.rank_layers(0) * shape.num_microbatches
     again = 1.5 if shape.recompute == "full" else 1.0
     # Forward and backward of attention and MLP: four times, each an all-reduce or as much.
-    tensor = 4 * again * layers * _all_reduce(shape.element_bytes * shape.elements, shape.tensor)
+    tensor = 4 * again * layers * all_reduce_bytes(shape)
     return Traffic(
         hop=hop if shape.pipeline > 1 else 0.0,
         pipeline=hops * hop,
         tensor=tensor,
         data=_data_parallel_bytes(shape),
     )
-
-
-def _all_reduce(num_bytes: float, ranks: int) -> float:
-    """A ring's: every rank sends the whole twice, less its own share."""
-    return 2 * (ranks - 1) / ranks * num_bytes
 
 
 def _data_parallel_bytes(shape: RunShape) -> float:
@@ -91,29 +88,18 @@ def model_costs(shape: RunShape, device: Device, *, spans_nodes: bool = False) -
     Args:
         spans_nodes: neighbouring pipeline stages lie on different nodes.
     """
-    t, h, tokens = shape.tensor, shape.hidden_size, shape.tokens
-    weights = h * (2 * shape.queries + 2 * shape.keys)
-    weights += h * shape.ffn_hidden_size * (3 if shape.gated else 2)
-    linear = 2 * weights * tokens / t / device.flops
-    scores = (2 if shape.arch == "gpt" else 4) * shape.seq_length * shape.queries * tokens
-    core = scores / t / device.flops
-    reduced = 2 * _all_reduce(shape.element_bytes * shape.elements, t) / device.link
-    forward = linear + core + reduced
-    again = {"none": 0.0, "selective": core, "full": forward}[shape.recompute]
-    backward = linear + 2 * core + reduced + again
-    least = device.launch
-    layer = Part(
-        (max(forward, least), max(backward, least), max(linear, least / 2)),
-        layer_bytes(shape),
-        deferred_bytes=deferred_bytes(shape),
-    )
-    table, logits = shape.vocab_size * h / t, shape.vocab_size * tokens / t
-    rates = device.flops, device.bytes_per_second
-    head = Part(head_times(table, tokens, logits, *rates), head_bytes(shape))
+    times = part_times(shape, device)
+    # A graph's memory pool has room for a backward's temporary tensors, beside each activation.
+    pool = _GRAPH_POOL if times.replayed and shape.pipeline > 1 else 1.0
+    kept = pool * layer_bytes(shape)
+    deferred = kept if times.replayed else deferred_bytes(shape)
+    layer = Part(times.layer, kept, deferred_bytes=deferred)
+    head = Part(times.head, head_bytes(shape))
+    table = shape.vocab_size * shape.hidden_size / shape.tensor
     looked_up = 2 * shape.element_bytes * shape.elements
     lookup = Part(embedding_times(table, looked_up, device.bytes_per_second))
     hop = shape.element_bytes * shape.outside / (device.network if spans_nodes else device.link)
-    return ModelCosts(shape.num_layers, layer, lookup, head, hop)
+    return ModelCosts(shape.num_layers, layer, lookup, head, hop, between=times.between)
 
 
 def predict(shape: RunShape, costs: ModelCosts) -> Prediction:

@@ -193,7 +193,15 @@ def shape_with(
         policy="dynamic" if dynamic else "megatron",
         cap="auto" if dynamic else "megatron",
         split_backward=dynamic,
+        cuda_graphs=_graphs(plain, layout),
     )
+
+
+def _graphs(plain: RunShape, layout: Layout) -> str:
+    """``--dpp-cuda-graphs`` as :func:`resolve` will set it; recompute and sharding are the shape's
+    own business."""
+    alone = layout.tensor > 1 and layout.pipeline == 1 and plain.arch == "gpt"
+    return "on" if alone and plain.cuda_graphs == "auto" else plain.cuda_graphs
 
 
 def report(best: list[Candidate], setting: Setting) -> list[str]:

@@ -56,6 +56,7 @@ class ModelCosts:
         head: after the last layer: final norm, output layer, loss.
         hop: seconds between neighbouring stages.
         sigma: spread of task times (of their logarithm).
+        between: seconds that the host needs between two tasks of a rank.
     """
 
     num_layers: int
@@ -64,6 +65,7 @@ class ModelCosts:
     head: Part
     hop: float = 0.0
     sigma: float = 0.0
+    between: float = 0.0
 
     def stage_times(self, layers: Sequence[int], kind: Kind) -> list[float]:
         """Seconds of each stage's ``kind`` with ``layers[s]`` layers on stage ``s``."""
@@ -120,7 +122,8 @@ class ModelCosts:
             [row(time) for time in self.stage_times(layers, kind)] for kind in Kind
         )
         hops = [Hop(self.hop / 2, self.hop / 2)] * (shape.num_stages - 1)
-        return Costs((forward, backward, weight), hops)
+        overhead = dict.fromkeys(range(shape.num_ranks), self.between) if self.between else {}
+        return Costs((forward, backward, weight), hops, overhead=overhead)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,138 @@
+"""What a layer and the head take: on the device, and where the host is slower at launching them.
+
+On a GPU the host queues kernels. Small layers run faster than they are launched; then the host sets
+the pace, unless CUDA graphs are replayed, and the device catches up while it has a large product to
+do, such as the head's. The constants below were fitted to runs on H200s
+(docs/benchmarks/scaling-h200.md). ``timing`` is the caller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.dpp.estimate.activations import layer_bytes
+from megatron.dpp.estimate.device import Device
+from megatron.dpp.estimate.shape import RunShape
+from megatron.dpp.schedule import Kind
+from megatron.dpp.sim import head_times
+from megatron.dpp.sim.model_costs import Times
+
+GRAPHS_PAY_FROM = 0.75
+"""Share of launching in the tasks' time from which training captures graphs by itself, as in
+``runtime.schedule``; ``tests/estimate`` holds the two together."""
+_COLLECTIVE = 0.2
+"""Launching one tensor-parallel collective, in layers' forwards."""
+_WEIGHTS = 0.5
+"""Launching a layer's deferred weight gradients; in a fused backward autograd's engine launches
+them, at no cost that shows."""
+_REPLAY = 1 / 3
+"""What passes between two tasks that are replayed, against two that are launched."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartTimes:
+    """Seconds of ``F``, ``B`` and ``W`` for one microbatch, and between two tasks.
+
+    Args:
+        layer: one transformer layer.
+        head: final norm, output layer and loss, as far as they are not hidden behind launching.
+        between: what the host needs from the end of a task to the next while the device waits.
+        replayed: layers run as CUDA graphs.
+    """
+
+    layer: Times
+    head: Times
+    between: float
+    replayed: bool
+
+
+def all_reduce_bytes(shape: RunShape) -> float:
+    """What a rank sends to sum a hidden state over its tensor-parallel group: in a ring the whole
+    twice, less its own share."""
+    whole = shape.element_bytes * shape.elements
+    return 2 * (shape.tensor - 1) / shape.tensor * whole
+
+
+def part_times(shape: RunShape, device: Device) -> PartTimes:
+    """How long the parts of the model take as they will be run."""
+    layer, head = _layer_on_device(shape, device), _head_on_device(shape, device)
+    if replays(shape, device, layer, head):
+        between = device.between * _REPLAY
+        return PartTimes(layer=layer, head=head, between=between, replayed=True)
+    least = _launches(shape, device)
+    paced = _paced(shape, layer, least)
+    waits = paced != layer and (shape.dynamic or not device.queues)
+    return PartTimes(
+        layer=paced,
+        head=_exposed(shape, device, layer, paced, head),
+        between=device.between if waits else 0.0,
+        replayed=False,
+    )
+
+
+def replays(shape: RunShape, device: Device, layer: Times, head: Times) -> bool:
+    """Whether training will replay CUDA graphs, by its own rule (``--dpp-cuda-graphs``)."""
+    if shape.graphs != "auto":
+        return shape.graphs == "on"
+    least = _launches(shape, device)
+    took = shape.num_layers * sum(_paced(shape, layer, least)) + sum(head)
+    return shape.num_layers * sum(least) >= GRAPHS_PAY_FROM * took
+
+
+def _layer_on_device(shape: RunShape, device: Device) -> Times:
+    """Matrix products, collectives, and the bytes of what lies between the products.
+
+    What a forward keeps is written and read once there; a backward reads it, and writes and reads
+    as many gradients.
+    """
+    h, t, tokens = shape.hidden_size, shape.tensor, shape.tokens
+    weights = h * (2 * shape.queries + 2 * shape.keys)
+    weights += h * shape.ffn_hidden_size * (3 if shape.gated else 2)
+    linear = 2 * weights * tokens / t / device.flops
+    scores = (2 if shape.arch == "gpt" else 4) * shape.seq_length * shape.queries * tokens
+    core = scores / t / device.flops
+    kept = layer_bytes(dataclasses.replace(shape, recompute="none")) / device.bytes_per_second
+    reduced = 2 * all_reduce_bytes(shape) / device.link
+    forward = linear + core + reduced + 2 * kept
+    again = {"none": 0.0, "selective": core, "full": forward}[shape.recompute]
+    return forward, linear + 2 * core + reduced + 3 * kept + again, linear
+
+
+def _head_on_device(shape: RunShape, device: Device) -> Times:
+    table = shape.vocab_size * shape.hidden_size / shape.tensor
+    logits = shape.vocab_size * shape.tokens / shape.tensor
+    return head_times(table, shape.tokens, logits, device.flops, device.bytes_per_second)
+
+
+def _launches(shape: RunShape, device: Device) -> Times:
+    """Seconds that the host takes to launch a layer's F, B and W."""
+    collectives = 0 if shape.tensor == 1 else 4 if shape.sequence_parallel else 2
+    once = device.launch * (1 + _COLLECTIVE * collectives * device.queues)
+    again = once if shape.recompute == "full" else 0.0
+    return once, once + again, device.launch * _WEIGHTS if shape.split_backward else 0.0
+
+
+def _paced(shape: RunShape, layer: Times, least: Times) -> Times:
+    """A layer's times where none is shorter than its launching; a fused backward is one task."""
+    forward, backward, weight = layer
+    if shape.split_backward:
+        weight = max(weight, least[Kind.W])
+        return max(forward, least[Kind.F]), max(backward, least[Kind.B]), weight
+    return max(forward, least[Kind.F]), max(backward + weight, least[Kind.B]) - weight, weight
+
+
+def _exposed(shape: RunShape, device: Device, layer: Times, paced: Times, head: Times) -> Times:
+    """What of the head lengthens the last rank's work.
+
+    While the device computes the head, the host goes on launching, and the layers that follow run
+    as fast as the device can; so the device may gain back what it has waited for launches before.
+    Megatron's static pipelines wait for the device at each exchange, a CPU queues nothing.
+    """
+    if not device.queues or (shape.pipeline > 1 and not shape.dynamic):
+        return head
+    layers = shape.layout.rank_layers(shape.pipeline - 1)
+    gained = layers * (sum(paced) - sum(layer))
+    total = sum(head)
+    share = max(0.0, total - gained) / total if total else 0.0
+    least = device.launch if gained else 0.0  # a loss has as many kernels as a layer
+    return max(least, share * head[Kind.F]), max(least, share * head[Kind.B]), share * head[Kind.W]
