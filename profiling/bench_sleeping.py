@@ -211,8 +211,10 @@ def open_recorder(args: argparse.Namespace, v: int, traced: bool) -> Any:
     return open_file(args.trace_dir, rank=dist.get_rank(), layout=layout)
 
 
-def open_links(args: argparse.Namespace, v: int) -> Any:
-    """The channels of a sleeping pipeline, with the slow links that were asked for."""
+def open_links(args: argparse.Namespace, v: int, injector: Any = None) -> Any:
+    """The channels of a sleeping pipeline, with the slow links of ``injector`` or, without one,
+    those that were asked for.
+    """
     from megatron.dpp.config import DppConfig
     from megatron.dpp.runtime.delayed import DelayedTransport
     from megatron.dpp.runtime.executor import Links
@@ -224,10 +226,10 @@ def open_links(args: argparse.Namespace, v: int) -> Any:
     slot_bytes = _SEQUENCE * _HIDDEN * 4
     channels = topology.channels([slot_bytes], [slot_bytes], args.slots)
     transport: Any = open_transport(channels.specs, DppConfig(transport=args.transport))
-    if args.inject:
+    if injector is None and args.inject:
         injector = Injector(args.inject, dist.get_rank(), args.ranks)
-        if injector.delays_messages:
-            transport = DelayedTransport(transport, injector, topology.ranks)
+    if injector is not None and injector.delays_messages:
+        transport = DelayedTransport(transport, injector, topology.ranks)
     return Links(transport, channels)
 
 
