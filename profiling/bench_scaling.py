@@ -99,13 +99,17 @@ def _note(args: argparse.Namespace, rows: list[Row]) -> None:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n", 1)[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--model", action="append", help="of configs/models; may be repeated")
-    parser.add_argument("--devices", help="numbers of devices, like 1,2,4 (default: up to all)")
-    parser.add_argument("--only", action="append", choices=MODES, help="a mode; may be repeated")
+    parser.add_argument("--model", action="append", metavar="NAME",
+                        help="of configs/models; may be repeated "
+                        "(default: medium and large, with --cpu sample)")  # fmt: skip
+    parser.add_argument(
+        "--devices", metavar="N,N", help="numbers of devices, like 1,2,4 (default: up to all)"
+    )
+    modes = f"one of {', '.join(MODES)}; may be repeated (default: all)"
+    parser.add_argument("--only", action="append", choices=MODES, metavar="MODE", help=modes)
     parser.add_argument("--cpu", action="store_true", help="processes in the place of GPUs")
-    parser.add_argument("--options", default="", help="further options of train")
+    parser.add_argument("--options", default="", metavar="WORDS", help="further options of train")
     parser.add_argument("--json", metavar="FILE", help="write the rows there too")
     parser.add_argument("--plot", metavar="FILE", help="draw tokens/s over devices")
     args = parser.parse_args(argv)

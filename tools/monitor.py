@@ -36,7 +36,7 @@ _BAR = 20
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--benchmark_dir", "--benchmark-dir", default="benchmark", help="trace directory")
     add("--metrics-file", help="the run's --metrics-file, for loss and tokens/s")

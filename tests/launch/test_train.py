@@ -81,6 +81,17 @@ REFUSED = {
     "--mode simple --procs 2 --num-layers 900 --hidden-size 8192": "no layout fits",
     "--mode auto --procs 2 --memory 0.0001": "no layout fits",
     "simple": "what is it?",
+    "--mode simple --seq-length 0": "--seq-length 0: nearest possible: 1",
+    "--mode simple --micro-batch-size -2": "--micro-batch-size -2: nearest possible: 1",
+    "--mode simple --lr 0": "--lr 0: must be above 0",
+    "--mode zero --zero-stage 3 --procs 2 --pipeline-model-parallel-size 2": (
+        "does not go with --pipeline-model-parallel-size above 1; nearest: "
+        "--use-distributed-optimizer"
+    ),
+    "--gpu H900": "known are B200, H200, H100",
+    "--gpu H100 --procs 2": "exclude each other",
+    "--mode auto --gpu V100 --gpus 2 --model large --memory 1": "nearest: about --gpus ",
+    "--mode auto --procs 2 --memory 0.001": "of its 1.02 MiB, 92% can be used; nearest: fewer",
 }
 
 
@@ -98,6 +109,35 @@ def test_options_resolve_to_megatrons_flags(words: str) -> None:
     args = args_of(words)
     for name, value in RESOLVED[words].items():
         assert getattr(args, name) == value, name
+
+
+def test_a_plan_may_be_made_for_gpus_of_another_machine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "--gpu h200 --gpus 4 --model medium --dry-run"
+    found = plan(words.split())
+    assert found.setting.world_size == 4
+    assert found.setting.device.memory_bytes == 140 * 2**30
+    assert found.resolved.flags["--device"] == "cuda"
+    assert main(["--gpu", "H200"]) == 2
+    assert "add --dry-run" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    command = f"{sys.executable} {ROOT / 'train'} --procs 2 --dry-run | head -1"
+    result = subprocess.run(
+        command, shell=True, capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert "Traceback" not in result.stderr
+
+
+def test_new_text_is_tokenised_before_training(tmp_path: Path) -> None:
+    text = tmp_path / "mine.jsonl"
+    text.write_text(json.dumps({"text": "a"}) + "\n")
+    found = plan(["--mode", "simple", "--procs", "2", "--data", str(text)])
+    assert found.preparation is not None
+    assert str(text) in found.preparation
+    assert found.resolved.flags["--data-path"].startswith(str(tmp_path))
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -155,7 +195,7 @@ def test_dry_run_prints_flags_and_command_without_importing_torch() -> None:
 def test_models_have_the_sizes_that_they_are_named_for(name: str, millions: float) -> None:
     options, rest = cli.parse(f"--mode simple --procs 1 --model {name}".split())
     flags = base_flags(options, [*rest, "--padded-vocab-size", "50304"], on_gpu=False)
-    flags |= prepare("gpt", None, flags, "python").flags
+    flags |= prepare("gpt", None, flags).flags
     resolved = resolve(options, flags, H200, layout=Layout(), shard="none")
     assert model_parameters(shape_from(resolved, H200)) / 1e6 == pytest.approx(millions, abs=0.1)
 
@@ -205,7 +245,7 @@ def best_for(words: str, setting: Setting = H200) -> list[auto.Candidate]:
     """What ``auto`` would consider on ``setting``."""
     options, rest = cli.parse(words.split())
     flags = base_flags(options, [*rest, "--padded-vocab-size", "50304"], on_gpu=True)
-    flags |= prepare("gpt", None, flags, "python").flags
+    flags |= prepare("gpt", None, flags).flags
     return auto.candidates(options, flags, setting, _plain(options, flags, setting))
 
 
@@ -260,18 +300,18 @@ def test_nodes_come_from_the_environment() -> None:
 def test_json_lines_are_preprocessed_once_for_each_vocabulary(tmp_path: Path) -> None:
     text = tmp_path / "mine.jsonl"
     text.write_text(json.dumps({"text": "a"}) + "\n")
-    first = prepare("gpt", str(text), {}, "python")
+    first = prepare("gpt", str(text), {})
     assert first.preparation is not None
     assert str(text) in first.preparation
     prefix = Path(first.flags["--data-path"])
     for suffix in (".bin", ".idx"):
         prefix.with_name(prefix.name + suffix).touch()
-    assert prepare("gpt", str(text), {}, "python").preparation is None
-    assert prepare("gpt", f"{prefix}.bin", {}, "python").flags["--data-path"] == str(prefix)
+    assert prepare("gpt", str(text), {}).preparation is None
+    assert prepare("gpt", f"{prefix}.bin", {}).flags["--data-path"] == str(prefix)
     text.write_text(json.dumps({"text": "b"}) + "\n")
-    assert prepare("gpt", str(text), {}, "python").preparation is not None
-    assert prepare("bert", str(text), {}, "python").preparation is not None
-    assert prepare("gpt", None, {"--mock-data": True}, "python").preparation is None
+    assert prepare("gpt", str(text), {}).preparation is not None
+    assert prepare("bert", str(text), {}).preparation is not None
+    assert prepare("gpt", None, {"--mock-data": True}).preparation is None
 
 
 @pytest.mark.parametrize("mode", [None, *cli.MODES])

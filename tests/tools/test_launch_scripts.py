@@ -268,3 +268,13 @@ def test_scripts_parse_and_edit_no_file(script: str) -> None:
     text = (ROOT / script).read_text()
     assert "sed -i" not in text
     assert "/dev/shm/" not in text
+
+
+def test_quick_test_says_what_it_is_and_takes_nothing_else() -> None:
+    script = ROOT / "tools" / "quick_test.sh"
+    told = subprocess.run(["bash", script, "--help"], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0
+    assert "One verdict per line" in told.stdout
+    wrong = subprocess.run(["bash", script, "fast"], capture_output=True, text=True, timeout=60)
+    assert wrong.returncode == 2
+    assert "takes no argument (fast)" in wrong.stderr

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.schedule import Geometry, reference_order
 from megatron.dpp.sim import load_costs
-from megatron.dpp.sim.whatif import WhatIf, cost_file, plan_of, recorded, removal
+from megatron.dpp.sim.whatif import WhatIf, cost_file, other_plans, plan_of, recorded, removal
 from megatron.dpp.trace.analysis.decisions import differing_decisions
 from megatron.dpp.trace.analysis.limits import Limit
 from megatron.dpp.trace.analysis.links import LinkSamples
@@ -19,7 +19,7 @@ from megatron.dpp.trace.analysis.model import RankIteration, Task
 from megatron.dpp.trace.analysis.stragglers import Culprit
 from megatron.dpp.trace.analysis.summary import summary
 from megatron.dpp.trace.analysis.times import length, subtract, union
-from megatron.dpp.trace.analysis.words import sentences, straggler_text
+from megatron.dpp.trace.analysis.words import EVEN_LAYERS, sentences, straggler_text
 from megatron.dpp.trace.reader import read_events
 from tests.trace.injected import CAUSES, analysed, culprit_of, inject
 from tests.trace.synthetic import Run
@@ -104,6 +104,45 @@ def test_totals_equal_those_summed_from_the_events(tmp_path):
         report["totals"]["bubble"]
     )
     assert sentences(report)[-1] == "Nobody is conspicuously slow."
+
+
+def test_other_plans_do_not_name_the_run_itself(tmp_path):
+    """W comes in pieces in a real run; that makes no other schedule of it."""
+    _, runs = recorded_runs(analysed(Run(chunks=2), tmp_path))
+    plan = plan_of("dpp", split=True, w_pieces=6)
+    found = other_plans(runs[-1], plan, [1.0] * 4)
+    assert "dynamic schedule" not in [name for name, _, _ in found]
+    assert {other.w_pieces for _, _, other in found} == {6}
+    assert "1 chunk per rank" in [name for name, _, _ in found]
+
+
+def test_a_finding_says_how_often_and_what_to_do():
+    straggler = {
+        "kind": "heavy-stage",
+        "name": "rank 1, chunk 1",
+        "factor": 1.45,
+        "share": 1.0,
+        "since": 5,
+        "victims": [0],
+    }
+    assert straggler_text(straggler) == (
+        "the stage of rank 1, chunk 1 has 1.45 times the work of the others, in every iteration; "
+        "waiting most meanwhile: rank 0; profiling/plan.py moves layers away from it"
+    )
+    assert "in 70% of the iterations, since iteration 5" in straggler_text(
+        straggler | {"share": 0.7}
+    )
+
+
+def test_a_heavy_stages_work_is_not_promised_away(tmp_path):
+    report = summary(analysed(Run(chunks=2), tmp_path))
+    heavy = {"name": "without heavy-stage (rank 1, chunk 1)", "gain": 0.174}
+    report["what_if"] = [heavy, {"name": EVEN_LAYERS, "gain": 0.072}]
+    assert sentences(report)[-1].endswith(
+        "17.4% of an iteration if that work were gone; laid out evenly over all stages 7.2%."
+    )
+    report["what_if"] = [heavy | {"name": "without slow-rank (rank 1)"}]
+    assert sentences(report)[-1].endswith("17.4% of an iteration.")
 
 
 def test_the_recorded_costs_are_a_cost_file_of_the_simulator(tmp_path):

@@ -12,7 +12,14 @@ from megatron.dpp.estimate.activations import (
     published_layer_bytes,
     stage_bytes,
 )
-from megatron.dpp.estimate.device import Device, Machine, cpu_device, find_machine, gpu_device
+from megatron.dpp.estimate.device import (
+    Device,
+    Machine,
+    cpu_device,
+    find_machine,
+    gpu_device,
+    known_gpu,
+)
 from megatron.dpp.estimate.estimate import Estimate, estimate
 from megatron.dpp.estimate.memory import RankMemory
 from megatron.dpp.estimate.parameters import model_parameters, rank_parameters
@@ -33,6 +40,7 @@ __all__ = [
     "gpu_device",
     "head_bytes",
     "interleaving_factor",
+    "known_gpu",
     "layer_bytes",
     "lines",
     "model_parameters",

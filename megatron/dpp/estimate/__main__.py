@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.dpp.errors import DppError
-from megatron.dpp.estimate.device import Device, find_machine, gpu_device
+from megatron.dpp.estimate.device import Device, find_machine, known_gpu
 from megatron.dpp.estimate.estimate import estimate
 from megatron.dpp.estimate.shape import shape_of
 from megatron.dpp.estimate.text import lines
@@ -50,7 +50,7 @@ def device_of(
         machine = find_machine(ranks)
         on_gpu, device = machine.num_gpus > 0, machine.device
     else:
-        on_gpu, device = True, gpu_device(gpu, 80 * 2**30)
+        on_gpu, device = True, known_gpu(gpu)
     if memory is not None:
         device = dataclasses.replace(device, memory_bytes=memory * 2**30)
     if tflops is not None:

@@ -12,6 +12,8 @@ import subprocess
 import time
 from dataclasses import dataclass
 
+from megatron.dpp.errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -45,14 +47,15 @@ class Device:
 
 # Half of the dense 16-bit peak, which large matrix products inside a training step reach; memory
 # and link bandwidth from the data sheets, links at 80 %.
-_KNOWN = (
-    ("B200", 1.1e15, 8e12, 7.2e11),
-    ("H200", 4.9e14, 4.8e12, 3.6e11),
-    ("H100", 4.9e14, 3.3e12, 3.6e11),
-    ("A100", 1.6e14, 2.0e12, 2.4e11),
-    ("L40", 9e13, 8.6e11, 2e10),
-    ("V100", 6e13, 9e11, 1.2e11),
-)
+_KNOWN = {
+    "B200": (1.1e15, 8e12, 7.2e11),
+    "H200": (4.9e14, 4.8e12, 3.6e11),
+    "H100": (4.9e14, 3.3e12, 3.6e11),
+    "A100": (1.6e14, 2.0e12, 2.4e11),
+    "L40": (9e13, 8.6e11, 2e10),
+    "V100": (6e13, 9e11, 1.2e11),
+}
+_MEMORY_GIB = {"B200": 179, "H200": 140, "H100": 80, "A100": 80, "L40": 45, "V100": 32}
 _UNKNOWN_GPU = (3e13, 5e11, 1e10)
 _NETWORK = 4e10
 _GPU_LAUNCH, _GPU_BETWEEN = 1.2e-3, 1.2e-4
@@ -84,9 +87,9 @@ def find_machine(processes: int = 1, env: dict[str, str] | None = None) -> Machi
 
 def gpu_device(name: str, memory_bytes: float) -> Device:
     """The figures of a GPU by its name."""
-    known = next((row for row in _KNOWN if row[0] in name), None)
-    (flops, bandwidth, link) = known[1:] if known else _UNKNOWN_GPU
-    source = f"half of the {known[0]}'s peak" if known else "a guess: not in the table of GPUs"
+    known = next((each for each in _KNOWN if each in name), None)
+    (flops, bandwidth, link) = _KNOWN[known] if known else _UNKNOWN_GPU
+    source = f"half of the {known}'s peak" if known else "a guess: not in the table of GPUs"
     return Device(
         name=name,
         flops=flops,
@@ -99,6 +102,18 @@ def gpu_device(name: str, memory_bytes: float) -> Device:
         queues=True,
         source=source,
     )
+
+
+def known_gpu(name: str) -> Device:
+    """The figures and the memory of a GPU that this machine need not have.
+
+    Raises:
+        ConfigError: it is not in the table.
+    """
+    known = name.upper()
+    if known not in _KNOWN:
+        raise ConfigError(f"--gpu {name}: known are {', '.join(_KNOWN)}")
+    return gpu_device(known, _MEMORY_GIB[known] * 2**30)
 
 
 def cpu_device(processes: int = 1) -> Device:
@@ -135,17 +150,18 @@ def _host_memory() -> float:
 
 
 def _measured_flops() -> float:
-    """Of one core, by the processor time that products take, so that others' work does not count.
+    """Of one core, by the processor time of this thread, so that others' work does not count.
 
-    Half of it: the small products of a small model do not reach more.
+    The products are too small for a BLAS to share them out over threads, whose waiting would count
+    too. Half of the rate: the rest of a layer, and products of awkward sizes, do not reach more.
     """
     import numpy as np
 
-    size, count = 384, 0
-    left = np.ones((size, size), dtype=np.float32)
-    left @ left  # threads and pages are there after the first
-    start = time.process_time()
-    while count < 3 or time.process_time() - start < 0.05:
+    size, batch, count = 64, 64, 0
+    left = np.ones((batch, size, size), dtype=np.float32)
+    left @ left  # pages are there after the first
+    start = time.thread_time()
+    while count < 3 or time.thread_time() - start < 0.05:
         left @ left
         count += 1
-    return 2 * size**3 * count / (time.process_time() - start) / 2
+    return 0.5 * count * batch * 2 * size**3 / (time.thread_time() - start)

@@ -38,6 +38,10 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def _several(number: int, word: str, ending: str = "s") -> str:
+    return f"{number} {word}{'' if number == 1 else ending}"
+
+
 def layout_line(shape: RunShape) -> str:
     """How the model lies on the ranks."""
     parts = [f"tensor {shape.tensor}", f"pipeline {shape.pipeline}"]
@@ -58,7 +62,8 @@ def lines(found: Estimate) -> list[str]:
     table = [
         f"layout        {layout_line(shape)}",
         f"batch         {shape.global_batch} samples of {shape.seq_length} tokens: "
-        f"{shape.num_microbatches} microbatches of {shape.micro_batch} on {shape.data} replicas",
+        f"{_several(shape.num_microbatches, 'microbatch', 'es')} of {shape.micro_batch} on "
+        f"{_several(shape.data, 'replica')}",
         f"parameters    {found.parameters:,} ({count(found.parameters)}), {precision}; "
         f"{count(found.flops_per_token)}FLOP per token",
         "",

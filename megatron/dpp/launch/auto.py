@@ -230,17 +230,19 @@ def _why(best: list[Candidate]) -> str:
             f"{first.estimate.bubble:.0%} of its time"
         )
     if first.shard != "none":
-        reasons.append("sharing out the optimizer makes room" if first.shard == "optimizer"
+        reasons.append("sharing out the optimizer makes room and shortens its step"
+                       if first.shard == "optimizer"
                        else "sharing out the parameters makes room")  # fmt: skip
     if first.recompute == "full":
         reasons.append("activations fit only when they are computed again")
     if len(best) > 1:
         gain = best[1].estimate.seconds / first.estimate.seconds - 1
-        reasons.append(
-            f"{gain:.1%} faster than the second"
-            if gain > 0
-            else "simpler than the second, which would gain too little"
-        )
+        if gain >= 0.0005:
+            reasons.append(f"{gain:.1%} faster than the second")
+        elif first.parts < best[1].parts:
+            reasons.append("simpler than the second, which would gain too little")
+        else:
+            reasons.append("as fast as the second")
     return "; ".join(reasons)
 
 
@@ -255,11 +257,14 @@ def why_nothing_fits(setting: Setting, plain: RunShape) -> str:
                 least = min(least or (need, layout, shard), (need, layout, shard), key=_first)
     if least is None:
         return f"a batch of {plain.global_batch} cannot be shared out over {setting.world_size}"
-    factor = -(-least[0] // (_USABLE * setting.device.memory_bytes))
+    usable = _USABLE * setting.device.memory_bytes
+    more = f"about --gpus {int(-(-least[0] // usable)) * setting.per_node}, or fewer layers"
+    nearest = more if setting.on_gpu else "fewer layers (processes share the machine's memory)"
+    shared = "nothing" if least[2] == "none" else least[2]
     return (
-        f"no layout fits: the least ({least[1].text()}, {least[2]} shared out, full recompute, "
-        f"micro batch 1) needs {size(least[0])} of {size(setting.device.memory_bytes)} on every "
-        f"device; nearest: about {setting.option} {int(factor) * setting.per_node}, or fewer layers"
+        f"no layout fits: the least ({least[1].text()}, {shared} shared out, full recompute, "
+        f"micro batch 1) needs {size(least[0])} on every device; of its "
+        f"{size(setting.device.memory_bytes)}, {_USABLE:.0%} can be used; nearest: {nearest}"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -71,6 +72,9 @@ _OPTIONS = (
     _Option("--save", str, "write checkpoints here, at the end at least", "DIR"),
     _Option("--resume-from", str, "go on from the checkpoint in here", "DIR"),
     _Option("--tflops", float, "a device's rate, for the estimate of time", "T"),
+    _Option(
+        "--gpu", str, "with --dry-run: plan for 8 (or --gpus) of these: H100, H200, ...", "NAME"
+    ),
     _Option("--dry-run", None, "print the flags and the torchrun command, start nothing"),
 )
 
@@ -110,10 +114,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             )
     if options.gpus is not None and options.procs is not None:
         raise ConfigError("--gpus and --procs exclude each other: --procs is for the CPU")
-    for name in ("gpus", "procs", "tp", "pp", "chunks", "max_steps", "batch_size"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: nearest possible: 1")
+    if options.gpu is not None and options.procs is not None:
+        raise ConfigError("--gpu and --procs exclude each other: --procs is for the CPU")
+    for option in _OPTIONS:
+        value = getattr(options, option.name[2:].replace("-", "_"))
+        if option.kind is int and value is not None and value < 1:
+            raise ConfigError(f"{option.name} {value}: nearest possible: 1")
+        if option.kind is float and value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{option.name} {value:g}: must be above 0")
     return options, rest
 
 
@@ -122,8 +130,13 @@ def help_text(mode: str | None = None) -> str:
     if mode is None:
         lines = ["usage: python train --mode MODE [options] [any flag of pretrain_gpt.py]", ""]
         lines += [f"  --mode {name:9s} {text}" for name, text in ABOUT.items()]
-        lines += ["", "Options of a mode: python train --mode MODE --help.  Guide:"]
-        lines += ['docs/USAGE_GUIDE.md.  Completion: eval "$(python train --completion bash)"']
+        lines += [
+            "",
+            "Without --mode: auto. Start with python train --dry-run, which starts nothing.",
+        ]
+        lines += ["Options of a mode:  python train --mode MODE --help"]
+        lines += ['Completion:         eval "$(python train --completion bash)"']
+        lines += ["Guide:              docs/USAGE_GUIDE.md"]
         return "\n".join(lines)
     mode = _ALIASES.get(mode, mode)
     lines = [f"usage: python train --mode {mode} [options] [any flag of pretrain_gpt.py]"]

@@ -17,6 +17,7 @@ from megatron.dpp.estimate import (
     RunShape,
     cpu_device,
     find_machine,
+    known_gpu,
     lines,
     shape_of,
 )
@@ -62,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DppError as error:
         print(f"error: {error}", file=sys.stderr)
         return _BAD_INPUT
+    except BrokenPipeError:  # piped into head: whoever read has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _mode_of(words: list[str]) -> str | None:
@@ -77,13 +81,18 @@ def _mode_of(words: list[str]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A resolved command line, and what it is estimated to need."""
+    """A resolved command line, and what it is estimated to need.
+
+    Args:
+        preparation: the command that makes the token files first; None when they are there.
+    """
 
     options: argparse.Namespace
     resolved: Resolved
     setting: Setting
     nodes: Nodes
     report: list[str]
+    preparation: list[str] | None
 
 
 def plan(words: Sequence[str]) -> Plan:
@@ -97,7 +106,8 @@ def plan(words: Sequence[str]) -> Plan:
     nodes = find_nodes(os.environ)
     setting = find_setting(options, nodes)
     flags = base_flags(options, rest, setting.on_gpu)
-    flags |= prepare(options.arch or "gpt", options.data, flags, sys.executable).flags
+    data = prepare(options.arch or "gpt", options.data, flags)
+    flags |= data.flags
     if options.mode == "auto":
         best = _best(options, flags, setting)
         resolved, found = best[0].resolved, best[0].estimate
@@ -110,7 +120,14 @@ def plan(words: Sequence[str]) -> Plan:
         found = auto.estimate_on(setting, shape_from(resolved, setting))
         report = [f"mode {options.mode}", *lines(found)]
         _refuse_what_does_not_fit(options, found, flags, setting)
-    return Plan(options=options, resolved=resolved, setting=setting, nodes=nodes, report=report)
+    return Plan(
+        options=options,
+        resolved=resolved,
+        setting=setting,
+        nodes=nodes,
+        report=report,
+        preparation=data.preparation,
+    )
 
 
 def _start(found: Plan) -> NoReturn:
@@ -118,12 +135,12 @@ def _start(found: Plan) -> NoReturn:
     options, resolved = found.options, found.resolved
     print("\n".join(found.report), flush=True)
     python = find_python(options.dry_run)
-    data = prepare(resolved.arch, options.data, resolved.flags, python)
-    if data.preparation:
+    if found.preparation:
+        preparation = [python, *found.preparation]
         if options.dry_run:
-            print("\nfirst:", shlex.join(data.preparation))
+            print("\nfirst:", shlex.join(preparation))
         else:
-            run_preparation(data.preparation)
+            run_preparation(preparation)
     script = f"pretrain_{resolved.arch}.py"
     print(f"\nflags of {script}:\n{show(resolved.argv)}\n", flush=True)
     env = {"PYTHON": python, "GPUS_PER_NODE": str(found.setting.per_node)}
@@ -142,15 +159,27 @@ def find_setting(options: argparse.Namespace, nodes: Nodes) -> Setting:
     if options.procs is not None:
         device = cpu_device(options.procs)
         return _setting(options, nodes, per_node=options.procs, on_gpu=False, device=device)
+    if options.gpu is not None:
+        return _imagined(options, nodes)
     machine = find_machine(_DEFAULT_PROCS)
-    if options.gpus is not None and options.gpus > machine.num_gpus:
-        nearest = f"--gpus {machine.num_gpus}" if machine.num_gpus else f"--procs {options.gpus}"
+    asked = options.gpus
+    if asked is not None and asked > machine.num_gpus:
+        nearest = f"--gpus {machine.num_gpus}" if machine.num_gpus else f"--procs {asked}"
         raise ConfigError(
-            f"--gpus {options.gpus}: this node has {machine.num_gpus}; nearest possible: {nearest}"
+            f"--gpus {asked}: this node has {machine.num_gpus}; nearest possible: {nearest}, or "
+            f"--dry-run --gpu NAME for what {asked} of another machine would do"
         )
     on_gpu = machine.num_gpus > 0
     per_node = options.gpus or machine.num_gpus or _DEFAULT_PROCS
     return _setting(options, nodes, per_node=per_node, on_gpu=on_gpu, device=machine.device)
+
+
+def _imagined(options: argparse.Namespace, nodes: Nodes) -> Setting:
+    """GPUs that this machine need not have, for a dry run."""
+    if not options.dry_run:
+        raise ConfigError(f"--gpu {options.gpu}: only a plan can be made for it; add --dry-run")
+    device = known_gpu(options.gpu)
+    return _setting(options, nodes, per_node=options.gpus or 8, on_gpu=True, device=device)
 
 
 def _setting(options: argparse.Namespace, nodes: Nodes, **found: object) -> Setting:

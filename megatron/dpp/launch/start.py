@@ -21,14 +21,14 @@ _LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split
 
 @dataclass(frozen=True)
 class Data:
-    """The flags that name data and vocabulary, and the command that makes the token files first
-    (None when they are there)."""
+    """The flags that name data and vocabulary, and the words that make Python write the token files
+    first (None when they are there)."""
 
     flags: Flags
     preparation: list[str] | None
 
 
-def prepare(arch: str, path: str | None, flags: Flags, python: str) -> Data:
+def prepare(arch: str, path: str | None, flags: Flags) -> Data:
     """Find out where the tokens are.
 
     Args:
@@ -54,7 +54,7 @@ def prepare(arch: str, path: str | None, flags: Flags, python: str) -> Data:
     found = {**vocabulary, "--data-path": tokens}
     if all(Path(tokens + suffix).is_file() for suffix in (".bin", ".idx")):
         return Data(found, None)
-    command = [python, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(text)]
+    command = [str(ROOT / "tools" / "preprocess_data.py"), "--input", str(text)]
     command += ["--output-prefix", str(prefix), "--tokenizer-type", _TOKENIZER[arch]]
     for name in ("--vocab-file", "--merge-file"):
         command += [name, str(vocabulary[name])] if name in vocabulary else []

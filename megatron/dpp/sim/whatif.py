@@ -25,6 +25,7 @@ from megatron.dpp.trace.analysis import work
 from megatron.dpp.trace.analysis.links import Link, LinkSamples
 from megatron.dpp.trace.analysis.stragglers import Culprit
 from megatron.dpp.trace.analysis.times import IterationTimes
+from megatron.dpp.trace.analysis.words import EVEN_LAYERS
 from megatron.dpp.trace.analysis.work import Work
 
 _MOST_ITERATIONS = 5
@@ -415,22 +416,28 @@ def other_plans(
 ) -> list[tuple[str, Change | None, Plan]]:
     """The changes of policy, cap, split, layout and number of chunks that are worth a look."""
     split = run.split
+
+    def like(policy: str, *, split: bool, cap: str = "auto") -> Plan:
+        """Another way to decide; W in as many pieces as it was."""
+        return dataclasses.replace(plan, policy=policy, cap=cap, split_backward=split)
+
     plans = [
-        ("dynamic schedule", Plan(policy="dynamic", split_backward=split)),
-        ("Megatron's static order", Plan(policy="megatron", split_backward=False)),
-        ("dynamic, fused backward", Plan(policy="dynamic", split_backward=False)),
+        ("dynamic schedule", like("dynamic", split=split)),
+        ("Megatron's static order", like("megatron", split=False)),
+        ("dynamic, fused backward", like("dynamic", split=False)),
         *(
-            (f"dynamic, cap {cap}", Plan(policy="dynamic", cap=cap, split_backward=split))
+            (f"dynamic, cap {cap}", like("dynamic", cap=cap, split=split))
             for cap in ("strict", "1.5p", "2p")
         ),
     ]
     changes: list[tuple[str, Change | None, Plan]] = [
         (name, None, other) for name, other in plans if other != plan
     ]
-    changes.append(("layers laid out evenly", balanced(slowness), plan))
+    changes.append((EVEN_LAYERS, balanced(slowness), plan))
     for chunks in (1, 2, 4):
         if chunks != run.shape.num_chunks:
-            changes.append((f"{chunks} chunks per rank", rechunked(chunks, slowness), plan))
+            name = "1 chunk per rank" if chunks == 1 else f"{chunks} chunks per rank"
+            changes.append((name, rechunked(chunks, slowness), plan))
     return changes
 
 

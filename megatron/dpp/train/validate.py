@@ -326,7 +326,8 @@ def _fully_sharded(args: Args) -> None:
         "--log-params-norm": args.log_params_norm,
     }
     for flag, given in excluded.items():
-        _require(not given, f"--use-torch-fsdp2 does not go with {flag}")
+        near = "; nearest: --use-distributed-optimizer" if "pipeline" in flag else ""
+        _require(not given, f"--use-torch-fsdp2 does not go with {flag}{near}")
     args.gradient_accumulation_fusion = False
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+EVEN_LAYERS = "layers laid out evenly"
+"""Name of the what-if that moves layers until every stage has the same work."""
+
 _CAUSES = {
     "message": "waiting for a message from a neighbour",
     "warm-up": "filling the pipeline at the start",
@@ -17,12 +20,15 @@ _CAUSES = {
 
 _KINDS = {
     "slow-rank": "{name} computes {factor:.2f} times slower than its peers",
-    "heavy-stage": "the stage of {name} has {factor:.2f} times the work of the others: move layers",
+    "heavy-stage": "the stage of {name} has {factor:.2f} times the work of the others",
     "slow-link": "messages on {name} take {factor:.1f} times as long as they should",
     "transient": "{name} is slow now and then (slowest tenth: {factor:.2f} times its usual)",
     "jitter": "task times vary on {name} (slowest tenth: {factor:.2f} times the usual)",
     "uneven-microbatches": "some microbatches are larger: the same ones are slow on {name}",
 }
+
+
+_REMEDIES = {"heavy-stage": "; profiling/plan.py moves layers away from it"}
 
 
 def cause_texts() -> dict[str, str]:
@@ -39,8 +45,19 @@ def straggler_text(straggler: dict[str, Any]) -> str:
     """One finding as a sentence."""
     text = _KINDS[straggler["kind"]].format(**straggler)
     often = f"in {straggler['share']:.0%} of the iterations, since iteration {straggler['since']}"
+    if straggler["share"] >= 1:
+        often = "in every iteration"
     victims = ", ".join(f"rank {rank}" for rank in straggler["victims"])
-    return f"{text}, {often}" + (f"; waiting most meanwhile: {victims}" if victims else "")
+    text = f"{text}, {often}" + (f"; waiting most meanwhile: {victims}" if victims else "")
+    return text + _REMEDIES.get(straggler["kind"], "")
+
+
+def _with_all_its_work(best: dict[str, Any], what_if: list[dict[str, Any]]) -> str:
+    """A heavy stage's work cannot vanish, it can be moved: what that gains."""
+    moved = [row["gain"] for row in what_if if row["name"] == EVEN_LAYERS]
+    if not best["name"].startswith("without heavy-stage") or not moved:
+        return ""
+    return f" if that work were gone; laid out evenly over all stages {moved[0]:.1%}"
 
 
 def sentences(report: dict[str, Any]) -> list[str]:
@@ -71,7 +88,8 @@ def sentences(report: dict[str, Any]) -> list[str]:
     best = max(report.get("what_if", []), key=lambda p: p["gain"], default=None)
     if best is not None and best["gain"] > 0.01:
         lines.append(
-            f"The largest predicted gain: {best['name']}, {best['gain']:.1%} of an iteration."
+            f"The largest predicted gain: {best['name']}, {best['gain']:.1%} of an iteration"
+            f"{_with_all_its_work(best, report['what_if'])}."
         )
     if run["cut_short"]:
         lines.append(
