@@ -88,6 +88,10 @@ REFUSED = {
         "does not go with --pipeline-model-parallel-size above 1; nearest: "
         "--use-distributed-optimizer"
     ),
+    "--mode zero --zero-stage 2 --procs 2 --fp16": "does not go with --fp16; nearest: --bf16",
+    "--procs 2 --resume-from {tmp}/data": "data: no checkpoint is there (nearest: {tmp}/ckpt)",
+    "--procs 2 --data {tmp}/data": "data.idx is missing\n",
+    "--procs 2 --config {tmp}/no.yml": "no.yml: not YAML (",
     "--gpu H900": "known are B200, H200, H100",
     "--gpu H100 --procs 2": "exclude each other",
     "--mode auto --gpu V100 --gpus 2 --model large --memory 1": "nearest: about --gpus ",
@@ -146,6 +150,8 @@ def test_what_cannot_work_is_refused_with_the_nearest_choice(
 ) -> None:
     (tmp_path / "now.jsonl").touch()
     (tmp_path / "ckpt").mkdir()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "no.yml").write_text("[a](b)\n<x\n")
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("3")
     assert main([*words.format(tmp=tmp_path).split(), "--dry-run"]) == 2
     error = capsys.readouterr().err

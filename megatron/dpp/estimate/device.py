@@ -55,6 +55,7 @@ _KNOWN = {
     "L40": (9e13, 8.6e11, 2e10),
     "V100": (6e13, 9e11, 1.2e11),
 }
+KNOWN_GPUS = tuple(_KNOWN)
 _MEMORY_GIB = {"B200": 179, "H200": 140, "H100": 80, "A100": 80, "L40": 45, "V100": 32}
 _UNKNOWN_GPU = (3e13, 5e11, 1e10)
 _NETWORK = 4e10

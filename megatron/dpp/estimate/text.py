@@ -61,7 +61,7 @@ def lines(found: Estimate) -> list[str]:
     precision = "fp32" if shape.element_bytes == 4 else "16 bit"
     table = [
         f"layout        {layout_line(shape)}",
-        f"batch         {shape.global_batch} samples of {shape.seq_length} tokens: "
+        f"batch         {_several(shape.global_batch, 'sample')} of {shape.seq_length} tokens: "
         f"{_several(shape.num_microbatches, 'microbatch', 'es')} of {shape.micro_batch} on "
         f"{_several(shape.data, 'replica')}",
         f"parameters    {found.parameters:,} ({count(found.parameters)}), {precision}; "

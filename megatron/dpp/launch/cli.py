@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.estimate.device import KNOWN_GPUS
 
 MODES = ("simple", "3d", "megatron", "zero", "auto")
 _ALIASES = {"deepspeed": "zero"}
@@ -163,6 +164,7 @@ def completion(shell: str) -> str:
         raise ConfigError(f"--completion {shell}: nearest possible: bash, zsh")
     names = " ".join(["--mode", *(option.name for option in _OPTIONS), "--help"])
     values = {"--mode": " ".join(MODES), "--model": "sample small medium large"}
+    values |= {"--gpu": " ".join(KNOWN_GPUS)}
     values |= {o.name: " ".join(str(c) for c in o.choices) for o in _OPTIONS if o.choices}
     cases = "\n".join(f"    {name}) words='{text}' ;;" for name, text in values.items())
     load = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""

@@ -29,7 +29,8 @@ def read_flags(path: Path) -> Flags:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}{nearest_path(path)}") from error
     except yaml.YAMLError as error:
-        raise DataError(f"{path}: not YAML ({error})") from error
+        one_line = " ".join(str(error).split())
+        raise DataError(f"{path}: not YAML ({one_line})") from error
     if not isinstance(loaded, dict) or any(isinstance(v, dict) for v in loaded.values()):
         raise DataError(
             f"{path}: expected lines of `flag: value`; Megatron-LM's grouped form goes with "
@@ -53,11 +54,14 @@ def model_flags(name: str) -> Flags:
 
 
 def nearest_path(path: Path) -> str:
-    """`` (nearest: ...)``: what lies beside ``path`` under a similar name; empty without any."""
+    """`` (nearest: ...)``: what lies beside ``path`` under a similar name, of token files another
+    ``.idx``; empty without any."""
     if not path.parent.is_dir():
         return ""
-    names = [each.name for each in path.parent.iterdir()]
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
+    names = [each.name for each in path.parent.iterdir() if each.name != path.name]
+    if path.suffix == ".idx":
+        names = [name for name in names if name.endswith(".idx")]
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
     return f" (nearest: {path.parent / near[0]})" if near else ""
 
 

@@ -325,9 +325,12 @@ def _fully_sharded(args: Args) -> None:
         "--calculate-per-token-loss": args.calculate_per_token_loss,
         "--log-params-norm": args.log_params_norm,
     }
+    nearest = {
+        "--pipeline-model-parallel-size above 1": "; nearest: --use-distributed-optimizer",
+        "--fp16": "; nearest: --bf16",
+    }
     for flag, given in excluded.items():
-        near = "; nearest: --use-distributed-optimizer" if "pipeline" in flag else ""
-        _require(not given, f"--use-torch-fsdp2 does not go with {flag}{near}")
+        _require(not given, f"--use-torch-fsdp2 does not go with {flag}{nearest.get(flag, '')}")
     args.gradient_accumulation_fusion = False
 
 

@@ -49,7 +49,8 @@ def _load(path: str) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"--yaml-cfg {path}: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise DataError(f"--yaml-cfg {path}: not YAML ({error})") from error
+        one_line = " ".join(str(error).split())
+        raise DataError(f"--yaml-cfg {path}: not YAML ({one_line})") from error
     if not isinstance(loaded, dict):
         raise DataError(f"--yaml-cfg {path}: expected a mapping of settings")
     return loaded
