@@ -109,6 +109,19 @@ def test_time_of_four_ranks(flags: str, measured_ms: float) -> None:
     assert found == pytest.approx(measured_ms, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("flags", "measured_ms"),
+    [
+        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", 1213.3),
+        ("--use-torch-fsdp2", 1405.2),
+        ("", 541.7),
+    ],
+)
+def test_time_of_replicas(flags: str, measured_ms: float) -> None:
+    found = estimate(gpt_345m(f"--global-batch-size 128 {flags}"), H200).seconds * 1e3
+    assert found == pytest.approx(measured_ms, rel=0.1)
+
+
 def test_graphs_are_taken_where_training_takes_them() -> None:
     assert part_times(gpt_345m(PP2 + DPP), H200).replayed
     assert part_times(four_gpus(2048, DPP), H200).replayed

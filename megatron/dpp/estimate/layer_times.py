@@ -25,6 +25,8 @@ _COLLECTIVE = 0.2
 _WEIGHTS = 0.5
 """Launching a layer's deferred weight gradients; in a fused backward autograd's engine launches
 them, at no cost that shows."""
+_GATHERS = {"gradients": 1.6, "parameters": 2.0}
+"""What FSDP2 launches around a layer in each pass (gathers, copies, hooks), in layers' forwards."""
 _REPLAY = 1 / 3
 """What passes between two tasks that are replayed, against two that are launched."""
 
@@ -107,7 +109,8 @@ def _head_on_device(shape: RunShape, device: Device) -> Times:
 def _launches(shape: RunShape, device: Device) -> Times:
     """Seconds that the host takes to launch a layer's F, B and W."""
     collectives = 0 if shape.tensor == 1 else 4 if shape.sequence_parallel else 2
-    once = device.launch * (1 + _COLLECTIVE * collectives * device.queues)
+    around = _COLLECTIVE * collectives + _GATHERS.get(shape.shard, 0.0)
+    once = device.launch * (1 + around * device.queues)
     again = once if shape.recompute == "full" else 0.0
     return once, once + again, device.launch * _WEIGHTS if shape.split_backward else 0.0
 
