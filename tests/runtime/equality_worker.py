@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from megatron.dpp import DppConfig, DppSchedule  # noqa: E402
-from megatron.dpp.mcore.specs import block_spec  # noqa: E402
+from megatron.dpp.mcore.specs import block_spec, prediction_spec  # noqa: E402
 from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
 from tests.runtime.rerun import Rerun  # noqa: E402
 
@@ -53,6 +53,7 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
         overlap_p2p_comm=v > 1, batch_p2p_comm=v == 1, recompute_granularity=case.get("recompute"),
         recompute_method="uniform" if case.get("recompute") == "full" else None,
         recompute_num_layers=1 if case.get("recompute") == "full" else None,
+        **case.get("model", {}),
     )  # fmt: skip
     ddp_config = DistributedDataParallelConfig(
         overlap_grad_reduce=case.get("overlap", False),
@@ -67,6 +68,10 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
         model = GPTModel(
             config, spec, VOCABULARY, SEQUENCE, pre_process=pre, post_process=post, vp_stage=stage,
             share_embeddings_and_output_weights=True,
+            position_embedding_type="none" if config.mtp_num_layers else "learned_absolute",
+            mtp_block_spec=prediction_spec(
+                config, implementation=case.get("spec", "torch"), vp_stage=stage
+            ),
         )  # fmt: skip
         model.model_type = 1
         chunks.append(

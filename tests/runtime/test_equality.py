@@ -28,6 +28,12 @@ def case(name: str, p: int, m: int, *runs: dict[str, Any], **layout: Any) -> dic
     return {"name": name, "p": p, "m": m, "runs": runs, **layout}
 
 
+EXPERTS = {
+    "num_moe_experts": 4, "moe_ffn_hidden_size": 48, "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 0.01, "add_bias_linear": False, "moe_token_dispatcher_type": "alltoall",
+}  # fmt: skip
+
+
 def test_two_ranks_any_number_of_chunks() -> None:
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
     check(
@@ -47,6 +53,23 @@ def test_ten_seeds_of_delays_on_four_ranks() -> None:
     check(
         4, case("p4v2", 4, 8, *runs, v=2, layers=8), case("p4v1", 4, 8, {"inject": LATE}, layers=4)
     )
+
+
+def test_experts_and_further_tokens() -> None:
+    """Experts get as many tokens as the router sends them: another number in each microbatch, at
+    times none."""
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    shared = {"moe_layer_freq": [0, 1, 1, 1], "moe_shared_expert_intermediate_size": 32}
+    crowded = {"num_moe_experts": 16, "moe_token_dispatcher_type": "allgather"}
+    check(
+        2,
+        case("experts", 2, 5, fused, late, dropout=0.1, layers=4, model=EXPERTS),
+        case("experts v2", 2, 4, late, v=2, layers=4, spec="megatron", model=EXPERTS | shared),
+        case("many experts", 2, 3, late, layers=2, model=EXPERTS | crowded),
+        case("further tokens", 2, 4, fused, late, v=2, layers=4, model={"mtp_num_layers": 2}),
+        case("further tokens, graphs", 2, 4, late | {"cuda_graphs": "on"}, layers=4, iterations=4,
+             model={"mtp_num_layers": 1}),
+    )  # fmt: skip
 
 
 def test_captured_tasks() -> None:
@@ -92,6 +115,7 @@ def test_tensor_and_data_parallel() -> None:
             v=2, dropout=0.1, layers=4, distributed_optimizer=True, overlap=True,
         ),
         case("dp2", 2, 4, late, layers=4),
+        case("experts, tp2", 2, 4, late, v=2, tp=2, sp=True, layers=4, model=EXPERTS),
     )  # fmt: skip
 
 

@@ -11,11 +11,22 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore.steps import StepCall
 
 
+class FakeGroup:
+    """A process group that knows its size."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
 def call_with(**settings: object) -> StepCall:
     chunk = torch.nn.Module()
     chunk.config = SimpleNamespace(**settings)
     return StepCall.checked(
-        data_iterator=iter(()), model=chunk, pg_collection=SimpleNamespace(),
+        data_iterator=iter(()), model=chunk,
+        pg_collection=SimpleNamespace(dp_cp=FakeGroup(2), cp=FakeGroup(1)),
         forward_step_func=None, num_microbatches=1, seq_length=8, micro_batch_size=1,
     )  # fmt: skip
 
@@ -24,6 +35,12 @@ def call_with(**settings: object) -> StepCall:
     ("setting", "value", "flag"),
     [
         ("expert_model_parallel_size", 2, "--expert-model-parallel-size"),
+        ("expert_tensor_parallel_size", 2, "--expert-tensor-parallel-size above .*"),
+        (
+            "moe_router_load_balancing_type",
+            ["global_aux_loss"],
+            "--moe-router-load.*global_aux_loss",
+        ),
         ("cuda_graph_impl", "local", "--cuda-graph-impl"),
     ],
 )

@@ -20,6 +20,8 @@ MINIMUM = (
     "--transformer-impl local --device cpu --mock-data"
 )
 
+EXPERTS = "--num-experts 4 --disable-bias-linear"
+
 
 def checked(more: str = "", world_size: int = 1, without: str = "") -> argparse.Namespace:
     words = MINIMUM.split()
@@ -77,7 +79,36 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--seq-length 64", 1, "--max-position-embeddings 32 is below"),
         ("--batch-size 4", 1, "use --micro-batch-size"),
         ("--context-parallel-size 2", 2, "--context-parallel-size above 1 needs modules of"),
-        ("--num-experts 4", 1, "--num-experts needs modules of Transformer Engine"),
+        ("--num-experts 4", 1, "cannot add an expert's bias; add --disable-bias-linear"),
+        (f"{EXPERTS} --moe-grouped-gemm", 1, "--moe-grouped-gemm needs modules of"),
+        (f"{EXPERTS} --moe-token-dispatcher-type flex", 1, "flex needs DeepEP"),
+        (f"{EXPERTS} --moe-router-topk 5", 1, "between 1 and --num-experts 4"),
+        (f"{EXPERTS} --moe-router-topk 1", 1, "needs --moe-router-pre-softmax"),
+        (f"{EXPERTS} --moe-layer-freq [1]*3", 1, "a 0 or 1 for each of --num-layers 8"),
+        (f"{EXPERTS} --moe-aux-loss-coeff 1 2", 1, "names 1 losses and .* 2 weights"),
+        (
+            f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1",
+            1,
+            "sinkhorn has no auxiliary loss",
+        ),
+        (f"{EXPERTS} --tensor-model-parallel-size 2", 2, "needs --sequence-parallel"),
+        (f"{EXPERTS} --expert-model-parallel-size 3", 3, "4 is not a multiple of --expert-model"),
+        (f"{EXPERTS} --expert-model-parallel-size 2", 1, "1 processes cannot hold"),
+        (f"{EXPERTS} --expert-model-parallel-size 2 --use-dpp", 2, "above 1 needs the same order"),
+        (
+            f"{EXPERTS} --moe-router-load-balancing-type global_aux_loss --use-dpp",
+            2,
+            "global_aux_loss with data-parallel replicas needs the same order",
+        ),
+        (f"{EXPERTS} --expert-tensor-parallel-size 2 --use-dpp", 2, "needs the same order"),
+        (
+            f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel "
+            "--expert-tensor-parallel-size 1",
+            2,
+            "below --tensor-model-parallel-size 2 needs --expert-model-parallel-size",
+        ),
+        ("--expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2 needs --num-experts"),
+        ("--mtp-num-layers 1", 1, "--position-embedding-type learned_absolute; use rope"),
         ("--multi-latent-attention", 1, "--multi-latent-attention needs modules of"),
         ("--spec my.module layer", 1, "only local is possible here"),
         ("--rl-default-top-k 4", 1, "not built here: reinforcement learning"),

@@ -101,7 +101,11 @@ class _NoStream:
     def nothing(self, *args: Any, **kwargs: Any) -> None:
         """Stands for wait, record and synchronise."""
 
-    wait_stream = wait_event = synchronize = record = wait = record_event = nothing
+    wait_stream = wait_event = synchronize = record = wait = nothing
+
+    def record_event(self, event: Any = None) -> _NoStream:
+        """An event to wait for (moe/token_dispatcher.py:895)."""
+        return _NoStream()
 
     def query(self) -> bool:
         """Everything before this point is done."""
@@ -156,6 +160,12 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
         yield torch.cuda, name, getattr(torch, name)
 
 
+def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What moe/moe_utils.py:1078 answers for a tensor that is on the GPU: as numpy where that is
+    asked for, because an exchange between expert-parallel ranks takes no tensor of sizes."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def _seed_cpu(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
@@ -167,6 +177,7 @@ def _core_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import module
+    from megatron.core.transformer.moe import token_dispatcher
 
     yield jit, "jit_fuser", jit.noop_decorator
     yield random, "_lazy_call", lambda callback, **_: callback()
@@ -174,6 +185,7 @@ def _core_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     for name, kind in (("FLOAT", "Float"), ("HALF", "Half"), ("BF16", "BFloat16")):
         yield module, f"_{name}_TYPES", (getattr(torch, f"{kind}Tensor"),)
     yield fsdp, "DeviceMesh", _CpuMesh  # torch_fully_sharded_data_parallel.py:80
+    yield token_dispatcher, "maybe_move_tensor_to_cpu", _split_sizes
     yield p2p_communication, "_p2p_ops", _SafeSends(p2p_communication._p2p_ops)
 
 

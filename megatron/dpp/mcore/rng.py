@@ -104,9 +104,14 @@ class CapturedRng:
 
 
 def needs_task_rng(model: list[torch.nn.Module]) -> bool:
-    """Whether a forward of this model draws random numbers (dropout in training)."""
+    """Whether a forward of this model draws random numbers in training (dropout, routers)."""
     config = get_model_config(model[0])
-    return bool(config.hidden_dropout > 0.0 or config.attention_dropout > 0.0)
+    return bool(
+        config.hidden_dropout > 0.0
+        or config.attention_dropout > 0.0
+        or config.moe_input_jitter_eps
+        or config.moe_router_force_load_balancing
+    )
 
 
 def _derive(*numbers: int, name: str = "") -> int:

@@ -11,6 +11,7 @@ between ``torch`` and ``megatron``.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 from typing import Any
 
@@ -18,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -169,27 +171,78 @@ def block_spec(
             f"layer implementation {implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}"
         )
     if implementation == "transformer_engine":
-        layer, norm = _transformer_engine_layer(config, arch)
+        _require_transformer_engine()
+    elif config.num_moe_experts:
+        _name_missing_kernel()
+    if arch == "bert":
+        return _bert_block(config, implementation, vp_stage)
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=implementation == "transformer_engine",
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    if implementation == "torch":
+        layers = [_with_torch_modules(layer) for layer in block.layer_specs]
+        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
+    return block
+
+
+def prediction_spec(
+    config: TransformerConfig, *, implementation: str = "torch", vp_stage: int | None = None
+) -> Any | None:
+    """The spec of the layers that predict further tokens (``config.mtp_num_layers``), each around a
+    layer like the model's last.
+
+    Returns:
+        What ``GPTModel`` takes as ``mtp_block_spec``: None on all stages but the last, and without
+        such layers.
+    """
+    if not config.mtp_num_layers:
+        return None
+    engine = implementation == "transformer_engine"
+    layers = get_gpt_decoder_layer_specs(
+        config, engine, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
+    )
+    block = get_gpt_mtp_block_spec(config, layers[-1], engine, vp_stage=vp_stage)
+    if block is not None and implementation == "torch":
+        block = copy.deepcopy(block)
+        for layer in block.layer_specs:
+            parts = layer.submodules
+            parts.enorm = parts.hnorm = parts.layer_norm = TorchNorm
+            parts.transformer_layer = _with_torch_modules(parts.transformer_layer)
+    return block
+
+
+def _bert_block(
+    config: TransformerConfig, implementation: str, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    from megatron.core.models.bert import bert_layer_specs
+
+    norm: Any
+    if implementation == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer, norm = bert_layer_specs.get_bert_layer_with_transformer_engine_spec(), TENorm
     else:
-        layer, norm = _local_layer(config, arch), WrappedTorchNorm
+        layer, norm = bert_layer_specs.bert_layer_local_spec, WrappedTorchNorm
         if implementation == "torch":
             layer, norm = _with_torch_modules(layer), TorchNorm
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
-def _local_layer(config: TransformerConfig, arch: str) -> ModuleSpec:
-    if arch == "bert":
-        from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+def _name_missing_kernel() -> None:
+    """Let megatron-core's router find out that Transformer Engine's product is not there.
 
-        return bert_layer_local_spec
-    return get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
-        normalization=config.normalization,
-    )
+    It compares ``te_general_gemm`` with None (moe_utils.py:1192,1225), but has no such name at all
+    where the package is missing.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def _with_torch_modules(layer: ModuleSpec) -> ModuleSpec:
@@ -205,32 +258,9 @@ def _with_torch_modules(layer: ModuleSpec) -> ModuleSpec:
     return layer
 
 
-def _transformer_engine_layer(config: TransformerConfig, arch: str) -> tuple[ModuleSpec, Any]:
-    try:
-        from megatron.core.extensions.transformer_engine import TENorm
-    except ImportError as error:  # pragma: no cover - depends on the installation
-        raise _no_transformer_engine() from error
-    import importlib.util
-
+def _require_transformer_engine() -> None:
     if importlib.util.find_spec("transformer_engine") is None:
-        raise _no_transformer_engine()
-    if arch == "bert":
-        from megatron.core.models.bert.bert_layer_specs import (
-            get_bert_layer_with_transformer_engine_spec,
+        raise ConfigError(
+            "--transformer-impl transformer_engine: the package is not installed; "
+            "pip install transformer_engine[pytorch], or use --transformer-impl local"
         )
-
-        return get_bert_layer_with_transformer_engine_spec(), TENorm
-    layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
-    )
-    return layer, TENorm
-
-
-def _no_transformer_engine() -> ConfigError:
-    return ConfigError(
-        "--transformer-impl transformer_engine: the package is not installed; "
-        "pip install transformer_engine[pytorch], or use --transformer-impl local"
-    )

@@ -85,6 +85,14 @@ class StepCall:
         config = self.config
         refused = {
             "--expert-model-parallel-size": getattr(config, "expert_model_parallel_size", 1) > 1,
+            "--expert-tensor-parallel-size above --tensor-model-parallel-size": (
+                (getattr(config, "expert_tensor_parallel_size", None) or 1)
+                > getattr(config, "tensor_model_parallel_size", 1)
+            ),
+            "--moe-router-load-balancing-type global_aux_loss": (
+                "global_aux_loss" in getattr(config, "moe_router_load_balancing_type", ())
+                and self.pg_collection.dp_cp.size() > self.pg_collection.cp.size()
+            ),
             "--overlap-moe-expert-parallel-comm": getattr(
                 config, "overlap_moe_expert_parallel_comm", False
             ),

@@ -452,7 +452,8 @@ def _check_model(args: argparse.Namespace, saved: Any, path: Path) -> None:
 
 
 def _check_optimizer(args: argparse.Namespace, saved: Any, path: Path) -> None:
-    """The distributed optimizer and the plain one do not read each other's state."""
+    """Distributed and plain optimizer, experts with and without an optimizer of their own: they do
+    not read each other's state."""
     if args.no_load_optim or args.finetune or args.skip_train:
         return
     there = getattr(saved, "use_distributed_optimizer", args.use_distributed_optimizer)
@@ -461,4 +462,11 @@ def _check_optimizer(args: argparse.Namespace, saved: Any, path: Path) -> None:
         raise ConfigError(
             f"{path} was saved {forms[0]} --use-distributed-optimizer, this run goes {forms[1]} "
             "it: add --no-load-optim to go on with a new optimizer state"
+        )
+    size = getattr(saved, "expert_model_parallel_size", 1)
+    if (size > 1) != (args.expert_model_parallel_size > 1):
+        raise ConfigError(
+            f"{path} was saved with --expert-model-parallel-size {size}, this run has "
+            f"{args.expert_model_parallel_size}: above 1 the experts' optimizer state is kept "
+            "apart; add --no-load-optim to go on with a new optimizer state"
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 
+from megatron.dpp.train.validate_experts import layers_with_experts
+
 
 def flops_per_iteration(args: argparse.Namespace, batch_size: int) -> float:
     """Operations of forward and backward over ``batch_size`` samples; recomputation is not counted.
@@ -19,11 +21,14 @@ def flops_per_iteration(args: argparse.Namespace, batch_size: int) -> float:
     attention += queries * args.seq_length  # scores and context, half of each
     attention += queries * args.hidden_size  # projection out
     products = 3 if args.swiglu else 2
-    if args.num_experts:
-        shared = args.moe_shared_expert_intermediate_size or 0
-        width = args.moe_ffn_hidden_size * args.moe_router_topk + shared
-    else:
-        width = args.ffn_hidden_size
-    layer = attention + args.hidden_size * width * products
-    per_token = 6 * (args.num_layers * layer + args.hidden_size * args.padded_vocab_size)
+    further = args.mtp_num_layers or 0
+    layers = args.num_layers + further
+    pattern = layers_with_experts(args)
+    with_experts = sum(pattern) + further * pattern[-1]  # further ones are like the last
+    experts = args.moe_ffn_hidden_size * args.moe_router_topk if with_experts else 0
+    experts += (args.moe_shared_expert_intermediate_size or 0) if with_experts else 0
+    widths = (layers - with_experts) * args.ffn_hidden_size + with_experts * experts
+    joints = further * (2 * args.hidden_size + 3)  # projection of state and embedding; norms
+    logits = (1 + further) * args.padded_vocab_size
+    per_token = 6 * (layers * attention + args.hidden_size * (widths * products + joints + logits))
     return float(batch_size * args.seq_length * per_token)

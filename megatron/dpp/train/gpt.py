@@ -31,11 +31,10 @@ def build_chunk(
     vp_stage: int | None,
 ) -> GPTModel:
     """One chunk of a GPT model."""
-    from megatron.dpp.mcore.specs import block_spec
+    from megatron.dpp.mcore.specs import block_spec, prediction_spec
 
-    spec = block_spec(
-        config, arch="gpt", implementation=layer_implementation(args), vp_stage=vp_stage
-    )
+    implementation = layer_implementation(args)
+    spec = block_spec(config, arch="gpt", implementation=implementation, vp_stage=vp_stage)
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -50,6 +49,7 @@ def build_chunk(
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
+        mtp_block_spec=prediction_spec(config, implementation=implementation, vp_stage=vp_stage),
         vp_stage=vp_stage,
     )
 
@@ -84,10 +84,11 @@ def datasets(run: Run) -> tuple[type, GPTDatasetConfig]:
 
 
 def _layout(args: Args, first: bool, last: bool) -> dict[str, Any]:
-    """Shapes and dtypes of what a chunk needs; with one stage that is everything."""
+    """Shapes and dtypes of what a chunk needs; with one stage that is everything, and layers that
+    predict further tokens (on the last stage) embed these."""
     flat = (args.micro_batch_size, args.seq_length)
     layout: dict[str, Any] = {}
-    if first:
+    if first or (last and args.mtp_num_layers):
         layout |= {"tokens": (flat, torch.int64), "position_ids": (flat, torch.int64)}
     if last:
         layout |= {"labels": (flat, torch.int64), "loss_mask": (flat, torch.float32)}

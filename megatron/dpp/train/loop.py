@@ -25,6 +25,7 @@ from megatron.dpp.train.exits import ExitConditions
 from megatron.dpp.train.flops import flops_per_iteration
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.logs import StepResult, TrainingLog, Writers, print_evaluation
+from megatron.dpp.train.losses import added_losses
 from megatron.dpp.train.measure import Comparison
 from megatron.dpp.train.metrics import MetricsFile, peak_memory_bytes
 from megatron.dpp.train.model import Trainee
@@ -142,6 +143,8 @@ class Trainer:
             )
         if args.empty_unused_memory_level >= 1 and args.device == "cuda":
             torch.cuda.empty_cache()
+        losses = _mean_losses(reduced)
+        added = added_losses(args, microbatches.get_num_microbatches())
         with run.recorder.span("optimizer"):
             successful, grad_norm, num_zeros = trainee.optimizer.step()
         successful = bool(_over_model_ranks(float(successful), dist.ReduceOp.MIN))
@@ -149,7 +152,7 @@ class Trainer:
         if successful:
             trainee.scheduler.step(increment=self._batch_size())
         return StepResult(
-            losses=_mean_losses(reduced),
+            losses=losses | added if losses else {},
             skipped=not successful,
             grad_norm=grad_norm,
             num_zeros=_largest(num_zeros) if args.log_num_zeros_in_grad else None,

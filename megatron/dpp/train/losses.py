@@ -1,11 +1,17 @@
-"""What the loss functions of ``gpt`` and ``bert`` share."""
+"""What the loss functions of ``gpt`` and ``bert`` share, and the losses that layers add by
+themselves."""
 
 from __future__ import annotations
 
+import argparse
+
 import torch
+from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.dpp.errors import DppError
 from megatron.dpp.train.initialize import Run
+from megatron.dpp.train.validate_experts import layers_with_experts
 
 
 def masked_sum(output: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,3 +35,42 @@ def checked(run: Run, loss: torch.Tensor) -> torch.Tensor:
             "--lr, or pass --no-check-for-nan-in-loss-and-grad to go on"
         )
     return loss
+
+
+_BALANCING = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+
+
+def added_losses(args: argparse.Namespace, num_microbatches: int) -> dict[str, torch.Tensor]:
+    """What routers and layers that predict further tokens have added to the loss since the last
+    call: means over the iteration's microbatches, under Megatron-LM's names.
+
+    ``load_balancing_loss``, ``z_loss`` and their kin are means over the layers with experts, the
+    same on all ranks; ``mtp_1 loss`` and so on are there on the last stage. A collective over the
+    pipeline and the replicas.
+    """
+    losses: dict[str, torch.Tensor] = {}
+    if args.num_experts:
+        kinds = args.moe_router_load_balancing_type
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        names = [_BALANCING[kind] for kind in kinds if kind in _BALANCING]
+        if args.moe_z_loss_coeff is not None:
+            names.append("z_loss")
+        track_moe_metrics(
+            loss_scale=1 / num_microbatches,
+            iteration=0,
+            total_loss_dict=losses,
+            force_initialize=True,
+            track_names=names,
+            num_layers=args.num_layers + (args.mtp_num_layers or 0),
+            moe_layer_freq=layers_with_experts(args),
+            mtp_num_layers=args.mtp_num_layers,
+        )
+    if args.mtp_num_layers:
+        MTPLossLoggingHelper.track_mtp_metrics(
+            1 / num_microbatches, 0, writer=None, total_loss_dict=losses
+        )
+    return {name: loss.detach().clone() for name, loss in losses.items()}

@@ -50,6 +50,9 @@ def check(
     if args.tokenizer_type is None:
         args.tokenizer_type = TOKENIZERS[task_name]
     validate(args, world_size)
+    for flag in ("num_experts", "mtp_num_layers"):
+        if task_name == "bert" and getattr(args, flag):
+            raise ConfigError(f"--{flag.replace('_', '-')}: BERT's layers have none; GPT's have")
     if args.multi_node and int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world_size:
         raise ConfigError(
             f"--multi-node: all {world_size} processes are on this node; start the others "

@@ -15,6 +15,7 @@ import importlib.util
 import math
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.train.validate_experts import check_experts, check_prediction
 
 Args = argparse.Namespace
 
@@ -38,6 +39,8 @@ def validate(args: Args, world_size: int) -> None:
         _deepspeed,
         _memory,
         _kernels,
+        check_experts,
+        check_prediction,
         _data,
         _checkpoints,
         _evaluation,
@@ -85,21 +88,6 @@ def _shape(args: Args) -> None:
     _require(
         args.swiglu + args.squared_relu + args.quick_geglu <= 1,
         "--swiglu, --squared-relu and --quick-geglu exclude each other",
-    )
-    _experts(args)
-
-
-def _experts(args: Args) -> None:
-    args.num_experts = args.num_experts or None
-    if args.num_experts and args.moe_ffn_hidden_size is None:
-        args.moe_ffn_hidden_size = args.ffn_hidden_size
-    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
-        value = getattr(args, name)
-        if isinstance(value, list) and len(value) == 1:
-            setattr(args, name, value[0])
-    _require(
-        args.mtp_num_layers is None,
-        "--mtp-num-layers: multi-token prediction is not built here",
     )
 
 
@@ -356,6 +344,8 @@ def _deepspeed(args: Args) -> None:
         "--ckpt-format torch": args.ckpt_format == "torch",
         "--async-save": args.async_save,
         "--skip-train": args.skip_train,
+        "--num-experts": args.num_experts,
+        "--mtp-num-layers": args.mtp_num_layers,
         "--calculate-per-token-loss": args.calculate_per_token_loss,
         "--log-params-norm": args.log_params_norm,
         "--log-num-zeros-in-grad": args.log_num_zeros_in_grad,
@@ -396,9 +386,12 @@ def _kernels(args: Args) -> None:
         needs_kernels = {
             "--context-parallel-size above 1": args.context_parallel_size > 1,
             "--multi-latent-attention": args.multi_latent_attention,
-            "--num-experts": args.num_experts,
             "--apply-layernorm-1p": args.layernorm_zero_centered_gamma,
             "--fp8-format": args.fp8,
+            "--moe-grouped-gemm": args.moe_grouped_gemm,
+            "--moe-permute-fusion": args.moe_permute_fusion,
+            "--moe-router-fusion": args.moe_router_fusion,
+            "--moe-latent-size": args.moe_latent_size,
         }
         for flag, given in needs_kernels.items():
             _require(
