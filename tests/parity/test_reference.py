@@ -132,3 +132,67 @@ def test_experts_and_further_tokens_are_megatron_lms(
     )
     result = train(data, kind, 2, flags)
     assert result.column("lm loss") == pytest.approx(expected, abs=1e-5)
+
+
+# Printed by unmodified Megatron-LM core_v0.16.1 on a CPU (--spec local) for these flags: masked-LM
+# and sentence-order losses. One process draws its masks in Megatron-LM's order without being asked.
+BERT = (
+    "--spec local --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 16 --train-iters 10 "
+    "--lr 1e-3 --lr-decay-iters 10 --lr-warmup-iters 2 --min-lr 1e-4 --split 949,50,1 "
+    "--eval-interval 20 --eval-iters 1 --num-workers 0 --device cpu"
+)
+BERT_WITH_DROPOUT = {
+    1: (
+        (
+            10.315323829650879, 10.31764030456543, 10.220646858215332, 10.158489227294922,
+            10.070123672485352, 9.95654010772705, 9.942883491516113, 9.923080444335938,
+            9.871732711791992, 9.817678451538086,
+        ),
+        (
+            0.6957591772079468, 0.6923442482948303, 0.6963104605674744, 0.6931219100952148,
+            0.6933387517929077, 0.6950450539588928, 0.6920725703239441, 0.6921934485435486,
+            0.6780257225036621, 0.6889334917068481,
+        ),
+    ),
+    2: (
+        (
+            10.353066444396973, 10.362060546875, 10.265731811523438, 10.184513092041016,
+            10.064567565917969, 9.97308349609375, 9.940073013305664, 9.921316146850586,
+            9.869762420654297, 9.81344985961914,
+        ),
+        (
+            0.6906076073646545, 0.6926389932632446, 0.6928964257240295, 0.6934216618537903,
+            0.694830060005188, 0.7001572251319885, 0.6914784908294678, 0.6933260560035706,
+            0.6809149384498596, 0.6888922452926636,
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def bert_data(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the reference corpus for BERT, ``bert_text_sentence.{bin,idx}``."""
+    folder = tmp_path_factory.mktemp("bert-reference")
+    command = [
+        sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py"),
+        "--input", str(reference / "corpus.jsonl"), "--output-prefix", str(folder / "bert"),
+        "--tokenizer-type", "BertWordPieceLowerCase", "--workers", "1",
+        "--vocab-file", str(reference / "vocab" / "bert-vocab.txt"),
+        "--split-sentences", "--sentence-splitter", "rules",
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return folder
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_bert_with_dropout_is_megatron_lms(reference: Path, bert_data: Path, stages: int) -> None:
+    flags = (
+        f"{BERT} --vocab-file {reference / 'vocab' / 'bert-vocab.txt'} "
+        f"--data-path {bert_data / 'bert_text_sentence'} "
+        f"--pipeline-model-parallel-size {stages} {'--no-dpp-task-rng' if stages > 1 else ''}"
+    )
+    result = train(bert_data, f"bert{stages}", stages, flags, script="pretrain_bert.py")
+    masked, order = BERT_WITH_DROPOUT[stages]
+    assert result.column("lm loss") == pytest.approx(masked, abs=1e-5)
+    assert result.column("sop loss") == pytest.approx(order, abs=1e-5)
