@@ -32,6 +32,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.utils import get_attr_wrapped_model, prepare_input_tensors_for_wgrad_compute
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore import fused_wgrad
 from megatron.dpp.mcore.te import DelayedModules
 
 
@@ -68,7 +69,7 @@ class _Deferred:
         )
         layer = self.layer
         if layer.fused:
-            _accumulate_fused(layer.weight, total_input, grad_output)
+            fused_wgrad.accumulate(layer.weight, total_input, grad_output)
             layer.accumulate(torch.empty_like(layer.weight))
         else:
             layer.accumulate(grad_output.t().matmul(total_input))
@@ -266,16 +267,6 @@ class WeightGradients:
             if waiting:
                 raise AssertionError(f"weight gradients left over: {sorted(waiting)}")
             del self._waiting[chunk, microbatch]
-
-
-def _accumulate_fused(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> None:
-    """Apex's GEMM that adds into ``main_grad`` (``gradient_accumulation_fusion``)."""
-    import fused_weight_gradient_mlp_cuda as apex_kernels  # type: ignore[import-not-found]
-
-    half = weight.main_grad.dtype in (torch.float16, torch.bfloat16)
-    kernel = apex_kernels.wgrad_gemm_accum_fp16 if half else apex_kernels.wgrad_gemm_accum_fp32
-    kernel(total_input, grad_output, weight.main_grad)
-    weight.grad_added_to_main_grad = True
 
 
 def gradient_accumulator(

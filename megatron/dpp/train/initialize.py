@@ -28,11 +28,6 @@ from megatron.dpp.train.tokenizers import Tokenizer
 
 Args = argparse.Namespace
 
-_FUSED_KERNELS = {
-    "gradient_accumulation_fusion": "fused_weight_gradient_mlp_cuda",
-    "masked_softmax_fusion": "scaled_upper_triang_masked_softmax_cuda",
-}
-
 
 @dataclass
 class Run:
@@ -99,11 +94,19 @@ def choose_device(args: Args) -> None:
         raise ConfigError("--device cuda: PyTorch sees no GPU here; use --device cpu")
     if args.device == "cpu":
         args.distributed_backend = "gloo"
-    for flag, module in _FUSED_KERNELS.items():
-        if args.device == "cpu" or importlib.util.find_spec(module) is None:
-            setattr(args, flag, False)
+    if args.device == "cpu" or not _can_fuse_weight_gradients():
+        args.gradient_accumulation_fusion = False
+    kernel = "scaled_upper_triang_masked_softmax_cuda"
+    if args.device == "cpu" or importlib.util.find_spec(kernel) is None:
+        args.masked_softmax_fusion = False
     if importlib.util.find_spec("transformer_engine") is None:  # its kernel does the fused rotation
         args.apply_rope_fusion = False
+
+
+def _can_fuse_weight_gradients() -> bool:
+    from megatron.dpp.mcore import fused_wgrad  # megatron-core on a CPU needs its support first
+
+    return fused_wgrad.available()
 
 
 def initialize(
@@ -124,6 +127,10 @@ def initialize(
         from megatron.dpp.mcore.cpu import install
 
         cpu_support = install()
+    if args.gradient_accumulation_fusion:
+        from megatron.dpp.mcore import fused_wgrad
+
+        fused_wgrad.provide()
     if args.deterministic_mode:
         _use_deterministic_kernels()
     device = _join_process_group(args, rank)
