@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from megatron.dpp import DppConfig, DppSchedule  # noqa: E402
+from megatron.dpp.mcore import fused_wgrad  # noqa: E402
 from megatron.dpp.mcore.specs import block_spec, prediction_spec  # noqa: E402
 from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
 from tests.runtime.rerun import Rerun  # noqa: E402
@@ -42,6 +44,8 @@ VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
 def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
     """Model chunks under DDP, and their optimizer, as the training layer builds them."""
     v = case.get("v", 1)
+    if case.get("fused_wgrad"):
+        fused_wgrad.provide()
     config = TransformerConfig(
         num_layers=case.get("layers", 8), hidden_size=HIDDEN, num_attention_heads=4,
         pipeline_model_parallel_size=case["p"], tensor_model_parallel_size=case.get("tp", 1),
@@ -49,7 +53,7 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
         sequence_parallel=case.get("sp", False), pipeline_dtype=torch.float32,
         hidden_dropout=case.get("dropout", 0.0), attention_dropout=case.get("dropout", 0.0),
         deallocate_pipeline_outputs=True, persist_layer_norm=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, bias_dropout_fusion=False,
+        gradient_accumulation_fusion=case.get("fused_wgrad", False), bias_dropout_fusion=False,
         overlap_p2p_comm=v > 1, batch_p2p_comm=v == 1, recompute_granularity=case.get("recompute"),
         recompute_method="uniform" if case.get("recompute") == "full" else None,
         recompute_num_layers=1 if case.get("recompute") == "full" else None,
@@ -74,6 +78,8 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
             ),
         )  # fmt: skip
         model.model_type = 1
+        if SUPPORT is None:
+            model.cuda()
         chunks.append(
             DistributedDataParallel(config, ddp_config, model, disable_bucketing=chunk > 0)
         )
@@ -106,7 +112,8 @@ def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tenso
 
 def forward_step(iterator: Any, model: Any) -> Any:
     tokens = next(iterator)
-    positions = torch.arange(SEQUENCE).expand(MICRO_BATCH, -1)
+    tokens = tokens.cuda()
+    positions = torch.arange(SEQUENCE, device="cuda").expand(MICRO_BATCH, -1)
     return model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]), partial(loss_func)
 
 
@@ -159,12 +166,14 @@ def run_case(case: dict[str, Any]) -> None:
     for settings in case["runs"]:
         kind: Any = StaticSchedule if settings.pop("static", False) else DppSchedule
         replays: list[Rerun] = []
-        if settings.get("cuda_graphs") == "on":
+        if settings.get("cuda_graphs") == "on" and SUPPORT is not None:
             kind = partial(kind, capture=partial(Rerun, replays=replays))
-        with kind(DppConfig(**settings), seed=1234) as schedule:
+        said: list[str] = []
+        with kind(DppConfig(**settings), seed=1234, log=said.append) as schedule:
             got = train(case, schedule)
         if settings.get("cuda_graphs") == "on":
-            assert replays, f"{case['name']} with {settings}: nothing was replayed"
+            captured = any("CUDA graphs: memory for" in line for line in said)
+            assert replays or captured, f"{case['name']} with {settings}: nothing was replayed"
         compare(expected, got, f"{case['name']} with {settings}")
     dist.barrier()
     parallel_state.destroy_model_parallel()
@@ -173,7 +182,11 @@ def run_case(case: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if SUPPORT is None:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    dist.init_process_group("nccl" if SUPPORT is None else "gloo")
     for case in json.loads(sys.argv[1]):
         run_case(copy.deepcopy(case))
     dist.destroy_process_group()

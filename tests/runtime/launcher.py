@@ -36,12 +36,13 @@ def free_port() -> int:
 def start(script: Path, num_ranks: int, arguments: list[str]) -> list[subprocess.Popen[str]]:
     """Start ``num_ranks`` processes of ``script`` with torchrun's environment variables."""
     port = str(free_port())
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     processes = []
     for rank in range(num_ranks):
         environment = {
             **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore",
+            "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore",
         }  # fmt: skip
         processes.append(
             subprocess.Popen(

@@ -43,6 +43,7 @@ def test_two_ranks_any_number_of_chunks() -> None:
         case("v4", 2, 6, fused, late, {"activation_cap": "strict"}, v=4, spec="megatron"),
         case("one", 2, 1, late, recompute="full"),
         case("selective", 2, 4, late, v=2, recompute="selective", spec="megatron", dropout=0.1),
+        case("fused wgrad", 2, 4, fused, late, v=2, fused_wgrad=True),
         case("kinds", 2, 4, {"transport": "dist"}, {"transport": "shm", "checksum": True}, v=2),
     )
 
@@ -82,6 +83,9 @@ def test_captured_tasks() -> None:
         2,
         case("graphs v1", 2, 5, fused, late, iterations=4),
         case("graphs v2", 2, 4, fused, late, v=2, iterations=4, dropout=0.1),
+        case("graphs, recompute", 2, 4, fused, late, v=2, iterations=4, recompute="full"),
+        case("graphs, fused wgrad", 2, 4, fused, late, v=2, iterations=4, fused_wgrad=True),
+        case("graphs, selective", 2, 3, late, iterations=4, recompute="selective"),
     )
 
 
@@ -102,6 +106,41 @@ def test_captured_tasks_of_static_schedules() -> None:
 def test_captured_tasks_of_tensor_parallel_stages() -> None:
     late = {"inject": LATE, "cuda_graphs": "on"}
     check(4, case("graphs tp2", 2, 4, late, v=2, tp=2, sp=True, layers=4, iterations=4))
+
+
+@pytest.mark.gpu
+def test_graphs_draw_again_what_they_recompute() -> None:
+    static = {"static": True, "cuda_graphs": "on"}
+    check(
+        1,
+        *(
+            case(f"recompute {how}", 1, 3, static, layers=3, iterations=4, dropout=0.1,
+                 recompute=how, spec=spec)
+            for how, spec in (("selective", "torch"), ("selective", "megatron"), ("full", "torch"))
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.multigpu
+def test_graphs_on_two_gpus() -> None:
+    fused, late = (
+        {"split_backward": False, "cuda_graphs": "on"},
+        {"inject": LATE, "cuda_graphs": "on"},
+    )
+    static = {"static": True, "cuda_graphs": "on"}
+    check(
+        2,
+        case("pp2", 2, 4, fused, late, static, v=2, iterations=4, dropout=0.1, fused_wgrad=True),
+        case("pp2 selective", 2, 4, fused, late, v=2, iterations=4, dropout=0.1,
+             recompute="selective"),
+        case("pp2 full", 2, 4, late, static, v=2, iterations=4, dropout=0.1, recompute="full"),
+        case("tp2 selective", 1, 3, static, tp=2, sp=True, layers=2, iterations=4, dropout=0.1,
+             recompute="selective"),
+        case("tp2 full", 1, 3, static, tp=2, layers=2, iterations=4, dropout=0.1,
+             recompute="full", fused_wgrad=True),
+        case("dp2 overlap", 1, 3, static, layers=2, iterations=4, overlap=True,
+             distributed_optimizer=True),
+    )  # fmt: skip
 
 
 def test_tensor_and_data_parallel() -> None:

@@ -5,6 +5,7 @@ That replayed numbers are the eager ones is test_equality.py's matter.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,9 @@ class Chunk(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.decoder = Block()
-        self.config = SimpleNamespace(hidden_dropout=0.0, attention_dropout=0.0)
+        self.config = SimpleNamespace(
+            hidden_dropout=0.0, attention_dropout=0.0, recompute_granularity=None
+        )
 
 
 @pytest.fixture
@@ -121,7 +124,24 @@ def test_without_gradients_nothing_is_captured(chunk: Chunk) -> None:
     assert chunk.decoder.num_eager == 1 and not said
 
 
+def test_closing_frees_what_was_captured(chunk: Chunk) -> None:
+    """NCCL waited for ever for graphs that only the garbage collector would have freed."""
+    captured: list[weakref.ref[Rerun]] = []
+
+    def capture(function: Any, pool: Any) -> Rerun:
+        made = Rerun(function, pool)
+        captured.append(weakref.ref(made))
+        return made
+
+    made, _ = graphs_of(chunk, capture)
+    step(made, chunk)
+    made.close()
+    assert captured and not any(reference() for reference in captured)
+
+
 def test_graphs_are_taken_where_launching_is_the_bottleneck() -> None:
     assert why_no_graphs("auto", 0.9) is None
     assert "33%" in (why_no_graphs("auto", 0.33) or "")
     assert why_no_graphs("on", 0.1) is None
+    assert "recompute-granularity full" in (why_no_graphs("auto", 0.9, True) or "")
+    assert why_no_graphs("on", 0.1, True) is None

@@ -41,6 +41,9 @@ class CudaGraph:
                     self._graph.capture_end()
                 raise
             self._graph.capture_end()
+        # A capture zeroes its generators' places in memory, on its stream: not after the first
+        # replay has filled them.
+        torch.cuda.current_stream().wait_stream(stream)
 
     def replay(self) -> None:
         self._graph.replay()

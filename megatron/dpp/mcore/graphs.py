@@ -31,7 +31,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
 
 from megatron.dpp.mcore.capture import Capture, cuda_capture
-from megatron.dpp.mcore.rng import CapturedRng, needs_task_rng
+from megatron.dpp.mcore.rng import CapturedRng, RecomputedDraws, needs_task_rng
 from megatron.dpp.mcore.wgrad import (
     DeferredWork,
     WeightGradients,
@@ -99,40 +99,43 @@ class _Graphs:
             for name, value in options.items()
         }
         self._copied: dict[str, tuple[torch.Tensor, int]] = {}
-        self._aliases: list[torch.Tensor] = []
+        self._aliases = owner.aliases()
         self._live: torch.Tensor | None = None
+        self._begun: dict[str, torch.Tensor] = {}
         self._deferred: dict[int, list[DeferredWork]] = {}
         self._given: list[torch.nn.Parameter] = []
         self._unfinished = 0
+        owner.prepare(partial(owner.run, slot.input, self._options))
         self._forward = owner.capture(self._run_forward, slot.pool)
         self._backward = owner.capture(self._run_backward, slot.pool)
         layers = range(owner.num_layers - 1, -1, -1) if owner.store is not None else ()
         self._weights = {n: owner.capture(partial(self._run_weight, n), slot.pool) for n in layers}
 
     def _run_forward(self) -> None:
-        with self._owner.aliased() as self._aliases:
+        with self._owner.using(self._aliases), self._owner.recomputable():
             self._live = self._owner.run(self._slot.input, self._options)
         self._slot.output.copy_(self._live.detach())
 
     def _run_backward(self) -> None:
         assert self._live is not None
         owner = self._owner
-        inputs = [self._slot.input, *self._aliases]
         with contextlib.ExitStack() as around:
+            around.enter_context(owner.using(self._aliases))  # parts may be computed again
             if owner.store is not None:
                 self._deferred = around.enter_context(owner.store.divert())
-            gradients = torch.autograd.grad(
-                self._live, inputs, self._slot.grad_output, allow_unused=True
-            )
-        self._live, self._aliases = None, []
-        self._slots.grad_input.copy_(gradients[0])
+            # Not autograd.grad, which recomputation refuses.
+            torch.autograd.backward(self._live, self._slot.grad_output)
+        self._live = None
+        self._slots.grad_input.copy_(_taken(self._slot.input))
         self._given = []
         with owner.not_reduced():
-            for (parameter, accumulate), gradient in zip(
-                owner.accumulators, gradients[1:], strict=True
+            for (parameter, accumulate), alias in zip(
+                owner.accumulators, self._aliases, strict=True
             ):
-                if gradient is not None:
-                    accumulate(gradient)
+                if alias.grad is not None:
+                    if getattr(alias, "grad_added_to_main_grad", False):
+                        parameter.grad_added_to_main_grad = True
+                    accumulate(_taken(alias))
                     self._given.append(parameter)
 
     def _run_weight(self, layer: int) -> None:
@@ -146,6 +149,7 @@ class _Graphs:
         for name, value in options.items():
             if isinstance(value, torch.Tensor):
                 self._copy_option(name, value)
+        self._begun = self._owner.random_states()
         with self._owner.drawing():
             self._forward.replay()
         return self._slot.output.detach()
@@ -161,6 +165,7 @@ class _Graphs:
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
         """B. The result is a copy: it may still wait to be sent when the buffer is used again."""
         self._slot.grad_output.copy_(gradient)
+        self._owner.rewind(self._begun)
         self._backward.replay()
         self._owner.reduce(self._given)
         self._unfinished = len(self._weights)
@@ -215,7 +220,7 @@ class _GraphedBlock:
         chunk: what the block belongs to; its gradients are added as DDP adds them.
         store: takes weight gradients out of the backward; None leaves them in.
         capture: see :data:`Capture`.
-        drawing: a context around replays that may draw random numbers.
+        rng: where random draws come from; None where none are drawn.
         say: told why something runs without graphs.
     """
 
@@ -224,10 +229,12 @@ class _GraphedBlock:
         chunk: torch.nn.Module,
         store: WeightGradients | None,
         capture: Capture,
-        drawing: Callable[[], AbstractContextManager[None]],
+        rng: CapturedRng | None,
         say: Callable[[str], None],
     ) -> None:
-        self.drawing = drawing
+        self._rng = rng
+        self._recomputes = bool(get_model_config(chunk).recompute_granularity)
+        self._recomputed: RecomputedDraws | None = None
         block: Any = decoder_block(chunk)
         self._block = block
         self._chunk: Any = chunk
@@ -292,27 +299,57 @@ class _GraphedBlock:
             raise TypeError("its output is no tensor of its input's shape and dtype")
         return output
 
-    @contextlib.contextmanager
-    def aliased(self) -> Iterator[list[torch.Tensor]]:
-        """The block computes with aliases of its parameters, which are yielded, in order.
+    def aliases(self) -> list[torch.nn.Parameter]:
+        """Stand-ins for the parameters, of the same memory, to compute with while capturing.
 
         DDP made the parameters' gradient accumulators on the default stream; autograd would make
         that stream wait for the captured one, which CUDA refuses. An alias gets its own.
         """
-        aliases = {}
+        aliases = []
         for parameter, _ in self.accumulators:
             alias = torch.nn.Parameter(parameter.detach())  # compiled parts expect a Parameter
             alias.__dict__.update(parameter.__dict__)  # Megatron's marks, and main_grad
-            aliases[parameter] = alias
+            alias.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            aliases.append(alias)
+        return aliases
+
+    @contextlib.contextmanager
+    def using(self, aliases: list[torch.nn.Parameter]) -> Iterator[None]:
+        """The block computes with these in the place of its parameters."""
+        originals = (parameter for parameter, _ in self.accumulators)
+        alias_of = dict(zip(originals, aliases, strict=True))
         tables = [module._parameters for module in self._block.modules()]
         own = [dict(table) for table in tables]
         for table in tables:
-            table.update((name, aliases.get(p, p)) for name, p in table.items() if p is not None)
+            table.update((name, alias_of.get(p, p)) for name, p in table.items() if p is not None)
         try:
-            yield list(aliases.values())
+            yield
         finally:
             for table, original in zip(tables, own, strict=True):
                 table.update(original)
+
+    def prepare(self, forward: Callable[[], Any]) -> None:
+        """Before the first capture: see what a backward will have to draw again."""
+        if self._rng is not None and self._recomputed is None and self._recomputes:
+            with torch.no_grad():
+                self._recomputed = self._rng.recomputed(forward)
+
+    def recomputable(self) -> AbstractContextManager[None]:
+        """Around the capture of a forward."""
+        return self._recomputed.handed_out() if self._recomputed else contextlib.nullcontext()
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Around a replay that may draw random numbers."""
+        return self._rng.replaying() if self._rng is not None else contextlib.nullcontext()
+
+    def random_states(self) -> dict[str, torch.Tensor]:
+        """What :meth:`rewind` wants to know of the moment before a forward."""
+        return self._recomputed.states() if self._recomputed else {}
+
+    def rewind(self, begun: dict[str, torch.Tensor]) -> None:
+        """Before a backward: what it computes again draws as its forward did, which began so."""
+        if self._recomputed:
+            self._recomputed.rewind(begun)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block
@@ -346,6 +383,13 @@ class _GraphedBlock:
             if len(slot.graphs) == 1:
                 slots.made(_reserved(hidden) - before)
         return slot.graphs[self]
+
+
+def _taken(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's gradient, which it keeps no longer."""
+    gradient, tensor.grad = tensor.grad, None
+    assert gradient is not None
+    return gradient
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -384,13 +428,14 @@ class ChunkGraphs:
         self._num_said = 0
         rng = CapturedRng()
         draws = capture is None and needs_task_rng(chunks)
-        drawing = rng.replaying if draws else contextlib.nullcontext
         capture = capture or cuda_capture(rng)
         for number, chunk in enumerate(chunks):
             say = partial(self._say, number)
             reason = why_not(chunk)
             if reason is None:
-                self._blocks.append(_GraphedBlock(chunk, store, capture, drawing, say))
+                self._blocks.append(
+                    _GraphedBlock(chunk, store, capture, rng if draws else None, say)
+                )
             else:
                 say(f"runs without graphs: {reason}")
 
@@ -403,6 +448,14 @@ class ChunkGraphs:
             return None
         self._slot_bytes, self._slots = self._slots.slot_bytes, None
         return self._slot_bytes
+
+    def close(self) -> None:
+        """Free what was captured: NCCL's communicators cannot be destroyed while graphs use them,
+        and a process would wait for ever.
+        """
+        self._blocks.clear()
+        self._slots = None
+        gc.collect()  # graphs and their slots know each other
 
     def _say(self, chunk: int, text: str) -> None:
         line = f"CUDA graphs: chunk {chunk} {text}"
@@ -457,7 +510,9 @@ def why_not(chunk: torch.nn.Module) -> str | None:
     if block is None or not len(block.layers):
         return "it has no transformer layers"
     reasons = {
-        f"--recompute-granularity {config.recompute_granularity}": config.recompute_granularity,
+        "some microbatches are recomputed and others are not": (
+            config.num_microbatches_with_partial_activation_checkpoints is not None
+        ),
         "experts take varying shapes": config.num_moe_experts,
         "8- and 4-bit layers keep scales per step": config.fp8 or config.fp4,
         "--overlap-param-gather waits inside the layers": chunk.ddp_config.overlap_param_gather,

@@ -241,7 +241,9 @@ class DppSchedule:
         ranks that compute this stage together say the same.
         """
         share = self._session.pace.launch_share() if self._session else 0.0
-        reason = why_no_graphs(self.config.cuda_graphs, _most_of_stage(call, share))
+        recomputes = call.config.recompute_granularity == "full"
+        share = _most_of_stage(call, share)
+        reason = why_no_graphs(self.config.cuda_graphs, share, recomputes)
         if reason:
             self._log(f"CUDA graphs: not used, {reason}")
         return not reason
@@ -258,7 +260,10 @@ class DppSchedule:
             yield
 
     def _forget_model(self) -> None:
-        self._graphs, self._weight_gradients, self._prepared_model = None, None, []
+        graphs, self._graphs = self._graphs, None
+        self._weight_gradients, self._prepared_model = None, []
+        if graphs is not None:
+            graphs.close()
 
     def _open_session(self, call: StepCall) -> _Session:
         wanted = call.boundaries()
@@ -329,21 +334,23 @@ class DppSchedule:
         self.close()
 
 
-def why_no_graphs(setting: str, launch_share: float) -> str | None:
+def why_no_graphs(setting: str, launch_share: float, recomputes_all: bool = False) -> str | None:
     """Why ``--dpp-cuda-graphs`` leads to none; None where it leads to some.
 
     Args:
         setting: ``auto`` or ``on``.
         launch_share: the part of the tasks' time for which the host is busy launching them.
+        recomputes_all: whole layers are recomputed, so memory is short.
     """
     if setting == "on":
         return None
-    if launch_share < _GRAPHS_PAY_FROM:
-        return (
-            f"as launching takes {launch_share:.0%} of the time that tasks run (--dpp-cuda-graphs "
-            "on uses them all the same, for more memory)"
-        )
-    return None
+    if recomputes_all:
+        reason = "as --recompute-granularity full asks for little memory"
+    elif launch_share < _GRAPHS_PAY_FROM:
+        reason = f"as launching takes {launch_share:.0%} of the time that tasks run"
+    else:
+        return None
+    return f"{reason} (--dpp-cuda-graphs on uses them all the same, for more memory)"
 
 
 def _stage_group(call: StepCall) -> torch.distributed.ProcessGroup | None:

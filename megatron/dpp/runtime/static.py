@@ -160,6 +160,8 @@ class StaticSchedule:
 
     def close(self) -> None:
         """Close the links and free what was captured. May be called twice."""
+        if self._graphs is not None:
+            self._graphs.close()
         self._graphs, self._graphed = None, []
         if self._transport is not None:
             self._transport.close()
