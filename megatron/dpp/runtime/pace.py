@@ -3,14 +3,15 @@
 On a CPU a task is over when its call returns, and there is nothing to pace. On a GPU a call only
 queues work. A dynamic schedule that queued several tasks would decide before it knows; one that
 waited for the device to be idle would leave it idle while the next task is launched.
-``DevicePace`` opens the next decision when what is left of the running task, judged by how long
-tasks of its kind have taken, is as long as launching the next one takes: later, and a task's first
-small kernels outrun their launches; earlier, and the decision knows less than it could
+``DevicePace`` opens the next decision when what is left of the queued work, judged by how long such
+tasks have taken, is as long as launching the next one takes: later, and a task's first small
+kernels outrun their launches; earlier, and the decision knows less than it could
 (docs/decisions/0007-lookahead.md has the measurements).
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -136,16 +137,21 @@ class DevicePace:
         self._collect()
         if self._follow or not self._running:
             return True
-        if len(self._running) > 1:
-            return False
-        head = self._running[0]
-        started = max(self._last_end, head.queued_at)
-        expected = self.durations.get(head.key, 0.0)
-        expected += head.delay.seconds if head.delay is not None else 0.0
         lookahead = self._lookahead
         if lookahead is None:
             lookahead = max(self._launches.values(), default=0.0)
-        return time.monotonic() - started >= expected - lookahead
+        return self._left() <= lookahead
+
+    def _left(self) -> float:
+        """Seconds of work that is queued, judged by how long such tasks have taken."""
+        head, *others = self._running
+        begun = time.monotonic() - max(self._last_end, head.queued_at)
+        left = max(0.0, self._expected(head, 0.0) - begun)
+        return left + sum(self._expected(task, math.inf) for task in others)
+
+    def _expected(self, task: _Running, unknown: float) -> float:
+        delay = task.delay.seconds if task.delay is not None else 0.0
+        return self.durations.get(task.key, unknown) + delay
 
     def launch_share(self) -> float:
         """From the shortest times of each kind of task: the first ones include initialisation."""

@@ -1,0 +1,101 @@
+"""When the next task may be chosen on a GPU, with events that tell a made-up time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.runtime.pace import DevicePace
+
+KEY = ("W", 0)
+
+
+class Device:
+    """Runs one task after the other; ``now`` is the time of host and device."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.seconds = 1.0
+        self._free_at = 0.0
+        self._recorded = 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def record(self) -> float:
+        """When everything queued so far is done; every second event is a task's end."""
+        if self._recorded % 2:
+            self._free_at = max(self._free_at, self.now) + self.seconds
+        self._recorded += 1
+        return max(self._free_at, self.now)
+
+
+class Event:
+    device: Device
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = self.device.record()
+
+    def query(self) -> bool:
+        return self.device.now >= self.at
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at - self.at) * 1e3
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    monkeypatch.setattr(Event, "device", made, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr("megatron.dpp.runtime.pace.time.monotonic", made.monotonic)
+    return made
+
+
+def launch(pace: Any, number: int = 1) -> None:
+    for _ in range(number):
+        pace.begin()
+        pace.launched(KEY)
+
+
+def learned(device: Device, lookahead: float) -> DevicePace:
+    """A pace that knows how long a task takes, with nothing queued."""
+    pace = DevicePace(lookahead)
+    launch(pace)
+    device.now += 10.0
+    assert pace.ready() and pace.durations[KEY] == pytest.approx(1.0)
+    return pace
+
+
+def test_the_next_task_is_chosen_so_long_before_the_end_of_the_running_one(device: Device) -> None:
+    pace = learned(device, 0.25)
+    launch(pace)
+    assert not pace.ready()
+    device.now += 0.7
+    assert not pace.ready()
+    device.now += 0.1
+    assert pace.ready()
+
+
+def test_short_tasks_are_queued_until_they_last_as_long(device: Device) -> None:
+    """A queue of two tasks at most left the device idle where tasks are shorter than launches."""
+    pace = learned(device, 2.5)
+    launch(pace, 2)
+    assert pace.ready()
+    launch(pace)
+    assert not pace.ready()
+    device.now += 0.6
+    assert pace.ready()
+
+
+def test_of_tasks_never_seen_only_one_is_queued_ahead(device: Device) -> None:
+    pace = DevicePace(100.0)
+    launch(pace)
+    assert pace.ready()
+    launch(pace)
+    assert not pace.ready()
