@@ -48,16 +48,20 @@ class Name:
     mode: str
     kind: str
     num_chunks: int
+    lookahead: float | None
 
     @classmethod
     def parse(cls, text: str) -> Name:
-        match = re.fullmatch(r"(laid)?(eager|graph|traced)?(static|fused|split)(\d+)", text)
+        match = re.fullmatch(
+            r"(laid)?(eager|graph|traced)?(static|fused|split)(\d+)(?:@([\d.]+))?", text
+        )
         unknown = match is None or (match[2] == "traced" and match[3] == "static")
         if not torch.cuda.is_available() and match is not None:
             unknown |= bool(match[1]) or match[2] in ("eager", "graph")  # stages that sleep
         if match is None or unknown:
             raise SystemExit(f"--schedules: {text!r} is none; see --help")
-        return cls(text, bool(match[1]), match[2] or "", match[3], int(match[4]))
+        lookahead = float(match[5]) if match[5] else None
+        return cls(text, bool(match[1]), match[2] or "", match[3], int(match[4]), lookahead)
 
     @property
     def model(self) -> tuple[int, bool]:
@@ -82,14 +86,20 @@ def parse_arguments() -> argparse.Namespace:
         default="static1,static2,static4,fused2,split1,split2,split4",
         help="static, fused or split, followed by the number of chunks per rank; with a prefix, "
         "eagersplit2 never uses CUDA graphs, graphsplit2 and graphstatic2 always do, "
-        "tracedsplit2 writes a trace, and laidsplit2 has --layout",
+        "tracedsplit2 writes a trace, laidsplit2 has --layout, and split2@1.5 has a --lookahead of "
+        "its own",
     )
     parser.add_argument("--layout", help="as --pipeline-model-parallel-layout, for laid... ones")
     parser.add_argument("--inject", default="", help="variability, as --dpp-inject; none if empty")
     parser.add_argument("--cap", default="auto", help="as --dpp-activation-cap")
     parser.add_argument("--transport", default="auto", help="as --dpp-transport")
+    parser.add_argument(
+        "--static-transport", default="auto", help="for static schedules; auto: NCCL, as they are"
+    )
     parser.add_argument("--lookahead", type=float, default=-1.0, help="as --dpp-lookahead, in ms")
     parser.add_argument("--slots", type=int, default=2, help="as --dpp-slots")
+    parser.add_argument("--recompute", choices=["selective", "full"])
+    parser.add_argument("--no-gradient-accumulation-fusion", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.0, help="hidden and attention dropout")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=3, help="timed steps per round")
@@ -156,8 +166,11 @@ class Model:
             deallocate_pipeline_outputs=True,
             persist_layer_norm=False,
             masked_softmax_fusion=False,
-            gradient_accumulation_fusion=False,
+            gradient_accumulation_fusion=not args.no_gradient_accumulation_fusion,
             bias_dropout_fusion=True,
+            recompute_granularity=args.recompute,
+            recompute_method="uniform" if args.recompute == "full" else None,
+            recompute_num_layers=1 if args.recompute == "full" else None,
             overlap_p2p_comm=virtual is not None,
             batch_p2p_comm=virtual is None,
         )
@@ -172,8 +185,11 @@ class Model:
         )
         from megatron.core.models.gpt import GPTModel
 
+        from megatron.dpp.mcore import fused_wgrad
         from megatron.dpp.mcore.specs import block_spec
 
+        if self.config.gradient_accumulation_fusion:
+            fused_wgrad.provide()
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
         model = GPTModel(
@@ -274,13 +290,14 @@ def make_schedule(model: Model, name: Name) -> Any:
     inject = args.inject or None
     if name.kind == "static":
         graphs = "on" if name.mode == "graph" else "off"
-        return StaticSchedule(DppConfig(inject=inject, cuda_graphs=graphs), log=_say)
+        config = DppConfig(inject=inject, cuda_graphs=graphs, transport=args.static_transport)
+        return StaticSchedule(config, log=_say)
     config = DppConfig(
         split_backward=name.kind == "split",
         cuda_graphs={"eager": "off", "graph": "on"}.get(name.mode, "auto"),
         activation_cap=args.cap,
         transport=args.transport,
-        lookahead=args.lookahead,
+        lookahead=args.lookahead if name.lookahead is None else name.lookahead,
         slots=args.slots,
         inject=inject,
         timeout=120.0,

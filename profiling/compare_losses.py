@@ -53,6 +53,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=50)
     parser.add_argument("--free", action="store_true", help="kernels may be non-deterministic")
     parser.add_argument("--out", type=Path, default=Path("compare_losses"), help="logs go here")
+    parser.add_argument("--reuse", action="store_true", help="of runs whose logs are there already")
     parser.add_argument("--flags", default="", help="further flags of the training script")
     return parser.parse_args()
 
@@ -83,22 +84,10 @@ def _commands(arguments: argparse.Namespace, precision: str, use_dpp: bool) -> l
 def _train(arguments: argparse.Namespace, precision: str, use_dpp: bool) -> _Training:
     name = f"{arguments.model}-{precision}-{'dpp' if use_dpp else 'static'}"
     metrics, log = arguments.out / f"{name}.jsonl", arguments.out / f"{name}.log"
-    metrics.unlink(missing_ok=True)
-    *before, training = _commands(arguments, precision, use_dpp)
-    training += ["--metrics-file", str(metrics.resolve())]
-    environment = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ,
-    }  # fmt: skip
     start = time.perf_counter()
-    with log.open("w", encoding="utf-8") as file:
-        for command in [*before, training]:
-            done = subprocess.run(
-                command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False
-            )
-            if done.returncode:
-                tail = log.read_text(encoding="utf-8", errors="replace")[-4000:]
-                sys.exit(f"{tail}\n{name}: exit code {done.returncode}, see {log}")
+    if not (arguments.reuse and metrics.exists()):
+        metrics.unlink(missing_ok=True)
+        _run(_commands(arguments, precision, use_dpp), metrics, log)
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     result = _Training(
         [row for row in rows if "learning rate" in row],
@@ -106,6 +95,23 @@ def _train(arguments: argparse.Namespace, precision: str, use_dpp: bool) -> _Tra
     )
     _describe(name, result, time.perf_counter() - start)
     return result
+
+
+def _run(commands: list[list[str]], metrics: Path, log: Path) -> None:
+    *before, training = commands
+    training += ["--metrics-file", str(metrics.resolve())]
+    environment = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ,
+    }  # fmt: skip
+    with log.open("w", encoding="utf-8") as file:
+        for command in [*before, training]:
+            done = subprocess.run(
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False
+            )
+            if done.returncode:
+                tail = log.read_text(encoding="utf-8", errors="replace")[-4000:]
+                sys.exit(f"{tail}\n{log.stem}: exit code {done.returncode}, see {log}")
 
 
 def _describe(name: str, result: _Training, seconds: float) -> None:
