@@ -131,7 +131,9 @@ def test_graphs_are_taken_where_training_takes_them() -> None:
     assert "CUDA graphs" in lines(estimate(gpt_345m(PP2 + DPP), H200))[-1]
     assert gpt_345m(PP2).graphs == "off"  # static schedules are asked to
     assert gpt_345m(f"{PP2}--dpp-cuda-graphs on").graphs == "on"
-    assert gpt_345m(f"{PP2}{ON}--recompute-activations").graphs == "off"
+    assert gpt_345m(f"{PP2}{ON}--recompute-activations").graphs == "on"
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    assert gpt_345m(f"{PP2}{DPP}{full}").graphs == "off"  # asks for little memory
     assert (
         gpt_345m("--dpp-cuda-graphs on --global-batch-size 128 --use-torch-fsdp2").graphs == "off"
     )

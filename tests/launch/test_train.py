@@ -206,17 +206,21 @@ def test_models_have_the_sizes_that_they_are_named_for(name: str, millions: floa
     assert model_parameters(shape_from(resolved, H200)) / 1e6 == pytest.approx(millions, abs=0.1)
 
 
-def test_small_layers_are_replayed_on_gpus_unless_told_otherwise() -> None:
-    def graphs(words: str) -> str | None:
+def test_a_run_without_a_pipeline_is_replayed_on_gpus_unless_told_otherwise() -> None:
+    def graphs(words: str, shard: str = "none") -> str | None:
         options, rest = cli.parse(f"--mode 3d {words}".split())
         flags = base_flags(options, rest, on_gpu=True)
         layout = Layout(tensor=options.tp or 1, pipeline=options.pp or 1)
-        return resolve(options, flags, H200, layout=layout, shard="none").flags.get(
+        return resolve(options, flags, H200, layout=layout, shard=shard).flags.get(
             "--dpp-cuda-graphs"
         )
 
     assert graphs("--tp 2") == "on"
     assert graphs("--tp 2 --dpp-cuda-graphs off") == "off"
+    assert graphs("--tp 1") == "on"
+    assert graphs("--tp 1", shard="optimizer") == "on"
+    assert graphs("--tp 1", shard="parameters") is None  # not wrapped by what graphs know
+    assert graphs("--tp 2 --recompute selective") == "on"
     assert graphs("--tp 2 --recompute full") is None
     assert graphs("--tp 2 --pp 2") is None  # the dynamic pipeline sees by itself
 

@@ -82,9 +82,10 @@ class RunShape:
     @property
     def graphs(self) -> str:
         """Whether chunks are captured: ``on``, ``off``, or ``auto`` where that depends on times."""
-        if self.recompute != "none" or self.shard in ("gradients", "parameters"):
+        if self.shard in ("gradients", "parameters"):
             return "off"
-        return "off" if self.cuda_graphs == "auto" and not self.dynamic else self.cuda_graphs
+        never = not self.dynamic or self.recompute == "full"
+        return "off" if self.cuda_graphs == "auto" and never else self.cuda_graphs
 
     @property
     def num_layers(self) -> int:

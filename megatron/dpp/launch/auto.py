@@ -48,7 +48,7 @@ class Candidate:
             (self.layout.tensor > 1)
             + (self.layout.pipeline > 1)
             + (self.layout.chunks > 1)
-            + (self.shard != "none")
+            + ("none", "optimizer", "gradients", "parameters").index(self.shard)
             + (self.recompute != "none")
         )
 
@@ -200,7 +200,7 @@ def shape_with(
 def _graphs(plain: RunShape, layout: Layout) -> str:
     """``--dpp-cuda-graphs`` as :func:`resolve` will set it; recompute and sharding are the shape's
     own business."""
-    alone = layout.tensor > 1 and layout.pipeline == 1 and plain.arch == "gpt"
+    alone = layout.pipeline == 1 and plain.arch == "gpt"
     return "on" if alone and plain.cuda_graphs == "auto" else plain.cuda_graphs
 
 

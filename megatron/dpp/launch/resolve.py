@@ -174,7 +174,7 @@ def resolve(
             flags.pop("--overlap-grad-reduce", None)  # both do so by themselves
         flags |= _batch(options, flags, setting, layout)
         flags |= _recompute(options.recompute)
-        if setting.on_gpu and not by_deepspeed and _replays(options, flags, layout):
+        if setting.on_gpu and not by_deepspeed and _replays(options, flags, layout, shard):
             flags.setdefault("--dpp-cuda-graphs", "on")
     if options.save:
         flags["--save"] = options.save
@@ -221,14 +221,15 @@ def _layout_flags(options: argparse.Namespace, layout: Layout, setting: Setting)
     return flags
 
 
-def _replays(options: argparse.Namespace, flags: Flags, layout: Layout) -> bool:
-    """Whether to replay graphs though no dynamic pipeline chooses them. Tensor-parallel layers are
-    small, so launching takes longer than computing; without a pipeline one activation is in flight
-    at a time, so the graphs need no memory of their own.
+def _replays(options: argparse.Namespace, flags: Flags, layout: Layout, shard: str) -> bool:
+    """Whether to replay graphs though no dynamic pipeline chooses them. Small models' layers take
+    longer to launch than to compute, tensor-parallel ones all the more; without a pipeline one
+    activation is in flight at a time, so the graphs need no memory of their own.
     """
-    recomputes = any(name.startswith("--recompute") for name in flags)
-    alone = layout.tensor > 1 and layout.pipeline == 1
-    return alone and not recomputes and (options.arch or "gpt") == "gpt"
+    recomputes_all = flags.get("--recompute-granularity") == "full"
+    wrapped_by_ddp = shard in ("none", "optimizer")
+    alone = layout.pipeline == 1 and wrapped_by_ddp and not recomputes_all
+    return alone and (options.arch or "gpt") == "gpt"
 
 
 def _shard_flags(shard: str, by_deepspeed: bool) -> Flags:
