@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from megatron.dpp.config import DppConfig
 from megatron.dpp.schedule import (
     Action,
-    Cap,
     Geometry,
     Policy,
     Recorder,
     Recording,
     Scheduler,
+    beside_head,
     parse_cap,
-    peak_in_flight,
 )
 
 
@@ -106,7 +105,10 @@ class Decisions:
         cap = parse_cap(
             self._config.activation_cap, geometry, measured.activation_bytes if measured else None
         )
-        chunks, text = self._with_head(cap, geometry, split)
+        chunks, text = cap.chunks, cap.text
+        if split:
+            chunks = beside_head(chunks, geometry)
+            text += f", here {chunks:g} beside the LM head" * (chunks < cap.chunks)
         if text not in self._said:  # measuring may leave a cap as it was
             self._said.add(text)
             self._log(f"dynamic pipeline: {text}")
@@ -117,17 +119,6 @@ class Decisions:
             split_backward=split,
             beta=measured.beta if measured else 0.0,
         )
-
-    @staticmethod
-    def _with_head(cap: Cap, geometry: Geometry, split: bool) -> tuple[float, str]:
-        """Leave room for one activation on the last rank, whose LM head needs memory of its own.
-
-        Megatron's order holds least on that rank, so its cap stays far above what the order needs.
-        """
-        if not split or not geometry.is_last or geometry.num_ranks == 1:
-            return cap.chunks, cap.text
-        chunks = max(cap.chunks - 1, peak_in_flight(geometry))
-        return chunks, f"{cap.text}, here {chunks:g} beside the LM head"
 
     def _next_replay(self, geometry: Geometry, split: bool) -> Policy:
         if self._recording is None:

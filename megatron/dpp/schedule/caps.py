@@ -72,7 +72,6 @@ def beside_head(chunks: float, geometry: Geometry) -> float:
     the LM head, whose logits take memory of their own.
 
     Megatron's order holds least on that rank, so its cap stays far above what the order needs.
-    ``runtime.decisions`` keeps the same rule; ``tests/schedule`` holds the two together.
     """
     if not geometry.is_last or geometry.num_ranks == 1:
         return chunks
