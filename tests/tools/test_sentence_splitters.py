@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sentence_splitters import make_splitter
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, DataError
 
 CASES = {
     "One. Two.": ["One.", "Two."],
@@ -49,3 +51,10 @@ def test_kept_newlines_are_all_there(text: str) -> None:
 def test_what_is_not_there_is_an_error(name: str, language: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_splitter(name, language)
+
+
+def test_without_nltk_both_ways_on_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nltk", None)
+    monkeypatch.setitem(sys.modules, "nltk.tokenize", None)
+    with pytest.raises(DataError, match="pip install nltk, or choose --sentence-splitter rules"):
+        make_splitter("nltk")
