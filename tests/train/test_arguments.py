@@ -108,6 +108,12 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
             "below --tensor-model-parallel-size 2 needs --expert-model-parallel-size",
         ),
         ("--expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2 needs --num-experts"),
+        (
+            "--mtp-num-layers 1 --position-embedding-type rope --pipeline-model-parallel-size 2 "
+            "--save here --save-interval 1",
+            2,
+            "add --untie-embeddings-and-output-weights",
+        ),
         ("--mtp-num-layers 1", 1, "--position-embedding-type learned_absolute; use rope"),
         ("--multi-latent-attention", 1, "--multi-latent-attention needs modules of"),
         ("--spec my.module layer", 1, "only local is possible here"),

@@ -186,6 +186,15 @@ def check_prediction(args: Args) -> None:
         "--mtp-num-layers puts its layers on the last stage; it does not go with "
         "--pipeline-model-parallel-layout",
     )
+    _refuse(
+        args.pipeline_model_parallel_size > 1
+        and not args.untie_embeddings_and_output_weights
+        and args.ckpt_format != "torch"
+        and (args.save or args.load),
+        "--mtp-num-layers with several stages: megatron-core cannot write or read the tied "
+        f"embeddings of such a model with --ckpt-format {args.ckpt_format}; add "
+        "--untie-embeddings-and-output-weights, or --ckpt-format torch",
+    )
 
 
 def _refuse(condition: object, message: str) -> None:
