@@ -13,11 +13,9 @@ thrown away after it.
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,7 +24,6 @@ from megatron.core import parallel_state
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore.boundary import Boundaries
-from megatron.dpp.mcore.capture import Capture
 from megatron.dpp.mcore.graphs import ChunkGraphs
 from megatron.dpp.mcore.rng import TaskRng, needs_task_rng
 from megatron.dpp.mcore.steps import Stage, StepCall
@@ -39,11 +36,10 @@ from megatron.dpp.runtime.executor import Executor, Links
 from megatron.dpp.runtime.inject import Injector
 from megatron.dpp.runtime.links import open_links, pace_for, pipeline_of
 from megatron.dpp.runtime.pace import Pace
+from megatron.dpp.runtime.replacement import Replacement
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry
-from megatron.dpp.trace import NullRecorder, Recorder
-
-logger = logging.getLogger("megatron.dpp")
+from megatron.dpp.transport.base import Transport
 
 _GRAPHS_PAY_FROM = 0.75
 """Share of launching in a task's time from which on graphs are captured by themselves."""
@@ -62,48 +58,22 @@ class _Session:
     decisions: Decisions
 
 
-class DppSchedule:
-    """A callable with the keyword signature of megatron-core's ``forward_backward_func``.
+class DppSchedule(Replacement):
+    """The dynamic pipeline.
 
-    Args:
-        config: policy, memory cap, transport and the rest; see :class:`~megatron.dpp.DppConfig`.
-        recorder: where a trace goes, or None.
-        seed: seed of the tasks' random states; None takes PyTorch's initial seed.
-        log: called with each line about links and caps; None uses the ``megatron.dpp`` logger.
-        capture: what ``config.cuda_graphs`` captures with; None captures CUDA graphs, on GPUs.
-
-    Use it as a context manager, or call :meth:`close`, so that links and processes' resources are
-    freed.
+    Arguments and use are those of :class:`~megatron.dpp.runtime.replacement.Replacement`.
     """
 
-    def __init__(
-        self,
-        config: DppConfig | None = None,
-        *,
-        recorder: Recorder | None = None,
-        seed: int | None = None,
-        log: Callable[[str], None] | None = None,
-        capture: Capture | None = None,
-    ) -> None:
-        self.config = config or DppConfig()
-        self.iteration = 0
-        """Number of the next call; set it after resuming from a checkpoint, so that random states
-        continue.
-        """
-        self.peak_held = 0.0
-        """Most chunk activations this rank has held so far."""
-        self.num_out_of_order = 0
-        """Forwards and backwards of the last call that did not follow Megatron's own order."""
-        self.host_us_per_task = 0.0
-        """Host microseconds per task of the last call, PyTorch's own launches not counted."""
-        self._recorder = recorder or NullRecorder()
-        self._seed = torch.initial_seed() if seed is None else seed
-        self._log = log or logger.info
-        self._session: _Session | None = None
-        self._weight_gradients: WeightGradients | None = None
-        self._capture = capture
-        self._graphs: ChunkGraphs | None = None
-        self._prepared_model: list[torch.nn.Module] = []
+    peak_held = 0.0
+    """Most chunk activations this rank has held so far."""
+    num_out_of_order = 0
+    """Forwards and backwards of the last call that did not follow Megatron's own order."""
+    host_us_per_task = 0.0
+    """Host microseconds per task of the last call, PyTorch's own launches not counted."""
+    _session: _Session | None = None
+    _weight_gradients: WeightGradients | None = None
+    _graphs: ChunkGraphs | None = None
+    _prepared_model: Sequence[torch.nn.Module] = ()
 
     def __call__(self, **keywords: Any) -> list[Any]:
         """Run all forwards and backwards of one step; keywords and result are megatron-core's.
@@ -149,7 +119,6 @@ class DppSchedule:
 
     @property
     def injected_seconds(self) -> float:
-        """By how much ``config.inject`` has prolonged this rank's tasks so far."""
         return self._session.pace.injected_seconds if self._session else 0.0
 
     def _execute(
@@ -212,7 +181,7 @@ class DppSchedule:
                 self._say_if_fused(self._weight_gradients)
             else:
                 refuse_delayed(call.model, "--no-dpp-split-backward runs no W tasks")
-            if self.config.cuda_graphs != "off" and (self._capture or torch.cuda.is_available()):
+            if self.config.cuda_graphs != "off" and self._captures():
                 self._graphs = self._make_graphs(call)
             self._prepared_model = list(call.model)
         return any(self._weight_gradients.num_pieces) if self._weight_gradients else False
@@ -261,7 +230,7 @@ class DppSchedule:
 
     def _forget_model(self) -> None:
         graphs, self._graphs = self._graphs, None
-        self._weight_gradients, self._prepared_model = None, []
+        self._weight_gradients, self._prepared_model = None, ()
         if graphs is not None:
             graphs.close()
 
@@ -316,22 +285,11 @@ class DppSchedule:
             self._session = None
 
     def close(self) -> None:
-        """Close the links and free what was captured. May be called twice."""
         self._close_links()
         self._forget_model()
 
-    def __enter__(self) -> DppSchedule:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None and self._session is not None:
-            self._session.links.transport.abort(f"{type(error).__name__}: {error}")
-        self.close()
+    def _links(self) -> Transport | None:
+        return self._session.links.transport if self._session else None
 
 
 def why_no_graphs(setting: str, launch_share: float, recomputes_all: bool = False) -> str | None:

@@ -9,18 +9,15 @@ NCCL or gloo.
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore.capture import Capture
 from megatron.dpp.mcore.graphs import ChunkGraphs
 from megatron.dpp.mcore.rng import TaskRng, needs_task_rng
 from megatron.dpp.mcore.static import (
@@ -34,45 +31,26 @@ from megatron.dpp.mcore.te import refuse_delayed
 from megatron.dpp.mcore.trace_static import instrument_static_schedule
 from megatron.dpp.runtime.inject import Injector, Task
 from megatron.dpp.runtime.links import open_links, pace_for, pipeline_of
+from megatron.dpp.runtime.pace import Pace
+from megatron.dpp.runtime.replacement import Replacement
 from megatron.dpp.runtime.topology import Topology
-from megatron.dpp.trace import NullRecorder, Recorder
 from megatron.dpp.transport.base import Transport
 
-logger = logging.getLogger("megatron.dpp")
 
+class StaticSchedule(Replacement):
+    """megatron-core's own schedule.
 
-class StaticSchedule:
-    """A callable with the keyword signature of ``forward_backward_func``, which it calls.
-
-    Args:
-        config: ``transport`` (``auto`` keeps megatron-core's own exchange), ``cuda_graphs`` (only
-            ``on`` takes graphs), ``inject``, ``task_rng``, ``slots`` and ``timeout`` take effect;
-            the rest belongs to the dynamic schedule.
-        recorder, seed, log, capture: as in :class:`~megatron.dpp.DppSchedule`.
+    Arguments and use are those of :class:`~megatron.dpp.runtime.replacement.Replacement`. Of
+    ``config``, ``transport`` (``auto`` keeps megatron-core's own exchange), ``cuda_graphs`` (only
+    ``on`` takes graphs), ``inject``, ``task_rng``, ``slots`` and ``timeout`` take effect; the rest
+    belongs to the dynamic schedule.
     """
 
-    def __init__(
-        self,
-        config: DppConfig | None = None,
-        *,
-        recorder: Recorder | None = None,
-        seed: int | None = None,
-        log: Callable[[str], None] | None = None,
-        capture: Capture | None = None,
-    ) -> None:
-        self.config = config or DppConfig()
-        self.iteration = 0
-        """Number of the next call; set it after resuming from a checkpoint."""
-        self._recorder = recorder or NullRecorder()
-        self._seed = torch.initial_seed() if seed is None else seed
-        self._log = log or logger.info
-        self._transport: Transport | None = None
-        self._exchange: ChannelExchange | None = None
-        self._injector: Injector | None = None
-        self._pace = pace_for(self.config, follow=True)
-        self._capture = capture
-        self._graphs: ChunkGraphs | None = None
-        self._graphed: list[torch.nn.Module] = []
+    _transport: Transport | None = None
+    _exchange: ChannelExchange | None = None
+    _injector: Injector | None = None
+    _graphs: ChunkGraphs | None = None
+    _graphed: Sequence[torch.nn.Module] = ()
 
     def __call__(self, **keywords: Any) -> list[Any]:
         """Run one step; keywords, result and errors are megatron-core's."""
@@ -96,7 +74,6 @@ class StaticSchedule:
 
     @property
     def injected_seconds(self) -> float:
-        """By how much ``config.inject`` has prolonged this rank's tasks so far."""
         return self._pace.injected_seconds
 
     def _wants_rng(self, chunks: list[torch.nn.Module], topology: Topology) -> bool:
@@ -116,14 +93,17 @@ class StaticSchedule:
             )
         if self.config.transport != "auto" and topology.num_ranks > 1:
             around.enter_context(over_channels(self._open(keywords, topology)))
-        if self._captures() and not keywords.get("forward_only"):
+        if self._wants_graphs() and not keywords.get("forward_only"):
             call = StepCall.checked(**keywords)
             around.enter_context(self._graphs_of(call).bound(call.boundary_example()))
         around.enter_context(instrument_static_schedule(self._recorder))
 
-    def _captures(self) -> bool:
-        wanted = self.config.cuda_graphs == "on"
-        return wanted and (self._capture is not None or torch.cuda.is_available())
+    @cached_property
+    def _pace(self) -> Pace:
+        return pace_for(self.config, follow=True)
+
+    def _wants_graphs(self) -> bool:
+        return self.config.cuda_graphs == "on" and self._captures()
 
     def _graphs_of(self, call: StepCall) -> ChunkGraphs:
         if self._graphs is None or self._graphed != call.model:
@@ -159,26 +139,15 @@ class StaticSchedule:
         return self._exchange
 
     def close(self) -> None:
-        """Close the links and free what was captured. May be called twice."""
         if self._graphs is not None:
             self._graphs.close()
-        self._graphs, self._graphed = None, []
+        self._graphs, self._graphed = None, ()
         if self._transport is not None:
             self._transport.close()
             self._transport = self._exchange = None
 
-    def __enter__(self) -> StaticSchedule:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None and self._transport is not None:
-            self._transport.abort(f"{type(error).__name__}: {error}")
-        self.close()
+    def _links(self) -> Transport | None:
+        return self._transport
 
 
 def _refuse_several_tensors(keywords: dict[str, Any], topology: Topology) -> None:

@@ -1,0 +1,89 @@
+"""What the dynamic schedule and the static ones are to their users: settings, and an end."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from megatron.dpp.config import DppConfig
+from megatron.dpp.mcore.capture import Capture
+from megatron.dpp.trace import NullRecorder, Recorder
+from megatron.dpp.transport.base import Transport
+
+logger = logging.getLogger("megatron.dpp")
+
+_Schedule = TypeVar("_Schedule", bound="Replacement")
+
+
+class Replacement(abc.ABC):
+    """A callable with the keyword signature of megatron-core's ``forward_backward_func``.
+
+    Args:
+        config: policy, memory cap, transport and the rest; see :class:`~megatron.dpp.DppConfig`.
+        recorder: where a trace goes, or None.
+        seed: seed of the tasks' random states; None takes PyTorch's initial seed.
+        log: called with each line about links and caps; None uses the ``megatron.dpp`` logger.
+        capture: what ``config.cuda_graphs`` captures with; None captures CUDA graphs, on GPUs.
+
+    Use it as a context manager, or call :meth:`close`, so that links and processes' resources are
+    freed.
+    """
+
+    def __init__(
+        self,
+        config: DppConfig | None = None,
+        *,
+        recorder: Recorder | None = None,
+        seed: int | None = None,
+        log: Callable[[str], None] | None = None,
+        capture: Capture | None = None,
+    ) -> None:
+        self.config = config or DppConfig()
+        self.iteration = 0
+        """Number of the next call; set it after resuming from a checkpoint, so that random states
+        continue.
+        """
+        self._recorder = recorder or NullRecorder()
+        self._seed = torch.initial_seed() if seed is None else seed
+        self._log = log or logger.info
+        self._capture = capture
+
+    @abc.abstractmethod
+    def __call__(self, **keywords: Any) -> list[Any]:
+        """Run all forwards and backwards of one step; keywords and result are megatron-core's."""
+
+    @property
+    @abc.abstractmethod
+    def injected_seconds(self) -> float:
+        """By how much ``config.inject`` has prolonged this rank's tasks so far."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close the links and free what was captured. May be called twice."""
+
+    @abc.abstractmethod
+    def _links(self) -> Transport | None:
+        """What is open to other ranks."""
+
+    def _captures(self) -> bool:
+        """Whether anything can be captured here."""
+        return self._capture is not None or torch.cuda.is_available()
+
+    def __enter__(self: _Schedule) -> _Schedule:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        transport = self._links()
+        if error is not None and transport is not None:
+            transport.abort(f"{type(error).__name__}: {error}")
+        self.close()
