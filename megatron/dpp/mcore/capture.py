@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.dpp.mcore.rng import CapturedRng
+from megatron.dpp.mcore.captured_rng import CapturedRng
 
 
 class Replayable(Protocol):
