@@ -44,7 +44,7 @@ VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
 def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
     """Model chunks under DDP, and their optimizer, as the training layer builds them."""
     v = case.get("v", 1)
-    if case.get("accumulation_fusion"):
+    if case.get("fusion"):
         fused_wgrad.provide()
     config = TransformerConfig(
         num_layers=case.get("layers", 8), hidden_size=HIDDEN, num_attention_heads=4,
@@ -53,7 +53,7 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
         sequence_parallel=case.get("sp", False), pipeline_dtype=torch.float32,
         hidden_dropout=case.get("dropout", 0.0), attention_dropout=case.get("dropout", 0.0),
         deallocate_pipeline_outputs=True, persist_layer_norm=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=case.get("accumulation_fusion", False), bias_dropout_fusion=False,
+        gradient_accumulation_fusion=case.get("fusion", False), bias_dropout_fusion=False,
         overlap_p2p_comm=v > 1, batch_p2p_comm=v == 1, recompute_granularity=case.get("recompute"),
         recompute_method="uniform" if case.get("recompute") == "full" else None,
         recompute_num_layers=1 if case.get("recompute") == "full" else None,

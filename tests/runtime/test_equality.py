@@ -43,7 +43,7 @@ def test_two_ranks_any_number_of_chunks() -> None:
         case("v4", 2, 6, fused, late, {"activation_cap": "strict"}, v=4, spec="megatron"),
         case("one", 2, 1, late, recompute="full"),
         case("selective", 2, 4, late, v=2, recompute="selective", spec="megatron", dropout=0.1),
-        case("fused wgrad", 2, 4, fused, late, v=2, accumulation_fusion=True),
+        case("fused wgrad", 2, 4, fused, late, v=2, fusion=True),
         case("kinds", 2, 4, {"transport": "dist"}, {"transport": "shm", "checksum": True}, v=2),
     )
 
@@ -84,7 +84,7 @@ def test_captured_tasks() -> None:
         case("graphs v1", 2, 5, fused, late, iterations=4),
         case("graphs v2", 2, 4, fused, late, v=2, iterations=4, dropout=0.1),
         case("graphs, recompute", 2, 4, fused, late, v=2, iterations=4, recompute="full"),
-        case("graphs, fused wgrad", 2, 4, fused, late, v=2, iterations=4, accumulation_fusion=True),
+        case("graphs, fused wgrad", 2, 4, fused, late, v=2, iterations=4, fusion=True),
         case("graphs, selective", 2, 3, late, iterations=4, recompute="selective"),
     )
 
@@ -130,14 +130,14 @@ def test_graphs_on_two_gpus() -> None:
     static = {"static": True, "cuda_graphs": "on"}
     check(
         2,
-        case("pp2", 2, 4, fused, late, static, v=2, iterations=4, dropout=0.1, accumulation_fusion=True),
+        case("pp2", 2, 4, fused, late, static, v=2, iterations=4, dropout=0.1, fusion=True),
         case("pp2 selective", 2, 4, fused, late, v=2, iterations=4, dropout=0.1,
              recompute="selective"),
         case("pp2 full", 2, 4, late, static, v=2, iterations=4, dropout=0.1, recompute="full"),
         case("tp2 selective", 1, 3, static, tp=2, sp=True, layers=2, iterations=4, dropout=0.1,
              recompute="selective"),
         case("tp2 full", 1, 3, static, tp=2, layers=2, iterations=4, dropout=0.1,
-             recompute="full", accumulation_fusion=True),
+             recompute="full", fusion=True),
         case("dp2 overlap", 1, 3, static, layers=2, iterations=4, overlap=True,
              distributed_optimizer=True),
     )  # fmt: skip
