@@ -143,5 +143,11 @@ def test_graphs_are_taken_where_launching_is_the_bottleneck() -> None:
     assert why_no_graphs("auto", 0.9) is None
     assert "33%" in (why_no_graphs("auto", 0.33) or "")
     assert why_no_graphs("on", 0.1) is None
-    assert "recompute-granularity full" in (why_no_graphs("auto", 0.9, True) or "")
-    assert why_no_graphs("on", 0.1, True) is None
+    assert "recompute-granularity full" in (why_no_graphs("auto", 0.9, recomputes_all=True) or "")
+    assert why_no_graphs("on", 0.1, recomputes_all=True) is None
+
+
+def test_graphs_are_left_where_memory_is_short() -> None:
+    assert why_no_graphs("auto", 0.9, filled=0.8) is None
+    assert "1.3 times the memory" in (why_no_graphs("auto", 0.9, filled=1.3) or "")
+    assert why_no_graphs("on", 0.9, filled=1.3) is None

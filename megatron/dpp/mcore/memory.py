@@ -1,7 +1,8 @@
-"""How much memory one chunk's activation takes, measured where autograd saves it.
+"""How much memory one chunk's activation takes, measured where autograd saves it, and is left.
 
 ``Stage`` wraps the first forwards of a run with :func:`saved_bytes`; a cap in bytes and the share
-that a deferred weight gradient keeps (beta) are made from the result.
+that a deferred weight gradient keeps (beta) are made from the result. Whether graphs, which need
+more, fit is judged by :func:`room`.
 """
 
 from __future__ import annotations
@@ -34,3 +35,11 @@ def saved_bytes(model: torch.nn.Module) -> Iterator[SavedBytes]:
     count = SavedBytes(model)
     with torch.autograd.graph.saved_tensors_hooks(count.see, lambda tensor: tensor):
         yield count
+
+
+def room() -> int | None:
+    """Bytes that tensors may still take on the current GPU; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    free, _ = torch.cuda.mem_get_info()
+    return int(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())

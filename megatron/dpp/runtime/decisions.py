@@ -71,6 +71,11 @@ class Decisions:
         """Whether the next training step should measure its activations."""
         return self._measured is None
 
+    @property
+    def activation_bytes(self) -> int:
+        """Of one chunk and microbatch as measured; 0 before that."""
+        return self._measured.activation_bytes if self._measured else 0
+
     def measured(self, measured: Measured) -> None:
         """Take over what was measured; schedulers are rebuilt with it."""
         self._measured = measured

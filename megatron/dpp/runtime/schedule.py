@@ -25,6 +25,7 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore.boundary import Boundaries
 from megatron.dpp.mcore.graphs import ChunkGraphs
+from megatron.dpp.mcore.memory import room
 from megatron.dpp.mcore.rng import TaskRng, needs_task_rng
 from megatron.dpp.mcore.steps import Stage, StepCall
 from megatron.dpp.mcore.te import refuse_delayed
@@ -43,6 +44,8 @@ from megatron.dpp.transport.base import Transport
 
 _GRAPHS_PAY_FROM = 0.75
 """Share of launching in a task's time from which on graphs are captured by themselves."""
+_GRAPH_POOL = 2.0
+"""The most that a graph's pool has taken for an activation, over what it takes without graphs."""
 
 
 @dataclass(kw_only=True)
@@ -209,13 +212,21 @@ class DppSchedule(Replacement):
         """Whether to capture, now that the first steps have shown how long launching takes; all
         ranks that compute this stage together say the same.
         """
-        share = self._session.pace.launch_share() if self._session else 0.0
+        assert self._session is not None
+        share, filled = _most_of_stage(
+            call, self._session.pace.launch_share(), self._filled_by_graphs(self._session)
+        )
         recomputes = call.config.recompute_granularity == "full"
-        share = _most_of_stage(call, share)
-        reason = why_no_graphs(self.config.cuda_graphs, share, recomputes)
+        reason = why_no_graphs(self.config.cuda_graphs, share, filled, recomputes)
         if reason:
             self._log(f"CUDA graphs: not used, {reason}")
         return not reason
+
+    def _filled_by_graphs(self, session: _Session) -> float:
+        """The part of the memory left beside model and optimizer that graphs' pools may need."""
+        left = room()
+        needed = _GRAPH_POOL * self.peak_held * session.decisions.activation_bytes
+        return 0.0 if left is None else needed / max(left, 1)
 
     @contextlib.contextmanager
     def _bound(self, call: StepCall) -> Iterator[None]:
@@ -292,12 +303,15 @@ class DppSchedule(Replacement):
         return self._session.links.transport if self._session else None
 
 
-def why_no_graphs(setting: str, launch_share: float, recomputes_all: bool = False) -> str | None:
+def why_no_graphs(
+    setting: str, launch_share: float, filled: float = 0.0, recomputes_all: bool = False
+) -> str | None:
     """Why ``--dpp-cuda-graphs`` leads to none; None where it leads to some.
 
     Args:
         setting: ``auto`` or ``on``.
         launch_share: the part of the tasks' time for which the host is busy launching them.
+        filled: the part of the memory left for activations that graphs may need.
         recomputes_all: whole layers are recomputed, so memory is short.
     """
     if setting == "on":
@@ -306,6 +320,8 @@ def why_no_graphs(setting: str, launch_share: float, recomputes_all: bool = Fals
         reason = "as --recompute-granularity full asks for little memory"
     elif launch_share < _GRAPHS_PAY_FROM:
         reason = f"as launching takes {launch_share:.0%} of the time that tasks run"
+    elif filled > 1.0:
+        reason = f"as they may need {filled:.1f} times the memory that is left for activations"
     else:
         return None
     return f"{reason} (--dpp-cuda-graphs on uses them all the same, for more memory)"
@@ -325,14 +341,14 @@ def _stage_ranks(call: StepCall) -> list[int]:
     return sorted(torch.distributed.get_process_group_ranks(group)) if group else []
 
 
-def _most_of_stage(call: StepCall, value: float) -> float:
-    """The largest ``value`` of the ranks that share this stage. A collective of theirs."""
+def _most_of_stage(call: StepCall, *values: float) -> list[float]:
+    """Of each value the largest among the ranks that share this stage. A collective of theirs."""
     group = _stage_group(call)
     if group is None:
-        return value
-    most = torch.tensor([value], device=call.boundary_example().device)
+        return list(values)
+    most = torch.tensor(values, device=call.boundary_example().device)
     torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
-    return float(most.item())
+    return [float(value) for value in most]
 
 
 def _replica_name(call: StepCall) -> str:
