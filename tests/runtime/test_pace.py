@@ -99,3 +99,17 @@ def test_of_tasks_never_seen_only_one_is_queued_ahead(device: Device) -> None:
     assert pace.ready()
     launch(pace)
     assert not pace.ready()
+
+
+def test_one_launch_that_took_long_does_not_fill_the_queue(device: Device) -> None:
+    pace = DevicePace(None)
+    pace.begin()
+    device.now += 100.0  # a graph was captured
+    pace.launched(KEY)
+    device.now += 10.0
+    assert pace.ready()
+    pace.durations[KEY] = 1.0
+    launch(pace)
+    assert pace.ready()
+    launch(pace)
+    assert not pace.ready()

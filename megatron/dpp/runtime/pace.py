@@ -114,7 +114,7 @@ class DevicePace:
 
     Args:
         lookahead: seconds of device work that may be left when the next task is chosen; None takes
-            the longest time that launching a task has taken.
+            the longest time that launching a task takes, but no longer than the longest task.
         follow: never hold back (a follower of its stage's leader, or a static schedule).
     """
 
@@ -137,10 +137,16 @@ class DevicePace:
         self._collect()
         if self._follow or not self._running:
             return True
-        lookahead = self._lookahead
-        if lookahead is None:
-            lookahead = max(self._launches.values(), default=0.0)
-        return self._left() <= lookahead
+        return self._left() <= self._ahead()
+
+    def _ahead(self) -> float:
+        """Seconds of queued work at which the next task is chosen. One launch that took long (a
+        graph was captured, the host was busy) must not fill the queue: a whole task is enough.
+        """
+        if self._lookahead is not None:
+            return self._lookahead
+        launch = max(self._launches.values(), default=0.0)
+        return min(launch, max(self.durations.values(), default=0.0))
 
     def _left(self) -> float:
         """Seconds of work that is queued, judged by how long such tasks have taken."""
