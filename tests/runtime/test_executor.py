@@ -21,7 +21,7 @@ from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.executor import Executor, Links, Tensors
 from megatron.dpp.runtime.pace import HostPace
 from megatron.dpp.runtime.topology import Topology
-from megatron.dpp.schedule import Geometry, Scheduler, parse_cap
+from megatron.dpp.schedule import Action, Geometry, Scheduler, View, parse_cap
 from megatron.dpp.trace import NullRecorder
 from megatron.dpp.transport.fake import FakeNetwork
 
@@ -214,6 +214,19 @@ def test_missing_message_ends_in_a_named_timeout() -> None:
     network.stall(forward)
     with pytest.raises(TransferTimeout, match=r"forward of chunk 0, rank 0 -> 1"):
         run_pipeline(2, 1, 2, network=network, timeout=0.3)
+
+
+def test_policies_that_wait_for_each_other_are_blamed() -> None:
+    """Rank 1 runs no backward, so rank 0 waits for a gradient and rank 1 for the input after it."""
+    timid = f"{__name__}:_one_at_a_time"
+    with pytest.raises(TransferTimeout, match="--dpp-policy waits for messages"):
+        run_pipeline(2, 1, 2, policy=timid, timeout=0.3)
+
+
+def _one_at_a_time(view: View) -> Action | None:
+    if view.geometry.rank == 0 and view.held:
+        return view.first_backward()
+    return view.first_forward()
 
 
 def test_members_of_a_stage_agree_on_whole_boundaries() -> None:

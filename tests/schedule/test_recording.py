@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from megatron.dpp.errors import DataError, ReplayError
+from megatron.dpp.errors import ConfigError, DataError, ReplayError
 from megatron.dpp.schedule import (
+    FORWARD,
     GRADIENT,
     Action,
     Geometry,
@@ -77,6 +78,7 @@ def test_a_replay_waits_for_what_is_on_its_way():
         ("0F0 0B1", r"action 2 of 2.*0 of 6 B"),
         ("0F0 5F0", r"action 2 of 2.*chunks 0 .. 0"),
         ("0F0", r"ends after 1 actions; 0F1 is left"),
+        ("0B0", r"action 1 of 1.*forward has not run"),
     ],
 )
 def test_a_replay_that_cannot_be_followed_says_where_and_why(text, why):
@@ -84,6 +86,36 @@ def test_a_replay_that_cannot_be_followed_says_where_and_why(text, why):
     with pytest.raises(ReplayError, match=why):
         for _ in range(len(text.split()) + 1):
             scheduler.next()
+
+
+def test_a_replay_that_would_wait_for_ever_says_so():
+    geometry = Geometry(2, 0, 2, 1)
+    actions = [Action.parse(word) for word in ["0F0", "1F0", "0B0"]]
+    scheduler = Scheduler(geometry, policy=Replay(actions, "tape"))
+    scheduler.next()
+    assert scheduler.next() is None
+    scheduler.arrived(FORWARD, 1, 1)
+    scheduler.next()
+    with pytest.raises(ReplayError, match=r"0B0, may not.* cannot before 1B0 has run here"):
+        scheduler.next()
+
+
+@pytest.mark.parametrize("line", [{}, {"actions": 3}, {"actions": "0F0 x"}])
+def test_broken_lines_are_named(tmp_path, line):
+    geometry = Geometry(1, 0, 1, 1)
+    path = str(tmp_path / "order")
+    with Recorder(path, geometry) as recorder:
+        recorder.write(geometry, True, [])
+    recording = Recording.load(path, 0)
+    recording.iterations[0].pop("actions")
+    recording.iterations[0].update(line)
+    with pytest.raises(DataError, match=r"order.rank0, iteration 0"):
+        recording.replay(0, geometry, True)
+
+
+def test_a_recording_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"--dpp-record .*nowhere.*No such file"):
+        Recorder(str(tmp_path / "nowhere" / "order"), Geometry(1, 0, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -101,4 +133,10 @@ def test_broken_files_are_named(tmp_path, content, why):
     if content is not None:
         (tmp_path / "order.rank0").write_text(content)
     with pytest.raises(DataError, match=why):
+        Recording.load(str(tmp_path / "order"), 0)
+
+
+def test_a_binary_file_is_no_recording(tmp_path):
+    (tmp_path / "order.rank0").write_bytes(b"\x93NUMPY\xff")
+    with pytest.raises(DataError, match="not a recording"):
         Recording.load(str(tmp_path / "order"), 0)

@@ -33,6 +33,29 @@ class Insists:
         return Action.parse("0B0")
 
 
+def returns_text(view):
+    return "hello"
+
+
+def divides(view):
+    return 1 / 0
+
+
+def no_view():
+    """Not a policy: it takes no view."""
+
+
+class Needs:
+    """Not a policy: it cannot be made without an argument."""
+
+    def __init__(self, something):
+        del something
+
+
+def drained(scheduler, count):
+    return [str(scheduler.next()) for _ in range(count)]
+
+
 def test_a_first_rank_fills_and_stops_at_its_cap():
     scheduler = Scheduler(Geometry(2, 0, 1, 8), cap=3)
     assert drain(scheduler) == "0F0 0F1 0F2"
@@ -175,16 +198,59 @@ def test_breadth_first_says_how_much_room_it_needs():
 
 
 def test_users_policies_are_found_by_name_and_checked():
-    scheduler = Scheduler(Geometry(1, 0, 1, 1), policy=f"{__name__}:wait_once")
+    scheduler = Scheduler(Geometry(2, 1, 1, 2), policy=f"{__name__}:wait_once")
+    scheduler.arrived(FORWARD, 0, 1)
     assert scheduler.next() is None
     assert scheduler.stall().cause is Cause.POLICY
     with pytest.raises(ScheduleError, match="0B0 may not run"):
         Scheduler(Geometry(1, 0, 1, 1), policy=f"{__name__}:Insists").next()
 
 
+def test_a_policy_that_waits_for_nothing_is_an_error_and_no_hang():
+    waits = Scheduler(Geometry(2, 0, 2, 2), policy=wait_once)
+    with pytest.raises(ScheduleError, match=r"returned None on rank 0.*0F0 may run"):
+        waits.next()
+    forgets_weights = Scheduler(
+        Geometry(2, 1, 1, 1), policy=lambda view: view.first_backward() or view.first_forward()
+    )
+    assert forgets_weights.next() is None  # an input is still to come
+    forgets_weights.arrived(FORWARD, 0, 1)
+    assert drained(forgets_weights, 2) == ["0F0", "0B0"]
+    with pytest.raises(ScheduleError, match=r"nothing more will arrive.*0W0 may run"):
+        forgets_weights.next()
+
+
+def test_waiting_is_allowed_as_long_as_a_message_may_come():
+    """Whatever a rank has run, what may arrive is what the pipeline could have sent."""
+    scheduler = Scheduler(Geometry(2, 0, 2, 2), policy=lambda view: view.forward(0))
+    assert drained(scheduler, 2) == ["0F0", "0F1"]
+    scheduler.arrived(FORWARD, 1, 1)
+    assert scheduler.next() is None  # the other input of chunk 1
+    scheduler.arrived(FORWARD, 1, 2)
+    with pytest.raises(ScheduleError, match="1F0 may run"):
+        scheduler.next()
+
+
 @pytest.mark.parametrize(
-    "name", ["fastest", "nowhere_at_all:x", f"{__name__}:nothing", "json:__doc__"]
+    ("policy", "why"),
+    [
+        ("returns_text", "returned 'hello': expected an action"),
+        ("divides", r"failed on rank 0: ZeroDivisionError.*test_scheduler.py, line"),
+    ],
 )
+def test_a_policy_that_fails_is_named(policy, why):
+    scheduler = Scheduler(Geometry(1, 0, 1, 1), policy=f"{__name__}:{policy}")
+    with pytest.raises(ScheduleError, match=f"--dpp-policy {__name__}:{policy} {why}"):
+        scheduler.next()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fastest", "nowhere_at_all:x", f"{__name__}:nothing", "json:__doc__", ":x", ".x:y",
+        f"{__name__}:no_view", f"{__name__}:Needs", "json:",
+    ],
+)  # fmt: skip
 def test_unknown_policies_are_refused(name):
     with pytest.raises(ConfigError, match="--dpp-policy"):
         find_policy(name)

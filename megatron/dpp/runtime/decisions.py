@@ -90,9 +90,12 @@ class Decisions:
         """A scheduler at its start, for one call.
 
         Raises:
-            ConfigError: the cap is too small, or the policy cannot work with it.
+            ConfigError: the cap is too small, the policy cannot work with it, or a recording cannot
+                be written.
             ReplayError: the recording is of another shape.
         """
+        if self._record is not None and self._recorder is None:
+            self._recorder = Recorder(f"{self._record}{self._name}", geometry)
         if self._replay is not None:
             return self._build(geometry, split, self._next_replay(geometry, split))
         key = (geometry, split)
@@ -133,11 +136,8 @@ class Decisions:
     def ran(self, geometry: Geometry, split: bool, actions: Sequence[Action]) -> None:
         """A call is over; write its decisions down if asked to."""
         self._num_calls += 1
-        if self._record is None:
-            return
-        if self._recorder is None:
-            self._recorder = Recorder(f"{self._record}{self._name}", geometry)
-        self._recorder.write(geometry, split, actions)
+        if self._recorder is not None:
+            self._recorder.write(geometry, split, actions)
 
     def close(self) -> None:
         """Close the recording. May be called twice."""

@@ -333,6 +333,14 @@ class Executor:
 
     def _timeout_text(self) -> str:
         stall = self._scheduler.stall()
+        begin = (
+            f"rank {self._transport.rank} could run nothing for {self._timeout:g} s in iteration "
+            f"{self._iteration} ({stall.text})"
+        )
+        if stall.cause is Cause.POLICY and not self._decider.followed:
+            return (
+                f"{begin}: --dpp-policy waits for messages that its neighbours do not send either"
+            )
         specs = [
             self._channels.spec_in(index)
             for way, chunk in stall.channels
@@ -342,8 +350,6 @@ class Executor:
             "the leader of this stage"
         ]
         return (
-            f"rank {self._transport.rank} could run nothing for {self._timeout:g} s in iteration "
-            f"{self._iteration} ({stall.text}); missing from: {', '.join(sources)}. Every peer's "
-            "process is "
-            "alive: one is stopped or stuck, or slower than --dpp-timeout allows"
+            f"{begin}; missing from: {', '.join(sources)}. Every peer's process is alive: one is "
+            "stopped or stuck, or slower than --dpp-timeout allows"
         )

@@ -10,6 +10,7 @@ are the view's. ``docs/policies.md`` says how to write one.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -89,7 +90,7 @@ def find_policy(name: str) -> Policy:
     A class works too: it is called without arguments for each rank, and the object is the policy.
 
     Raises:
-        ConfigError: no such name, module or function.
+        ConfigError: no such name, module or function; it cannot be imported, or called with a view.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -101,13 +102,27 @@ def find_policy(name: str) -> Policy:
         )
     try:
         policy = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"--dpp-policy {name}: {error}") from error
-    if isinstance(policy, type):
-        policy = policy()
+        if isinstance(policy, type):
+            policy = policy()
+    except Exception as error:  # importing or making it runs a user's own code
+        raise ConfigError(f"--dpp-policy {name}: {type(error).__name__}: {error}") from error
     if not callable(policy):
         raise ConfigError(f"--dpp-policy {name}: {policy!r} cannot be called")
+    _check_takes_view(policy, name)
     return policy  # type: ignore[no-any-return]
+
+
+def _check_takes_view(policy: Policy, name: str) -> None:
+    try:
+        signature = inspect.signature(policy)
+    except ValueError:  # some built-in callables do not tell theirs
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"--dpp-policy {name}: it takes {signature}, and is called with one view: {error}"
+        ) from error
 
 
 def check_room(policy: Policy, geometry: Geometry, cap: float) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import DataError, ReplayError
+from megatron.dpp.errors import ConfigError, DataError, ReplayError, ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
 from megatron.dpp.schedule.refusals import refusal
 from megatron.dpp.schedule.state import View
@@ -32,12 +32,19 @@ class Recorder:
 
     Args:
         path: as given to ``--dpp-record``; ``.rankN`` is added. An older file is replaced.
+
+    Raises:
+        ConfigError: the file cannot be written.
     """
 
     def __init__(self, path: str, geometry: Geometry) -> None:
         header = {"format": _FORMAT, "version": _VERSION} | _shape(geometry)
         self._iteration = 0
-        self._file = recording_path(path, geometry.rank).open("w", encoding="utf-8")
+        file = recording_path(path, geometry.rank)
+        try:
+            self._file = file.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--dpp-record {file}: {error.strerror}") from error
         self._write(header)
 
     def __enter__(self) -> Recorder:
@@ -87,6 +94,8 @@ class Recording:
             lines = file.read_text(encoding="utf-8").splitlines()
         except OSError as error:
             raise DataError(f"--dpp-replay {file}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise DataError(f"--dpp-replay {file}: not a recording: {error}") from error
         parsed = [_parse(file, number, line) for number, line in enumerate(lines, 1)]
         if not parsed or parsed[0].get("format") != _FORMAT:
             raise DataError(f"--dpp-replay {file}: not a recording made with --dpp-record")
@@ -102,6 +111,7 @@ class Recording:
 
         Raises:
             ReplayError: there is no such iteration, or it was of another shape.
+            DataError: its line is broken.
         """
         if index >= len(self.iterations):
             raise ReplayError(
@@ -117,8 +127,15 @@ class Recording:
                 f"{self.path}, iteration {index}: recorded with other settings: "
                 f"{'; '.join(changes)}"
             )
-        actions = [Action.parse(word) for word in line["actions"].split()]
-        return Replay(actions, f"{self.path}, iteration {index}")
+        name = f"{self.path}, iteration {index}"
+        text = line.get("actions")
+        if not isinstance(text, str):
+            raise DataError(f'--dpp-replay {name}: it has no "actions"')
+        try:
+            actions = [Action.parse(word) for word in text.split()]
+        except ScheduleError as error:
+            raise DataError(f"--dpp-replay {name}: {error}") from error
+        return Replay(actions, name)
 
 
 class Replay:

@@ -1,7 +1,7 @@
 """Why an action may not run: the sentence for an error, and whether waiting could change it.
 
 Kept apart from ``state.py`` because it is asked for only when something went wrong. Called by the
-scheduler (an action that was decided elsewhere) and by a replay.
+scheduler (an action that was decided elsewhere, a policy that waits) and by a replay.
 """
 
 from __future__ import annotations
@@ -39,12 +39,38 @@ def refusal(view: View, action: Action) -> Refusal:
         return _forward_refusal(view, chunk)
     if run >= view.forwards_run[chunk]:
         return Refusal("its forward has not run")
-    return Refusal("its gradient has not arrived", may_pass=True)
+    return _missing("gradient", f"{chunk + 1}B{run}", _gradient_may_arrive(view, chunk))
+
+
+def may_arrive(view: View) -> bool:
+    """Whether any message can come before this rank runs another task: what passes through a chunk
+    here comes to the next one later.
+    """
+    chunks = range(view.geometry.num_chunks)
+    return any(_input_may_arrive(view, c) or _gradient_may_arrive(view, c) for c in chunks)
+
+
+def _input_may_arrive(view: View, chunk: int) -> bool:
+    most = view.forwards_run[chunk - 1] if chunk else view.geometry.num_microbatches
+    return view.forwards_arrived[chunk] < most
+
+
+def _gradient_may_arrive(view: View, chunk: int) -> bool:
+    most = view.forwards_run[chunk]
+    if chunk < view.geometry.num_chunks - 1:
+        most = min(most, view.backwards_run[chunk + 1])
+    return not view.geometry.forward_only and view.gradients_arrived[chunk] < most
+
+
+def _missing(what: str, before: str, may_pass: bool) -> Refusal:
+    never = "" if may_pass else f", and cannot before {before} has run here"
+    return Refusal(f"its {what} has not arrived{never}", may_pass)
 
 
 def _forward_refusal(view: View, chunk: int) -> Refusal:
     if view.forwards_run[chunk] >= view.forwards_arrived[chunk]:
-        return Refusal("its input has not arrived", may_pass=True)
+        before = f"{chunk - 1}F{view.forwards_run[chunk]}"
+        return _missing("input", before, _input_may_arrive(view, chunk))
     return Refusal(
         f"{view.held:g} of {view.cap:g} chunk activations are held, and it would leave no room for "
         "Megatron's order of the tasks before it (--dpp-activation-cap)"

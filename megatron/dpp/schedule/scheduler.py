@@ -8,14 +8,15 @@ simulator one per simulated rank; neither decides anything itself.
 from __future__ import annotations
 
 import enum
+import traceback
 from dataclasses import dataclass
 
-from megatron.dpp.errors import ConfigError, ScheduleError
+from megatron.dpp.errors import ConfigError, DppError, ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
 from megatron.dpp.schedule.caps import default_cap
 from megatron.dpp.schedule.policies import BUILT_IN, Policy, check_room, find_policy
 from megatron.dpp.schedule.reference import peak_in_flight
-from megatron.dpp.schedule.refusals import refusal
+from megatron.dpp.schedule.refusals import may_arrive, refusal
 from megatron.dpp.schedule.state import RankState, Reference, View
 
 FORWARD, GRADIENT = 0, 1
@@ -89,6 +90,7 @@ class Scheduler:
             raise ConfigError(f"beta {beta}: the share that B frees must be in 0 .. 1")
         self.geometry = geometry
         self.policy = find_policy(policy) if isinstance(policy, str) else policy
+        self._policy_name = policy if isinstance(policy, str) else repr(policy)
         # The built-in policies return only what the view offered; checking it again would double
         # the cost of a decision.
         self._is_built_in = self.policy in BUILT_IN.values()
@@ -168,14 +170,40 @@ class Scheduler:
         the policy waits.
 
         Raises:
-            ScheduleError: the policy returned an action that may not run.
+            ScheduleError: the policy failed, returned what is no action or an action that may not
+                run, or waits although nothing will arrive any more.
         """
+        if not self._is_built_in:
+            return self._next_of_user()
         action = self.policy(self._state)
         if action is not None:
-            if self._is_built_in:
-                self._state.apply(action)
-            else:
-                self.run(action)
+            self._state.apply(action)
+        return action
+
+    def _next_of_user(self) -> Action | None:
+        """:meth:`next` of a policy that nobody has proved right."""
+        try:
+            action = self.policy(self._state)
+        except DppError:
+            raise
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise ScheduleError(
+                f"--dpp-policy {self._policy_name} failed on rank {self.geometry.rank}: "
+                f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+            ) from error
+        if isinstance(action, Action):
+            self.run(action)
+        elif action is not None:
+            raise ScheduleError(
+                f"--dpp-policy {self._policy_name} returned {action!r}: expected an action of the "
+                "view's own (view.forward(chunk), view.backward(chunk), view.weight()) or None"
+            )
+        elif not self.done and not may_arrive(self._state):
+            raise ScheduleError(
+                f"--dpp-policy {self._policy_name} returned None on rank {self.geometry.rank}, "
+                f"where nothing more will arrive until something runs: {self.stall().text}"
+            )
         return action
 
     def run(self, action: Action) -> None:

@@ -10,6 +10,7 @@ The form of a cost file is in ``measured.py``.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import re
 import statistics
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron.dpp.errors import ConfigError, DppError
+from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.sim import conditions
 from megatron.dpp.sim.clock import Result
 from megatron.dpp.sim.conditions import CONDITIONS, Change, chain, condition_costs, uniform
@@ -130,7 +132,7 @@ def _run(args: argparse.Namespace) -> None:
     else:
         shape = measured.shape(args.microbatches)
     _check(args, shape, measured)
-    change = chain(*_changes(args))
+    change = chain(*_changes(args, shape))
     names = args.policy or ["dynamic"]
     runs = {name: _runner(name, args, shape) for name in names}
     if args.compare:
@@ -148,6 +150,15 @@ def _check(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | Non
         raise ConfigError("--pp, --chunks, --microbatches and --seeds must be at least 1")
     if args.w_pieces < 1:
         raise ConfigError(f"--w-pieces {args.w_pieces}: must be at least 1")
+    for flag in ("lead", "hop", "head", "jitter", "lengths"):
+        value = getattr(args, flag)
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"--{flag} {value:g}: must be a number from 0")
+    if parse_cap(args.cap, Geometry(shape.num_ranks, 0, shape.num_chunks, 1)).needs_measuring:
+        raise ConfigError(
+            f"--cap {args.cap}: bytes mean nothing to the simulator; give chunk activations as a "
+            "multiple of the pipeline size like 1.5p, megatron or strict"
+        )
     if measured and args.condition:
         raise ConfigError("--condition has costs of its own; with --costs use --jitter and so on")
     if measured and not measured.split and args.split_backward:
@@ -166,7 +177,7 @@ def _base(
     return uniform(shape, args.hop)
 
 
-def _changes(args: argparse.Namespace) -> list[Change]:
+def _changes(args: argparse.Namespace, shape: Shape) -> list[Change]:
     found: list[Change] = []
     if args.head is not None:
         found.append(conditions.heavy_head(args.head))
@@ -175,23 +186,41 @@ def _changes(args: argparse.Namespace) -> list[Change]:
     if args.lengths is not None:
         found.append(conditions.lengths(args.lengths))
     if args.slow_rank:
-        rank, factor = _numbers("--slow-rank", args.slow_rank, r"{}:{}", "1:1.5")
-        found.append(conditions.slow_rank(factor, int(rank)))
+        found.append(_slow_rank(args.slow_rank, shape))
     if args.slow_link:
-        a, b, hop = _numbers("--slow-link", args.slow_link, r"{}-{}:{}", "0-1:2")
-        if int(b) != int(a) + 1 and int(b) != 0:
-            raise ConfigError(f"--slow-link {args.slow_link}: {a:g} and {b:g} are not neighbours")
-        found.append(conditions.slow_link(chunk_forwards=hop, rank=int(a)))
+        found.append(_slow_link(args.slow_link, shape))
     if args.transient:
-        factor, share = _numbers("--transient", args.transient, r"{}x:{}%", "2x:20%")
+        factor, share = _numbers("--transient", args.transient, "{}x:{}%", "2x:20%")
         if not (0 < share < 100 and factor > 0):
             raise ConfigError(f"--transient {args.transient}: the share must be in 0 .. 100 %")
         found.append(conditions.transient_all(factor, share / 100))
     return found
 
 
+def _slow_rank(text: str, shape: Shape) -> Change:
+    rank, factor = _numbers("--slow-rank", text, "#:{}", "1:1.5")
+    if rank >= shape.num_ranks:
+        raise ConfigError(f"--slow-rank {text}: there are ranks 0 .. {shape.num_ranks - 1}")
+    if factor == 0:
+        raise ConfigError(f"--slow-rank {text}: the factor must be above 0")
+    return conditions.slow_rank(factor, int(rank))
+
+
+def _slow_link(text: str, shape: Shape) -> Change:
+    a, b, hop = _numbers("--slow-link", text, "#-#:{}", "0-1:2")
+    last = shape.num_ranks - 1
+    wraps = shape.num_chunks > 1 and (a, b) == (last, 0)  # on to the next chunk of the first rank
+    if not (wraps or b == a + 1 <= last):
+        raise ConfigError(
+            f"--slow-link {text}: {a:g} and {b:g} are not neighbours: expected A-B with "
+            f"B = A + 1, up to {last}" + (f", or {last}-0" if shape.num_chunks > 1 else "")
+        )
+    return conditions.slow_link(chunk_forwards=hop, rank=int(a))
+
+
 def _numbers(flag: str, text: str, form: str, example: str) -> list[float]:
-    match = re.fullmatch(form.replace("{}", r"(\d+\.?\d*)"), text)
+    pattern = form.replace("#", r"(\d+)").replace("{}", r"(\d+\.?\d*)")
+    match = re.fullmatch(pattern, text)
     if match is None:
         raise ConfigError(f"{flag} {text}: expected a value like {example}")
     return [float(group) for group in match.groups()]
@@ -249,5 +278,8 @@ def _report(
     if args.png:
         from megatron.dpp.sim.draw import draw
 
-        draw({name: runs[0] for name, runs in results.items()}, args.png, unit)
+        try:
+            draw({name: runs[0] for name, runs in results.items()}, args.png, unit)
+        except OSError as error:
+            raise ConfigError(f"--png {args.png}: {error.strerror}") from error
         print(f"drawn: {args.png}")

@@ -111,7 +111,8 @@ def simulate(
             end.
 
     Raises:
-        ScheduleError: nothing can run and something is left; with the grid so far.
+        ScheduleError: nothing can run and something is left, or a policy chose what may not run;
+            with the grid so far.
     """
     clock = _Clock(lanes, costs, placement, split_backward, w_pieces, lead)
     clock.run()
@@ -169,7 +170,10 @@ class _Clock:
             raise ScheduleError(self._stuck())
 
     def _start_next(self, rank: int, now: float) -> None:
-        action = self._lanes[rank].next()
+        try:
+            action = self._lanes[rank].next()
+        except ScheduleError as error:
+            raise type(error)(f"{error}\n{self._grid()}") from error
         if action is None:
             return
         stage = self._placement.stages[rank][action.chunk]
@@ -219,11 +223,14 @@ class _Clock:
         heapq.heappush(self._events, (time, self._number, rank, direction, chunk, total))
 
     def _stuck(self) -> str:
-        from megatron.dpp.sim.grid import format_grid
-
         lines = ["the simulation is stuck: no task may run and work is left"]
         for rank, lane in enumerate(self._lanes):
             stall = getattr(lane, "stall", None)
             if stall is not None:
                 lines.append(f"rank {rank}: {stall().text}")
-        return "\n".join([*lines, format_grid(self.slots)])
+        return "\n".join([*lines, self._grid()])
+
+    def _grid(self) -> str:
+        from megatron.dpp.sim.grid import format_grid
+
+        return format_grid(self.slots)
