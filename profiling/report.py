@@ -137,7 +137,15 @@ def write_html(report: dict[str, Any], path: Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def _check(options: argparse.Namespace) -> None:
+    if not options.threshold > 1:
+        raise ConfigError(f"--threshold {options.threshold:g}: must be above 1 (times slower)")
+    if options.skip is not None and options.skip < 0:
+        raise ConfigError(f"--skip {options.skip}: must be at least 0")
+
+
 def _run(options: argparse.Namespace) -> int:
+    _check(options)
     limits = [Limit.parse(text) for text in options.fail_if]
     report, runs = build_report(options)
     output = Path(options.output or Path(report["run"]["directory"]) / "report.html")

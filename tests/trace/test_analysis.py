@@ -228,6 +228,8 @@ def test_limits():
             Limit.parse(text)
     with pytest.raises(ConfigError, match="no such total; there are bubble, iteration_ms"):
         Limit.parse("nothing>1").broken(totals)
+    with pytest.raises(ConfigError, match=r"bubble.mesage: no such cause; there are drain, host"):
+        Limit.parse("bubble.mesage>0.1").broken(totals)
 
 
 def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():

@@ -119,6 +119,12 @@ def damage_line(path):
     path.write_text("".join(lines))
 
 
+def foreign_line(path):
+    lines = path.read_text().splitlines(keepends=True)
+    lines[10] = '{"name":"x"},\n'
+    path.write_text("".join(lines))
+
+
 def other_run(path):
     path.write_text(path.read_text().replace('"run":"synthetic"', '"run":"else"', 1))
 
@@ -136,6 +142,7 @@ def old_schema(path):
         (old_schema, r"pipeline-1-tensor-0\.json: schema version 0"),
         (other_run, r"several runs are mixed.*pipeline-1-tensor-0\.json"),
         (damage_line, r"pipeline-1-tensor-0\.json: line 11 is not an event"),
+        (foreign_line, r"pipeline-1-tensor-0\.json: line 11 is not an event"),
     ],
 )
 def test_what_cannot_be_merged_is_named_and_leaves_no_output(tmp_path, harm, message):

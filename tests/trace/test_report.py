@@ -90,6 +90,8 @@ def test_wrong_arguments_are_errors_of_one_line(made, tmp_path):
         (("--benchmark_dir", str(made[1]), "--iteration", "99"), "--iteration 99"),
         (("--benchmark_dir", str(made[1]), "--fail-if", "bubble"), "expected a total"),
         (("--benchmark_dir", str(made[1]), "--skip", "3"), "none is left"),
+        (("--benchmark_dir", str(made[1]), "--skip", "-1"), "--skip -1"),
+        (("--benchmark_dir", str(made[1]), "--threshold", "1"), "--threshold 1"),
     ):
         done = report(*arguments, "--output", str(tmp_path / "r.html"))
         assert done.returncode == 1

@@ -8,7 +8,6 @@ skew of that start. ``tools/monitor.py`` is the caller.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import socket
 from collections import deque
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.trace.analysis.model import Iteration, IterationBuilder, RankIteration
-from megatron.dpp.trace.reader import FILE_PATTERN, TraceFile, read_header
+from megatron.dpp.trace.reader import FILE_PATTERN, TraceFile, parse_event, read_header
 
 _PIECE_BYTES = 1 << 22
 
@@ -65,10 +64,8 @@ class FollowedFile:
 
     def _line(self, line: bytes) -> None:
         try:
-            event = json.loads(line.rstrip(b","))
+            event = parse_event(line.decode(errors="replace"))
         except ValueError:
-            return
-        if not isinstance(event, dict):
             return
         if event["ph"] == "M":
             self.ended = self.ended or event["name"] == "end"

@@ -22,6 +22,8 @@ _SAME_START_NS = 600 * 10**9
 _NAMED = 8
 
 Event = dict[str, Any]
+_META_KEYS = frozenset({"ph", "name"})
+_KEYS = _META_KEYS | {"cat", "ts", "args"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +95,21 @@ def read_header(path: Path) -> TraceFile:
     return TraceFile(path=path, layout=layout, complete=_is_complete(path), **values)
 
 
+def parse_event(line: str) -> Event:
+    """One line of a trace file; ValueError where it is no event."""
+    event = json.loads(line.rstrip().rstrip(","))
+    whole = isinstance(event, dict) and isinstance(event.get("args", {}), dict)
+    if not whole or not event.keys() >= (_META_KEYS if event.get("ph") == "M" else _KEYS):
+        raise ValueError("no event")
+    return event  # type: ignore[no-any-return]
+
+
 def read_events(file: TraceFile, only: tuple[str, ...] = ()) -> Iterator[Event]:
     """Every event after the header, or only those of some categories. A last line cut short by a
     crash is left out.
 
     Raises:
-        DataError: another line is not JSON; the message names file and line.
+        DataError: another line is no event; the message names file and line.
     """
     marks = tuple(f'"cat":"{category}"' for category in only)
     with file.path.open(encoding="utf-8", errors="replace") as lines:
@@ -111,7 +122,7 @@ def read_events(file: TraceFile, only: tuple[str, ...] = ()) -> Iterator[Event]:
             if broken is not None:
                 raise DataError(f"{file.path}: line {broken} is not an event; the file is damaged")
             try:
-                event = json.loads(line.rstrip().rstrip(","))
+                event = parse_event(line)
             except ValueError:
                 broken = number
                 continue

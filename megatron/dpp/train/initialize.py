@@ -67,6 +67,18 @@ class Run:
         if self.is_first:
             _print_line(text)
 
+    def say_stage(self, text: str) -> None:
+        """Print on the first rank of every pipeline stage, with its number on all but rank 0."""
+        from megatron.core import parallel_state
+
+        if self.is_first:
+            _print_line(text)
+        elif (
+            parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        ):
+            _print_line(f"[rank {self.rank}] {text}")
+
     def say_last(self, text: str) -> None:
         """Print on the last rank."""
         if self.is_last:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.train.flops import flops_per_iteration
@@ -214,6 +216,16 @@ def _open_wandb(args: argparse.Namespace) -> Any:
             f"--wandb-project {args.wandb_project}: the run cannot be opened ({error}); with "
             "WANDB_MODE=offline its files stay on disk, under --wandb-save-dir"
         ) from error
+
+
+def print_peaks(run: Run, held: float) -> None:
+    """What each rank of the first pipeline held at most, in chunk activations. A collective."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    peaks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(peaks, held, group=group)
+    if max(peaks):
+        listed = ", ".join(f"rank {rank} {peak:.4g}" for rank, peak in enumerate(peaks))
+        run.say(f"dynamic pipeline: most chunk activations held: {listed}")
 
 
 def print_evaluation(

@@ -174,8 +174,10 @@ def _schedule(run: Any) -> Iterator[Callable[..., Any]]:
 
         yield accumulate
         return
+    from megatron.dpp.train.logs import print_peaks
+
     config = arguments.dpp_config(run.args)
-    options = {"recorder": run.recorder, "seed": run.args.seed, "log": run.say}
+    options = {"recorder": run.recorder, "seed": run.args.seed, "log": run.say_stage}
     schedule: Any
     if run.args.use_dpp:
         from megatron.dpp import DppSchedule
@@ -193,6 +195,8 @@ def _schedule(run: Any) -> Iterator[Callable[..., Any]]:
 
     with schedule:  # leaving by an error tells the other ranks why
         yield call
+        if run.args.use_dpp:
+            print_peaks(run, schedule.peak_held)
 
 
 def _recorder(run: Any) -> Any:

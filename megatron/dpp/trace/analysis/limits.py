@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.trace.analysis.words import cause_texts
 
 _OPERATORS = {
     ">=": operator.ge,
@@ -42,11 +43,16 @@ class Limit:
         ``bubble.message`` names a cause; a cause that did not occur counts as 0.
 
         Raises:
-            ConfigError: there is no such total.
+            ConfigError: there is no such total or cause.
         """
         name, _, cause = self.name.partition(".")
         value = totals.get(name)
         if name == "bubble" and cause:
+            causes = cause_texts()
+            if cause not in causes:
+                raise ConfigError(
+                    f"--fail-if {self.name}: no such cause; there are {', '.join(sorted(causes))}"
+                )
             value = totals["bubble_by_cause"].get(cause, 0.0)
         if not isinstance(value, (int, float)):
             known = sorted(key for key, v in totals.items() if isinstance(v, (int, float)))
