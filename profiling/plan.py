@@ -38,7 +38,7 @@ from megatron.dpp.sim import (  # noqa: E402
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("run", nargs="?", help="directory of a traced run, or a cost file")
     add("--layers", help="layers of each stage of that run, as in 2,2,2,1 (default: all alike)")

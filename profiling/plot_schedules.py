@@ -30,7 +30,7 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read, draw, say where the picture is."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--page", type=Path, default=_PAGE)
     parser.add_argument("--png", type=Path, default=_PICTURE)
     args = parser.parse_args(argv)
