@@ -99,7 +99,7 @@ class DppConfig:
     inject: str | None = _option(
         None,
         "slow things down on purpose, for measurements: jitter:0.3, transient:2x:20%%, "
-        "slow-rank:1:1.5, slow-link:0-1:5ms",
+        "slow-rank:1:1.5, slow-link:0-1:5ms, lengths:0.5, head:1.5x",
     )
 
     def __post_init__(self) -> None:

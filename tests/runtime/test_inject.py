@@ -51,8 +51,13 @@ def test_slow_rank_and_slow_link_hit_only_theirs() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["jiter:0.3", "jitter:x", "transient:2x", "slow-link:0-1:5", "transient:2x:0%"]
-)
+    "text",
+    [
+        "jiter:0.3", "jitter:x", "transient:2x", "slow-link:0-1:5", "transient:2x:0%", "",
+        "jitter:nan", "jitter:-1", "slow-rank:1:0.5", "head:0.5x", "slow-link:0-2:5ms",
+        "slow-link:1-1:5ms", "jitter:0.3,",
+    ],
+)  # fmt: skip
 def test_a_form_that_is_not_known_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--dpp-inject"):
         Injector(text, 0, 4)

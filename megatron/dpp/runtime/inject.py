@@ -112,7 +112,7 @@ class Injector:
             raise ConfigError(f"--dpp-inject {item!r}: expected {_FORMS}") from error
 
     def _add_jitter(self, text: str) -> None:
-        sigma = float(text)
+        sigma = _number(text)
 
         def rule(task: Task) -> float:
             draw = self._draw(task.iteration, _code(task.kind), task.chunk, task.microbatch, 1)
@@ -122,7 +122,7 @@ class Injector:
 
     def _add_transient(self, text: str) -> None:
         factor_text, share_text = text.split(":")
-        factor, share = float(factor_text.rstrip("x")), float(share_text.rstrip("%")) / 100
+        factor, share = _factor(factor_text), _number(share_text.rstrip("%")) / 100
         if not 0.0 < share < 1.0:
             raise ConfigError(f"--dpp-inject transient:{text}: the share must be 1% to 99%")
 
@@ -147,7 +147,7 @@ class Injector:
 
     def _add_slow_rank(self, text: str) -> None:
         rank_text, factor_text = text.split(":")
-        rank, factor = int(rank_text), float(factor_text.rstrip("x"))
+        rank, factor = int(rank_text), _factor(factor_text)
         self._check_rank(rank, f"slow-rank:{text}")
         if rank == self._rank:
             self._factors.append(lambda task: factor)
@@ -156,10 +156,12 @@ class Injector:
         pair, late = text.split(":")
         a, b = sorted(int(rank) for rank in pair.split("-"))
         self._check_rank(b, f"slow-link:{text}")
+        if (b != a + 1 and (a, b) != (0, self._num_ranks - 1)) or a == b:
+            raise ConfigError(f"--dpp-inject slow-link:{text}: ranks {a} and {b} share no link")
         self._links[a, b] = _seconds(late)
 
     def _add_lengths(self, text: str) -> None:
-        sigma = float(text)
+        sigma = _number(text)
 
         def rule(task: Task) -> float:
             draw = _generator(self._seed, task.iteration, task.microbatch, 3)
@@ -168,7 +170,7 @@ class Injector:
         self._factors.append(rule)
 
     def _add_head(self, text: str) -> None:
-        factor = float(text.rstrip("x"))
+        factor = _factor(text)
         if self._rank == self._num_ranks - 1:
             self._factors.append(lambda task: factor)
 
@@ -203,6 +205,20 @@ def _generator(*key: int) -> random.Random:
 
 def _code(kind: str) -> int:
     return "FBW".index(kind)
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not 0.0 <= number < math.inf:
+        raise ValueError(text)
+    return number
+
+
+def _factor(text: str) -> float:
+    factor = _number(text.rstrip("x"))
+    if factor < 1.0:
+        raise ConfigError(f"--dpp-inject: factor {text}: must be at least 1, nothing gets faster")
+    return factor
 
 
 def _seconds(text: str) -> float:
