@@ -121,6 +121,8 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--window-size a,b", 1, "expected numbers like 8,0"),
         ("--moe-layer-freq [1]*3+x", 1, "expected a number or a list"),
         ("--swiglu --squared-relu", 1, "exclude each other"),
+        ("--trace --trace-iterations 5-2", 1, "--trace-iterations: .*runs backwards"),
+        ("--trace --trace-interval 0", 1, "--trace-interval 0: must be at least 1"),
     ],
 )
 def test_refusals_name_the_flag(more: str, world_size: int, said: str) -> None:

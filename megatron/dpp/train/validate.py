@@ -15,6 +15,7 @@ import importlib.util
 import math
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.trace import parse_iterations
 from megatron.dpp.train.validate_experts import check_experts, check_prediction
 
 Args = argparse.Namespace
@@ -45,6 +46,7 @@ def validate(args: Args, world_size: int) -> None:
         _checkpoints,
         _evaluation,
         _writers,
+        _trace,
     ):
         rule(args)
 
@@ -456,3 +458,13 @@ def _writers(args: Args) -> None:
         f"--wandb-project {args.wandb_project}: Weights & Biases is not installed; pip install "
         "wandb",
     )
+
+
+def _trace(args: Args) -> None:
+    _require(
+        args.trace_interval >= 1, f"--trace-interval {args.trace_interval}: must be at least 1"
+    )
+    try:
+        parse_iterations(args.trace_iterations or "0")
+    except ValueError as error:
+        raise ConfigError(f"--trace-iterations: {error}") from error
