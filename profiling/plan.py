@@ -22,7 +22,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
-from megatron.dpp.errors import ConfigError, DataError, DppError  # noqa: E402
+from megatron.dpp.errors import ConfigError, DppError  # noqa: E402
 from megatron.dpp.sim import (  # noqa: E402
     Layout,
     MeasuredCosts,
@@ -30,10 +30,10 @@ from megatron.dpp.sim import (  # noqa: E402
     ModelShape,
     Planner,
     Prediction,
+    costs_of_run,
+    even_layers,
     from_measured,
     from_shapes,
-    load_costs,
-    parse_costs,
 )
 
 
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    measured = _measured(args.run) if args.run else None
+    measured = costs_of_run(args.run, _ROOT) if args.run else None
     model = _model(args, measured)
     num_ranks = args.pp or (measured.num_ranks if measured else 0)
     if num_ranks < 1:
@@ -90,27 +90,6 @@ def _run(args: argparse.Namespace) -> None:
     _print_parts(model, "measured" if measured else "from shapes")
     _print_plans(planner, plans)
     _print_baselines(planner, plans[0], chunks)
-
-
-def _measured(run: str) -> MeasuredCosts:
-    path = Path(run)
-    if path.is_file():
-        return load_costs(path)
-    # A run's directory: the trace's own tools turn it into samples.
-    from megatron.dpp.sim.whatif import cost_file, recorded
-    from megatron.dpp.trace.align import align
-    from megatron.dpp.trace.analysis.summary import analyse
-    from megatron.dpp.trace.reader import find_directory, open_run
-
-    files = open_run(find_directory(run, _ROOT))
-    analysis = analyse(files, align(files, lambda file: None))
-    ranks = analysis.shape.pipelines()[0]
-    parts = zip(analysis.works, analysis.links, analysis.times, strict=True)
-    runs = [recorded(analysis.shape, ranks, *part) for part in parts]
-    whole = [run for run in runs if run is not None]
-    if not whole:
-        raise DataError(f"{run}: no iteration was recorded in full")
-    return parse_costs(cost_file(whole), run)
 
 
 def _model(args: argparse.Namespace, measured: MeasuredCosts | None) -> ModelCosts:
@@ -131,11 +110,7 @@ def _layers(args: argparse.Namespace, num_stages: int) -> list[int]:
         return [int(word) for word in args.layers.split(",")]
     if not args.num_layers:
         raise ConfigError("--num-layers (or --layers): how many layers did that run have?")
-    if args.num_layers % num_stages:
-        raise ConfigError(
-            f"{args.num_layers} layers do not lie evenly on {num_stages} stages: give --layers"
-        )
-    return [args.num_layers // num_stages] * num_stages
+    return even_layers(args.num_layers, num_stages, "give --layers")
 
 
 def _shapes(args: argparse.Namespace) -> ModelShape | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import subprocess
 import sys
@@ -9,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.train import preflight
 from megatron.dpp.train.fields import core_fields, read_dataclasses
+from tests.sim.test_plan import measured
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "datasets_gpt"
@@ -36,6 +39,13 @@ REFUSED = {
     "/nowhere/b.idx: no such file": f"{MODEL} {VOCABULARY} --train-data-path 1 /nowhere/b",
     "/nowhere/vocab.json": (
         f"{MODEL} --mock-data --vocab-file /nowhere/vocab.json --merge-file /nowhere/merges.txt"
+    ),
+    "--dpp-plan shapes plans the dynamic pipeline": (
+        f"{GOOD} --pipeline-model-parallel-size 2 --dpp-plan shapes"
+    ),
+    "--dpp-plan shapes does not go with --num-virtual-stages-per-pipeline-rank": (
+        f"{GOOD} --pipeline-model-parallel-size 2 --dpp-plan shapes --use-dpp "
+        "--num-virtual-stages-per-pipeline-rank 2"
     ),
     "--dpp-transport pigeon": f"{GOOD} --use-dpp --dpp-transport pigeon",
     "--node-ips 10.0.0.1,10.0.0.2,10.0.0.3 has 3 addresses": (
@@ -97,3 +107,46 @@ def test_two_nodes_must_not_share_an_address(monkeypatch: pytest.MonkeyPatch) ->
 def test_several_nodes_are_not_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--multi-node: all 4 processes are on this node"):
         run_in_process("--multi-node", "4", monkeypatch)
+
+
+def planned(*flags: str) -> argparse.Namespace:
+    """Arguments of four ranks with a head as large as 2.5 layers."""
+    model = (
+        f"{GOOD} --pipeline-model-parallel-size 4 --use-dpp --micro-batch-size 1 "
+        "--global-batch-size 8 --hidden-size 2048 --padded-vocab-size 30720 "
+        "--seq-length 2048 --max-position-embeddings 2048"
+    )
+    return preflight.check("gpt", [*model.split(), *flags], 4)[0]
+
+
+def test_a_planned_layout_counts_the_head() -> None:
+    pytest.importorskip("megatron.core")
+    args = planned("--num-layers", "14", "--dpp-plan", "shapes")  # no multiple of four
+    layers = [stage.count("t") for stage in args.pipeline_model_parallel_layout.split("|")]
+    assert sum(layers) == 14
+    ranks = [sum(layers[rank::4]) for rank in range(4)]
+    assert ranks[3] < min(ranks[:3])
+    chunks = len(layers) // 4
+    assert args.virtual_pipeline_model_parallel_size == (chunks if chunks > 1 else None)
+    assert args.dpp_activation_cap != "auto"
+    assert planned("--dpp-plan", "shapes", "--dpp-activation-cap", "2p").dpp_activation_cap == "2p"
+
+
+def test_a_plan_from_a_run_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    costs = tmp_path / "costs.json"
+    for stages, ranks, message in ((6, 6, "that run has 6 pipeline ranks"), (12, 4, "do not lie")):
+        costs.write_text(json.dumps(measured([1] * stages, ranks, head=2.0)))
+        with pytest.raises(ConfigError, match=message):
+            planned("--num-layers", "8", "--dpp-plan", str(costs))
+    with pytest.raises(DataError, match="/nowhere"):
+        planned("--dpp-plan", "/nowhere/run")
+
+
+def test_a_plan_from_a_run_takes_its_times(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps(measured([2] * 4, 4, head=3.0)))
+    args = planned("--dpp-plan", str(costs), "--padded-vocab-size", "1536")
+    layers = [stage.count("t") for stage in args.pipeline_model_parallel_layout.split("|")]
+    assert sum(layers[3::4]) < 2

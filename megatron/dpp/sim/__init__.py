@@ -21,6 +21,7 @@ from megatron.dpp.sim.model_costs import (
     head_times,
 )
 from megatron.dpp.sim.plan import Layout, Planner, Prediction
+from megatron.dpp.sim.run_costs import costs_of_run, even_layers
 from megatron.dpp.sim.schedules import STATIC, Memory, Plan, find_plan, run_static
 
 __all__ = [
@@ -43,8 +44,10 @@ __all__ = [
     "Slot",
     "SlowTimes",
     "condition_costs",
+    "costs_of_run",
     "embedding_times",
     "even_costs",
+    "even_layers",
     "find_plan",
     "format_grid",
     "from_measured",

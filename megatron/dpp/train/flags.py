@@ -502,6 +502,7 @@ CHECKPOINT = (
 
 OURS = (
     Flag("--use-dpp", True, False, "dynamic pipeline: every rank picks its next task itself"),
+    Flag("--dpp-plan", str, None, "plan the layout from `shapes`, a traced run or a cost file"),
     Flag("--device", str, "auto", "run on", choices=("auto", "cpu", "cuda")),
     Flag("--metrics-file", str, None, "append one JSON line per iteration to this file"),
     Flag("--estimate", True, False, "print what the run should need, then what it did"),

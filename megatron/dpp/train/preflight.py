@@ -22,6 +22,7 @@ from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.train import arguments
 from megatron.dpp.train.checkpoint_args import take_checkpoint_args
 from megatron.dpp.train.files import check_files
+from megatron.dpp.train.planned import take_plan
 from megatron.dpp.train.tokenizers import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.dpp.train.validate import validate
 
@@ -61,7 +62,10 @@ def check(
     if args.use_dpp:
         _check_addresses(arguments.dpp_config(args), world_size)
     check_files(args)
-    return args, build_vocabulary(args)
+    tokenizer = build_vocabulary(args)
+    if args.dpp_plan:
+        take_plan(args)
+    return args, tokenizer
 
 
 def _check_addresses(config: DppConfig, world_size: int) -> None:

@@ -68,13 +68,15 @@ def _settle(args: Args) -> None:
 
 def pretrain(args: Args, task_name: str, rank: int, tokenizer: Any) -> None:
     """Build the run that checked ``args`` describe, and train."""
-    from megatron.dpp.train import settings
+    from megatron.dpp.train import planned, settings
     from megatron.dpp.train.diagnostics import note_progress
     from megatron.dpp.train.initialize import initialize
 
     run = initialize(args, rank)
     run.tokenizer = tokenizer
     run.say(settings.summary(args, task_name))
+    if args.dpp_plan:
+        run.say(planned.describe(args))
     if run.is_first:
         _save_settings(run)
     note_progress(run, "Starting job")

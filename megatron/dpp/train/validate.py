@@ -31,7 +31,8 @@ def validate(args: Args, world_size: int) -> None:
     for rule in (
         _shape,
         _layout,
-        _virtual_stages,
+        _plan,
+        virtual_stages,
         _batch,
         _length_of_training,
         _precision,
@@ -130,7 +131,31 @@ def _layout(args: Args) -> None:
         args.expert_tensor_parallel_size = tensor
 
 
-def _virtual_stages(args: Args) -> None:
+def _plan(args: Args) -> None:
+    if args.dpp_plan is None:
+        return
+    _require(args.use_dpp, f"--dpp-plan {args.dpp_plan} plans the dynamic pipeline: add --use-dpp")
+    _require(
+        args.pipeline_model_parallel_size > 1,
+        f"--dpp-plan {args.dpp_plan} needs --pipeline-model-parallel-size of at least 2",
+    )
+    excluded = {
+        "--num-layers-per-virtual-pipeline-stage": args.num_layers_per_virtual_pipeline_stage,
+        "--num-virtual-stages-per-pipeline-rank": args.num_virtual_stages_per_pipeline_rank,
+        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
+        "--decoder-first-pipeline-num-layers": args.decoder_first_pipeline_num_layers,
+        "--decoder-last-pipeline-num-layers": args.decoder_last_pipeline_num_layers,
+        "--account-for-embedding-in-pipeline-split": args.account_for_embedding_in_pipeline_split,
+        "--account-for-loss-in-pipeline-split": args.account_for_loss_in_pipeline_split,
+        "--mtp-num-layers": args.mtp_num_layers,
+        "--num-experts": args.num_experts,
+    }
+    for flag, given in excluded.items():
+        _require(not given, f"--dpp-plan {args.dpp_plan} does not go with {flag}")
+
+
+def virtual_stages(args: Args) -> None:
+    """The number of chunks; once more where ``--dpp-plan`` has settled the layout."""
     pipeline = args.pipeline_model_parallel_size
     ways = {
         "--num-layers-per-virtual-pipeline-stage": args.num_layers_per_virtual_pipeline_stage,
@@ -158,6 +183,8 @@ def _virtual_stages(args: Args) -> None:
 def _num_chunks(args: Args) -> int:
     """Model chunks per pipeline rank."""
     pipeline = args.pipeline_model_parallel_size
+    if args.dpp_plan and args.pipeline_model_parallel_layout is None:
+        return 1  # until the vocabulary is known, and with it what the head costs
     if args.pipeline_model_parallel_layout is not None:
         from megatron.core.transformer.pipeline_parallel_layer_layout import (
             PipelineParallelLayerLayout,

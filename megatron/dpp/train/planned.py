@@ -1,0 +1,85 @@
+"""``--dpp-plan``: a run whose layers lie where the planner puts them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.sim import (
+    ModelCosts,
+    ModelShape,
+    Planner,
+    costs_of_run,
+    even_layers,
+    from_measured,
+    from_shapes,
+)
+from megatron.dpp.train.validate import virtual_stages
+
+SHAPES = "shapes"
+_REPOSITORY = Path(__file__).resolve().parents[3]
+_MOST_SIMULATED = 8
+"""Microbatches per pipeline rank; more of them change no layout."""
+
+
+def take_plan(args: argparse.Namespace) -> None:
+    """Settle layout, number of chunks and, where it is ``auto``, the activation cap; in place.
+
+    Every rank plans for itself and comes to the same end, as all read the same costs.
+
+    Raises:
+        ConfigError: no plan is possible, or the run does not fit the model.
+        DataError: the run cannot be read.
+    """
+    ranks = args.pipeline_model_parallel_size
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    planner = Planner(
+        _costs(args),
+        ranks,
+        min(microbatches, _MOST_SIMULATED * ranks),
+        split_backward=args.dpp_split_backward,
+    )
+    chunks = [number for number in (1, 2, 4) if ranks * number - 2 <= args.num_layers]
+    best = planner.best(chunks)[0]
+    args.pipeline_model_parallel_layout = best.layout.text()
+    if args.dpp_activation_cap == "auto":
+        args.dpp_activation_cap = best.cap
+    virtual_stages(args)
+
+
+def describe(args: argparse.Namespace) -> str:
+    """The plan as flags that ask for it without planning."""
+    return (
+        f"planned from {args.dpp_plan}: --pipeline-model-parallel-layout "
+        f"'{args.pipeline_model_parallel_layout}' --dpp-activation-cap {args.dpp_activation_cap}"
+    )
+
+
+def _costs(args: argparse.Namespace) -> ModelCosts:
+    shapes = from_shapes(
+        ModelShape(
+            num_layers=args.num_layers,
+            hidden_size=args.hidden_size,
+            seq_length=args.seq_length,
+            vocab_size=args.padded_vocab_size,
+            micro_batch_size=args.micro_batch_size,
+            ffn_hidden_size=args.ffn_hidden_size,
+            swiglu=args.swiglu,
+            tensor_parallel=args.tensor_model_parallel_size,
+        )
+    )
+    if args.dpp_plan == SHAPES:
+        return shapes
+    measured = costs_of_run(args.dpp_plan, _REPOSITORY)
+    if measured.num_ranks != args.pipeline_model_parallel_size:
+        raise ConfigError(
+            f"--dpp-plan {args.dpp_plan}: that run has {measured.num_ranks} pipeline ranks, this "
+            f"one --pipeline-model-parallel-size {args.pipeline_model_parallel_size}"
+        )
+    remedy = (
+        f"--dpp-plan {args.dpp_plan} must be of a run with the default layout; "
+        "profiling/plan.py --layers takes others"
+    )
+    layers = even_layers(args.num_layers, len(measured.tasks), remedy)
+    return from_measured(measured, layers).with_memory_of(shapes)
