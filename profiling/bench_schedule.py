@@ -449,10 +449,10 @@ def report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         f"{torch.__version__}"
     )
     print(
-        "m  | schedule | ms (min..max) | / best static | / own work | peak GB | us/task | "
-        "injected ms | equal"
+        "m  | schedule | ms (min..max) | / best static | / own work | tokens/s | TFLOP/s per GPU | "
+        "peak GB | us/task | injected ms | equal"
     )
-    print("---|---|---|---|---|---|---|---|---")
+    print("---|---|---|---|---|---|---|---|---|---|---")
     for num_microbatches in args.microbatches:
         mine = [r for r in rows if r["microbatches"] == num_microbatches]
         static = [r["ms"] for r in mine if "static" in r["schedule"]]
@@ -463,12 +463,21 @@ def report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
             host = f"{r['host_us_per_task']:.0f}" if r["host_us_per_task"] else "-"
             print(
                 f"{num_microbatches} | {r['schedule']} | {r['ms']:.1f} ({low:.0f}..{high:.0f}) | "
-                f"{ratio} | {own} | {r['peak_gb']:.2f} | {host} | "
+                f"{ratio} | {own} | {_throughput(args, r)} | {r['peak_gb']:.2f} | {host} | "
                 f"{r['injected_ms']:.0f} | {r['equal']}"
             )
     if args.json:
         facts = {"arguments": vars(args), "rows": rows}
         args.json.write_text(json.dumps(facts, default=str))
+
+
+def _throughput(args: argparse.Namespace, row: dict[str, Any]) -> str:
+    """Tokens per second, and the model's operations as ``train.flops`` counts them, of a row."""
+    tokens = row["microbatches"] * args.micro_batch * args.sequence
+    layer = 12 * args.hidden**2 + args.sequence * args.hidden
+    operations = 6 * tokens * (args.layers * layer + args.hidden * args.vocabulary)
+    seconds, num_gpus = row["ms"] * 1e-3, args.ranks * args.tensor
+    return f"{tokens / seconds:,.0f} | {operations / seconds / num_gpus / 1e12:.0f}"
 
 
 def launch(num_ranks: int) -> int:

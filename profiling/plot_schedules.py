@@ -47,7 +47,7 @@ def at_a_glance(page: str) -> list[Row]:
     section = page.split("## At a glance", 1)[-1].split("\n## ", 1)[0]
     cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
     rows = []
-    for model, microbatches, best, _, ratio, _ in cells[2:]:
+    for model, microbatches, best, _, ratio, *_ in cells[2:]:
         number = re.search(r"\d\.\d+", ratio)
         if number:
             label = f"{model.replace('`', '')}, {microbatches} microbatches"
