@@ -11,7 +11,7 @@ import torch
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.train import settings
 from megatron.dpp.train.arguments import dpp_config, parse_args, warnings_of
-from megatron.dpp.train.configs import set_types
+from megatron.dpp.train.configs import check_with_core, set_types
 from megatron.dpp.train.validate import validate
 
 MINIMUM = (
@@ -44,6 +44,21 @@ def test_defaults_and_derived_values_are_megatrons() -> None:
     assert (args.adam_beta2, args.clip_grad, args.seed, args.initial_loss_scale) == (
         0.999, 1.0, 1234, 2**32,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("ramp", ["4 4 20", "2 8 20", "4 4 0", "3 3 20"])
+def test_a_ramp_that_does_not_arrive_is_refused(ramp: str) -> None:
+    samples = "--train-samples 40 --global-batch-size 6"
+    checked(f"{samples} --rampup-batch-size 2 4 20", without="--train-iters")
+    with pytest.raises(ConfigError, match=f"--rampup-batch-size {ramp}: "):
+        checked(f"{samples} --rampup-batch-size {ramp}", without="--train-iters")
+
+
+def test_megatron_core_has_its_say_before_there_are_processes() -> None:
+    refused = "--recompute-granularity selective --recompute-modules bogus"
+    with pytest.raises(ConfigError, match="megatron-core refuses these settings: Invalid choices"):
+        check_with_core(checked(refused))
+    check_with_core(checked("--swiglu --bf16"))
 
 
 def test_virtual_stages_follow_from_layers_per_stage() -> None:
@@ -123,6 +138,66 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--swiglu --squared-relu", 1, "exclude each other"),
         ("--trace --trace-iterations 5-2", 1, "--trace-iterations: .*runs backwards"),
         ("--trace --trace-interval 0", 1, "--trace-interval 0: must be at least 1"),
+        ("--swiglu --hidden-size 16", 1, "--hidden-size 16.* give --ffn-hidden-size"),
+        ("--lr-warmup-iters 10", 1, "--lr-warmup-iters 10 is not below --train-iters 10"),
+        ("--lr-warmup-iters 4 --lr-decay-iters 4", 1, "4 is not below --lr-decay-iters 4"),
+        ("--lr-warmup-fraction 1", 1, "must be at least 0 and below 1"),
+        ("--lr-warmup-init 1", 1, "--lr-warmup-init 1.0 is above --lr"),
+        ("--lr-decay-style WSD", 1, "--train-iters needs --lr-wsd-decay-iters"),
+        (
+            "--weight-decay-incr-style linear --start-weight-decay 0.3 --end-weight-decay 0.1",
+            1,
+            "weight decay goes from 0.3 to 0.1",
+        ),
+        ("--group-query-attention --num-query-groups 3", 1, "not a multiple of --num-query-groups"),
+        ("--position-embedding-type rope --kv-channels 7", 1, "7 of --kv-channels 7 .* is odd"),
+        ("--hidden-dropout 2", 1, "--hidden-dropout 2.0: must be between 0 and 1"),
+        ("--adam-beta1 1", 1, "--adam-beta1 1.0: must be at least 0 and below 1"),
+        ("--seed -1", 1, "--seed -1: must be between"),
+        ("--fp16 --loss-scale-window 0", 1, "--loss-scale-window 0.0: must be above 0"),
+        ("--fp16 --initial-loss-scale 0.5", 1, "0.5 is below --min-loss-scale"),
+        ("--optimizer sgd --use-distributed-optimizer", 1, "sgd does not go with"),
+        ("--use-precision-aware-optimizer", 1, "needs Transformer Engine, which is not installed"),
+        (
+            "--recompute-granularity selective --recompute-modules core_attn layernorm",
+            1,
+            "--recompute-modules layernorm needs Transformer Engine",
+        ),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
+            1,
+            "the 8 layers of a virtual stage are no multiple of --recompute-num-layers 3",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 9",
+            2,
+            "leave -1 for 1 other stages",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 "
+            "--decoder-last-pipeline-num-layers 4",
+            2,
+            "3 and 4 of --num-layers 8 leave 1 for 0 other",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 "
+            "--num-virtual-stages-per-pipeline-rank 2 --use-dpp",
+            2,
+            "3 layers cannot be cut into 2 virtual stages",
+        ),
+        ("--pipeline-model-parallel-layout Et8|xL", 1, "--pipeline-model-parallel-layout: "),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+            "--global-batch-size 10",
+            2,
+            "5 microbatches .* in groups of 2",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+            "--global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage 5",
+            2,
+            "4 microbatches .* in groups of 5",
+        ),
     ],
 )
 def test_refusals_name_the_flag(more: str, world_size: int, said: str) -> None:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.train import checkpoint_files as files
-from megatron.dpp.train.files import check_index
+from megatron.dpp.train.arguments import parse_args
+from megatron.dpp.train.files import check_files, check_index, check_split
 from megatron.dpp.train.samplers import CyclicSampler, SequentialSampler
 
 
@@ -72,6 +73,28 @@ def test_a_broken_index_is_refused_with_what_is_wrong(tmp_path: Path) -> None:
     prefix.with_suffix(".idx").write_bytes(b"no index" + whole)
     with pytest.raises(DataError, match="bad header"):
         check_index(str(prefix))
+
+
+def test_berts_prefixes_need_weights(tmp_path: Path) -> None:
+    """megatron-core cannot make as many samples of masked words as there are."""
+    prefix = str(tmp_path / "data")
+    _write_index(Path(prefix), [3, 4])
+    flags = f"--split 1 --data-path {prefix} {prefix}".split()
+    check_files(parse_args(flags), "gpt")
+    check_files(parse_args(["--split", "1", "--data-path", "1", prefix, "1", prefix]), "bert")
+    with pytest.raises(ConfigError, match="give every prefix a weight"):
+        check_files(parse_args(flags), "bert")
+
+
+def test_a_split_that_leaves_a_set_empty_is_refused() -> None:
+    for split in ("949,50,1", "100,0,0", "1", ".9 / .1"):
+        check_split("data", split, 1000)
+    check_split("data", "100,0,0", 1)
+    with pytest.raises(DataError, match="949,50,1 leaves none of its 400 documents for test"):
+        check_split("data", "949,50,1", 400)
+    for split in ("1,1,1,1", "all", "0,0"):
+        with pytest.raises(ConfigError, match=f"--split {split}: expected shares"):
+            check_split("data", split, 1000)
 
 
 def _save(root: Path, iteration: int) -> None:

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.dpp.errors import DppError
 from megatron.dpp.train.bert import bert_loss
 from megatron.dpp.train.gpt import language_model_loss
+from megatron.dpp.train.losses import checked
 
 RUN = SimpleNamespace(
     args=argparse.Namespace(check_for_nan_in_loss_and_grad=True), iteration=0, rank=0
@@ -31,3 +33,10 @@ def test_gpts_report_survives_it() -> None:
     loss, count, report = language_model_loss(RUN, torch.ones(1, 2), torch.tensor([[1.0, 3.0]]))
     loss /= 8
     assert (count.item(), report["lm loss"].tolist()) == (2, [4.0, 2.0])
+
+
+def test_a_loss_that_is_not_finite_stops_training_but_no_evaluation() -> None:
+    nan = torch.tensor(float("nan"))
+    assert checked(RUN, nan) is nan
+    with pytest.raises(DppError, match="iteration 1: the loss on rank 0 is nan"):
+        checked(RUN, nan.clone().requires_grad_())

@@ -2,7 +2,8 @@
 
 Three implementations exist for GPT and BERT. ``torch`` (ours) uses PyTorch's scaled-dot-product
 attention and norms that carry sequence-parallel marks; it needs neither Transformer Engine nor
-Apex. ``megatron`` is megatron-core's own local spec, kept for parity with Megatron-LM.
+Apex. ``megatron`` is megatron-core's own local spec with those norms, kept for parity with
+Megatron-LM.
 ``transformer_engine`` is megatron-core's, where that package is installed. The training layer and
 the benchmarks are the callers; parameter names are the same in all of them, so checkpoints move
 between ``torch`` and ``megatron``.
@@ -10,6 +11,7 @@ between ``torch`` and ``megatron``.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import math
@@ -34,6 +36,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore.patching import replaced
 
 IMPLEMENTATIONS = ("torch", "megatron", "transformer_engine")
 
@@ -86,10 +89,12 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        own_masks: bool = False,
     ) -> None:
         super().__init__(config=config)
         _check_sdpa_can(config)
         self.attn_mask_type = attn_mask_type
+        self.own_masks = own_masks
         head_size = config.kv_channels
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(head_size)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -105,7 +110,7 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
         """Attend. ``attention_mask`` is Megatron's: True where a key must not be seen; unused when
-        causal.
+        causal, unless samples bring masks of their own.
         """
         if packed_seq_params is not None or attention_bias is not None:
             raise ConfigError(
@@ -113,6 +118,7 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]
             )
         mask_type = attn_mask_type or self.attn_mask_type
         causal = mask_type == AttnMaskType.causal
+        causal &= attention_mask is None or not self.own_masks
         allowed = None if causal or attention_mask is None else ~attention_mask
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         dropout = self.dropout if self.training else 0.0
@@ -151,6 +157,7 @@ def block_spec(
     arch: str = "gpt",
     implementation: str = "torch",
     vp_stage: int | None = None,
+    own_masks: bool = False,
 ) -> TransformerBlockSubmodules:
     """The spec of this rank's transformer block.
 
@@ -159,6 +166,8 @@ def block_spec(
         arch: ``gpt`` or ``bert``.
         implementation: one of :data:`IMPLEMENTATIONS`.
         vp_stage: the virtual pipeline stage (chunk) to build, or None without virtual stages.
+        own_masks: samples bring attention masks that are not the plain causal one
+            (``--reset-attention-mask``); ``torch`` leaves masks unread without this.
 
     Returns:
         What ``GPTModel`` and ``BertModel`` take as ``transformer_layer_spec``.
@@ -183,14 +192,18 @@ def block_spec(
         qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,
     )
-    if implementation == "torch":
-        layers = [_with_torch_modules(layer) for layer in block.layer_specs]
-        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
-    return block
+    if implementation == "transformer_engine":
+        return block
+    layers = [_local_layer(layer, implementation, own_masks) for layer in block.layer_specs]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
 
 
 def prediction_spec(
-    config: TransformerConfig, *, implementation: str = "torch", vp_stage: int | None = None
+    config: TransformerConfig,
+    *,
+    implementation: str = "torch",
+    vp_stage: int | None = None,
+    own_masks: bool = False,
 ) -> Any | None:
     """The spec of the layers that predict further tokens (``config.mtp_num_layers``), each around a
     layer like the model's last.
@@ -206,12 +219,14 @@ def prediction_spec(
         config, engine, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
     )
     block = get_gpt_mtp_block_spec(config, layers[-1], engine, vp_stage=vp_stage)
-    if block is not None and implementation == "torch":
+    if block is not None and not engine:
         block = copy.deepcopy(block)
         for layer in block.layer_specs:
             parts = layer.submodules
             parts.enorm = parts.hnorm = parts.layer_norm = TorchNorm
-            parts.transformer_layer = _with_torch_modules(parts.transformer_layer)
+            parts.transformer_layer = _local_layer(
+                parts.transformer_layer, implementation, own_masks
+            )
     return block
 
 
@@ -226,11 +241,21 @@ def _bert_block(
 
         layer, norm = bert_layer_specs.get_bert_layer_with_transformer_engine_spec(), TENorm
     else:
-        layer, norm = bert_layer_specs.bert_layer_local_spec, WrappedTorchNorm
-        if implementation == "torch":
-            layer, norm = _with_torch_modules(layer), TorchNorm
+        layer = _local_layer(bert_layer_specs.bert_layer_local_spec, implementation)
+        norm = TorchNorm
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+
+
+def bert_head_norm() -> contextlib.AbstractContextManager[None]:
+    """While a BERT model is built: the norm of its masked-word head is :class:`TorchNorm`, since
+    megatron-core's refuses ``sequence_parallel`` where Apex is missing (bert_lm_head.py:38)."""
+    from megatron.core.models.bert import bert_lm_head
+
+    def norm(_: Any, **arguments: Any) -> torch.nn.Module:
+        return TorchNorm(**arguments)
+
+    return replaced(bert_lm_head, "LNImpl", norm)
 
 
 def _name_missing_kernel() -> None:
@@ -245,13 +270,14 @@ def _name_missing_kernel() -> None:
         moe_utils.te_general_gemm = None
 
 
-def _with_torch_modules(layer: ModuleSpec) -> ModuleSpec:
+def _local_layer(layer: ModuleSpec, implementation: str, own_masks: bool = False) -> ModuleSpec:
     layer = copy.deepcopy(layer)
     parts = layer.submodules
     parts.input_layernorm = TorchNorm
     parts.pre_mlp_layernorm = TorchNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = SdpaAttention
+    if implementation == "torch":
+        attention.core_attention = ModuleSpec(SdpaAttention, params={"own_masks": own_masks})
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if getattr(attention, name, None) is WrappedTorchNorm:
             setattr(attention, name, TorchNorm)

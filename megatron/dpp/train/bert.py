@@ -51,24 +51,25 @@ def build_chunk(
     vp_stage: int | None,
 ) -> BertModel:
     """One chunk of a BERT model."""
-    from megatron.dpp.mcore.specs import block_spec
+    from megatron.dpp.mcore.specs import bert_head_norm, block_spec
 
     block = block_spec(
         config, arch="bert", implementation=layer_implementation(args), vp_stage=vp_stage
     )
-    return BertModel(
-        config=config,
-        transformer_layer_spec=_BertBlock(block.layer_specs, block.layer_norm),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        num_tokentypes=2 if args.bert_binary_head else 0,
-        add_binary_head=args.bert_binary_head,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        parallel_output=True,
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
-    )
+    with bert_head_norm():
+        return BertModel(
+            config=config,
+            transformer_layer_spec=_BertBlock(block.layer_specs, block.layer_norm),
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            num_tokentypes=2 if args.bert_binary_head else 0,
+            add_binary_head=args.bert_binary_head,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            parallel_output=True,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+        )
 
 
 def datasets(run: Run) -> tuple[type, BERTMaskedWordPieceDatasetConfig]:

@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.train.fields import enum_members
 from megatron.dpp.train.files import data_words, read_text
 
@@ -109,6 +109,19 @@ def optimizer_config(args: Args) -> OptimizerConfig:
     """Adam's or SGD's settings, loss scaling, clipping, the distributed optimizer."""
     kind = AdamOptimizerConfig if args.optimizer == "adam" else SGDOptimizerConfig
     return kind(**_same_names(kind, args))
+
+
+def check_with_core(args: Args) -> None:
+    """Let megatron-core check what of the settings goes into its dataclasses.
+
+    Raises:
+        ConfigError: what it says where it refuses.
+    """
+    try:
+        transformer_config(args)
+        optimizer_config(args)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"megatron-core refuses these settings: {error}") from error
 
 
 def blends(args: Args) -> tuple[Any, Any]:

@@ -6,22 +6,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.train.checkpoint_files import check_engine, check_whole, find_start
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
+_SETS = ("training", "validation", "test")
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 """Bytes per token of megatron-core's dtype codes."""
 
 
-def check_files(args: argparse.Namespace) -> None:
+def check_files(args: argparse.Namespace, task_name: str) -> None:
     """Refuse missing or broken data files, and directories that cannot be written.
 
+    Args:
+        task_name: ``gpt`` or ``bert``; what ``--split`` divides differs.
+
     Raises:
+        ConfigError: ``--split`` is none, or BERT's prefixes have no weights.
         DataError: the first of them, and what is wrong with it.
     """
     found = find_start(args)
@@ -33,8 +39,16 @@ def check_files(args: argparse.Namespace) -> None:
     if not args.mock_data:
         words, per_split = data_words(args)
         for each in [words, *(per_split or [])]:
-            for prefix in _prefixes(each or []):
-                check_index(prefix)
+            prefixes = _prefixes(each or [])
+            if task_name == "bert" and len(each or []) == len(prefixes) > 1:
+                raise ConfigError(
+                    f"data {' '.join(prefixes)}: BERT's data sets are made to a number of "
+                    "samples; give every prefix a weight (1 PREFIX 1 PREFIX)"
+                )
+            for prefix in prefixes:
+                sequences, documents = check_index(prefix)
+                if words:  # GPT's data sets divide sequences, BERT's documents
+                    check_split(prefix, args.split, sequences if task_name == "gpt" else documents)
     for flag, path in (("--save", args.save), ("--tensorboard-dir", args.tensorboard_dir)):
         if path and Path(path).exists() and not os.access(path, os.W_OK):
             raise DataError(f"{flag} {path}: not writable")
@@ -82,8 +96,35 @@ def _prefixes(words: list[str]) -> list[str]:
     return words[1::2] if len(words) == 2 * len(weights) else words
 
 
-def check_index(prefix: str) -> None:
+def check_split(prefix: str, split: str, num_parts: int) -> None:
+    """Does every set with a share in ``--split`` get something of ``prefix``'s ``num_parts``
+    sequences or documents? megatron-core counts the epochs of an empty one for ever.
+
+    Raises:
+        ConfigError: ``split`` is not up to three numbers.
+        DataError: a set would be empty.
+    """
+    shares = [float(word) for word in re.findall(r"\d+\.?\d*|\.\d+", split)]
+    if len(shares) > len(_SETS) or not sum(shares):
+        raise ConfigError(
+            f"--split {split}: expected shares of training, validation and test, such as 969,30,1"
+        )
+    begin = 0.0
+    for name, share in zip(_SETS, shares, strict=False):
+        end = begin + share / sum(shares)
+        if share and round(begin * num_parts) == round(end * num_parts):
+            raise DataError(
+                f"{prefix}.idx: --split {split} leaves none of its {num_parts} documents for "
+                f"{name}; give {name} a larger share, or 0"
+            )
+        begin = end
+
+
+def check_index(prefix: str) -> tuple[int, int]:
     """Compare the sizes of ``prefix.idx`` and ``prefix.bin`` with what the index's header says.
+
+    Returns:
+        The number of its sequences and of its documents.
 
     Raises:
         DataError: a file is missing, is no index, or is shorter than it should be.
@@ -115,3 +156,4 @@ def check_index(prefix: str) -> None:
     needed = pointer + length * _TOKEN_BYTES[code]
     if data.stat().st_size != needed:
         raise DataError(f"{data}: {data.stat().st_size} bytes, but {index.name} says {needed}")
+    return sequences, documents - 1  # it holds where each begins, and the end

@@ -33,11 +33,14 @@ def build_chunk(
     """One chunk of a GPT model."""
     from megatron.dpp.mcore.specs import block_spec, prediction_spec
 
-    implementation = layer_implementation(args)
-    spec = block_spec(config, arch="gpt", implementation=implementation, vp_stage=vp_stage)
+    layers = {
+        "implementation": layer_implementation(args),
+        "vp_stage": vp_stage,
+        "own_masks": args.reset_attention_mask,
+    }
     return GPTModel(
         config=config,
-        transformer_layer_spec=spec,
+        transformer_layer_spec=block_spec(config, arch="gpt", **layers),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -49,7 +52,7 @@ def build_chunk(
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
-        mtp_block_spec=prediction_spec(config, implementation=implementation, vp_stage=vp_stage),
+        mtp_block_spec=prediction_spec(config, **layers),
         vp_stage=vp_stage,
     )
 
@@ -57,12 +60,12 @@ def build_chunk(
 def layer_implementation(args: Args) -> str:
     """Which layer spec ``--transformer-impl`` means here.
 
-    ``local`` is megatron-core's own on a CPU, for Megatron-LM's numbers to the last digits. On a
-    GPU, and where that spec refuses (sequence parallelism), it is ours with PyTorch's attention.
+    ``local`` is megatron-core's own on a CPU, for Megatron-LM's numbers to the last digits, and
+    ours with PyTorch's attention on a GPU.
     """
     if args.transformer_impl != "local":
         return str(args.transformer_impl)
-    return "torch" if args.device == "cuda" or args.sequence_parallel else "megatron"
+    return "torch" if args.device == "cuda" else "megatron"
 
 
 def datasets(run: Run) -> tuple[type, GPTDatasetConfig]:

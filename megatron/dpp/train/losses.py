@@ -25,11 +25,15 @@ def masked_sum(output: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, 
 def checked(run: Run, loss: torch.Tensor) -> torch.Tensor:
     """``loss``, unless it is not finite and the user wants to be stopped then.
 
+    An evaluation goes on and reports it, as Megatron-LM's: one microbatch of short sentences
+    without a masked token is enough for BERT's NaN.
+
     Raises:
         DppError: NaN or infinity, with the iteration; switched off by
             ``--no-check-for-nan-in-loss-and-grad``.
     """
-    if run.args.check_for_nan_in_loss_and_grad and not torch.isfinite(loss.detach()):
+    stops = run.args.check_for_nan_in_loss_and_grad and loss.requires_grad
+    if stops and not torch.isfinite(loss.detach()):
         raise DppError(
             f"iteration {run.iteration + 1}: the loss on rank {run.rank} is {loss.item()}; lower "
             "--lr, or pass --no-check-for-nan-in-loss-and-grad to go on"

@@ -54,6 +54,10 @@ def check(
     for flag in ("num_experts", "mtp_num_layers"):
         if task_name == "bert" and getattr(args, flag):
             raise ConfigError(f"--{flag.replace('_', '-')}: BERT's layers have none; GPT's have")
+    if task_name == "bert" and args.full_validation:
+        raise ConfigError(
+            "--full-validation: BERT's data sets have no natural end; give --eval-iters"
+        )
     if args.multi_node and int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world_size:
         raise ConfigError(
             f"--multi-node: all {world_size} processes are on this node; start the others "
@@ -61,7 +65,7 @@ def check(
         )
     if args.use_dpp:
         _check_addresses(arguments.dpp_config(args), world_size)
-    check_files(args)
+    check_files(args, task_name)
     tokenizer = build_vocabulary(args)
     if args.dpp_plan:
         take_plan(args)

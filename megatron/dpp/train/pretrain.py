@@ -59,11 +59,12 @@ def _settle(args: Args) -> None:
     """What takes PyTorch and megatron-core to find out; still without the other ranks."""
     if args.disable_jit_fuser:  # read when PyTorch is imported
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    from megatron.dpp.train.configs import set_types
+    from megatron.dpp.train.configs import check_with_core, set_types
     from megatron.dpp.train.initialize import choose_device
 
     choose_device(args)
     set_types(args)
+    check_with_core(args)
 
 
 def pretrain(args: Args, task_name: str, rank: int, tokenizer: Any) -> None:

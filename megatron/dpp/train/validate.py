@@ -17,6 +17,14 @@ import math
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.trace import parse_iterations
 from megatron.dpp.train.validate_experts import check_experts, check_prediction
+from megatron.dpp.train.validate_ranges import (
+    check_batches,
+    check_cut,
+    check_heads,
+    check_learning_rate,
+    check_optimizer_kind,
+    check_ranges,
+)
 
 Args = argparse.Namespace
 
@@ -30,22 +38,28 @@ def validate(args: Args, world_size: int) -> None:
     args.world_size = world_size
     for rule in (
         _shape,
+        check_heads,
         _layout,
         _plan,
         virtual_stages,
         _batch,
+        check_batches,
         _length_of_training,
         _precision,
         _optimizer,
+        check_learning_rate,
+        check_optimizer_kind,
         _fully_sharded,
         _deepspeed,
         _memory,
+        check_cut,
         _kernels,
         check_experts,
         check_prediction,
         _data,
         _checkpoints,
         _evaluation,
+        check_ranges,
         _writers,
         _trace,
     ):
@@ -67,6 +81,11 @@ def _shape(args: Args) -> None:
     if args.ffn_hidden_size is None:
         wide = int((4 * args.hidden_size * 2 / 3) / 64) * 64
         args.ffn_hidden_size = wide if args.swiglu else 4 * args.hidden_size
+        _require(
+            args.ffn_hidden_size,
+            f"--swiglu with --hidden-size {args.hidden_size}: two thirds of four times that, in "
+            "multiples of 64, are 0; give --ffn-hidden-size",
+        )
     if args.kv_channels is None:
         _require(
             args.hidden_size % args.num_attention_heads == 0,
@@ -190,9 +209,12 @@ def _num_chunks(args: Args) -> int:
             PipelineParallelLayerLayout,
         )
 
-        stages = PipelineParallelLayerLayout.get_num_stages_from_str(
-            args.pipeline_model_parallel_layout
-        )
+        try:
+            stages = PipelineParallelLayerLayout.get_num_stages_from_str(
+                args.pipeline_model_parallel_layout
+            )
+        except AssertionError as error:
+            raise ConfigError(f"--pipeline-model-parallel-layout: {error}") from error
         _require(
             stages % pipeline == 0,
             f"--pipeline-model-parallel-layout has {stages} stages, not a multiple of "
@@ -246,16 +268,6 @@ def _batch(args: Args) -> None:
         f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
         f"{args.micro_batch_size} x {args.data_parallel_size} data-parallel replicas",
     )
-    if args.virtual_pipeline_model_parallel_size and not args.use_dpp:
-        pipeline = args.pipeline_model_parallel_size
-        group = args.microbatch_group_size_per_vp_stage or pipeline
-        microbatches = args.global_batch_size // step
-        _require(
-            microbatches >= pipeline and (microbatches % group == 0 or group > pipeline),
-            f"{microbatches} microbatches (--global-batch-size / --micro-batch-size / replicas) "
-            f"must be a multiple of --pipeline-model-parallel-size {pipeline} for the interleaved "
-            "schedule",
-        )
 
 
 def _length_of_training(args: Args) -> None:
