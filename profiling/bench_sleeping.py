@@ -95,7 +95,9 @@ class Naps:
         self._unit = args.sleep_ms * 1e-3
         self._fused, self._iteration, self._work = fused, iteration, 0.0
         self._num_chunks = num_chunks
-        self._injector = Injector(args.inject, rank, args.ranks) if args.inject else None
+        self._injector = (
+            Injector(args.inject, rank, args.ranks, num_chunks=num_chunks) if args.inject else None
+        )
         self.total = 0.0
 
     def __call__(self, kind: str, chunk: int, microbatch: int) -> None:
@@ -227,7 +229,7 @@ def open_links(args: argparse.Namespace, v: int, injector: Any = None) -> Any:
     channels = topology.channels([slot_bytes], [slot_bytes], args.slots)
     transport: Any = open_transport(channels.specs, DppConfig(transport=args.transport))
     if injector is None and args.inject:
-        injector = Injector(args.inject, dist.get_rank(), args.ranks)
+        injector = Injector(args.inject, dist.get_rank(), args.ranks, num_chunks=v)
     if injector is not None and injector.delays_messages:
         transport = DelayedTransport(transport, injector, topology.ranks)
     return Links(transport, channels)

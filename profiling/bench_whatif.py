@@ -107,7 +107,10 @@ def _rank(args: argparse.Namespace) -> None:
 
     support = cpu.install()
     dist.init_process_group("gloo")
-    injector = EverySecond(Injector(args.inject, dist.get_rank(), args.ranks), args.microbatches)
+    injector = EverySecond(
+        Injector(args.inject, dist.get_rank(), args.ranks, num_chunks=args.chunks),
+        args.microbatches,
+    )
     links = bench_sleeping.open_links(args, args.chunks, injector)
     recorder = bench_sleeping.open_recorder(args, args.chunks, traced=True)
     quiet = argparse.Namespace(**{**vars(args), "inject": ""})

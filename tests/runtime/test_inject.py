@@ -104,3 +104,10 @@ def test_the_delay_of_a_message_begins_when_it_was_sent() -> None:
     time.sleep(0.03)  # the receiver is busy with a task
     assert receiver.poll() == (1,)
     assert receiver.take(0).microbatch == 0
+
+
+def test_a_heavy_head_is_on_the_last_chunk_of_the_last_rank() -> None:
+    """It had slowed every chunk of that rank, which is a slow rank and no heavy stage."""
+    last = Injector("head:3x", 3, 4, num_chunks=2)
+    assert [last.factor(Task(0, "F", chunk, 0)) for chunk in range(2)] == [1.0, 3.0]
+    assert Injector("head:3x", 2, 4, num_chunks=2).factor(Task(0, "F", 1, 0)) == 1.0

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.schedule import Geometry, beside_head, parse_cap
+from megatron.dpp.schedule import Geometry, Memory, beside_head, parse_cap
 
 
 def geometry(rank=0, num_chunks=2, num_microbatches=16):
@@ -64,6 +64,6 @@ def test_the_last_rank_leaves_room_for_the_head(rank, num_chunks, chunks):
     decisions = pytest.importorskip("megatron.dpp.runtime.decisions")
     where = geometry(rank, num_chunks)
     training = decisions.Decisions(DppConfig(), log=lambda line: None)
-    training.measured(decisions.Measured(activation_bytes=100, deferred_bytes=60))
+    training.measured(Memory(activation_bytes=100, deferred_bytes=60))
     view = training.scheduler(where, split=True).view
     assert view.cap == beside_head(parse_cap("auto", where).chunks, where) == chunks

@@ -40,6 +40,10 @@ REFUSED = {
     "/nowhere/vocab.json": (
         f"{MODEL} --mock-data --vocab-file /nowhere/vocab.json --merge-file /nowhere/merges.txt"
     ),
+    "--dpp-policy fastest": f"{GOOD} --use-dpp --dpp-policy fastest",
+    "--dpp-activation-cap: 0.1p whole-model activations is 0.2": (
+        f"{GOOD} --use-dpp --pipeline-model-parallel-size 2 --dpp-activation-cap 0.1p"
+    ),
     "--dpp-plan shapes plans the dynamic pipeline": (
         f"{GOOD} --pipeline-model-parallel-size 2 --dpp-plan shapes"
     ),

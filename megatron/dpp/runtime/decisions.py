@@ -8,12 +8,12 @@ cap in bytes becomes one in chunk activations as soon as an activation has been 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.schedule import (
     Action,
     Geometry,
+    Memory,
     Policy,
     Recorder,
     Recording,
@@ -21,26 +21,6 @@ from megatron.dpp.schedule import (
     beside_head,
     parse_cap,
 )
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What the first iteration has taught about memory.
-
-    Args:
-        activation_bytes: of one chunk and microbatch, the largest of the rank's chunks.
-        deferred_bytes: what its weight gradients keep from B to W; 0 with a fused backward.
-    """
-
-    activation_bytes: int
-    deferred_bytes: int
-
-    @property
-    def beta(self) -> float:
-        """Share of an activation that B frees; W frees the rest."""
-        if self.activation_bytes <= 0:
-            return 0.0
-        return max(0.0, min(1.0, 1.0 - self.deferred_bytes / self.activation_bytes))
 
 
 class Decisions:
@@ -58,7 +38,7 @@ class Decisions:
     ) -> None:
         self._config, self._log, self._name = config, log, name
         self._schedulers: dict[tuple[Geometry, bool], Scheduler] = {}
-        self._measured: Measured | None = None
+        self._measured: Memory | None = None
         self._said: set[str] = set()
         self._record = config.record if decides else None
         self._replay = config.replay if decides else None
@@ -72,11 +52,11 @@ class Decisions:
         return self._measured is None
 
     @property
-    def activation_bytes(self) -> int:
+    def activation_bytes(self) -> float:
         """Of one chunk and microbatch as measured; 0 before that."""
         return self._measured.activation_bytes if self._measured else 0
 
-    def measured(self, measured: Measured) -> None:
+    def measured(self, measured: Memory) -> None:
         """Take over what was measured; schedulers are rebuilt with it."""
         self._measured = measured
         self._schedulers.clear()

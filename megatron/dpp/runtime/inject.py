@@ -56,13 +56,17 @@ class Injector:
         specification: comma-separated list of the forms above.
         rank, num_ranks: place in the pipeline and its size.
         seed: repeats a run's trouble exactly.
+        num_chunks: of each rank; the head is on the last one of the last rank.
 
     Raises:
         ConfigError: a form that is not known, or a rank outside the pipeline.
     """
 
-    def __init__(self, specification: str, rank: int, num_ranks: int, seed: int = 0) -> None:
+    def __init__(
+        self, specification: str, rank: int, num_ranks: int, seed: int = 0, *, num_chunks: int = 1
+    ) -> None:
         self._rank, self._num_ranks, self._seed = rank, num_ranks, seed
+        self._num_chunks = num_chunks
         self._factors: list[Callable[[Task], float]] = []
         self._delays: list[Callable[[Task], float]] = []
         self._links: dict[tuple[int, int], float] = {}
@@ -171,8 +175,9 @@ class Injector:
 
     def _add_head(self, text: str) -> None:
         factor = _factor(text)
+        last = self._num_chunks - 1
         if self._rank == self._num_ranks - 1:
-            self._factors.append(lambda task: factor)
+            self._factors.append(lambda task: factor if task.chunk == last else 1.0)
 
     def _add_delay(self, text: str) -> None:
         most = _seconds(text)

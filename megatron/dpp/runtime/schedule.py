@@ -31,7 +31,7 @@ from megatron.dpp.mcore.steps import Stage, StepCall
 from megatron.dpp.mcore.te import refuse_delayed
 from megatron.dpp.mcore.wgrad import WeightGradients
 from megatron.dpp.runtime.agreement import decider_for
-from megatron.dpp.runtime.decisions import Decisions, Measured
+from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.runtime.executor import Executor, Links
 from megatron.dpp.runtime.inject import Injector
@@ -39,7 +39,7 @@ from megatron.dpp.runtime.links import open_links, pace_for, pipeline_of
 from megatron.dpp.runtime.pace import Pace
 from megatron.dpp.runtime.replacement import Replacement
 from megatron.dpp.runtime.topology import Topology
-from megatron.dpp.schedule import Geometry
+from megatron.dpp.schedule import Geometry, Memory
 from megatron.dpp.transport.base import Transport
 
 _GRAPHS_PAY_FROM = 0.75
@@ -153,10 +153,11 @@ class DppSchedule(Replacement):
         if measured is not None:
             activation = max(measured.activation_bytes.values())
             deferred = max(measured.deferred_bytes.values(), default=0)
-            decisions.measured(Measured(activation, deferred))
+            decisions.measured(Memory(activation_bytes=activation, deferred_bytes=deferred))
         slot_bytes = self._graphs.take_slot_bytes() if self._graphs else None
         if slot_bytes:
-            decisions.measured(Measured(slot_bytes, slot_bytes))  # all of it until the last W
+            # All of it until the last W.
+            decisions.measured(Memory(activation_bytes=slot_bytes, deferred_bytes=slot_bytes))
 
     def _geometry(self, call: StepCall, topology: Topology, split: bool) -> Geometry:
         pieces = self._weight_gradients.num_pieces if split and self._weight_gradients else None
@@ -166,14 +167,9 @@ class DppSchedule(Replacement):
             num_chunks=topology.num_chunks,
             num_microbatches=call.num_microbatches,
             forward_only=call.forward_only,
-            group=self._group(call, topology),
+            group=call.config.microbatch_group_size_per_vp_stage or None,
             w_pieces=pieces,
         )
-
-    @staticmethod
-    def _group(call: StepCall, topology: Topology) -> int | None:
-        size = call.config.microbatch_group_size_per_vp_stage
-        return size if size and size >= topology.num_ranks else None
 
     def _prepare(self, call: StepCall) -> bool:
         """Get ready for this model's backwards; whether they are split."""
@@ -261,7 +257,13 @@ class DppSchedule(Replacement):
         self._check_chunks(call, topology)
         injector = None
         if self.config.inject:
-            injector = Injector(self.config.inject, rank, topology.num_ranks, self._seed)
+            injector = Injector(
+                self.config.inject,
+                rank,
+                topology.num_ranks,
+                self._seed,
+                num_chunks=topology.num_chunks,
+            )
         links = _open_links(topology, boundaries, _stage_ranks(call), self.config, injector)
         for link in links.transport.links():
             self._log(

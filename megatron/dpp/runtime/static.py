@@ -114,7 +114,13 @@ class StaticSchedule(Replacement):
     def _prolonger(self, topology: Topology, iteration: int) -> Callable[[str, int, int], None]:
         if self._injector is None:
             text = self.config.inject or ""
-            self._injector = Injector(text, topology.rank, topology.num_ranks, self._seed)
+            self._injector = Injector(
+                text,
+                topology.rank,
+                topology.num_ranks,
+                self._seed,
+                num_chunks=topology.num_chunks,
+            )
         injector, work = self._injector, [0.0]
 
         def after(kind: str, chunk: int, microbatch: int) -> None:

@@ -7,7 +7,7 @@ is theirs. Start reading at ``actions.py``, then ``state.py`` (the safe rule) an
 """
 
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.caps import Cap, beside_head, default_cap, parse_cap
+from megatron.dpp.schedule.caps import Cap, Memory, beside_head, default_cap, parse_cap
 from megatron.dpp.schedule.policies import BUILT_IN, Policy, find_policy
 from megatron.dpp.schedule.recording import Recorder, Recording, Replay
 from megatron.dpp.schedule.reference import peak_in_flight, reference_order
@@ -23,6 +23,7 @@ __all__ = [
     "Cause",
     "Geometry",
     "Kind",
+    "Memory",
     "Policy",
     "Recorder",
     "Recording",

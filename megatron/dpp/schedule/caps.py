@@ -37,6 +37,26 @@ class Cap:
     needs_measuring: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What training measures of a rank's chunks in its first step; bytes.
+
+    Args:
+        activation_bytes: of one chunk and microbatch, the largest of the rank's chunks.
+        deferred_bytes: what its weight gradients keep from ``B`` to ``W``, likewise.
+    """
+
+    activation_bytes: float
+    deferred_bytes: float
+
+    @property
+    def beta(self) -> float:
+        """Share of an activation that ``B`` frees; ``W`` frees the rest."""
+        if self.activation_bytes <= 0:
+            return 0.0
+        return min(1.0, max(0.0, 1.0 - self.deferred_bytes / self.activation_bytes))
+
+
 def parse_cap(
     text: str, geometry: Geometry, bytes_per_chunk_activation: float | None = None
 ) -> Cap:

@@ -22,7 +22,7 @@ from megatron.dpp.sim.model_costs import (
 )
 from megatron.dpp.sim.plan import Layout, Planner, Prediction
 from megatron.dpp.sim.run_costs import costs_of_run, even_layers
-from megatron.dpp.sim.schedules import STATIC, Memory, Plan, find_plan, run_static
+from megatron.dpp.sim.schedules import STATIC, Plan, find_plan, run_static
 
 __all__ = [
     "CONDITIONS",
@@ -31,7 +31,6 @@ __all__ = [
     "Hop",
     "Layout",
     "MeasuredCosts",
-    "Memory",
     "ModelCosts",
     "ModelShape",
     "Part",

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.schedule import Kind
+from megatron.dpp.schedule import Kind, Memory
 from megatron.dpp.sim.clock import Result
 from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.model_costs import ModelCosts
-from megatron.dpp.sim.schedules import Memory, Plan
+from megatron.dpp.sim.schedules import Plan
 
 CAPS = ("strict", "megatron", "1.5p", "2p")
 _WORTH = 0.002

@@ -12,30 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.schedule import Geometry, Policy, Scheduler, beside_head, parse_cap
+from megatron.dpp.schedule import Geometry, Memory, Policy, Scheduler, beside_head, parse_cap
 from megatron.dpp.sim.clock import Lane, Result, interleaved_placement, simulate
 from megatron.dpp.sim.costs import Costs, Shape
 from megatron.dpp.sim.fixed import FixedOrder, gpipe_order, zb_h1_order
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """What training measures of a rank's chunks in its first step; bytes.
-
-    Args:
-        activation_bytes: of one chunk and microbatch, the largest of the rank's chunks.
-        deferred_bytes: what its weight gradients keep from ``B`` to ``W``, likewise.
-    """
-
-    activation_bytes: float
-    deferred_bytes: float
-
-    @property
-    def beta(self) -> float:
-        """Share of an activation that ``B`` frees."""
-        if self.activation_bytes <= 0:
-            return 0.0
-        return max(0.0, 1.0 - self.deferred_bytes / self.activation_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

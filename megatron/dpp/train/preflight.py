@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.schedule import Geometry, find_policy, parse_cap
 from megatron.dpp.train import arguments
 from megatron.dpp.train.checkpoint_args import take_checkpoint_args
 from megatron.dpp.train.files import check_files
@@ -69,7 +70,25 @@ def check(
     tokenizer = build_vocabulary(args)
     if args.dpp_plan:
         take_plan(args)
+    if args.use_dpp:
+        _check_schedule(args)
     return args, tokenizer
+
+
+def _check_schedule(args: argparse.Namespace) -> None:
+    """The policy exists, and every rank's cap is one that it can work with."""
+    find_policy(args.dpp_policy)
+    ranks = args.pipeline_model_parallel_size
+    for rank in range(ranks):
+        geometry = Geometry(
+            num_ranks=ranks,
+            rank=rank,
+            num_chunks=args.virtual_pipeline_model_parallel_size or 1,
+            num_microbatches=args.global_batch_size
+            // (args.micro_batch_size * args.data_parallel_size),
+            group=args.microbatch_group_size_per_vp_stage or None,
+        )
+        parse_cap(args.dpp_activation_cap, geometry)
 
 
 def _check_addresses(config: DppConfig, world_size: int) -> None:
