@@ -185,7 +185,7 @@ def shape_of(args: argparse.Namespace, *, on_gpu: bool, arch: str = "gpt") -> Ru
         **_numbers(args),
         recompute=args.recompute_granularity or "none",
         recompute_num_layers=args.recompute_num_layers or 1,
-        flash=not local or on_gpu or args.sequence_parallel,
+        flash=not local or on_gpu,
         hidden_dropout=args.hidden_dropout > 0,
         attention_dropout=args.attention_dropout > 0,
         policy=args.dpp_policy if args.use_dpp else "megatron",
