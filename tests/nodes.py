@@ -27,7 +27,8 @@ class Node:
 
     def __init__(self, command: Sequence[str], log: Path, **settings: str) -> None:
         self.log = log
-        environment = {**os.environ, "PYTHON": sys.executable, **settings}
+        shown = {"PYTHON": sys.executable, "PYTHONFAULTHANDLER": "1"}
+        environment = {**os.environ, **shown, **settings}
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 command,
@@ -60,13 +61,25 @@ def end(*nodes: Node) -> None:
         node.process.wait()
 
 
+def stacks(*nodes: Node) -> str:
+    """What the nodes said, after all of their Python processes have printed their stacks."""
+    ranks = [
+        process for node in nodes for process in node.tree()[::-1]
+    ]  # before torchrun ends them
+    for process in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGABRT)
+    psutil.wait_procs(ranks, timeout=5)
+    return "\n".join(node.said() for node in nodes)
+
+
 def wait_for_iterations(count: int, metrics: Path, patience: float, *running: Node) -> None:
     """Until the metrics file has a line for each of so many iterations."""
     deadline = time.monotonic() + patience
     while len(lines(metrics)) < count:
         for node in running:
             assert node.process.poll() is None, node.said()
-        assert time.monotonic() < deadline, "\n".join(node.said() for node in running)
+        assert time.monotonic() < deadline, stacks(*running)
         time.sleep(0.05)
 
 
@@ -77,9 +90,7 @@ def wait_for_end(patience: float, *ending: Node) -> float:
         try:
             node.process.wait(patience)
         except subprocess.TimeoutExpired:
-            for process in node.tree():
-                process.send_signal(signal.SIGABRT)
-            raise AssertionError(f"a node has not ended:\n{node.said()}") from None
+            raise AssertionError(f"a node has not ended:\n{stacks(*ending)}") from None
     return time.monotonic() - start
 
 
