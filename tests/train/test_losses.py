@@ -3,19 +3,57 @@
 from __future__ import annotations
 
 import argparse
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron.dpp.errors import DppError
+from megatron.dpp.train import loss_check, losses
 from megatron.dpp.train.bert import bert_loss
 from megatron.dpp.train.gpt import language_model_loss
+from megatron.dpp.train.loss_check import LossCheck
 from megatron.dpp.train.losses import checked
 
 RUN = SimpleNamespace(
-    args=argparse.Namespace(check_for_nan_in_loss_and_grad=True), iteration=0, rank=0
+    args=argparse.Namespace(check_for_nan_in_loss_and_grad=True),
+    iteration=0,
+    rank=0,
+    loss_check=LossCheck(),
 )
+NAN = torch.tensor(float("nan"))
+
+
+@pytest.fixture(autouse=True)
+def eight_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses.microbatches, "get_num_microbatches", lambda: 8)
+
+
+class Copy:
+    """Stands for the event behind a loss that is on its way to the host."""
+
+    def __init__(self) -> None:
+        self.there = False
+        self.waited_for = False
+
+    def query(self) -> bool:
+        return self.there
+
+    def synchronize(self) -> None:
+        self.there = self.waited_for = True
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[Copy]:
+    made: list[Copy] = []
+
+    def on_the_way(loss: torch.Tensor) -> tuple[torch.Tensor, Copy]:
+        made.append(Copy())
+        return loss, made[-1]
+
+    monkeypatch.setattr(loss_check, "_on_the_way", on_the_way)
+    return made
 
 
 @pytest.mark.parametrize("with_head", [False, True])
@@ -36,7 +74,40 @@ def test_gpts_report_survives_it() -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_training_but_no_evaluation() -> None:
-    nan = torch.tensor(float("nan"))
-    assert checked(RUN, nan) is nan
+    assert checked(RUN, NAN) is NAN
     with pytest.raises(DppError, match="iteration 1: the loss on rank 0 is nan"):
-        checked(RUN, nan.clone().requires_grad_())
+        checked(RUN, NAN.clone().requires_grad_())
+
+
+def test_a_loss_is_read_when_it_is_there_and_none_is_waited_for(copies: list[Copy]) -> None:
+    check, one = LossCheck(), torch.ones(())
+    assert check.add(NAN, 0, 4) is None
+    assert check.add(one, 0, 4) is None
+    copies[0].there = True
+    wrong = check.add(one, 0, 4)
+    assert wrong is not None and math.isnan(wrong)
+    assert not any(copy.waited_for for copy in copies)
+
+
+def test_the_last_loss_of_an_iteration_waits_for_all(copies: list[Copy]) -> None:
+    check = LossCheck()
+    assert [check.add(torch.ones(()), 0, 2) for _ in range(2)] == [None, None]
+    assert check.add(torch.ones(()), 1, 2) is None
+    assert check.add(torch.tensor(math.inf), 1, 2) == math.inf
+    assert [copy.waited_for for copy in copies] == [True] * 4
+
+
+def test_an_iteration_that_was_broken_off_leaves_nothing(copies: list[Copy]) -> None:
+    check = LossCheck()
+    check.add(NAN, 0, 2)
+    assert [check.add(torch.ones(()), 1, 2) for _ in range(2)] == [None, None]
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_a_gpus_loss() -> None:
+    check = LossCheck()
+    torch.cuda._sleep(1_000_000_000)
+    assert check.add(torch.full((), math.nan, device="cuda"), 0, 2) is None
+    assert not torch.cuda.current_stream().query()
+    wrong = check.add(torch.ones((), device="cuda"), 0, 2)
+    assert wrong is not None and math.isnan(wrong)

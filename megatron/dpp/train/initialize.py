@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.train.agreement import check_agreement
+from megatron.dpp.train.loss_check import LossCheck
 from megatron.dpp.train.tokenizers import Tokenizer
 
 Args = argparse.Namespace
@@ -45,6 +46,7 @@ class Run:
     recorder: Any = None
     tokenizer: Tokenizer | None = None
     cpu_support: Any = None
+    loss_check: LossCheck = field(default_factory=LossCheck)
     iteration: int = 0
     consumed_train_samples: int = 0
     skipped_train_samples: int = 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+from megatron.core import num_microbatches_calculator as microbatches
 from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -23,7 +24,8 @@ def masked_sum(output: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def checked(run: Run, loss: torch.Tensor) -> torch.Tensor:
-    """``loss``, unless it is not finite and the user wants to be stopped then.
+    """``loss``, unless one of this iteration's losses is known not to be finite and the user wants
+    to be stopped then.
 
     An evaluation goes on and reports it, as Megatron-LM's: one microbatch of short sentences
     without a masked token is enough for BERT's NaN.
@@ -32,12 +34,13 @@ def checked(run: Run, loss: torch.Tensor) -> torch.Tensor:
         DppError: NaN or infinity, with the iteration; switched off by
             ``--no-check-for-nan-in-loss-and-grad``.
     """
-    stops = run.args.check_for_nan_in_loss_and_grad and loss.requires_grad
-    if stops and not torch.isfinite(loss.detach()):
-        raise DppError(
-            f"iteration {run.iteration + 1}: the loss on rank {run.rank} is {loss.item()}; lower "
-            "--lr, or pass --no-check-for-nan-in-loss-and-grad to go on"
-        )
+    if run.args.check_for_nan_in_loss_and_grad and loss.requires_grad:
+        wrong = run.loss_check.add(loss, run.iteration, microbatches.get_num_microbatches())
+        if wrong is not None:
+            raise DppError(
+                f"iteration {run.iteration + 1}: the loss on rank {run.rank} is {wrong}; lower "
+                "--lr, or pass --no-check-for-nan-in-loss-and-grad to go on"
+            )
     return loss
 
 
