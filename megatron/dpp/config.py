@@ -27,8 +27,8 @@ GPUDIRECT = ("auto", "on", "off")
 """Values of ``--dpp-gpudirect``."""
 
 
-def _option(default: Any, help_text: str) -> Any:
-    return field(default=default, metadata={"help": help_text})
+def _option(default: Any, help_text: str, needs: str = "dpp") -> Any:
+    return field(default=default, metadata={"help": help_text, "needs": needs})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +59,21 @@ class DppConfig:
         "how tensors move between ranks: "
         + ", ".join(TRANSPORT_KINDS)
         + "; a kind that is not possible is an error",
+        needs="stages",
     )
-    slots: int = _option(2, "messages each channel can hold at the receiver")
+    slots: int = _option(2, "messages each channel can hold at the receiver", needs="links")
     workload: int = _option(
-        1 << 20, "elements per chunk where tensors are staged through host memory"
+        1 << 20, "elements per chunk where tensors are staged through host memory", needs="links"
     )
     gpudirect: str = _option(
         "auto",
         "between hosts with RDMA: let the network card read and write GPU memory itself: auto "
         "(where it can), on (an error where it cannot), off (through the host's memory)",
+        needs="links",
     )
-    timeout: float = _option(600.0, "seconds that a rank waits for a message before it gives up")
+    timeout: float = _option(
+        600.0, "seconds that a rank waits for a message before it gives up", needs="links"
+    )
     lookahead: float = _option(
         -1.0,
         "on a GPU: milliseconds of the running task that may be left when the next task is "
@@ -80,18 +84,21 @@ class DppConfig:
         "on a GPU: capture each chunk's forward, backward and weight gradients once and replay "
         "them: auto (with --use-dpp, where launching them takes nearly as long as running them), "
         "on (without --use-dpp, too), off",
+        needs="nothing",
     )
     task_rng: bool = _option(
         True,
         "derive the random state of a task from seed, iteration, microbatch and stage, not from "
         "execution order",
+        needs="stages",
     )
     node_ips: str | None = _option(
         None,
         "IPv4 addresses that links between hosts are bound to, separated by commas: one per node, "
         "or one per rank",
+        needs="nothing",  # launch scripts, which read the addresses, too, hand them to every run
     )
-    checksum: bool = _option(False, "send a CRC32C with every message and check it")
+    checksum: bool = _option(False, "send a CRC32C with every message and check it", needs="links")
     record: str | None = _option(
         None, "file that every scheduling decision is written to (one per rank: .rankN is added)"
     )
@@ -100,6 +107,7 @@ class DppConfig:
         None,
         "slow things down on purpose, for measurements: jitter:0.3, transient:2x:20%%, "
         "slow-rank:1:1.5, slow-link:0-1:5ms, lengths:0.5, head:1.5x",
+        needs="nothing",
     )
 
     def __post_init__(self) -> None:
@@ -174,7 +182,10 @@ def flag_of(field_name: str) -> str:
 
 
 def option_fields() -> tuple[dataclasses.Field[Any], ...]:
-    """The fields of :class:`DppConfig`, with ``metadata["help"]``, in the order in which flags are
-    listed.
+    """The fields of :class:`DppConfig` in the order in which flags are listed.
+
+    ``metadata["help"]`` is the flag's help, ``metadata["needs"]`` what a run without ``--use-dpp``
+    must have for the field to take effect: ``dpp``, so it never does; ``links`` of ours (several
+    stages and a ``--dpp-transport``); ``stages``, several of them; or ``nothing``.
     """
     return dataclasses.fields(DppConfig)

@@ -21,7 +21,7 @@ from megatron.dpp.launch.main import _plain, main, plan, shape_from
 from megatron.dpp.launch.nodes import find_nodes
 from megatron.dpp.launch.resolve import Setting, base_flags, resolve
 from megatron.dpp.launch.start import prepare
-from megatron.dpp.train.arguments import parse_args
+from megatron.dpp.train.arguments import parse_args, warnings_of
 from megatron.dpp.train.fields import core_fields
 from tests.train.test_preflight import WITHOUT_TORCH
 
@@ -113,6 +113,7 @@ def test_options_resolve_to_megatrons_flags(words: str) -> None:
     args = args_of(words)
     for name, value in RESOLVED[words].items():
         assert getattr(args, name) == value, name
+    assert not warnings_of(args)
 
 
 def test_a_plan_may_be_made_for_gpus_of_another_machine(
@@ -211,9 +212,9 @@ def test_a_run_without_a_pipeline_is_replayed_on_gpus_unless_told_otherwise() ->
         options, rest = cli.parse(f"--mode 3d {words}".split())
         flags = base_flags(options, rest, on_gpu=True)
         layout = Layout(tensor=options.tp or 1, pipeline=options.pp or 1)
-        return resolve(options, flags, H200, layout=layout, shard=shard).flags.get(
-            "--dpp-cuda-graphs"
-        )
+        resolved = resolve(options, flags, H200, layout=layout, shard=shard)
+        assert not warnings_of(parse_args(resolved.argv))
+        return resolved.flags.get("--dpp-cuda-graphs")
 
     assert graphs("--tp 2") == "on"
     assert graphs("--tp 2 --dpp-cuda-graphs off") == "off"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.dpp.config import option_fields
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.train import settings
 from megatron.dpp.train.arguments import dpp_config, parse_args, warnings_of
@@ -242,10 +243,65 @@ def test_saved_settings_start_the_same_run_again(tmp_path: Path) -> None:
     assert "8 layers of 64" in said
 
 
-def test_flags_without_effect_are_named() -> None:
-    lines = warnings_of(checked("--dpp-slots 3 --num-gpus 8"))
-    assert any("--dpp-slots" in line for line in lines)
-    assert any("--num-gpus" in line for line in lines)
+OURS = {
+    "--dpp-policy": "megatron", "--dpp-activation-cap": "strict", "--no-dpp-split-backward": "",
+    "--dpp-lookahead": "1", "--dpp-record": "x", "--dpp-replay": "y",
+    "--dpp-transport": "shm", "--dpp-slots": "3", "--workload": "7", "--dpp-gpudirect": "off",
+    "--dpp-timeout": "5", "--dpp-checksum": "",
+    "--no-dpp-task-rng": "", "--dpp-cuda-graphs": "on", "--dpp-inject": "jitter:0.1",
+    "--node-ips": "10.0.0.1",
+}  # fmt: skip
+DYNAMIC = set(list(OURS)[:6])
+LINKS = set(list(OURS)[6:12])
+
+
+def idle(more: str, *flags: str, world_size: int = 1) -> set[str]:
+    """Which of our flags ``warnings_of`` says to have no effect."""
+    words = " ".join(f"{flag} {OURS[flag]}" for flag in flags or OURS)
+    lines = warnings_of(checked(f"{more} {words}", world_size))
+    assert all(" has no effect with" in line for line in lines)
+    return {line.split()[0] for line in lines}
+
+
+def test_our_flags_without_effect_are_named() -> None:
+    pipeline = "--pipeline-model-parallel-size 2"
+    words = [word for pair in OURS.items() for word in pair if word]
+    assert set(parse_args(words).given) == {f"dpp_{field.name}" for field in option_fields()}
+    assert not idle("--use-dpp")
+    assert not idle(f"{pipeline} --use-dpp", world_size=2)
+    assert idle(pipeline, world_size=2) == DYNAMIC
+    assert idle("") == DYNAMIC | LINKS | {"--no-dpp-task-rng"}
+    links = LINKS - {"--dpp-transport"}
+    assert idle(pipeline, *links, world_size=2) == links
+    assert warnings_of(checked(f"{pipeline} --dpp-slots 3", 2)) == [
+        "--dpp-slots has no effect without --use-dpp or a --dpp-transport other than auto"
+    ]
+
+
+def test_auto_is_the_dynamic_pipelines() -> None:
+    for flag in ("--dpp-transport auto", "--dpp-cuda-graphs auto"):
+        words = f"{flag} --pipeline-model-parallel-size 2"
+        assert warnings_of(checked(words, 2)) == [f"{flag} has no effect without --use-dpp"]
+        assert not warnings_of(checked(f"{words} --use-dpp", 2))
+    assert not warnings_of(checked("--dpp-cuda-graphs off"))
+
+
+def test_deepspeeds_engine_takes_none_of_our_flags() -> None:
+    args = checked(" ".join(f"{flag} {value}" for flag, value in OURS.items()))
+    args.deepspeed_zero_stage = 1  # after the check, which asks for the package
+    assert warnings_of(args) == [
+        f"{args.given[f'dpp_{field.name}']} has no effect with --deepspeed-zero-stage"
+        for field in option_fields()
+    ]
+
+
+def test_flags_without_effect_are_named_as_they_were_given() -> None:
+    given = "--num-gpus 8 --no-scatter-gather-tensors-in-pipeline --no-dpp-split-backward"
+    assert warnings_of(checked(given)) == [
+        "--no-scatter-gather-tensors-in-pipeline has no effect",
+        "--num-gpus has no effect",
+        "--no-dpp-split-backward has no effect without --use-dpp",
+    ]
     assert not warnings_of(checked())
 
 

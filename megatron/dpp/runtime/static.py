@@ -41,9 +41,9 @@ class StaticSchedule(Replacement):
     """megatron-core's own schedule.
 
     Arguments and use are those of :class:`~megatron.dpp.runtime.replacement.Replacement`. Of
-    ``config``, ``transport`` (``auto`` keeps megatron-core's own exchange), ``cuda_graphs`` (only
-    ``on`` takes graphs), ``inject``, ``task_rng``, ``slots`` and ``timeout`` take effect; the rest
-    belongs to the dynamic schedule.
+    ``config``, ``transport`` (``auto`` keeps megatron-core's own exchange; with a kind, what else
+    concerns links takes effect, too), ``cuda_graphs`` (only ``on`` takes graphs), ``inject`` (of
+    tasks, not of messages) and ``task_rng`` take effect; the rest belongs to the dynamic schedule.
     """
 
     _transport: Transport | None = None
@@ -121,6 +121,8 @@ class StaticSchedule(Replacement):
                 self._seed,
                 num_chunks=topology.num_chunks,
             )
+            if self._injector.delays_messages:
+                self._log(f"static pipeline: --dpp-inject {text} delays no messages here")
         injector, work = self._injector, [0.0]
 
         def after(kind: str, chunk: int, microbatch: int) -> None:

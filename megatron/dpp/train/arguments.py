@@ -9,6 +9,7 @@ here imports torch or megatron-core, so that a wrong flag is refused at once.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import os
 import sys
@@ -93,11 +94,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def given_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> frozenset[str]:
-    """Destinations of the flags that the command line spells out."""
+def given_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, str]:
+    """Destinations of the flags that the command line spells out, with their spelling."""
     options = parser._option_string_actions
     names = (text.split("=", 1)[0] for text in argv)
-    return frozenset(options[name].dest for name in names if name in options)
+    return {options[name].dest: name for name in names if name in options}
 
 
 def _yaml_path(argv: list[str]) -> str | None:
@@ -131,16 +132,31 @@ def dpp_config(args: argparse.Namespace) -> DppConfig:
 
 def warnings_of(args: argparse.Namespace) -> list[str]:
     """A line for every given flag that cannot take effect."""
-    lines = [
-        f"--{name.replace('_', '-')} has no effect" for name in WITHOUT_EFFECT if name in args.given
-    ]
-    if not args.use_dpp:
-        lines += [
-            f"{flag_of(field.name)} has no effect without --use-dpp"
-            for field in option_fields()
-            if f"dpp_{field.name}" in args.given and field.name != "transport"
-        ]
+    lines = [f"{args.given[name]} has no effect" for name in WITHOUT_EFFECT if name in args.given]
+    for field in option_fields():
+        flag = args.given.get(f"dpp_{field.name}")
+        why = _why_idle(args, field) if flag else None
+        if why:
+            lines.append(f"{flag} {why}")
     return lines
+
+
+def _why_idle(args: argparse.Namespace, field: dataclasses.Field[Any]) -> str | None:
+    """Why a setting of ours does nothing in this run; None where it does something."""
+    if args.deepspeed_zero_stage:
+        return "has no effect with --deepspeed-zero-stage"
+    if args.use_dpp:
+        return None
+    needs, value = field.metadata["needs"], getattr(args, f"dpp_{field.name}")
+    if needs == "dpp":
+        return "has no effect without --use-dpp"
+    if needs != "nothing" and args.pipeline_model_parallel_size == 1:
+        return "has no effect without a pipeline"
+    if needs == "links" and args.dpp_transport == "auto":
+        return "has no effect without --use-dpp or a --dpp-transport other than auto"
+    if needs != "links" and value == "auto":
+        return "auto has no effect without --use-dpp"
+    return None
 
 
 def rank_and_world(env: Any = os.environ) -> tuple[int, int]:
