@@ -107,7 +107,7 @@ def forward_step(run: Run) -> Callable[..., Any]:
     """megatron-core's ``forward_step_func`` for BERT."""
 
     def step(iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
-        with run.recorder.span("batch"):
+        with run.recorder.span("batch"), run.timed("batch-generator", level=2):
             batch = get_batch(run, iterator)
         output = model(
             batch["text"],

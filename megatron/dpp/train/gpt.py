@@ -117,7 +117,7 @@ def forward_step(run: Run) -> Callable[..., Any]:
     """megatron-core's ``forward_step_func`` for GPT."""
 
     def step(iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-        with run.recorder.span("batch"):
+        with run.recorder.span("batch"), run.timed("batch-generator", level=2):
             batch = get_batch(run, iterator, get_attr_wrapped_model(model, "vp_stage"))
         mask = batch.get("loss_mask")
         output = model(

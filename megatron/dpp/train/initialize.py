@@ -8,12 +8,13 @@ the process groups live in megatron-core's ``parallel_state``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -85,6 +86,14 @@ class Run:
         """Print on the last rank."""
         if self.is_last:
             _print_line(text)
+
+    @contextlib.contextmanager
+    def timed(self, timer: str, level: int, barrier: bool = False) -> Iterator[None]:
+        """One of Megatron-LM's timers around a block; it runs with ``--timing-log-level`` from
+        ``level`` on."""
+        self.timers(timer, log_level=level).start(barrier=barrier)
+        yield
+        self.timers(timer).stop()
 
 
 def _print_line(text: str) -> None:

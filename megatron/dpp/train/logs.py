@@ -22,6 +22,20 @@ from megatron.dpp.errors import DataError
 from megatron.dpp.train.flops import flops_per_iteration
 from megatron.dpp.train.initialize import Run
 
+_TIMERS = (
+    "forward-backward", "forward-compute", "backward-compute", "batch-generator",
+    "forward-recv", "forward-send", "backward-recv", "backward-send",
+    "forward-send-forward-recv", "forward-send-backward-recv",
+    "backward-send-forward-recv", "backward-send-backward-recv",
+    "forward-backward-send-forward-backward-recv",
+    "embedding-grads-all-reduce", "non-tensor-parallel-grads-all-reduce",
+    "conditional-embedder-grads-all-reduce", "all-grads-sync", "params-all-gather",
+    "optimizer-copy-to-main-grad", "optimizer-unscale-and-check-inf",
+    "optimizer-clip-main-grad", "optimizer-count-zeros", "optimizer-inner-step",
+    "optimizer-copy-main-to-model-params", "optimizer",
+)  # fmt: skip
+"""What megatron-core and the training loop time, in the order of the log."""
+
 
 @dataclass(kw_only=True)
 class StepResult:
@@ -102,7 +116,7 @@ class TrainingLog:
                 parts.append(f"{name}: {average:.6E}")
         parts += self._tail(step)
         run.say_last(" | ".join(parts) + " |")
-        self._report_timers()
+        self._report_timers(count, reset)
         if reset:
             self.totals = {name: torch.zeros_like(total) for name, total in self.totals.items()}
             self.advanced = self.skipped = self.nans = 0
@@ -122,10 +136,16 @@ class TrainingLog:
             f"number of nan iterations: {self.nans:3d}",
         ]
 
-    def _report_timers(self) -> None:
-        args = self.run.args
-        if args.timing_log_level:
-            self.run.timers.log(None, normalizer=args.log_interval)
+    def _report_timers(self, count: int, reset: bool) -> None:
+        """Milliseconds per iteration since the last line. Every rank takes part, with the same
+        names: which timers run depends on the pipeline stage."""
+        run, timers = self.run, self.run.timers
+        if run.args.log_timers_to_tensorboard:
+            timers.write(_TIMERS, self.writers.board, run.iteration, normalizer=count, reset=False)
+        if run.args.timing_log_level:
+            text = timers.get_all_timers_string(_TIMERS, normalizer=count, reset=reset)
+            if text is not None:
+                run.say_last(text)
 
     def _write_values(self, step: StepResult) -> None:
         run, add = self.run, self.writers.add
@@ -163,12 +183,13 @@ class Writers:
 
     def __init__(self, run: Run) -> None:
         args = run.args
-        self._board: Any = None
+        self.board: Any = None
+        """TensorBoard's ``SummaryWriter`` or None."""
         self._wandb: Any = None
         if run.is_last and args.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(
+            self.board = SummaryWriter(
                 log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size
             )
         if run.is_last and args.wandb_project:
@@ -176,20 +197,20 @@ class Writers:
 
     def add(self, name: str, value: Any, run: Run, samples: bool = False) -> None:
         """One value at this iteration; with ``samples`` also over consumed samples."""
-        if self._board is not None:
-            self._board.add_scalar(name, value, run.iteration)
+        if self.board is not None:
+            self.board.add_scalar(name, value, run.iteration)
             if samples:
-                self._board.add_scalar(f"{name} vs samples", value, run.consumed_train_samples)
+                self.board.add_scalar(f"{name} vs samples", value, run.consumed_train_samples)
         if self._wandb is not None:
             self._wandb.log({name: value}, run.iteration)
 
     def close(self) -> None:
         """Flush and close; calling it twice is fine."""
-        if self._board is not None:
-            self._board.close()
+        if self.board is not None:
+            self.board.close()
         if self._wandb is not None:
             self._wandb.finish()
-        self._board = self._wandb = None
+        self.board = self._wandb = None
 
 
 def _open_wandb(args: argparse.Namespace) -> Any:

@@ -18,6 +18,7 @@ from megatron.core import num_microbatches_calculator as microbatches
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 
+from megatron.dpp.mcore.fused_step import fused_step
 from megatron.dpp.train.checkpointing import Checkpointer
 from megatron.dpp.train.data import Iterators
 from megatron.dpp.train.diagnostics import Diagnostics
@@ -145,17 +146,18 @@ class Trainer:
             torch.cuda.empty_cache()
         losses = _mean_losses(reduced)
         added = added_losses(args, microbatches.get_num_microbatches())
-        with run.recorder.span("optimizer"):
+        timed = run.timed("optimizer", level=1, barrier=args.barrier_with_L1_time)
+        with timed, run.recorder.span("optimizer"), fused_step(trainee.optimizer):
             successful, grad_norm, num_zeros = trainee.optimizer.step()
-        successful = bool(_over_model_ranks(float(successful), dist.ReduceOp.MIN))
-        grad_norm = _largest(grad_norm)
+        failed, grad_norm = _largest(float(not successful), grad_norm)
+        successful = not failed
         if successful:
             trainee.scheduler.step(increment=self._batch_size())
         return StepResult(
             losses=losses | added if losses else {},
             skipped=not successful,
             grad_norm=grad_norm,
-            num_zeros=_largest(num_zeros) if args.log_num_zeros_in_grad else None,
+            num_zeros=_largest(num_zeros)[0] if args.log_num_zeros_in_grad else None,
             params_norm=parameters_norm(trainee.chunks, args.bf16)
             if args.log_params_norm
             else None,
@@ -186,8 +188,7 @@ class Trainer:
             for group in self.trainee.optimizer.param_groups
             if not group.get("is_decoupled_lr", False)
         ]
-        rate = _largest(rates[0] if rates else None)
-        return rate or 0.0
+        return _largest(rates[0] if rates else None)[0] or 0.0
 
     def _count(self, step: StepResult) -> None:
         run = self.run
@@ -312,18 +313,13 @@ class _ForwardHooks:
             self._trainee.config.param_sync_func = self._sync
 
 
-def _over_model_ranks(value: float, operation: Any) -> float:
-    tensor = torch.tensor([value], dtype=torch.float64, device=torch.cuda.current_device())
-    dist.all_reduce(tensor, op=operation, group=mpu.get_model_parallel_group())
-    return float(tensor.item())
-
-
-def _largest(value: Any) -> float | None:
-    """Largest over the model-parallel ranks; None where no rank has one (as in a skipped
-    iteration)."""
-    number = -1.0 if value is None else float(value)
-    largest = _over_model_ranks(number, dist.ReduceOp.MAX)
-    return None if largest == -1.0 else largest
+def _largest(*values: Any) -> list[float | None]:
+    """Of each value, at least 0, the largest over the model-parallel ranks; None where no rank has
+    one (the gradient norm of a skipped iteration)."""
+    numbers = [-1.0 if value is None else float(value) for value in values]
+    tensor = torch.tensor(numbers, dtype=torch.float64, device=torch.cuda.current_device())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=mpu.get_model_parallel_group())
+    return [None if number == -1.0 else number for number in tensor.tolist()]
 
 
 def _mean_losses(reduced: list[Any]) -> dict[str, torch.Tensor]:

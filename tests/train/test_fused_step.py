@@ -1,0 +1,103 @@
+"""The optimizer's step in a few kernels gives what megatron-core's many kernels give."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import optimizer as core
+from megatron.core.utils import local_multi_tensor_scale
+
+from megatron.dpp.mcore.fused_step import copy, fused_step, l2_norm, scale
+
+SHAPES = ((3, 5), (7,), ())
+
+
+def tensors(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def test_the_norm_of_all_tensors() -> None:
+    grads = tensors(0)
+    norm, per_tensor = l2_norm(None, 0, None, [grads], False)
+    expected = math.sqrt(sum(grad.double().square().sum().item() for grad in grads))
+    assert per_tensor is None and norm.shape == (1,)
+    assert norm.item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_scaling_in_place_and_into_others(dtype: torch.dtype) -> None:
+    grads, expected = tensors(1), tensors(1)
+    local_multi_tensor_scale(0, None, [expected, expected], 0.25)
+    scale(None, 0, None, [grads, grads], 0.25)
+    others, expected_others = tensors(2, dtype), tensors(2, dtype)
+    for factor in (1.0, 0.5):
+        scale(None, 0, None, [grads, others], factor)
+        local_multi_tensor_scale(0, None, [expected, expected_others], factor)
+        assert all(map(torch.equal, grads + others, expected + expected_others))
+
+
+def test_copying_changes_the_dtype() -> None:
+    source, target = tensors(3), tensors(4, torch.bfloat16)
+    copy(None, this=source, that=target, overflow_buf=None)
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(source, target, strict=True))
+    copy(None, [], [])
+
+
+def make(device: str) -> tuple[Any, list[torch.nn.Parameter]]:
+    """megatron-core's optimizer around PyTorch's, as one that holds another."""
+    parameters = [torch.nn.Parameter(t.to(device)) for t in tensors(5)]
+    inner = torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.01)
+    return SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)]), parameters
+
+
+def test_nothing_changes_on_a_cpu() -> None:
+    optimizer, _ = make("cpu")
+    before = clip_grads.l2_norm_impl
+    with fused_step(optimizer), fused_step(SimpleNamespace(optimizer=None)):
+        assert clip_grads.l2_norm_impl is before
+        assert not optimizer.chained_optimizers[0].optimizer.param_groups[0]["fused"]
+
+
+@pytest.mark.gpu
+def test_fused_adam_goes_on_from_a_loaded_state_and_is_not_saved() -> None:
+    def run(fused: bool) -> list[torch.nn.Parameter]:
+        optimizer, parameters = make("cuda")
+        inner = optimizer.chained_optimizers[0].optimizer
+        for step in range(6):
+            for parameter, grad in zip(parameters, tensors(10 + step), strict=True):
+                parameter.grad = grad.cuda()
+            if fused:
+                with fused_step(optimizer):
+                    inner.step()
+            else:
+                inner.step()
+            state = inner.state_dict()
+            assert not state["param_groups"][0]["fused"]
+            if step == 2:  # as from a file
+                for each in state["state"].values():
+                    each["step"] = each["step"].cpu()
+                inner.load_state_dict(state)
+        return parameters
+
+    for ours, theirs in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_norm_and_copies_are_replaced_on_a_gpu() -> None:
+    optimizer, parameters = make("cuda")
+    for parameter, grad in zip(parameters, tensors(6), strict=True):
+        parameter.grad = grad.cuda()
+    names = (clip_grads.l2_norm_impl, core._multi_tensor_copy_this_to_that)
+    with fused_step(optimizer):
+        assert clip_grads.l2_norm_impl is not names[0]
+        clip_grads.clip_grad_by_total_norm_fp32(parameters, 0.5, total_norm=1.0)
+    for parameter, grad in zip(parameters, tensors(6), strict=True):
+        torch.testing.assert_close(parameter.grad, (grad * (0.5 / (1.0 + 1e-6))).cuda())
+    assert names == (clip_grads.l2_norm_impl, core._multi_tensor_copy_this_to_that)
