@@ -1,9 +1,10 @@
 """The command line of ``pretrain_gpt.py`` and ``pretrain_bert.py``.
 
-Rows of ``flags`` first, then one flag per remaining field of megatron-core's dataclasses, then
-ours from :class:`megatron.dpp.config.DppConfig`. This module turns text into a namespace; whether
-the values fit together is ``validate``'s business, and what they mean is ``configs``'. Nothing
-here imports torch or megatron-core, so that a wrong flag is refused at once.
+Rows of ``flags``, ``flags_run`` and ``flags_special`` first, then ours from
+:class:`megatron.dpp.config.DppConfig`, then one flag per remaining field of megatron-core's
+dataclasses. This module turns text into a namespace; whether the values fit together is
+``validate``'s business, and what they mean is ``configs``'. Nothing here imports torch or
+megatron-core, so that a wrong flag is refused at once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatron.dpp.config import DppConfig, flag_of, option_fields
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.train.fields import add_flags, core_fields
 from megatron.dpp.train.flags import GROUPS, UNSET_FIELDS, WITHOUT_EFFECT, Flag
+from megatron.dpp.train.flags_run import RUN_GROUPS
 from megatron.dpp.train.flags_special import SPECIAL, answer
 
 
@@ -33,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every flag."""
     parser = _Parser(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for title, rows in (GROUPS | SPECIAL).items():
+    for title, rows in (GROUPS | RUN_GROUPS | SPECIAL).items():
         group = parser.add_argument_group(title)
         for row in rows:
             _add_row(group, row)
