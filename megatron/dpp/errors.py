@@ -76,3 +76,13 @@ class ProtocolError(TransportError):
 
 class UsedAfterFork(TransportError):
     """A transport was used in a child process that inherited it by ``fork``."""
+
+
+def require(condition: object, message: str) -> None:
+    """The form in which settings' rules are written.
+
+    Raises:
+        ConfigError: with ``message``, unless ``condition`` holds.
+    """
+    if not condition:
+        raise ConfigError(message)

@@ -15,7 +15,7 @@ from megatron.dpp.sim import (
     from_measured,
     from_shapes,
 )
-from megatron.dpp.train.validate import virtual_stages
+from megatron.dpp.train.validate_layout import virtual_stages
 
 SHAPES = "shapes"
 _REPOSITORY = Path(__file__).resolve().parents[3]

@@ -14,12 +14,12 @@ import argparse
 import importlib.util
 import math
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, require
 from megatron.dpp.trace import parse_iterations
 from megatron.dpp.train.validate_experts import check_experts, check_prediction
+from megatron.dpp.train.validate_layout import check_cut, check_plan, virtual_stages
 from megatron.dpp.train.validate_ranges import (
     check_batches,
-    check_cut,
     check_heads,
     check_learning_rate,
     check_optimizer_kind,
@@ -40,7 +40,7 @@ def validate(args: Args, world_size: int) -> None:
         _shape,
         check_heads,
         _layout,
-        _plan,
+        check_plan,
         virtual_stages,
         _batch,
         check_batches,
@@ -66,48 +66,43 @@ def validate(args: Args, world_size: int) -> None:
         rule(args)
 
 
-def _require(condition: object, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
 def _shape(args: Args) -> None:
     args.num_layers = args.num_layers or args.encoder_num_layers
     for name in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
-        _require(getattr(args, name), f"--{name.replace('_', '-')} is required")
+        require(getattr(args, name), f"--{name.replace('_', '-')} is required")
     args.seq_length = args.seq_length or args.encoder_seq_length
-    _require(args.seq_length, "--seq-length is required")
+    require(args.seq_length, "--seq-length is required")
     args.encoder_seq_length = args.seq_length
     if args.ffn_hidden_size is None:
         wide = int((4 * args.hidden_size * 2 / 3) / 64) * 64
         args.ffn_hidden_size = wide if args.swiglu else 4 * args.hidden_size
-        _require(
+        require(
             args.ffn_hidden_size,
             f"--swiglu with --hidden-size {args.hidden_size}: two thirds of four times that, in "
             "multiples of 64, are 0; give --ffn-hidden-size",
         )
     if args.kv_channels is None:
-        _require(
+        require(
             args.hidden_size % args.num_attention_heads == 0,
             f"--hidden-size {args.hidden_size} is not divisible by "
             f"--num-attention-heads {args.num_attention_heads}",
         )
         args.kv_channels = args.hidden_size // args.num_attention_heads
-    _require(
+    require(
         args.max_position_embeddings >= args.seq_length,
         f"--max-position-embeddings {args.max_position_embeddings} is below "
         f"--seq-length {args.seq_length}",
     )
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
-    _require(
+    require(
         args.add_position_embedding or args.position_embedding_type == "rope",
         "--no-position-embedding: use --position-embedding-type none",
     )
     args.apply_rope_fusion &= args.position_embedding_type == "rope"
     args.bias_gelu_fusion &= args.add_bias_linear and not (args.squared_relu or args.quick_geglu)
     args.add_qkv_bias |= args.add_bias_linear
-    _require(
+    require(
         args.swiglu + args.squared_relu + args.quick_geglu <= 1,
         "--swiglu, --squared-relu and --quick-geglu exclude each other",
     )
@@ -117,8 +112,8 @@ def _layout(args: Args) -> None:
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     context = args.context_parallel_size
     model = tensor * pipeline * context
-    _require(model > 0, "parallel sizes must be at least 1")
-    _require(
+    require(model > 0, "parallel sizes must be at least 1")
+    require(
         args.world_size % model == 0,
         f"{args.world_size} processes cannot hold --tensor-model-parallel-size {tensor} x "
         f"--pipeline-model-parallel-size {pipeline} x --context-parallel-size {context}: "
@@ -127,13 +122,13 @@ def _layout(args: Args) -> None:
     args.data_parallel_size = args.world_size // model
     for name in ("num_attention_heads", "ffn_hidden_size"):
         value = getattr(args, name)
-        _require(
+        require(
             value % tensor == 0,
             f"--{name.replace('_', '-')} {value} is not divisible by "
             f"--tensor-model-parallel-size {tensor}",
         )
     if context > 1:
-        _require(
+        require(
             args.seq_length % (2 * context) == 0,
             f"--seq-length {args.seq_length} is not a multiple of twice "
             f"--context-parallel-size {context}",
@@ -141,7 +136,7 @@ def _layout(args: Args) -> None:
     if tensor == 1:
         args.sequence_parallel = False
     if args.sequence_parallel:
-        _require(
+        require(
             args.seq_length % tensor == 0,
             f"--seq-length {args.seq_length} is not divisible by "
             f"--tensor-model-parallel-size {tensor} (--sequence-parallel)",
@@ -150,120 +145,15 @@ def _layout(args: Args) -> None:
         args.expert_tensor_parallel_size = tensor
 
 
-def _plan(args: Args) -> None:
-    if args.dpp_plan is None:
-        return
-    _require(args.use_dpp, f"--dpp-plan {args.dpp_plan} plans the dynamic pipeline: add --use-dpp")
-    _require(
-        args.pipeline_model_parallel_size > 1,
-        f"--dpp-plan {args.dpp_plan} needs --pipeline-model-parallel-size of at least 2",
-    )
-    excluded = {
-        "--num-layers-per-virtual-pipeline-stage": args.num_layers_per_virtual_pipeline_stage,
-        "--num-virtual-stages-per-pipeline-rank": args.num_virtual_stages_per_pipeline_rank,
-        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
-        "--decoder-first-pipeline-num-layers": args.decoder_first_pipeline_num_layers,
-        "--decoder-last-pipeline-num-layers": args.decoder_last_pipeline_num_layers,
-        "--account-for-embedding-in-pipeline-split": args.account_for_embedding_in_pipeline_split,
-        "--account-for-loss-in-pipeline-split": args.account_for_loss_in_pipeline_split,
-        "--mtp-num-layers": args.mtp_num_layers,
-        "--num-experts": args.num_experts,
-    }
-    for flag, given in excluded.items():
-        _require(not given, f"--dpp-plan {args.dpp_plan} does not go with {flag}")
-
-
-def virtual_stages(args: Args) -> None:
-    """The number of chunks; once more where ``--dpp-plan`` has settled the layout."""
-    pipeline = args.pipeline_model_parallel_size
-    ways = {
-        "--num-layers-per-virtual-pipeline-stage": args.num_layers_per_virtual_pipeline_stage,
-        "--num-virtual-stages-per-pipeline-rank": args.num_virtual_stages_per_pipeline_rank,
-        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
-    }
-    given = [name for name, value in ways.items() if value is not None]
-    _require(len(given) <= 1, f"{' and '.join(given)} exclude each other")
-    chunks = _num_chunks(args)
-    args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
-    if chunks > 1:
-        _require(
-            pipeline > 1,
-            f"{given[0]}: virtual stages need --pipeline-model-parallel-size of at least 2",
-        )
-        _require(
-            args.overlap_p2p_comm or pipeline > 2 or args.use_dpp,
-            "--no-overlap-p2p-communication with virtual stages needs "
-            "--pipeline-model-parallel-size of at least 3",
-        )
-    else:
-        args.overlap_p2p_comm = args.align_param_gather = False
-
-
-def _num_chunks(args: Args) -> int:
-    """Model chunks per pipeline rank."""
-    pipeline = args.pipeline_model_parallel_size
-    if args.dpp_plan and args.pipeline_model_parallel_layout is None:
-        return 1  # until the vocabulary is known, and with it what the head costs
-    if args.pipeline_model_parallel_layout is not None:
-        from megatron.core.transformer.pipeline_parallel_layer_layout import (
-            PipelineParallelLayerLayout,
-        )
-
-        try:
-            stages = PipelineParallelLayerLayout.get_num_stages_from_str(
-                args.pipeline_model_parallel_layout
-            )
-        except AssertionError as error:
-            raise ConfigError(f"--pipeline-model-parallel-layout: {error}") from error
-        _require(
-            stages % pipeline == 0,
-            f"--pipeline-model-parallel-layout has {stages} stages, not a multiple of "
-            f"--pipeline-model-parallel-size {pipeline}",
-        )
-        return int(stages // pipeline)
-    if args.num_virtual_stages_per_pipeline_rank is not None:
-        chunks = int(args.num_virtual_stages_per_pipeline_rank)
-        _require(
-            0 < chunks * pipeline <= args.num_layers,
-            f"--num-virtual-stages-per-pipeline-rank {chunks} x --pipeline-model-parallel-size "
-            f"{pipeline} = {chunks * pipeline} virtual stages; --num-layers is {args.num_layers}: "
-            "each stage needs a layer",
-        )
-        return chunks
-    uneven = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
-    layers = args.num_layers
-    layers += args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
-    if uneven == (None, None):
-        _require(
-            layers % pipeline == 0,
-            f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pipeline}",
-        )
-    per_chunk = args.num_layers_per_virtual_pipeline_stage
-    if per_chunk is None:
-        return 1
-    _require(
-        uneven == (None, None),
-        "with --decoder-first/last-pipeline-num-layers, use "
-        "--num-virtual-stages-per-pipeline-rank for virtual stages",
-    )
-    per_rank = layers // pipeline
-    _require(
-        per_chunk > 0 and per_rank % per_chunk == 0,
-        f"{per_rank} layers per pipeline rank are not divisible by "
-        f"--num-layers-per-virtual-pipeline-stage {per_chunk}",
-    )
-    return int(per_rank // per_chunk)
-
-
 def _batch(args: Args) -> None:
-    _require(
+    require(
         args.micro_batch_size is not None and args.micro_batch_size > 0,
         "--micro-batch-size is required",
     )
     step = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size is None:
         args.global_batch_size = step
-    _require(
+    require(
         args.global_batch_size % step == 0 or args.decrease_batch_size_if_needed,
         f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
         f"{args.micro_batch_size} x {args.data_parallel_size} data-parallel replicas",
@@ -271,7 +161,7 @@ def _batch(args: Args) -> None:
 
 
 def _length_of_training(args: Args) -> None:
-    _require(
+    require(
         (args.train_iters is None) != (args.train_samples is None),
         "give exactly one of --train-iters and --train-samples",
     )
@@ -279,21 +169,21 @@ def _length_of_training(args: Args) -> None:
     wrong = samples + iterations[1:] if args.train_iters is not None else iterations[:1]
     mode = "--train-iters" if args.train_iters is not None else "--train-samples"
     for name in wrong:
-        _require(
+        require(
             getattr(args, name) is None,
             f"--{name.replace('_', '-')} does not go with {mode}",
         )
     warm = "lr_warmup_samples" if args.train_iters is not None else "lr_warmup_iters"
-    _require(not getattr(args, warm), f"--{warm.replace('_', '-')} does not go with {mode}")
+    require(not getattr(args, warm), f"--{warm.replace('_', '-')} does not go with {mode}")
     if args.lr_warmup_fraction is not None:
-        _require(
+        require(
             not args.lr_warmup_iters and not args.lr_warmup_samples,
             "--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples",
         )
 
 
 def _precision(args: Args) -> None:
-    _require(not (args.fp16 and args.bf16), "--fp16 and --bf16 exclude each other")
+    require(not (args.fp16 and args.bf16), "--fp16 and --bf16 exclude each other")
     if args.fp16 and not args.loss_scale:  # NaN is then a message to the loss scaler
         args.check_for_nan_in_loss_and_grad = False
     if args.bf16:
@@ -302,8 +192,8 @@ def _precision(args: Args) -> None:
         elif args.main_grads_dtype == "fp32":
             args.accumulate_allreduce_grads_in_fp32 = True
     half = args.fp16 or args.bf16
-    _require(not args.fp16_lm_cross_entropy or args.fp16, "--fp16-lm-cross-entropy needs --fp16")
-    _require(
+    require(not args.fp16_lm_cross_entropy or args.fp16, "--fp16-lm-cross-entropy needs --fp16")
+    require(
         not args.fp32_residual_connection or half,
         "--fp32-residual-connection needs --fp16 or --bf16",
     )
@@ -312,29 +202,29 @@ def _precision(args: Args) -> None:
 
 def _optimizer(args: Args) -> None:
     args.apply_wd_to_qk_layernorm |= args.no_weight_decay_cond_type is not None
-    _require(args.lr is not None or args.skip_train, "--lr is required")
-    _require(
+    require(args.lr is not None or args.skip_train, "--lr is required")
+    require(
         args.lr is None or args.min_lr <= args.lr,
         f"--min-lr {args.min_lr} is above --lr {args.lr}",
     )
     if args.weight_decay_incr_style == "constant":
-        _require(
+        require(
             args.start_weight_decay is None and args.end_weight_decay is None,
             "--start/end-weight-decay need --weight-decay-incr-style linear or cosine",
         )
         args.start_weight_decay = args.end_weight_decay = args.weight_decay
     else:
-        _require(
+        require(
             args.start_weight_decay is not None and args.end_weight_decay is not None,
             f"--weight-decay-incr-style {args.weight_decay_incr_style} needs "
             "--start-weight-decay and --end-weight-decay",
         )
     if args.overlap_param_gather:
-        _require(
+        require(
             args.use_distributed_optimizer and args.overlap_grad_reduce,
             "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
         )
-    _require(
+    require(
         args.ddp_num_buckets is None or args.ddp_bucket_size is None,
         "--ddp-num-buckets and --ddp-bucket-size exclude each other",
     )
@@ -359,7 +249,7 @@ def _fully_sharded(args: Args) -> None:
         "--fp16": "; nearest: --bf16",
     }
     for flag, given in excluded.items():
-        _require(not given, f"--use-torch-fsdp2 does not go with {flag}{nearest.get(flag, '')}")
+        require(not given, f"--use-torch-fsdp2 does not go with {flag}{nearest.get(flag, '')}")
     args.gradient_accumulation_fusion = False
 
 
@@ -395,18 +285,18 @@ def _deepspeed(args: Args) -> None:
         ),
     }
     for flag, given in excluded.items():
-        _require(not given, f"{name} does not go with {flag}")
+        require(not given, f"{name} does not go with {flag}")
     args.gradient_accumulation_fusion = False
 
 
 def _memory(args: Args) -> None:
     if args.recompute_activations:
         args.recompute_granularity = "selective"
-    _require(
+    require(
         args.recompute_granularity != "selective" or args.recompute_method is None,
         "--recompute-method needs --recompute-granularity full",
     )
-    _require(
+    require(
         args.recompute_granularity != "full" or args.recompute_method is not None,
         "--recompute-granularity full needs --recompute-method uniform or block",
     )
@@ -416,7 +306,7 @@ def _memory(args: Args) -> None:
 
 def _kernels(args: Args) -> None:
     if args.spec is not None:
-        _require(
+        require(
             args.spec == ["local"],
             f"--spec {' '.join(args.spec)}: only local is possible here; a layer of your own goes "
             "into your own training loop (examples/gpt3/own_loop.py)",
@@ -435,7 +325,7 @@ def _kernels(args: Args) -> None:
             "--moe-latent-size": args.moe_latent_size,
         }
         for flag, given in needs_kernels.items():
-            _require(
+            require(
                 not given,
                 f"{flag} needs modules of Transformer Engine, which the local layers have no "
                 "substitute for; use --transformer-impl transformer_engine",
@@ -457,8 +347,8 @@ def _data(args: Args) -> None:
         "--per-split-data-args-path": args.per_split_data_args_path,
     }
     given = [name for name, value in sources.items() if value]
-    _require(given, "no data: give --data-path, --train-data-path or --mock-data")
-    _require(len(given) == 1, f"{' and '.join(given)} exclude each other")
+    require(given, "no data: give --data-path, --train-data-path or --mock-data")
+    require(len(given) == 1, f"{' and '.join(given)} exclude each other")
     if (args.data_path or args.data_args_path) and args.split is None:
         args.split = "969, 30, 1"
     args.dataloader_type = args.dataloader_type or "single"
@@ -466,33 +356,33 @@ def _data(args: Args) -> None:
 
 def _checkpoints(args: Args) -> None:
     if args.save:
-        _require(
+        require(
             args.save_interval is not None and args.save_interval > 0,
             "--save needs --save-interval of at least 1",
         )
     if args.save_retain_interval is not None:
-        _require(
+        require(
             args.save_interval and args.save_retain_interval % args.save_interval == 0,
             f"--save-retain-interval {args.save_retain_interval} is not a multiple of "
             f"--save-interval {args.save_interval}",
         )
-    _require(
+    require(
         not args.async_save or args.ckpt_format == "torch_dist",
         "--async-save needs --ckpt-format torch_dist",
     )
 
 
 def _evaluation(args: Args) -> None:
-    _require(
+    require(
         args.eval_interval or not args.eval_iters or args.skip_train,
         "--eval-interval is required (or --eval-iters 0)",
     )
-    _require(args.log_interval > 0, f"--log-interval {args.log_interval}: must be at least 1")
-    _require(math.isfinite(args.clip_grad), f"--clip-grad {args.clip_grad}: must be finite")
+    require(args.log_interval > 0, f"--log-interval {args.log_interval}: must be at least 1")
+    require(math.isfinite(args.clip_grad), f"--clip-grad {args.clip_grad}: must be finite")
 
 
 def _writers(args: Args) -> None:
-    _require(
+    require(
         not args.wandb_project or importlib.util.find_spec("wandb") is not None,
         f"--wandb-project {args.wandb_project}: Weights & Biases is not installed; pip install "
         "wandb",
@@ -500,9 +390,7 @@ def _writers(args: Args) -> None:
 
 
 def _trace(args: Args) -> None:
-    _require(
-        args.trace_interval >= 1, f"--trace-interval {args.trace_interval}: must be at least 1"
-    )
+    require(args.trace_interval >= 1, f"--trace-interval {args.trace_interval}: must be at least 1")
     try:
         parse_iterations(args.trace_iterations or "0")
     except ValueError as error:

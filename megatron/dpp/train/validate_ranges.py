@@ -1,19 +1,14 @@
-"""Values and layouts that megatron-core or PyTorch would meet with a bare assertion, a shape error
-or worse: ``validate``'s rules about single numbers, learning rates and uneven cuts."""
+"""Values that megatron-core or PyTorch would meet with a bare assertion, a shape error
+or worse: ``validate``'s rules about single numbers, batches and learning rates."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import require
 
 Args = argparse.Namespace
-
-
-def _require(condition: object, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
 
 
 def check_ranges(args: Args) -> None:
@@ -31,7 +26,7 @@ def check_ranges(args: Args) -> None:
     if args.fp16 and not args.loss_scale:
         for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
             _between(args, name, getattr(args, name) > 0, "above 0")
-        _require(
+        require(
             args.initial_loss_scale >= args.min_loss_scale,
             f"--initial-loss-scale {args.initial_loss_scale} is below --min-loss-scale "
             f"{args.min_loss_scale}",
@@ -39,7 +34,7 @@ def check_ranges(args: Args) -> None:
 
 
 def _between(args: Args, name: str, good: bool, rule: str) -> None:
-    _require(good, f"--{name.replace('_', '-')} {getattr(args, name)}: must be {rule}")
+    require(good, f"--{name.replace('_', '-')} {getattr(args, name)}: must be {rule}")
 
 
 def check_heads(args: Args) -> None:
@@ -49,13 +44,13 @@ def check_heads(args: Args) -> None:
         ConfigError: heads or channels cannot be shared out so.
     """
     groups = args.num_query_groups
-    _require(
+    require(
         not args.group_query_attention or args.num_attention_heads % groups == 0,
         f"--num-attention-heads {args.num_attention_heads} is not a multiple of "
         f"--num-query-groups {groups}",
     )
     rotated = int(args.kv_channels * args.rotary_percent)
-    _require(
+    require(
         args.position_embedding_type != "rope" or rotated % 2 == 0,
         f"--position-embedding-type rope turns channels in pairs: {rotated} of --kv-channels "
         f"{args.kv_channels} (--rotary-percent {args.rotary_percent}) is odd",
@@ -74,31 +69,31 @@ def check_learning_rate(args: Args) -> None:
     decay = own_decay or total
     decay_flag = f"--{'lr-decay' if own_decay else 'train'}-{unit} {decay}"
     fraction, steps = args.lr_warmup_fraction, getattr(args, f"lr_warmup_{unit}")
-    _require(total > 0 and decay > 0, f"--train-{unit} {total}, {decay_flag}: must be at least 1")
-    _require(
+    require(total > 0 and decay > 0, f"--train-{unit} {total}, {decay_flag}: must be at least 1")
+    require(
         fraction is None or 0 <= fraction < 1,
         f"--lr-warmup-fraction {fraction}: must be at least 0 and below 1",
     )
-    _require(
+    require(
         fraction is not None or steps < decay,
         f"--lr-warmup-{unit} {steps} is not below {decay_flag}: warming up must end before the "
         "decay does",
     )
-    _require(
+    require(
         args.lr_decay_style != "WSD" or getattr(args, f"lr_wsd_decay_{unit}") is not None,
         f"--lr-decay-style WSD with --train-{unit} needs --lr-wsd-decay-{unit}",
     )
-    _require(args.min_lr >= 0, f"--min-lr {args.min_lr} is below 0")
-    _require(
+    require(args.min_lr >= 0, f"--min-lr {args.min_lr} is below 0")
+    require(
         args.lr is None or args.lr_warmup_init <= args.lr,
         f"--lr-warmup-init {args.lr_warmup_init} is above --lr {args.lr}",
     )
-    _require(
+    require(
         not (args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler),
         "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "
         "other",
     )
-    _require(
+    require(
         0 <= args.start_weight_decay <= args.end_weight_decay,
         f"weight decay goes from {args.start_weight_decay} to {args.end_weight_decay}: it must "
         "not be below 0, nor fall (--weight-decay, --start-weight-decay, --end-weight-decay)",
@@ -115,13 +110,13 @@ def check_batches(args: Args) -> None:
     if args.rampup_batch_size is not None:
         first, increment, samples = (int(word) for word in args.rampup_batch_size)
         way = args.global_batch_size - first
-        _require(
+        require(
             first > 0 and increment > 0 and samples > 0 and way >= 0 and way % increment == 0,
             f"--rampup-batch-size {first} {increment} {samples}: expected START INCREMENT SAMPLES "
             f"above 0, and a whole number of increments from START to --global-batch-size "
             f"{args.global_batch_size}",
         )
-        _require(
+        require(
             (first % step == 0 and (way == 0 or increment % step == 0))
             or args.decrease_batch_size_if_needed,
             f"--rampup-batch-size {first} {increment} {samples}: batches on the way are no "
@@ -134,62 +129,12 @@ def check_batches(args: Args) -> None:
     group = args.microbatch_group_size_per_vp_stage or pipeline
     microbatches = args.global_batch_size // step
     rest = microbatches % group if group else 0
-    _require(
+    require(
         pipeline <= group <= microbatches and (rest == 0 or rest >= pipeline),
         f"{microbatches} microbatches (--global-batch-size / --micro-batch-size / replicas) in "
         f"groups of {group}: the interleaved schedule needs groups of --pipeline-model-parallel-"
         f"size {pipeline} (--microbatch-group-size-per-virtual-pipeline-stage) or more, at least "
         "one, and no smaller rest; --use-dpp takes any number",
-    )
-
-
-def check_cut(args: Args) -> None:
-    """Layers per stage, where the flags say them or the cut is even; and layers recomputed
-    together.
-
-    Raises:
-        ConfigError: stages would have no, a part of, or somebody else's layer.
-    """
-    if args.pipeline_model_parallel_layout is not None:
-        return
-    pipeline = args.pipeline_model_parallel_size
-    chunks = args.virtual_pipeline_model_parallel_size or 1
-    ends = [args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers]
-    given = [each for each in ends if each is not None]
-    accounted = (
-        args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split
-    )
-    if not given:
-        if not accounted:
-            _check_recomputed(args, args.num_layers // (pipeline * chunks))
-        return
-    _require(
-        not accounted,
-        "--decoder-first/last-pipeline-num-layers and --account-for-embedding/loss-in-pipeline-"
-        "split exclude each other",
-    )
-    rest, middle = args.num_layers - sum(given), pipeline - len(given)
-    _require(
-        min(given) > 0 and (rest > 0 and rest % middle == 0 if middle > 0 else middle == rest == 0),
-        f"--decoder-first/last-pipeline-num-layers {' and '.join(map(str, given))} of --num-layers "
-        f"{args.num_layers} leave {rest} for {middle} other stages; each must get the same number, "
-        "of at least 1",
-    )
-    for layers in (*given, *([rest // middle] if middle else [])):
-        _require(
-            layers % chunks == 0,
-            f"a pipeline stage of {layers} layers cannot be cut into {chunks} virtual stages "
-            "(--num-virtual-stages-per-pipeline-rank)",
-        )
-        _check_recomputed(args, layers // chunks)
-
-
-def _check_recomputed(args: Args, layers: int) -> None:
-    together = args.recompute_num_layers
-    _require(
-        args.recompute_method != "uniform" or (together and layers % together == 0),
-        f"--recompute-method uniform: the {layers} layers of a virtual stage are no multiple of "
-        f"--recompute-num-layers {together}",
     )
 
 
@@ -199,29 +144,29 @@ def check_optimizer_kind(args: Args) -> None:
     Raises:
         ConfigError: the first of them.
     """
-    _require(
+    require(
         args.optimizer == "adam" or not args.use_distributed_optimizer,
         f"--optimizer {args.optimizer} does not go with --use-distributed-optimizer: it shards "
         "Adam's state",
     )
-    _require(
+    require(
         not args.overlap_param_gather_with_optimizer_step
         or (args.overlap_param_gather and args.virtual_pipeline_model_parallel_size),
         "--overlap-param-gather-with-optimizer-step needs --overlap-param-gather and virtual "
         "pipeline stages",
     )
     instances = args.num_distributed_optimizer_instances
-    _require(
+    require(
         instances > 0 and args.data_parallel_size % instances == 0,
         f"--num-distributed-optimizer-instances {instances} does not divide "
         f"{args.data_parallel_size} data-parallel replicas",
     )
-    _require(
+    require(
         instances == 1 or importlib.util.find_spec("einops") is not None,
         f"--num-distributed-optimizer-instances {instances}: megatron-core needs einops for it; "
         "pip install einops",
     )
-    _require(
+    require(
         not args.optimizer_cpu_offload or args.use_precision_aware_optimizer,
         "--optimizer-cpu-offload needs --use-precision-aware-optimizer",
     )
@@ -238,4 +183,4 @@ def check_optimizer_kind(args: Args) -> None:
         )
     if importlib.util.find_spec("transformer_engine") is None:
         for flag, asked in kernels.items():
-            _require(not asked, f"{flag} needs Transformer Engine, which is not installed")
+            require(not asked, f"{flag} needs Transformer Engine, which is not installed")
