@@ -26,7 +26,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
+from bench_gpt import Model, reserved
 
 _WARM_UP_STEPS = 4
 """Two eager steps, one that captures graphs, one that replays them."""
@@ -112,137 +112,6 @@ def parse_arguments() -> argparse.Namespace:
     if any(name.laid for name in args.names) and not args.layout:
         parser.error("--schedules has laid... ones: --layout says how")
     return args
-
-
-class Model:
-    """A GPT cut into p ranks x v chunks, its data and its static reference.
-
-    Args:
-        args: the command line.
-        num_chunks: v.
-        layout: as Megatron's --pipeline-model-parallel-layout; None: as many layers everywhere.
-    """
-
-    def __init__(self, args: argparse.Namespace, num_chunks: int, layout: str | None) -> None:
-        from megatron.core import parallel_state
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        self.args, self.num_chunks = args, num_chunks
-        virtual = num_chunks if num_chunks > 1 else None
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=args.tensor,
-            pipeline_model_parallel_size=args.ranks,
-            virtual_pipeline_model_parallel_size=virtual,
-        )
-        torch.manual_seed(1234)
-        model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-        self.config = self._config(virtual, layout)
-        self.chunks = [self._chunk(c if virtual else None) for c in range(num_chunks)]
-        generator = torch.Generator().manual_seed(7)
-        shape = (args.micro_batch, args.sequence + 1)
-        self.tokens = torch.randint(0, args.vocabulary, shape, generator=generator).cuda()
-        self.positions = torch.arange(args.sequence, device="cuda").expand(args.micro_batch, -1)
-        self.num_bytes = reserved()
-
-    def _config(self, virtual: int | None, layout: str | None) -> Any:
-        from megatron.core.distributed import finalize_model_grads
-        from megatron.core.transformer import TransformerConfig
-
-        args = self.args
-        config = TransformerConfig(
-            num_layers=args.layers,
-            hidden_size=args.hidden,
-            num_attention_heads=args.heads,
-            tensor_model_parallel_size=args.tensor,
-            sequence_parallel=args.sequence_parallel,
-            pipeline_model_parallel_size=args.ranks,
-            virtual_pipeline_model_parallel_size=virtual,
-            pipeline_model_parallel_layout=layout,
-            pipeline_dtype=torch.bfloat16,
-            params_dtype=torch.bfloat16,
-            bf16=True,
-            hidden_dropout=args.dropout,
-            attention_dropout=args.dropout,
-            deallocate_pipeline_outputs=True,
-            persist_layer_norm=False,
-            masked_softmax_fusion=False,
-            gradient_accumulation_fusion=not args.no_gradient_accumulation_fusion,
-            bias_dropout_fusion=True,
-            recompute_granularity=args.recompute,
-            recompute_method="uniform" if args.recompute == "full" else None,
-            recompute_num_layers=1 if args.recompute == "full" else None,
-            overlap_p2p_comm=virtual is not None,
-            batch_p2p_comm=virtual is None,
-        )
-        config.finalize_model_grads_func = finalize_model_grads
-        return config
-
-    def _chunk(self, stage: int | None) -> Any:
-        from megatron.core import parallel_state
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-        )
-        from megatron.core.models.gpt import GPTModel
-
-        from megatron.dpp.mcore import fused_wgrad
-        from megatron.dpp.mcore.specs import block_spec
-
-        if self.config.gradient_accumulation_fusion:
-            fused_wgrad.provide()
-        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
-        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-        model = GPTModel(
-            self.config,
-            block_spec(self.config, vp_stage=stage),
-            self.args.vocabulary,
-            self.args.sequence,
-            pre_process=first,
-            post_process=last,
-            vp_stage=stage,
-            parallel_output=True,
-        )
-        model.cuda().bfloat16()
-        model.model_type = 1
-        options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        return DistributedDataParallel(self.config, options, model)
-
-    def step(self, schedule: Any, num_microbatches: int) -> list[Any]:
-        """One forward and backward of all microbatches."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        single = self.num_chunks == 1
-        iterators: list[Any] = [iter(range(1 << 30)) for _ in self.chunks]
-        return schedule(
-            forward_step_func=self._forward,
-            data_iterator=iterators[0] if single else iterators,
-            model=self.chunks[0] if single else self.chunks,
-            num_microbatches=num_microbatches,
-            seq_length=self.args.sequence,
-            micro_batch_size=self.args.micro_batch,
-        )
-
-    def _forward(self, iterator: Any, model: Any) -> Any:
-        tokens = (self.tokens + next(iterator)) % self.args.vocabulary
-        output = model(tokens[:, :-1], self.positions, None, labels=tokens[:, 1:])
-        return output, partial(_loss)
-
-    def gradients(self) -> list[torch.Tensor]:
-        """A copy of every gradient buffer."""
-        return [buffer.grad_data.clone() for c in self.chunks for buffer in c.buffers]
-
-    def close(self) -> None:
-        from megatron.core import parallel_state
-
-        self.chunks.clear()
-        parallel_state.destroy_model_parallel()
-        gc.collect()  # DDP's hooks make cycles; the next model's peak must not count this one
-        torch.cuda.empty_cache()
-
-
-def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = output.float().mean()
-    return loss, {"lm loss": loss.detach()}
 
 
 class Traced:
@@ -358,12 +227,6 @@ def peak_memory(model: Model, schedule: Any, num_microbatches: int, before: int)
     peak = torch.tensor([torch.cuda.max_memory_reserved() - before], device="cuda")
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return int(peak.item())
-
-
-def reserved() -> int:
-    gc.collect()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved()
 
 
 def injected(schedule: Any) -> float:
