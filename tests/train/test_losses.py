@@ -106,8 +106,10 @@ def test_an_iteration_that_was_broken_off_leaves_nothing(copies: list[Copy]) -> 
 @pytest.mark.gpu
 def test_the_host_does_not_wait_for_a_gpus_loss() -> None:
     check = LossCheck()
+    one, nan = torch.ones((), device="cuda"), NAN.cuda()
+    assert check.add(one, 0, 1) is None  # the first one allocates pinned memory, which may wait
     torch.cuda._sleep(1_000_000_000)
-    assert check.add(torch.full((), math.nan, device="cuda"), 0, 2) is None
+    assert check.add(nan, 1, 2) is None
     assert not torch.cuda.current_stream().query()
-    wrong = check.add(torch.ones((), device="cuda"), 0, 2)
+    wrong = check.add(one, 1, 2)
     assert wrong is not None and math.isnan(wrong)
