@@ -33,6 +33,7 @@ from megatron.core.utils import unwrap_model
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.mcore.fsdp import as_shards, shards_keep_identity
 from megatron.dpp.mcore.optimizer import fill_state, own_steps, steps_may_lack
+from megatron.dpp.mcore.writers import bound_request, bound_writers
 from megatron.dpp.train import checkpoint_files as files
 from megatron.dpp.train import random_state
 from megatron.dpp.train.diagnostics import note_progress
@@ -129,20 +130,21 @@ class Checkpointer:
         if self._strategy is None:
             self._strategy = self._save_strategy()
         start = time.perf_counter()
-        request = dist_checkpointing.save(
-            state,
-            str(target),
-            self._strategy,
-            async_sharded_save=args.async_save,
-            validate_access_integrity=not reuse,
-            preprocess_common_before_consistancy_check=_without_rank,
-            content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"},
-        )
+        with bound_writers():
+            request = dist_checkpointing.save(
+                state,
+                str(target),
+                self._strategy,
+                async_sharded_save=args.async_save,
+                validate_access_integrity=not reuse,
+                preprocess_common_before_consistancy_check=_without_rank,
+                content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"},
+            )
         if request is None:
             return False
         assert self._queue is not None
         request.add_finalize_fn(lambda: self._commit(iteration, start))
-        self._queue.schedule_async_request(request)
+        self._queue.schedule_async_request(bound_request(request))
         return True
 
     def _save_strategy(self) -> Any:
