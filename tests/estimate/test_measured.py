@@ -69,6 +69,16 @@ def test_activations_and_workspace_of_the_fullest_stage(flags: str, measured_mib
     assert fullest / 2**20 == pytest.approx(measured_mib, rel=0.025)
 
 
+def test_a_fused_loss_takes_less_time_and_more_memory() -> None:
+    flags = "--global-batch-size 128 --dpp-cuda-graphs on --padded-vocab-size 51200 "
+    plain, fused = (
+        estimate(gpt_345m(flags + more), H200) for more in ("", "--cross-entropy-loss-fusion")
+    )
+    assert (plain.seconds - fused.seconds) * 1e3 == pytest.approx(423.1 - 406.7, rel=0.05)
+    added = fused.ranks[0].workspace - plain.ranks[0].workspace
+    assert added / 2**30 == pytest.approx(10.38 - 8.82, rel=0.01)
+
+
 @pytest.mark.parametrize(("flags", "traced"), [(OFF, 0.121), (OFF + V2, 0.123), (ON, 0.212)])
 def test_bubble_with_and_without_graphs(flags: str, traced: float) -> None:
     assert estimate(gpt_345m(PP2 + flags), H200).bubble == pytest.approx(traced, abs=0.03)

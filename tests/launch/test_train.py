@@ -226,6 +226,19 @@ def test_a_run_without_a_pipeline_is_replayed_on_gpus_unless_told_otherwise() ->
     assert graphs("--tp 2 --pp 2") is None  # the dynamic pipeline sees by itself
 
 
+def test_the_loss_is_fused_where_its_gradient_has_16_bits_anyway() -> None:
+    def fused(words: str, gpus: int = 2) -> bool:
+        resolved = plan(
+            f"{words} --model medium --gpu H200 --gpus {gpus} --dry-run".split()
+        ).resolved
+        return bool(resolved.flags.get("--cross-entropy-loss-fusion"))
+
+    assert (
+        fused("--mode simple") and fused("--mode 3d --pp 2") and fused("--mode simple --arch bert")
+    )
+    assert not fused("--mode simple --fp16") and not fused("--mode simple --fp32")
+
+
 def test_every_model_file_can_be_asked_for() -> None:
     assert {path.stem for path in MODELS.glob("*.yaml")} == {"sample", "small", "medium", "large"}
     for name in ("sample", "small", "medium", "large"):

@@ -110,14 +110,16 @@ def workspace_bytes(shape: RunShape, rank: int) -> float:
     """The most that a backward holds on top of what forwards have kept.
 
     Inside a layer: the gradients of an MLP and of its weight, and what is recomputed. On the last
-    rank, before that: in 16 bits the gradient of the logits beside the loss's exponentials; after
-    it, the embedding's gradient that waits for its second half when the weights are shared.
+    rank, before that: in 16 bits the logits, or their gradient, beside the loss's exponentials, and
+    with a fused loss an fp32 copy of the logits, as its kernels do not work in place; after it, the
+    embedding's gradient that waits for its second half when the weights are shared.
     """
     layer = _layer_workspace(shape)
     if rank != shape.pipeline - 1:
         return layer
-    logits = shape.element_bytes * shape.tokens * shape.vocab_size / shape.tensor
-    at_loss = logits if shape.element_bytes < 4 else 0.0
+    logits = shape.tokens * shape.vocab_size / shape.tensor
+    at_loss = logits * (shape.element_bytes if shape.element_bytes < 4 else 0)
+    at_loss += logits * 4 if shape.fused_loss else 0
     table = shape.element_bytes * shape.vocab_size * shape.hidden_size / shape.tensor
     below = layer - head_bytes(shape) + (table if shape.tied and shape.pipeline == 1 else 0)
     return max(at_loss, below)

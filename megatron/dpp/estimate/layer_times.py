@@ -103,7 +103,8 @@ def _layer_on_device(shape: RunShape, device: Device) -> Times:
 def _head_on_device(shape: RunShape, device: Device) -> Times:
     table = shape.vocab_size * shape.hidden_size / shape.tensor
     logits = shape.vocab_size * shape.tokens / shape.tensor
-    return head_times(table, shape.tokens, logits, device.flops, device.bytes_per_second)
+    rates = device.flops, device.bytes_per_second
+    return head_times(table, shape.tokens, logits, *rates, shape.fused_loss)
 
 
 def _launches(shape: RunShape, device: Device) -> Times:

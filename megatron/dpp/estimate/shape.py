@@ -32,6 +32,7 @@ class RunShape:
             ``gradients`` (2) or ``parameters`` (3).
         recompute: ``none``, ``selective`` (the core of attention) or ``full``.
         flash: attention without its s*s matrices.
+        fused_loss: ``--cross-entropy-loss-fusion``.
         policy: ``megatron`` is the static schedule.
         cuda_graphs: ``--dpp-cuda-graphs``; ``off`` where there is no GPU or a chunk cannot be
             captured, whatever is recomputed or shared out.
@@ -67,6 +68,7 @@ class RunShape:
     recompute: str
     recompute_num_layers: int
     flash: bool
+    fused_loss: bool
     hidden_dropout: bool
     attention_dropout: bool
     policy: str
@@ -186,6 +188,7 @@ def shape_of(args: argparse.Namespace, *, on_gpu: bool, arch: str = "gpt") -> Ru
         recompute=args.recompute_granularity or "none",
         recompute_num_layers=args.recompute_num_layers or 1,
         flash=not local or on_gpu,
+        fused_loss=args.cross_entropy_loss_fusion,
         hidden_dropout=args.hidden_dropout > 0,
         attention_dropout=args.attention_dropout > 0,
         policy=args.dpp_policy if args.use_dpp else "megatron",

@@ -145,6 +145,8 @@ def _derived(flags: Flags) -> Flags:
     flags.setdefault("--max-position-embeddings", flags["--seq-length"])
     flags.setdefault("--min-lr", float(flags["--lr"]) / 10)
     flags.setdefault("--lr-decay-iters", flags["--train-iters"])
+    if "--bf16" in flags and flags["--device"] == "cuda":  # it rounds gradients to this format
+        flags.setdefault("--cross-entropy-loss-fusion", True)
     if "--create-attention-mask-in-dataloader" not in flags and flags["--device"] == "cuda":
         flags.setdefault("--no-create-attention-mask-in-dataloader", True)
     if int(flags["--hidden-size"]) % int(flags["--num-attention-heads"]):
