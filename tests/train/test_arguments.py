@@ -302,7 +302,10 @@ def test_flags_without_effect_are_named_as_they_were_given() -> None:
         "--num-gpus has no effect",
         "--no-dpp-split-backward has no effect without --use-dpp",
     ]
-    assert not warnings_of(checked())
+    assert not warnings_of(checked("--log-timers-to-tensorboard"))
+    decoder = checked("--decoder-seq-length 5")
+    assert warnings_of(decoder) == ["--decoder-seq-length has no effect"]
+    assert decoder.decoder_seq_length is None  # megatron-core's schedules read it
 
 
 def test_yaml_settings_lie_between_defaults_and_command_line(tmp_path: Path) -> None:

@@ -346,7 +346,6 @@ WITHOUT_EFFECT = (
     "ignore_forward_tensor_parallel",
     "num_gpus",
     "decoder_seq_length",
-    "log_timers_to_tensorboard",
     "continuous_trace_iterations",
     "enable_experimental",
     "openai_gelu",

@@ -136,7 +136,7 @@ CHECKPOINT = (
     Flag("--pretrained-checkpoint", str, None, "start from this model when --load holds nothing"),
     Flag("--ckpt-step", int, None, "iteration to load instead of the latest"),
     Flag("--ckpt-format", str, "torch_dist", "format", choices=("torch_dist", "torch")),
-    Flag("--auto-detect-ckpt-format", True, False, "find the format of the checkpoint out"),
+    Flag("--auto-detect-ckpt-format", True, False, "accepted: the format is always found out"),
     Flag("--no-save-optim", True, None, "leave the optimizer out when saving"),
     Flag("--no-save-rng", True, None, "leave the random state out when saving"),
     Flag("--no-load-optim", True, None, "leave the optimizer out when loading"),

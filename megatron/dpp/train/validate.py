@@ -73,6 +73,7 @@ def _shape(args: Args) -> None:
     args.seq_length = args.seq_length or args.encoder_seq_length
     require(args.seq_length, "--seq-length is required")
     args.encoder_seq_length = args.seq_length
+    args.decoder_seq_length = None  # of no model here, yet static schedules would send that much
     if args.ffn_hidden_size is None:
         wide = int((4 * args.hidden_size * 2 / 3) / 64) * 64
         args.ffn_hidden_size = wide if args.swiglu else 4 * args.hidden_size
