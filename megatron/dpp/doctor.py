@@ -7,6 +7,7 @@ only RDMA devices are looked at, closely (``doctor_rdma.py``).
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
 import shutil
@@ -150,11 +151,13 @@ def _meminfo() -> dict[str, int]:
 
 
 def main(words: Sequence[str] = ()) -> int:
-    """Print all findings; 1 when something necessary is missing, 2 for an unknown argument."""
-    if any(word != "--rdma" for word in words):
-        print("usage: python -m megatron.dpp.doctor [--rdma]", file=sys.stderr)
-        return 2
-    if words:
+    """Print all findings; 1 when something necessary is missing."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron.dpp.doctor",
+        description="What this machine offers the transport, and what to do about the rest.",
+    )
+    parser.add_argument("--rdma", action="store_true", help="RDMA alone, but every port of it")
+    if parser.parse_args(words).rdma:
         findings = [probe_locked_memory(), probe_rdma()]
         findings += [Finding(*line) for line in doctor_rdma.findings()]
     else:
