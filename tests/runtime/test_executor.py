@@ -216,39 +216,6 @@ def test_missing_message_ends_in_a_named_timeout() -> None:
         run_pipeline(2, 1, 2, network=network, timeout=0.3)
 
 
-def failing_executor(network: FakeNetwork, dies: int | None) -> Executor:
-    """Rank 0 of two, whose first task fails as a collective does when ``dies`` is killed."""
-
-    class Broken(Arithmetic):
-        def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
-            if dies is not None:
-                network.kill(dies)
-            raise RuntimeError("Connection reset by peer")
-
-    topology = Topology((0, 1), 0, 1)
-    channels = topology.channels([64], [64], 2)
-    links = Links(network.transport(0), channels)
-    scheduler = Scheduler(Geometry(2, 0, 1, 2), split_backward=False)
-    return Executor(
-        runner=Broken(topology), decider=decider_for(scheduler, channels.receiving, None),
-        links=links, recorder=NullRecorder(), pace=HostPace(), injector=None,
-        split_backward=False, iteration=0, timeout=600.0,
-    )  # fmt: skip
-
-
-def test_a_task_that_fails_as_a_rank_died_names_the_rank() -> None:
-    network = FakeNetwork(list(Topology((0, 1), 0, 1).channels([64], [64], 2).specs))
-    with pytest.raises(PeerDead, match="rank 1 died"):
-        failing_executor(network, dies=1).run()
-
-
-def test_a_task_that_fails_by_itself_keeps_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.dpp.runtime.executor._BLAME_SECONDS", 0.01)
-    network = FakeNetwork(list(Topology((0, 1), 0, 1).channels([64], [64], 2).specs))
-    with pytest.raises(RuntimeError, match="Connection reset"):
-        failing_executor(network, dies=None).run()
-
-
 def test_policies_that_wait_for_each_other_are_blamed() -> None:
     """Rank 1 runs no backward, so rank 0 waits for a gradient and rank 1 for the input after it."""
     timid = f"{__name__}:_one_at_a_time"

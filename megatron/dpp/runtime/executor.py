@@ -28,9 +28,6 @@ from megatron.dpp.transport.base import Direction, Transport
 _NAP_SECONDS = 0.05
 """Longest sleep between two looks at the world; an arrival ends it at once."""
 
-_BLAME_SECONDS = 1.0
-"""How long a task's error waits for the link that may explain it."""
-
 _TRACE_CAUSES = {
     Cause.WARMUP: "warm-up",
     Cause.MEMORY_CAP: "memory-cap",
@@ -159,22 +156,9 @@ class Executor:
                 self._sleep()
                 continue
             self._close_gap()
-            try:
-                self._run(action)
-            except RuntimeError:
-                self._raise_lost_peer()
-                raise
+            self._run(action)
             self.overhead_ns += time.perf_counter_ns() - begin - self._runner_ns
         transport.flush(self._timeout)
-
-    def _raise_lost_peer(self) -> None:
-        """A collective inside a task fails when a rank of the stage dies, often before the link to
-        it is seen to be down; that error names the rank, the collective's does not.
-        """
-        deadline = time.monotonic() + _BLAME_SECONDS
-        while time.monotonic() < deadline:
-            self._poll()
-            self._transport.wait(_NAP_SECONDS)
 
     def _tasks_owed(self, chunk: int) -> int:
         """Tasks after which a chunk's gradients are complete: its W pieces, or its fused B's."""

@@ -31,7 +31,8 @@ class Replacement(abc.ABC):
         capture: what ``config.cuda_graphs`` captures with; None captures CUDA graphs, on GPUs.
 
     Use it as a context manager, or call :meth:`close`, so that links and processes' resources are
-    freed.
+    freed. An error of a collective that ends the context becomes the
+    :class:`~megatron.dpp.errors.TransportError` that explains it, where a link has failed.
     """
 
     def __init__(
@@ -84,6 +85,10 @@ class Replacement(abc.ABC):
         trace: TracebackType | None,
     ) -> None:
         transport = self._links()
-        if error is not None and transport is not None:
-            transport.abort(f"{type(error).__name__}: {error}")
-        self.close()
+        try:
+            if isinstance(error, RuntimeError) and transport is not None:
+                transport.raise_failure()  # a collective's error, of the optimizer's perhaps
+        finally:
+            if error is not None and transport is not None:
+                transport.abort(f"{type(error).__name__}: {error}")
+            self.close()

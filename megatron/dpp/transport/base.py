@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,6 +22,9 @@ from typing import NamedTuple
 import torch
 
 from megatron.dpp.errors import PeerDead, TransferTimeout, TransportError
+
+_BLAME_SECONDS = 1.0
+_NAP_SECONDS = 0.05
 
 
 class Direction(enum.IntEnum):
@@ -201,6 +205,18 @@ class Transport(abc.ABC):
             f"{what}; rank {spec.source} is alive: it is slow, stopped or waiting itself "
             "(--dpp-timeout sets how long to wait)"
         )
+
+    def raise_failure(self) -> None:
+        """Raise the failure of a link that explains an error met elsewhere; return if none shows
+        within a second.
+
+        A collective of another library fails when a rank dies, often before our link to it is seen
+        to be down; our error names the rank, the collective's does not.
+        """
+        deadline = time.monotonic() + _BLAME_SECONDS
+        while time.monotonic() < deadline:
+            self.poll()
+            self.wait(_NAP_SECONDS)
 
     def abort(self, reason: str) -> None:  # noqa: B027
         """Tell the peers at once that this rank gives up; they raise ``PeerDead`` with ``reason``.
