@@ -140,6 +140,13 @@ def test_static_schedules_run_and_keep_their_memory(name):
     assert result.ratio > 1.0
 
 
+def test_interleaved_takes_groups_of_microbatches():
+    """Peaks by hand: 2 (p - 1 - r) + (v - 1) group + 1 chunk activations."""
+    shape = Shape(4, 2, 16)
+    result = run_static("interleaved", shape, condition_costs("unif", shape, 0), group=8)
+    assert result.peak_held == [15, 13, 11, 9]
+
+
 @pytest.mark.parametrize("p", [1, 2, 5])
 @pytest.mark.parametrize("m", [1, 2, 7])
 def test_static_schedules_of_any_shape_end(p, m):

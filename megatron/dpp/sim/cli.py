@@ -228,7 +228,9 @@ def _numbers(flag: str, text: str, form: str, example: str) -> list[float]:
 
 def _runner(name: str, args: argparse.Namespace, shape: Shape) -> Callable[[Costs], Result]:
     if name in STATIC:
-        return lambda costs: run_static(name, shape, costs, beta=args.beta)
+        return lambda costs: run_static(
+            name, shape, costs, beta=args.beta, group=args.group
+        )
     plan = find_plan(
         name,
         cap=args.cap,

@@ -93,35 +93,41 @@ STATIC = ("gpipe", "1f1b", "interleaved", "zb-h1")
 """
 
 
-def find_plan(name: str, **settings: Any) -> Plan:
+def find_plan(name: str, *, group: int | None = None, **settings: Any) -> Plan:
     """The plan of a policy's name; ``earlier-dpp`` is the rule of earlier implementations.
 
     That rule is: the first ready backward, else the first ready forward, fused, without a limit of
     memory.
     """
     if name == "earlier-dpp":
-        return Plan(policy="depth-first", cap="none", split_backward=False)
-    return Plan(policy=name, **settings)
+        return Plan(policy="depth-first", cap="none", split_backward=False, group=group)
+    return Plan(policy=name, group=group, **settings)
 
 
-def run_static(name: str, shape: Shape, costs: Costs, *, beta: float = 0.0) -> Result:
+def run_static(
+    name: str, shape: Shape, costs: Costs, *, beta: float = 0.0, group: int | None = None
+) -> Result:
     """Simulate one of :data:`STATIC` over the same costs.
 
     Schedules of one chunk per rank get a rank's stages joined: a task takes what those of its
     chunks take, a hop what the hop to the next rank takes.
+
+    Args:
+        group: microbatch group size of ``interleaved``, ``None`` for the number of ranks.
 
     Raises:
         ConfigError: an unknown name.
     """
     if name not in STATIC:
         raise ConfigError(f"schedule {name}: expected one of {', '.join(STATIC)}")
+    plan = Plan(policy="megatron", cap="megatron", split_backward=False, group=group)
     if name == "interleaved":
-        return Plan(policy="megatron", cap="megatron", split_backward=False).run(shape, costs)
+        return plan.run(shape, costs)
     if shape.num_chunks > 1:
         costs = join_chunks(costs, shape)
         shape = dataclasses.replace(shape, num_chunks=1)
     if name == "1f1b":
-        return Plan(policy="megatron", cap="megatron", split_backward=False).run(shape, costs)
+        return plan.run(shape, costs)
     split, order = (True, zb_h1_order) if name == "zb-h1" else (False, gpipe_order)
     lanes = []
     for rank in range(shape.num_ranks):
