@@ -199,8 +199,9 @@ def head_times(
 
     The bytes are those of megatron-core's vocabulary-parallel cross entropy (a conversion, maximum,
     difference, exponential and sum in fp32, each a kernel), as an H200 takes them: 4.0 ms forward
-    and 3.5 ms backward for 4096 tokens of 50304 words at hidden size 2048. With megatron-core's fusion
-    (``--cross-entropy-loss-fusion``) a loss takes 2.05 ms less for 8192 tokens of 51200 words.
+    and 3.5 ms backward for 4096 tokens of 50304 words at hidden size 2048. With megatron-core's
+    fusion (``--cross-entropy-loss-fusion``) a loss takes 2.05 ms less for 8192 tokens of 51200
+    words.
     """
     forward, backward = (22, 8) if fused_loss else (40, 14)
     product = 2 * parameters * tokens / flops
