@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import math
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,15 +132,15 @@ class DppConfig:
             )
         for name, least in (("slots", 1), ("workload", 1), ("timeout", 0.001), ("lookahead", -1.0)):
             value = getattr(self, name)
-            if value < least:
-                raise ConfigError(f"{flag_of(name)} {value}: must be at least {least}")
+            if not least <= value < math.inf:
+                raise ConfigError(f"{flag_of(name)} {value}: must be at least {least}, and finite")
         for address in self.node_ips.split(",") if self.node_ips else ():
             if not _is_ipv4(address):
                 raise ConfigError(f"--node-ips {self.node_ips}: {address!r} is not an IPv4 address")
-        if self.record and self.record == self.replay:
+        if self.record and self.replay and _same_file(self.record, self.replay):
             raise ConfigError(
-                f"--dpp-record and --dpp-replay both name {self.record}: a replay must not "
-                "overwrite its source"
+                f"--dpp-record {self.record} and --dpp-replay {self.replay} name one file: a "
+                "replay must not overwrite its source"
             )
 
     def node_ip(self, rank: int, world_size: int, ranks_per_node: int) -> str | None:
@@ -159,6 +161,10 @@ class DppConfig:
             f"--node-ips {self.node_ips} has {len(addresses)} addresses: expected one per node "
             f"({num_nodes}) or one per rank ({world_size})"
         )
+
+
+def _same_file(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _is_ipv4(text: str) -> bool:

@@ -202,7 +202,7 @@ def test_users_policies_are_found_by_name_and_checked():
     scheduler.arrived(FORWARD, 0, 1)
     assert scheduler.next() is None
     assert scheduler.stall().cause is Cause.POLICY
-    with pytest.raises(ScheduleError, match="0B0 may not run"):
+    with pytest.raises(ScheduleError, match=r"--dpp-policy .*:Insists: rank 0: 0B0 may not run"):
         Scheduler(Geometry(1, 0, 1, 1), policy=f"{__name__}:Insists").next()
 
 

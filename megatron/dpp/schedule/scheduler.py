@@ -193,7 +193,7 @@ class Scheduler:
                 f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
             ) from error
         if isinstance(action, Action):
-            self.run(action)
+            self._run_allowed(action, f"--dpp-policy {self._policy_name}: ")
         elif action is not None:
             raise ScheduleError(
                 f"--dpp-policy {self._policy_name} returned {action!r}: expected an action of the "
@@ -212,6 +212,9 @@ class Scheduler:
         Raises:
             ScheduleError: it may not run; says why.
         """
+        self._run_allowed(action)
+
+    def _run_allowed(self, action: Action, whose: str = "") -> None:
         state = self._state
         kind, chunk = action.kind, action.chunk
         if kind == Kind.W:
@@ -222,7 +225,8 @@ class Scheduler:
             allowed = state.forward(chunk) if kind == Kind.F else state.backward(chunk)
         if allowed is not action and allowed != action:
             raise ScheduleError(
-                f"rank {self.geometry.rank}: {action} may not run: {refusal(state, action).text}"
+                f"{whose}rank {self.geometry.rank}: {action} may not run: "
+                f"{refusal(state, action).text}"
             )
         state.apply(action)
 

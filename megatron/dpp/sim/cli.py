@@ -10,7 +10,6 @@ The form of a cost file is in ``measured.py``.
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import re
 import statistics
@@ -30,6 +29,16 @@ from megatron.dpp.sim.schedules import STATIC, find_plan, run_static
 _GRID_COLUMNS = 260
 """Wider grids are not printed unless asked for: they would wrap."""
 
+_MOST = {"lead": 1e6, "hop": 1e6, "head": 1e6, "jitter": 5.0, "lengths": 5.0}
+"""Largest values; with a larger sigma one task in a run is all that counts."""
+
+_OWN_NAMES = {
+    "--dpp-activation-cap": "--cap",
+    "--dpp-policy": "--policy",
+    "--microbatch-group-size-per-virtual-pipeline-stage": "--group",
+}
+"""Flags of training, which errors name, as they are called here."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status (2: something asked for cannot be)."""
@@ -38,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(args)
     except DppError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        text = str(error)
+        for flag, own in _OWN_NAMES.items():
+            text = text.replace(flag, own)
+        print(f"{parser.prog}: error: {text}", file=sys.stderr)
         return 2
     return 0
 
@@ -150,10 +162,10 @@ def _check(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | Non
         raise ConfigError("--pp, --chunks, --microbatches and --seeds must be at least 1")
     if args.w_pieces < 1:
         raise ConfigError(f"--w-pieces {args.w_pieces}: must be at least 1")
-    for flag in ("lead", "hop", "head", "jitter", "lengths"):
+    for flag, most in _MOST.items():
         value = getattr(args, flag)
-        if value is not None and not 0 <= value < math.inf:
-            raise ConfigError(f"--{flag} {value:g}: must be a number from 0")
+        if value is not None and not 0 <= value <= most:
+            raise ConfigError(f"--{flag} {value:g}: must be a number from 0 to {most:g}")
     if parse_cap(args.cap, Geometry(shape.num_ranks, 0, shape.num_chunks, 1)).needs_measuring:
         raise ConfigError(
             f"--cap {args.cap}: bytes mean nothing to the simulator; give chunk activations as a "
@@ -192,7 +204,10 @@ def _changes(args: argparse.Namespace, shape: Shape) -> list[Change]:
     if args.transient:
         factor, share = _numbers("--transient", args.transient, "{}x:{}%", "2x:20%")
         if not (0 < share < 100 and factor > 0):
-            raise ConfigError(f"--transient {args.transient}: the share must be in 0 .. 100 %")
+            raise ConfigError(
+                f"--transient {args.transient}: the factor must be above 0, and the share above 0 "
+                "and below 100 %"
+            )
         found.append(conditions.transient_all(factor, share / 100))
     return found
 
@@ -228,9 +243,7 @@ def _numbers(flag: str, text: str, form: str, example: str) -> list[float]:
 
 def _runner(name: str, args: argparse.Namespace, shape: Shape) -> Callable[[Costs], Result]:
     if name in STATIC:
-        return lambda costs: run_static(
-            name, shape, costs, beta=args.beta, group=args.group
-        )
+        return lambda costs: run_static(name, shape, costs, beta=args.beta, group=args.group)
     plan = find_plan(
         name,
         cap=args.cap,
