@@ -33,7 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
+from bench_check import check
 from bench_gpt import Model, reserved
+
+from megatron.dpp.errors import ConfigError
 
 _WARM_UP_STEPS = 4
 """Two eager steps, one that captures graphs, one that replays them."""
@@ -111,6 +114,10 @@ def parse_arguments() -> argparse.Namespace:
     args.names = [Name.parse(text) for text in args.schedules.split(",")]
     if any(name.laid for name in args.names) and not args.layout:
         parser.error("--schedules has laid... ones: --layout says how")
+    try:
+        check(args)
+    except ConfigError as error:
+        parser.error(str(error).replace("--dpp-activation-cap", "--cap"))
     return args
 
 
