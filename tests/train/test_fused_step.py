@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as core
 from megatron.core.utils import local_multi_tensor_scale
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from megatron.dpp.mcore.fused_step import copy, fused_step, l2_norm, scale
 
@@ -47,6 +51,21 @@ def test_copying_changes_the_dtype() -> None:
     copy(None, this=source, that=target, overflow_buf=None)
     assert all(torch.equal(a.bfloat16(), b) for a, b in zip(source, target, strict=True))
     copy(None, [], [])
+
+
+def test_fsdp2s_shards_are_copied_into_shards(tmp_path: Path) -> None:
+    """``_foreach_copy_`` knows no DTensors: a run with FSDP2 on GPUs ended at its first step."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0,
+                            world_size=1)  # fmt: skip
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        source, target = ([DTensor.from_local(t, mesh) for t in tensors(s)[:2]] for s in (7, 8))
+        copy(None, this=source, that=target)
+        assert [t.to_local().tolist() for t in target] == [t.tolist() for t in tensors(7)[:2]]
+        scale(None, 0, None, [source, target], 2.0)
+        assert [t.to_local().tolist() for t in target] == [(2 * t).tolist() for t in tensors(7)[:2]]
+    finally:
+        dist.destroy_process_group()
 
 
 def make(device: str) -> tuple[Any, list[torch.nn.Parameter]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as core
-from megatron.core.utils import local_multi_tensor_l2_norm
+from megatron.core.utils import local_multi_tensor_l2_norm, to_local_if_dtensor
 
 from megatron.dpp.mcore.patching import replaced
 
@@ -84,6 +84,7 @@ def scale(
     if source is target:
         torch._foreach_mul_(target, factor)
     else:
+        source = _shards(source)
         copy(None, source if factor == 1.0 else list(torch._foreach_mul(source, factor)), target)
 
 
@@ -93,9 +94,16 @@ def copy(
     that: list[torch.Tensor],
     overflow_buf: Any = None,
 ) -> None:
-    """Copy the values of ``this`` into ``that``, tensor by tensor; dtypes may differ."""
+    """Copy the values of ``this`` into ``that``, tensor by tensor; dtypes may differ.
+
+    FSDP2's DTensors are sharded alike on both sides, so each rank copies its own shards.
+    """
     if that:
-        torch._foreach_copy_(that, this)
+        torch._foreach_copy_(_shards(that), _shards(this))
+
+
+def _shards(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [to_local_if_dtensor(tensor) for tensor in tensors]
 
 
 _KERNELS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
