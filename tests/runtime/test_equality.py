@@ -42,6 +42,7 @@ def test_two_ranks_any_number_of_chunks() -> None:
         case("v2", 2, 4, fused, late, {"static": True, "transport": "shm"}, v=2, dropout=0.1),
         case("v4", 2, 6, fused, late, {"activation_cap": "strict"}, v=4, spec="megatron"),
         case("one", 2, 1, late, recompute="full"),
+        case("one stage", 1, 3, fused, {"inject": "delay:4ms"}, dropout=0.1),
         case("selective", 2, 4, late, v=2, recompute="selective", spec="megatron", dropout=0.1),
         case("fused wgrad", 2, 4, fused, late, v=2, fusion=True),
         case("kinds", 2, 4, {"transport": "dist"}, {"transport": "shm", "checksum": True}, v=2),

@@ -12,6 +12,7 @@ import torch
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.mcore.capture import Capture
+from megatron.dpp.mcore.rng import needs_task_rng
 from megatron.dpp.trace import NullRecorder, Recorder
 from megatron.dpp.transport.base import Transport
 
@@ -70,6 +71,10 @@ class Replacement(abc.ABC):
     @abc.abstractmethod
     def _links(self) -> Transport | None:
         """What is open to other ranks."""
+
+    def _wants_rng(self, chunks: list[torch.nn.Module], num_ranks: int) -> bool:
+        """One stage alone runs in one order anyway and keeps Megatron's own random states."""
+        return self.config.task_rng and num_ranks > 1 and needs_task_rng(chunks)
 
     def _captures(self) -> bool:
         """Whether anything can be captured here."""

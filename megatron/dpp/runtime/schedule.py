@@ -26,7 +26,7 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore.boundary import Boundaries
 from megatron.dpp.mcore.graphs import ChunkGraphs
 from megatron.dpp.mcore.memory import room
-from megatron.dpp.mcore.rng import TaskRng, needs_task_rng
+from megatron.dpp.mcore.rng import TaskRng
 from megatron.dpp.mcore.steps import Stage, StepCall
 from megatron.dpp.mcore.te import refuse_delayed
 from megatron.dpp.mcore.wgrad import WeightGradients
@@ -95,7 +95,7 @@ class DppSchedule(Replacement):
         split = not call.forward_only and self._prepare(call)
         topology, iteration = session.topology, self.iteration
         self.iteration += 1
-        if self.config.task_rng and not call.forward_only and needs_task_rng(call.model):
+        if not call.forward_only and self._wants_rng(call.model, topology.num_ranks):
             function = session.rng.wrap(call.forward_step_func, iteration)
             call = StepCall(**{**call.__dict__, "forward_step_func": function})
         weights = self._weight_gradients if split else None

@@ -19,7 +19,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore.graphs import ChunkGraphs
-from megatron.dpp.mcore.rng import TaskRng, needs_task_rng
+from megatron.dpp.mcore.rng import TaskRng
 from megatron.dpp.mcore.static import (
     ChannelExchange,
     around_steps,
@@ -63,7 +63,7 @@ class StaticSchedule(Replacement):
             refuse_delayed(chunks, "a static schedule runs no W tasks")
         iteration = self.iteration
         self.iteration += 1
-        if self._wants_rng(chunks, topology) and not keywords.get("forward_only"):
+        if self._wants_rng(chunks, topology.num_ranks) and not keywords.get("forward_only"):
             rng = TaskRng(self._seed, topology.num_ranks, topology.rank)
             function = keywords["forward_step_func"]
             keywords["forward_step_func"] = rng.wrap(function, iteration)
@@ -75,10 +75,6 @@ class StaticSchedule(Replacement):
     @property
     def injected_seconds(self) -> float:
         return self._pace.injected_seconds
-
-    def _wants_rng(self, chunks: list[torch.nn.Module], topology: Topology) -> bool:
-        """One stage alone runs in one order anyway and keeps Megatron's own random states."""
-        return self.config.task_rng and topology.num_ranks > 1 and needs_task_rng(chunks)
 
     def _enter(
         self,
