@@ -26,8 +26,13 @@ from megatron.dpp.estimate import (
     stage_bytes,
 )
 from megatron.dpp.estimate.__main__ import main
+from megatron.dpp.estimate.layer_times import (
+    backward_collectives,
+    collective_bytes,
+    forward_collectives,
+)
 from megatron.dpp.estimate.shape import layers_of_text
-from megatron.dpp.estimate.timing import bubble_formula
+from megatron.dpp.estimate.timing import bubble_formula, rough_seconds, traffic
 from megatron.dpp.train.arguments import parse_args
 from megatron.dpp.train.flops import flops_per_iteration
 from megatron.dpp.train.validate import validate
@@ -55,6 +60,7 @@ def even_device() -> Device:
         bytes_per_second=1e30,
         link=1e30,
         network=1e30,
+        collective=0.0,
         launch=0.0,
         between=0.0,
         flops=1e12,
@@ -214,3 +220,41 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "data 8 = 8 ranks" in out
     assert main([*words.split(), "--seq-length", "1024", "--tensor-model-parallel-size", "5"]) == 2
     assert "8 processes cannot hold" in capsys.readouterr().err
+
+
+def test_what_spans_nodes_travels_over_the_network() -> None:
+    def run(tensor: int, pipeline: int, data: int, **changes: Any) -> RunShape:
+        layers = (8 // pipeline,) * pipeline
+        changes = {"per_node": 8, "num_microbatches": 8, **changes}
+        return shape(tensor=tensor, pipeline=pipeline, layers=layers, data=data, **changes)
+
+    across = run(2, 2, 4)  # two nodes of eight: the pipeline is what megatron-core lays across
+    assert (across.tensor_per_node, across.replicas_per_node, across.pipeline_per_node) == (2, 4, 1)
+    mapped = run(2, 2, 4, mapped=True)
+    assert (mapped.replicas_per_node, mapped.pipeline_per_node) == (2, 2)
+    assert run(16, 1, 1).tensor_per_node == 8
+    assert run(1, 1, 16).replicas_per_node == 8
+    slow = dataclasses.replace(H200, network=1e9)
+    for spread in (across, mapped, run(16, 1, 1), run(1, 1, 16)):
+        near = dataclasses.replace(spread, per_node=16)
+        assert estimate(spread, slow).seconds > estimate(near, slow).seconds
+        if spread.pipeline == 1:
+            assert rough_seconds(spread, slow) > rough_seconds(near, slow)
+        assert estimate(near, slow).seconds == estimate(near, H200).seconds
+    assert H200.group_link(4, 4) == H200.link
+    assert H200.group_link(16, 2) == 2 * H200.network  # a ring through the adapters of both
+
+
+def test_collectives_of_a_layer_are_those_that_are_sent() -> None:
+    plain = shape("--tensor-model-parallel-size 4", world_size=4)
+    spread = dataclasses.replace(plain, sequence_parallel=True)
+    whole = 2 * plain.elements
+    assert collective_bytes(plain) == 2 * 3 / 4 * whole
+    assert collective_bytes(spread) == 3 / 4 * whole
+    assert (forward_collectives(plain), backward_collectives(plain)) == (2, 2)
+    assert (forward_collectives(spread), backward_collectives(spread)) == (4, 6)
+    assert forward_collectives(shape()) == 0
+    per_layer = traffic(plain).tensor / plain.num_layers / plain.num_microbatches
+    assert per_layer == 4 * collective_bytes(plain)
+    again = dataclasses.replace(plain, recompute="full")
+    assert traffic(again).tensor == 1.5 * traffic(plain).tensor

@@ -25,7 +25,8 @@ class Device:
         memory_bytes: of one device, what is free for a run.
         bytes_per_second: of its memory.
         link: bytes per second, one way, to another device of the node.
-        network: bytes per second, one way, to another node.
+        network: bytes per second, one way, to another node; every device has an adapter of its own.
+        collective: seconds that a tensor-parallel collective takes beside its bytes.
         launch: seconds that the host takes to start the forward of a layer (its backward takes as
             long, its weight gradients half of that); a smaller layer takes no less.
         between: seconds that the host takes from the end of one task to the next.
@@ -39,10 +40,20 @@ class Device:
     bytes_per_second: float
     link: float
     network: float
+    collective: float
     launch: float
     between: float
     queues: bool
     source: str
+
+    def group_link(self, members: int, per_node: int) -> float:
+        """Bytes per second of each of ``members`` devices in a ring, ``per_node`` of them to a node.
+
+        Between nodes they share the adapters of all of these.
+        """
+        if per_node >= members:
+            return self.link
+        return min(self.link, per_node * self.network)
 
 
 # Half of the dense 16-bit peak, which large matrix products inside a training step reach; memory
@@ -59,8 +70,8 @@ KNOWN_GPUS = tuple(_KNOWN)
 _MEMORY_GIB = {"B200": 179, "H200": 140, "H100": 80, "A100": 80, "L40": 45, "V100": 32}
 _UNKNOWN_GPU = (3e13, 5e11, 1e10)
 _NETWORK = 4e10
-_GPU_LAUNCH, _GPU_BETWEEN = 1.2e-3, 1.2e-4
-_CPU_LAUNCH, _CPU_BETWEEN = 1.5e-3, 2e-4
+_GPU_LAUNCH, _GPU_BETWEEN, _GPU_COLLECTIVE = 1.2e-3, 1.2e-4, 4e-5
+_CPU_LAUNCH, _CPU_BETWEEN, _CPU_COLLECTIVE = 1.5e-3, 2e-4, 3e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +109,7 @@ def gpu_device(name: str, memory_bytes: float) -> Device:
         bytes_per_second=bandwidth,
         link=link,
         network=_NETWORK,
+        collective=_GPU_COLLECTIVE,
         launch=_GPU_LAUNCH,
         between=_GPU_BETWEEN,
         queues=True,
@@ -129,6 +141,7 @@ def cpu_device(processes: int = 1) -> Device:
         bytes_per_second=1e10 * share,
         link=2e9 * share,
         network=1e9,
+        collective=_CPU_COLLECTIVE / share,
         launch=_CPU_LAUNCH / share,
         between=_CPU_BETWEEN / share,
         queues=False,

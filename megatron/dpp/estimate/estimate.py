@@ -60,23 +60,12 @@ class Estimate:
         return max(rank.total for rank in self.ranks)
 
 
-def estimate(
-    shape: RunShape,
-    device: Device,
-    *,
-    pipeline_spans_nodes: bool = False,
-    replicas_span_nodes: bool = False,
-) -> Estimate:
-    """Memory, traffic and time of a run.
-
-    Args:
-        pipeline_spans_nodes: neighbouring stages lie on different nodes.
-        replicas_span_nodes: data-parallel ranks do.
-    """
-    costs = model_costs(shape, device, spans_nodes=pipeline_spans_nodes)
+def estimate(shape: RunShape, device: Device) -> Estimate:
+    """Memory, traffic and time of a run."""
+    costs = model_costs(shape, device)
     prediction = predict(shape, costs)
     inside, _ = pipeline_seconds(shape, prediction)
-    seconds = inside + outside_seconds(shape, device, spans_nodes=replicas_span_nodes)
+    seconds = inside + outside_seconds(shape, device)
     tokens = shape.global_batch * shape.seq_length
     per_token = flops_per_token(shape)
     return Estimate(

@@ -20,6 +20,10 @@ from megatron.dpp.sim.model_costs import Times
 GRAPHS_PAY_FROM = 0.75
 """Share of launching in the tasks' time from which training captures graphs by itself, as in
 ``runtime.schedule``; ``tests/estimate`` holds the two together."""
+_BULK = 0.8
+"""Share of a link that a tensor-parallel collective reaches, fitted like its latency."""
+_LOSS_COLLECTIVES = 3
+"""Of the loss over a vocabulary that is shared out: a few bytes for each token."""
 _COLLECTIVE = 0.2
 """Launching one tensor-parallel collective, in layers' forwards."""
 _WEIGHTS = 0.5
@@ -48,11 +52,31 @@ class PartTimes:
     replayed: bool
 
 
-def all_reduce_bytes(shape: RunShape) -> float:
-    """What a rank sends to sum a hidden state over its tensor-parallel group: in a ring the whole
-    twice, less its own share."""
-    whole = shape.element_bytes * shape.elements
-    return 2 * (shape.tensor - 1) / shape.tensor * whole
+def forward_collectives(shape: RunShape) -> int:
+    """Tensor-parallel collectives of a layer's forward. Sequence parallelism halves each sum, into
+    gathering and scattering."""
+    return 0 if shape.tensor == 1 else 4 if shape.sequence_parallel else 2
+
+
+def backward_collectives(shape: RunShape) -> int:
+    """Those of a layer's backward. With sequence parallelism the inputs of two linear layers are
+    gathered once more, for their weight gradients."""
+    return forward_collectives(shape) + (2 if shape.sequence_parallel else 0)
+
+
+def collective_bytes(shape: RunShape) -> float:
+    """What a rank sends in one of them: to sum a hidden state in a ring the whole twice, less its
+    own share; to gather or scatter it half of that."""
+    passes = 1 if shape.sequence_parallel else 2
+    return passes * (shape.tensor - 1) / shape.tensor * shape.element_bytes * shape.elements
+
+
+def collective_seconds(shape: RunShape, device: Device) -> float:
+    """What one of them takes; nothing of it is hidden."""
+    if shape.tensor == 1:
+        return 0.0
+    link = device.group_link(shape.tensor, shape.tensor_per_node)
+    return device.collective + collective_bytes(shape) / (_BULK * link)
 
 
 def part_times(shape: RunShape, device: Device) -> PartTimes:
@@ -94,9 +118,10 @@ def _layer_on_device(shape: RunShape, device: Device) -> Times:
     scores = (2 if shape.arch == "gpt" else 4) * shape.seq_length * shape.queries * tokens
     core = scores / t / device.flops
     kept = layer_bytes(dataclasses.replace(shape, recompute="none")) / device.bytes_per_second
-    reduced = 2 * all_reduce_bytes(shape) / device.link
-    forward = linear + core + reduced + 2 * kept
+    each = collective_seconds(shape, device)
+    forward = linear + core + forward_collectives(shape) * each + 2 * kept
     again = {"none": 0.0, "selective": core, "full": forward}[shape.recompute]
+    reduced = backward_collectives(shape) * each
     return forward, linear + 2 * core + reduced + 3 * kept + again, linear
 
 
@@ -104,13 +129,17 @@ def _head_on_device(shape: RunShape, device: Device) -> Times:
     table = shape.vocab_size * shape.hidden_size / shape.tensor
     logits = shape.vocab_size * shape.tokens / shape.tensor
     rates = device.flops, device.bytes_per_second
-    return head_times(table, shape.tokens, logits, *rates, shape.fused_loss)
+    forward, backward, weight = head_times(table, shape.tokens, logits, *rates, shape.fused_loss)
+    if shape.tensor == 1:
+        return forward, backward, weight
+    each, gathers = collective_seconds(shape, device), shape.sequence_parallel
+    forward += _LOSS_COLLECTIVES * device.collective + gathers * each
+    return forward, backward + (1 + gathers) * each, weight
 
 
 def _launches(shape: RunShape, device: Device) -> Times:
     """Seconds that the host takes to launch a layer's F, B and W."""
-    collectives = 0 if shape.tensor == 1 else 4 if shape.sequence_parallel else 2
-    around = _COLLECTIVE * collectives + _GATHERS.get(shape.shard, 0.0)
+    around = _COLLECTIVE * forward_collectives(shape) + _GATHERS.get(shape.shard, 0.0)
     once = device.launch * (1 + around * device.queues)
     again = once if shape.recompute == "full" else 0.0
     return once, once + again, device.launch * _WEIGHTS if shape.split_backward else 0.0

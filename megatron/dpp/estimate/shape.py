@@ -36,6 +36,8 @@ class RunShape:
         policy: ``megatron`` is the static schedule.
         cuda_graphs: ``--dpp-cuda-graphs``; ``off`` where there is no GPU or a chunk cannot be
             captured, whatever is recomputed or shared out.
+        per_node: ranks of one node.
+        mapped: ``--use-tp-pp-dp-mapping``: the pipeline's stages are nearer than the replicas.
     """
 
     arch: str
@@ -75,6 +77,8 @@ class RunShape:
     cap: str
     split_backward: bool
     cuda_graphs: str
+    per_node: int
+    mapped: bool
 
     @property
     def dynamic(self) -> bool:
@@ -139,9 +143,34 @@ class RunShape:
         """Width of all groups' keys; as much again for the values."""
         return self.num_groups * self.head_size
 
+    @property
+    def tensor_per_node(self) -> int:
+        """Ranks of a tensor-parallel group that share a node."""
+        return self._on_a_node(self.tensor, 1)
 
-def shape_of(args: argparse.Namespace, *, on_gpu: bool, arch: str = "gpt") -> RunShape:
+    @property
+    def replicas_per_node(self) -> int:
+        """Ranks of a group that reduces gradients that share a node."""
+        inner = self.tensor * (self.pipeline if self.mapped else 1)
+        return self._on_a_node(self.data * self.context, inner)
+
+    @property
+    def pipeline_per_node(self) -> int:
+        """Stages of a pipeline that share a node; megatron-core lays it across nodes last."""
+        inner = self.tensor * self.context * (1 if self.mapped else self.data)
+        return self._on_a_node(self.pipeline, inner)
+
+    def _on_a_node(self, size: int, stride: int) -> int:
+        return max(1, min(size, self.per_node // stride))
+
+
+def shape_of(
+    args: argparse.Namespace, *, on_gpu: bool, arch: str = "gpt", per_node: int | None = None
+) -> RunShape:
     """The shape of a run from flags that ``train.preflight`` has checked.
+
+    Args:
+        per_node: ranks of each node; all of them by default.
 
     Raises:
         ConfigError: a kind of model that is not estimated.
@@ -195,6 +224,8 @@ def shape_of(args: argparse.Namespace, *, on_gpu: bool, arch: str = "gpt") -> Ru
         cap=args.dpp_activation_cap if args.use_dpp else "megatron",
         split_backward=args.use_dpp and args.dpp_split_backward,
         cuda_graphs=args.dpp_cuda_graphs if on_gpu and _captured(args) else "off",
+        per_node=per_node or args.world_size,
+        mapped=args.use_tp_pp_dp_mapping,
     )
 
 

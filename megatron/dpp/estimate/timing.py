@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 from megatron.dpp.estimate.activations import deferred_bytes, head_bytes, layer_bytes
 from megatron.dpp.estimate.device import Device
-from megatron.dpp.estimate.layer_times import all_reduce_bytes, part_times
+from megatron.dpp.estimate.layer_times import (
+    backward_collectives,
+    collective_bytes,
+    collective_seconds,
+    forward_collectives,
+    part_times,
+)
 from megatron.dpp.estimate.parameters import rank_parameters
 from megatron.dpp.estimate.shape import RunShape
 from megatron.dpp.schedule import Kind
@@ -60,9 +66,9 @@ def traffic(shape: RunShape) -> Traffic:
     hop = shape.element_bytes * shape.outside
     hops = 2 * shape.chunks * shape.num_microbatches if shape.pipeline > 1 else 0
     layers = shape.layout.rank_layers(0) * shape.num_microbatches
-    again = 1.5 if shape.recompute == "full" else 1.0
-    # Forward and backward of attention and MLP: four times, each an all-reduce or as much.
-    tensor = 4 * again * layers * all_reduce_bytes(shape)
+    forwards = 2 if shape.recompute == "full" else 1
+    collectives = forwards * forward_collectives(shape) + backward_collectives(shape)
+    tensor = layers * collectives * collective_bytes(shape)
     return Traffic(
         hop=hop if shape.pipeline > 1 else 0.0,
         pipeline=hops * hop,
@@ -82,12 +88,8 @@ def _data_parallel_bytes(shape: RunShape) -> float:
     return shape.num_microbatches * (gradients + gathers * weights)
 
 
-def model_costs(shape: RunShape, device: Device, *, spans_nodes: bool = False) -> ModelCosts:
-    """Times and activation sizes of the model's parts, as the simulator wants them.
-
-    Args:
-        spans_nodes: neighbouring pipeline stages lie on different nodes.
-    """
+def model_costs(shape: RunShape, device: Device) -> ModelCosts:
+    """Times and activation sizes of the model's parts, as the simulator wants them."""
     times = part_times(shape, device)
     # A graph's memory pool has room for a backward's temporary tensors, beside each activation.
     pool = _GRAPH_POOL if times.replayed and shape.pipeline > 1 else 1.0
@@ -97,8 +99,12 @@ def model_costs(shape: RunShape, device: Device, *, spans_nodes: bool = False) -
     head = Part(times.head, head_bytes(shape))
     table = shape.vocab_size * shape.hidden_size / shape.tensor
     looked_up = 2 * shape.element_bytes * shape.elements
-    lookup = Part(embedding_times(table, looked_up, device.bytes_per_second))
-    hop = shape.element_bytes * shape.outside / (device.network if spans_nodes else device.link)
+    forward, backward, weight = embedding_times(table, looked_up, device.bytes_per_second)
+    each = collective_seconds(shape, device)  # the sum of the tables' parts, gathered in backward
+    backward += each if shape.sequence_parallel else 0.0
+    lookup = Part((forward + each, backward, weight))
+    near = shape.pipeline_per_node == shape.pipeline
+    hop = shape.element_bytes * shape.outside / (device.link if near else device.network)
     return ModelCosts(shape.num_layers, layer, lookup, head, hop, between=times.between)
 
 
@@ -127,10 +133,10 @@ def bubble_formula(shape: RunShape) -> float:
     return (shape.pipeline - 1) / (shape.chunks * shape.num_microbatches)
 
 
-def outside_seconds(shape: RunShape, device: Device, *, spans_nodes: bool = False) -> float:
+def outside_seconds(shape: RunShape, device: Device) -> float:
     """Gradient reduction and the optimizer's pass over its state, neither of them overlapped."""
     replicas = shape.data * shape.context
-    link = device.network if spans_nodes else device.link
+    link = device.group_link(replicas, shape.replicas_per_node)
     reduction = traffic(shape).data / link if replicas > 1 else 0.0
     count = max(rank_parameters(shape, rank) for rank in range(shape.pipeline))
     own = count if shape.shard == "none" else count / replicas

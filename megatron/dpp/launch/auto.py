@@ -136,7 +136,7 @@ def _try(
             plain, way.layout, way.shard, way.micro, recompute, static=options.no_dpp
         )
         assert shape is not None
-        guess = estimate_on(setting, shape)
+        guess = estimate(shape, setting.device)
         if guess.peak_bytes <= _USABLE * setting.device.memory_bytes:
             chosen = argparse.Namespace(**vars(options))
             chosen.micro_batch_size, chosen.recompute = way.micro, recompute
@@ -152,17 +152,6 @@ def _try(
                 resolved=resolve(chosen, given, setting, layout=way.layout, shard=way.shard),
             )
     return None
-
-
-def estimate_on(setting: Setting, shape: RunShape) -> Estimate:
-    """The estimate of a run where it takes place."""
-    several = setting.num_nodes > 1
-    return estimate(
-        shape,
-        setting.device,
-        pipeline_spans_nodes=several and shape.pipeline > 1,
-        replicas_span_nodes=several and shape.tensor * shape.pipeline <= setting.per_node,
-    )
 
 
 def shape_with(
@@ -253,7 +242,7 @@ def why_nothing_fits(setting: Setting, plain: RunShape) -> str:
         for shard in _shards(layout, setting):
             shape = shape_with(plain, layout, shard, 1, "full", static=False)
             if shape is not None:
-                need = estimate_on(setting, shape).peak_bytes
+                need = estimate(shape, setting.device).peak_bytes
                 least = min(least or (need, layout, shard), (need, layout, shard), key=_first)
     if least is None:
         return f"a batch of {plain.global_batch} cannot be shared out over {setting.world_size}"

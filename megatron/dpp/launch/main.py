@@ -16,6 +16,7 @@ from megatron.dpp.estimate import (
     Estimate,
     RunShape,
     cpu_device,
+    estimate,
     find_machine,
     known_gpu,
     lines,
@@ -117,7 +118,7 @@ def plan(words: Sequence[str]) -> Plan:
             tensor=options.tp or 1, pipeline=options.pp or 1, chunks=options.chunks or 1
         )
         resolved = resolve(options, flags, setting, layout=layout, shard=shard_of(options))
-        found = auto.estimate_on(setting, shape_from(resolved, setting))
+        found = estimate(shape_from(resolved, setting), setting.device)
         report = [f"mode {options.mode}", *lines(found)]
         _refuse_what_does_not_fit(options, found, flags, setting)
     return Plan(
@@ -203,7 +204,7 @@ def shape_from(resolved: Resolved, setting: Setting) -> RunShape:
     args.tokenizer_type = args.tokenizer_type or preflight.TOKENIZERS[resolved.arch]
     validate(args, setting.world_size)
     preflight.build_vocabulary(args)
-    return shape_of(args, on_gpu=setting.on_gpu, arch=resolved.arch)
+    return shape_of(args, on_gpu=setting.on_gpu, arch=resolved.arch, per_node=setting.per_node)
 
 
 def _plain(options: argparse.Namespace, flags: Flags, setting: Setting) -> RunShape:

@@ -9,6 +9,7 @@ for both at the right moments.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +37,8 @@ class Comparison:
         self._peak: int | None = None
         self._found: Estimate | None = None
         if args.estimate:
-            shape = shape_of(args, on_gpu=args.device == "cuda", arch=arch)
+            per_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+            shape = shape_of(args, on_gpu=args.device == "cuda", arch=arch, per_node=per_node)
             self._found = estimate(shape, _device(run))
             run.say("\n".join(["", "estimate:", *lines(self._found), ""]))
 
