@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.dpp.errors import DppError
+from megatron.dpp.errors import ConfigError, DppError
 from megatron.dpp.estimate import gpu_device, model_parameters
 from megatron.dpp.launch import auto, cli
 from megatron.dpp.launch.flags import MODELS, from_argv, model_flags, to_argv
@@ -96,6 +96,25 @@ REFUSED = {
     "--gpu H100 --procs 2": "exclude each other",
     "--mode auto --gpu V100 --gpus 2 --model large --memory 1": "nearest: about --gpus ",
     "--mode auto --procs 2 --memory 0.001": "of its 1.02 MiB, 92% can be used; nearest: fewer",
+    "--procs 2 --num-attention-heads 0": "--num-attention-heads 0: nearest possible: 1",
+    "--procs 2 --num-attention-heads x": "--num-attention-heads x: expected a whole number",
+    "--procs 2 --num-attention-heads -4": "--num-attention-heads -4: nearest possible: 1",
+    "--procs 2 --global-batch-size x": "--global-batch-size x: expected a whole number",
+    "--procs 2 --mode simple --global-batch-size 33": "nearest possible: 32",
+    "--procs 3 --mode auto --global-batch-size 32": "nearest possible: --batch-size 33",
+    "--procs 2 --mode simple --train-iters 0": "error: --train-iters 0: must be at least 1\n",
+    "--procs 2 --mode simple --num-layers 100000000": "no layout fits",
+    "--procs 2 --dryrun": "unknown flag --dryrun (did you mean --dry-run?)",
+    "--procs 2 --model 345M": "nearest: medium",
+    "--mode simple --procs 2 --tensor-model-parallel-size 2": "nearest: --mode 3d --tp 2",
+    "--procs 2 --mode 3d --tp 2 --pipeline-model-parallel-size 1": "nearest: --mode 3d --pp 1",
+    "--procs 2 --mode auto --use-torch-fsdp2": "nearest: --mode zero --zero-stage 3\n",
+    "--procs 2 --mode auto --use-distributed-optimizer": "--mode auto decides about that",
+    "--procs 2 --save {tmp}/now.jsonl": "--save {tmp}/now.jsonl: {tmp}/now.jsonl is a file",
+    "--procs 2 --save {tmp}/now.jsonl/a/b": "{tmp}/now.jsonl is a file, a directory is expected",
+    "--procs 2 --resume-from {tmp}/ckpt/iter_0000003": "(nearest: {tmp}/ckpt)",
+    "--procs 2 --config {tmp}/typed.yaml": "--num-layers three: expected a whole number",
+    "--procs 2 --config {tmp}/rate.yaml": "--lr quick: expected a number",
 }
 
 
@@ -153,11 +172,36 @@ def test_what_cannot_work_is_refused_with_the_nearest_choice(
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "data").mkdir()
     (tmp_path / "no.yml").write_text("[a](b)\n<x\n")
+    (tmp_path / "typed.yaml").write_text("num-layers: three\n")
+    (tmp_path / "rate.yaml").write_text("lr: quick\n")
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("3")
     assert main([*words.format(tmp=tmp_path).split(), "--dry-run"]) == 2
     error = capsys.readouterr().err
     assert REFUSED[words].format(tmp=tmp_path) in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--model", "--config", "--data", "--resume-from", "--save"])
+def test_an_empty_value_is_not_taken_for_an_option_left_out(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} is empty"):
+        plan(["--procs", "2", option, ""])
+
+
+def test_auto_shares_a_small_batch_out_otherwise() -> None:
+    found = plan(["--mode", "auto", "--procs", "4", "--batch-size", "2", "--model", "sample"])
+    assert found.resolved.flags["--global-batch-size"] == 2
+    assert found.resolved.layout.tensor * found.resolved.layout.pipeline > 1
+    shape = shape_from(found.resolved, found.setting)
+    assert shape.global_batch == 2
+
+
+def test_zero_counts_replicas_beside_tensor_parallelism() -> None:
+    words = "--mode zero --zero-stage 2 --procs 4 --tensor-model-parallel-size 2"
+    args = args_of(words)
+    assert args.data_parallel == 2
+    assert args.make_vocab_size_divisible_by == 512
+    alone = plan(["--mode", "zero", "--procs", "1"])
+    assert alone.report[-1].startswith("warning: there is one replica")
 
 
 def test_every_mode_pads_the_vocabulary_alike() -> None:
@@ -327,6 +371,7 @@ def test_json_lines_are_preprocessed_once_for_each_vocabulary(tmp_path: Path) ->
     first = prepare("gpt", str(text), {})
     assert first.preparation is not None
     assert str(text) in first.preparation
+    assert "--skip-bad-lines" in (prepare("gpt", str(text), {}, True).preparation or [])
     prefix = Path(first.flags["--data-path"])
     for suffix in (".bin", ".idx"):
         prefix.with_name(prefix.name + suffix).touch()

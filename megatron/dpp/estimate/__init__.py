@@ -21,7 +21,7 @@ from megatron.dpp.estimate.device import (
     known_gpu,
 )
 from megatron.dpp.estimate.estimate import Estimate, estimate
-from megatron.dpp.estimate.memory import RankMemory
+from megatron.dpp.estimate.memory import RankMemory, least_bytes
 from megatron.dpp.estimate.parameters import model_parameters, rank_parameters
 from megatron.dpp.estimate.shape import RunShape, shape_of
 from megatron.dpp.estimate.text import lines
@@ -42,6 +42,7 @@ __all__ = [
     "interleaving_factor",
     "known_gpu",
     "layer_bytes",
+    "least_bytes",
     "lines",
     "model_parameters",
     "published_layer_bytes",

@@ -47,7 +47,7 @@ class Device:
     source: str
 
     def group_link(self, members: int, per_node: int) -> float:
-        """Bytes per second of each of ``members`` devices in a ring, ``per_node`` of them to a node.
+        """Bytes per second of each of ``members`` devices in a ring, ``per_node`` of them a node.
 
         Between nodes they share the adapters of all of these.
         """

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.dpp.estimate.activations import workspace_bytes
+from megatron.dpp.estimate.activations import stage_bytes, workspace_bytes
 from megatron.dpp.estimate.parameters import layer_parameters, rank_parameters
 from megatron.dpp.estimate.shape import RunShape
 
@@ -65,6 +65,16 @@ def rank_memory(shape: RunShape, rank: int, activations: float) -> RankMemory:
         optimizer=(count if shape.shard == "none" else own) * optimizer,
         activations=activations,
         workspace=workspace_bytes(shape, rank) + gathered,
+    )
+
+
+def least_bytes(shape: RunShape) -> float:
+    """What the fullest rank holds whatever the schedule: with one microbatch of one of its stages
+    in flight. Needs no simulation, so it answers for a model of any size."""
+    stages = [stage_bytes(shape, stage) for stage in range(len(shape.layers))]
+    return max(
+        rank_memory(shape, rank, max(stages[rank :: shape.pipeline])).total
+        for rank in range(shape.pipeline)
     )
 
 

@@ -13,11 +13,11 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.dpp.estimate import Estimate, RunShape, estimate
+from megatron.dpp.estimate import Estimate, RunShape, estimate, least_bytes
 from megatron.dpp.estimate.text import size
 from megatron.dpp.estimate.timing import rough_seconds
 from megatron.dpp.launch.flags import Flags
-from megatron.dpp.launch.layout import Layout, possible_layouts
+from megatron.dpp.launch.layout import Layout, nearest_multiple, possible_layouts
 from megatron.dpp.launch.resolve import Resolved, Setting, resolve
 
 _USABLE = 0.92
@@ -78,7 +78,7 @@ def candidates(
     """Every layout that fits with its best micro batch, the best first.
 
     Args:
-        plain: the run without any parallel size but data parallel.
+        plain: the run on one device.
     """
     ways = sorted(_ways(options, setting, plain), key=lambda way: way.rough_seconds)
     found: list[Candidate] = []
@@ -108,7 +108,9 @@ def _ways(options: argparse.Namespace, setting: Setting, plain: RunShape) -> Ite
     for layout in _layouts(setting, plain):
         for shard in _shards(layout, setting):
             for micro in _MICRO_BATCHES:
-                shape = shape_with(plain, layout, shard, micro, "none", static=options.no_dpp)
+                shape = shape_with(
+                    plain, setting, layout, shard, micro, "none", static=options.no_dpp
+                )
                 if shape is not None:
                     seconds = rough_seconds(shape, setting.device)
                     yield _Way(layout=layout, shard=shard, micro=micro, rough_seconds=seconds)
@@ -133,16 +135,20 @@ def _try(
     """The layout without recompute, or where that does not fit with it; None when neither does."""
     for recompute in ("none", "full"):
         shape = shape_with(
-            plain, way.layout, way.shard, way.micro, recompute, static=options.no_dpp
+            plain, setting, way.layout, way.shard, way.micro, recompute, static=options.no_dpp
         )
         assert shape is not None
+        usable = _USABLE * setting.device.memory_bytes
+        if least_bytes(shape) > usable:
+            continue
         guess = estimate(shape, setting.device)
-        if guess.peak_bytes <= _USABLE * setting.device.memory_bytes:
+        if guess.peak_bytes <= usable:
             chosen = argparse.Namespace(**vars(options))
             chosen.micro_batch_size, chosen.recompute = way.micro, recompute
-            chosen.batch_size = chosen.batch_size or plain.global_batch
+            chosen.batch_size = plain.global_batch
             chosen.engine = None
             given = {**flags, "--micro-batch-size": way.micro}
+            given["--global-batch-size"] = plain.global_batch
             return Candidate(
                 layout=way.layout,
                 shard=way.shard,
@@ -155,10 +161,17 @@ def _try(
 
 
 def shape_with(
-    plain: RunShape, layout: Layout, shard: str, micro: int, recompute: str, *, static: bool
+    plain: RunShape,
+    setting: Setting,
+    layout: Layout,
+    shard: str,
+    micro: int,
+    recompute: str,
+    *,
+    static: bool,
 ) -> RunShape | None:
-    """``plain`` in another layout; None when the batch does not come out."""
-    data = plain.world_size // (layout.tensor * layout.pipeline)
+    """``plain`` on all devices, in a layout; None when the batch does not come out."""
+    data = setting.world_size // (layout.tensor * layout.pipeline)
     if plain.global_batch % (data * micro):
         return None
     microbatches = plain.global_batch // (data * micro)
@@ -183,6 +196,7 @@ def shape_with(
         cap="auto" if dynamic else "megatron",
         split_backward=dynamic,
         cuda_graphs=_graphs(plain, layout),
+        per_node=setting.per_node,
     )
 
 
@@ -237,16 +251,22 @@ def _why(best: list[Candidate]) -> str:
 
 def why_nothing_fits(setting: Setting, plain: RunShape) -> str:
     """What the least demanding layout needs, and with how many devices it would do."""
+    usable = _USABLE * setting.device.memory_bytes
     least: tuple[float, Layout, str] | None = None
     for layout in _layouts(setting, plain):
         for shard in _shards(layout, setting):
-            shape = shape_with(plain, layout, shard, 1, "full", static=False)
+            shape = shape_with(plain, setting, layout, shard, 1, "full", static=False)
             if shape is not None:
-                need = estimate(shape, setting.device).peak_bytes
+                need = least_bytes(shape)
+                if need <= usable:
+                    need = estimate(shape, setting.device).peak_bytes
                 least = min(least or (need, layout, shard), (need, layout, shard), key=_first)
     if least is None:
-        return f"a batch of {plain.global_batch} cannot be shared out over {setting.world_size}"
-    usable = _USABLE * setting.device.memory_bytes
+        near = nearest_multiple(plain.global_batch, setting.world_size)
+        return (
+            f"a batch of {plain.global_batch} cannot be shared out over {setting.world_size} "
+            f"devices; nearest possible: --batch-size {near}"
+        )
     more = f"about --gpus {int(-(-least[0] // usable)) * setting.per_node}, or fewer layers"
     nearest = more if setting.on_gpu else "fewer layers (processes share the machine's memory)"
     shared = "nothing" if least[2] == "none" else least[2]

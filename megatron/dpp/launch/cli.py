@@ -70,6 +70,7 @@ _OPTIONS = (
     _Option("--bf16", None, "16-bit brain floats (the default on GPUs)"),
     _Option("--fp32", None, "32-bit floats (the default on the CPU)"),
     _Option("--data", str, "JSON lines, or a prefix of token files (default: the sample)", "PATH"),
+    _Option("--skip-bad-lines", None, "leave out lines of --data that cannot be used"),
     _Option("--save", str, "write checkpoints here, at the end at least", "DIR"),
     _Option("--resume-from", str, "go on from the checkpoint in here", "DIR"),
     _Option("--tflops", float, "a device's rate, for the estimate of time", "T"),
@@ -78,6 +79,9 @@ _OPTIONS = (
     ),
     _Option("--dry-run", None, "print the flags and the torchrun command, start nothing"),
 )
+
+NAMES = ("--mode", *(option.name for option in _OPTIONS))
+"""All options of ``train`` itself."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -121,6 +125,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         value = getattr(options, option.name[2:].replace("-", "_"))
         if option.kind is int and value is not None and value < 1:
             raise ConfigError(f"{option.name} {value}: nearest possible: 1")
+        if option.kind is str and value == "":
+            raise ConfigError(f"{option.name} is empty: give a value, or leave the option out")
         if option.kind is float and value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{option.name} {value:g}: must be above 0")
     return options, rest
@@ -161,8 +167,8 @@ def completion(shell: str) -> str:
         ConfigError: a shell that is not known.
     """
     if shell not in ("bash", "zsh"):
-        raise ConfigError(f"--completion {shell}: nearest possible: bash, zsh")
-    names = " ".join(["--mode", *(option.name for option in _OPTIONS), "--help"])
+        raise ConfigError(f"--completion {shell or 'SHELL'}: nearest possible: bash, zsh")
+    names = " ".join([*NAMES, "--help"])
     values = {"--mode": " ".join(MODES), "--model": "sample small medium large"}
     values |= {"--gpu": " ".join(KNOWN_GPUS)}
     values |= {o.name: " ".join(str(c) for c in o.choices) for o in _OPTIONS if o.choices}

@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.train.arguments import build_parser
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = ROOT / "configs" / "models"
+
+_OTHER_NAMES = {
+    **dict.fromkeys(("gpt2", "117m", "124m"), "small"),
+    **dict.fromkeys(("gpt2-medium", "345m", "355m"), "medium"),
+    **dict.fromkeys(("gpt3", "gpt2-xl", "1.3b"), "large"),
+}
+"""What people call the files of ``configs/models``; only hints read it."""
 
 Flags = dict[str, Any]
 """Flag with its dashes to its value: True for a switch, a list for several values."""
@@ -48,8 +56,9 @@ def model_flags(name: str) -> Flags:
     """
     names = sorted(path.stem for path in MODELS.glob("*.yaml"))
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-        raise ConfigError(f"--model {name}: nearest: {near[0]} (there are {', '.join(names)})")
+        near = difflib.get_close_matches(name.lower(), [*names, *_OTHER_NAMES], n=1, cutoff=0.0)[0]
+        near = _OTHER_NAMES.get(near, near)
+        raise ConfigError(f"--model {name}: nearest: {near} (there are {', '.join(names)})")
     return read_flags(MODELS / f"{name}.yaml")
 
 
@@ -63,6 +72,37 @@ def nearest_path(path: Path) -> str:
         names = [name for name in names if name.endswith(".idx")]
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
     return f" (nearest: {path.parent / near[0]})" if near else ""
+
+
+def whole(flags: Flags, name: str) -> int:
+    """The flag's value as a number of things.
+
+    Raises:
+        ConfigError: it is no whole number, or below 1.
+    """
+    text = str(flags[name])
+    if not text.lstrip("+-").isdecimal():
+        raise ConfigError(f"{name} {text}: expected a whole number")
+    if int(text) < 1:
+        raise ConfigError(f"{name} {text}: nearest possible: 1")
+    return int(text)
+
+
+def check_known(words: Sequence[str], own: Sequence[str]) -> None:
+    """Are all flags among ``words`` flags of the training scripts?
+
+    Args:
+        own: options of ``train`` itself, to which a misspelt one may be nearer.
+
+    Raises:
+        ConfigError: one that is not known, with the nearest match.
+    """
+    known = build_parser()._option_string_actions
+    for word in words:
+        name = word.partition("=")[0]
+        near = difflib.get_close_matches(name, own, n=1, cutoff=0.75)
+        if name.startswith("--") and name not in known and near:
+            raise ConfigError(f"unknown flag {name} (did you mean {near[0]}?)")
 
 
 def to_argv(flags: Flags) -> list[str]:

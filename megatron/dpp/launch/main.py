@@ -13,23 +13,25 @@ from typing import NoReturn
 
 from megatron.dpp.errors import ConfigError, DppError
 from megatron.dpp.estimate import (
-    Estimate,
     RunShape,
     cpu_device,
     estimate,
     find_machine,
     known_gpu,
+    least_bytes,
     lines,
     shape_of,
 )
 from megatron.dpp.estimate.text import size
 from megatron.dpp.launch import auto, cli
-from megatron.dpp.launch.flags import Flags
-from megatron.dpp.launch.layout import Layout
+from megatron.dpp.launch.flags import Flags, check_known, whole
+from megatron.dpp.launch.layout import Layout, nearest_multiple
 from megatron.dpp.launch.nodes import Nodes, find_nodes
 from megatron.dpp.launch.resolve import (
     Resolved,
     Setting,
+    asked_batch,
+    asked_layout,
     base_flags,
     environment,
     resolve,
@@ -44,6 +46,7 @@ from megatron.dpp.launch.start import (
 )
 from megatron.dpp.train import preflight
 from megatron.dpp.train.arguments import parse_args
+from megatron.dpp.train.files import check_data, check_outputs, check_start
 from megatron.dpp.train.validate import validate
 
 _BAD_INPUT = 2
@@ -104,23 +107,28 @@ def plan(words: Sequence[str]) -> Plan:
         DataError: a file that is not there.
     """
     options, rest = cli.parse(words)
+    check_known(rest, cli.NAMES)
+    options.batch_size = asked_batch(options, rest)
     nodes = find_nodes(os.environ)
     setting = find_setting(options, nodes)
     flags = base_flags(options, rest, setting.on_gpu)
-    data = prepare(options.arch or "gpt", options.data, flags)
+    data = prepare(options.arch or "gpt", options.data, flags, options.skip_bad_lines)
     flags |= data.flags
     if options.mode == "auto":
         best = _best(options, flags, setting)
         resolved, found = best[0].resolved, best[0].estimate
         report = [*auto.report(best[:3], setting), "", *lines(found)]
     else:
-        layout = Layout(
-            tensor=options.tp or 1, pipeline=options.pp or 1, chunks=options.chunks or 1
+        resolved = resolve(
+            options, flags, setting, layout=asked_layout(options, flags), shard=shard_of(options)
         )
-        resolved = resolve(options, flags, setting, layout=layout, shard=shard_of(options))
-        found = estimate(shape_from(resolved, setting), setting.device)
-        report = [f"mode {options.mode}", *lines(found)]
-        _refuse_what_does_not_fit(options, found, flags, setting)
+        shape = shape_from(resolved, setting)
+        if least_bytes(shape) > setting.device.memory_bytes:
+            _refuse_what_does_not_fit(options, least_bytes(shape), flags, setting)
+        found = estimate(shape, setting.device)
+        _refuse_what_does_not_fit(options, found.peak_bytes, flags, setting)
+        report = [f"mode {options.mode}", *lines(found), *_warnings(shape)]
+    _check_files(resolved, setting, tokens_exist=data.preparation is None)
     return Plan(
         options=options,
         resolved=resolved,
@@ -200,28 +208,58 @@ def shape_from(resolved: Resolved, setting: Setting) -> RunShape:
         ConfigError: flags that are unknown or do not fit together.
         DataError: a vocabulary that cannot be read.
     """
-    args = parse_args(resolved.argv)
-    args.tokenizer_type = args.tokenizer_type or preflight.TOKENIZERS[resolved.arch]
-    validate(args, setting.world_size)
+    args = _checked(resolved, setting)
     preflight.build_vocabulary(args)
     return shape_of(args, on_gpu=setting.on_gpu, arch=resolved.arch, per_node=setting.per_node)
 
 
+def _checked(resolved: Resolved, setting: Setting) -> argparse.Namespace:
+    args = parse_args(resolved.argv)
+    args.tokenizer_type = args.tokenizer_type or preflight.TOKENIZERS[resolved.arch]
+    validate(args, setting.world_size)
+    return args
+
+
+def _check_files(resolved: Resolved, setting: Setting, *, tokens_exist: bool) -> None:
+    """Before text is tokenised, which may take hours: can the run start where it shall, and write?
+
+    Raises:
+        DataError: naming what is missing, broken or in the way.
+    """
+    args = _checked(resolved, setting)
+    check_start(args)
+    check_outputs(args)
+    if tokens_exist:
+        check_data(args, resolved.arch)
+
+
+def _warnings(shape: RunShape) -> list[str]:
+    """Options that cannot take effect."""
+    if shape.shard == "none" or shape.data * shape.context > 1:
+        return []
+    return ["warning: there is one replica, so --mode zero shares nothing out; nearest: --mode 3d"]
+
+
 def _plain(options: argparse.Namespace, flags: Flags, setting: Setting) -> RunShape:
-    """The run with nothing but data parallel, which ``auto`` starts from."""
+    """The run on one device, which ``auto`` starts from. A batch that was not asked for is made to
+    fit as many replicas as there are devices."""
     plain = argparse.Namespace(**vars(options))
     plain.mode = "simple"
-    resolved = resolve(plain, flags, setting, layout=Layout(), shard="none")
-    return shape_from(resolved, setting)
+    batch = whole(flags, "--global-batch-size")
+    if options.batch_size is None and batch % setting.world_size:
+        batch = nearest_multiple(batch, setting.world_size)
+    alone = dataclasses.replace(setting, per_node=1, num_nodes=1)
+    flags = {**flags, "--global-batch-size": batch, "--micro-batch-size": 1}
+    return shape_from(resolve(plain, flags, alone, layout=Layout(), shard="none"), alone)
 
 
 def _refuse_what_does_not_fit(
-    options: argparse.Namespace, found: Estimate, flags: Flags, setting: Setting
+    options: argparse.Namespace, need_bytes: float, flags: Flags, setting: Setting
 ) -> None:
     memory = setting.device.memory_bytes
-    if found.peak_bytes <= memory:
+    if need_bytes <= memory:
         return
-    need = f"the fullest rank needs {size(found.peak_bytes)} of {size(memory)}"
+    need = f"the fullest rank needs {size(need_bytes)} of {size(memory)}"
     plain = _plain(options, flags, setting)
     fitting = auto.candidates(options, flags, setting, plain)
     if fitting:

@@ -18,9 +18,9 @@ from megatron.dpp.launch.flags import (
     Flags,
     from_argv,
     model_flags,
-    nearest_path,
     read_flags,
     to_argv,
+    whole,
 )
 from megatron.dpp.launch.layout import Layout, check_layout, nearest_multiple
 
@@ -80,7 +80,7 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], on_gpu: bool) -
     name = options.model or ("small" if on_gpu else "sample")
     flags = {**_common(on_gpu), **model_flags(name)}
     if options.arch == "bert":
-        flags["--seq-length"] = min(512, int(flags["--seq-length"]))
+        flags["--seq-length"] = min(512, whole(flags, "--seq-length"))
     if options.config and options.mode != "megatron":
         flags |= read_flags(Path(options.config))
     given = {
@@ -97,7 +97,43 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], on_gpu: bool) -
     flags |= from_argv(rest)
     if options.mode == "megatron" and options.config:
         flags = {"--yaml-cfg": options.config} | _unset(flags, options, rest)
+    else:
+        _refuse_layout(options.mode, flags)
     return _derived(flags)
+
+
+_OF_TRAIN = {
+    "--tensor-model-parallel-size": ("--mode 3d", "--tp"),
+    "--pipeline-model-parallel-size": ("--mode 3d", "--pp"),
+    "--num-virtual-stages-per-pipeline-rank": ("--mode 3d", "--chunks"),
+    "--use-torch-fsdp2": ("--mode zero", "--zero-stage 3"),
+    "--deepspeed-zero-stage": ("--mode zero", "--engine deepspeed --zero-stage"),
+}
+"""Megatron's flags that a mode decides about, and how ``train`` says the same."""
+_OF_AUTO = (
+    "--use-distributed-optimizer",
+    "--context-parallel-size",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--pipeline-model-parallel-layout",
+    "--recompute-granularity",
+    "--recompute-activations",
+)
+
+
+def _refuse_layout(mode: str, flags: Flags) -> None:
+    """Refuse flags that would say otherwise than the mode about how the model lies on the ranks.
+    ``zero`` takes tensor parallelism; ``megatron`` takes everything."""
+    if mode in ("zero", "megatron"):
+        return
+    for name, (other, option) in _OF_TRAIN.items():
+        if name in flags:
+            value = "" if flags[name] is True else f" {flags[name]}"
+            raise ConfigError(
+                f"{name}{value} is not for --mode {mode}; nearest: {other} {option}{value}"
+            )
+    for name in _OF_AUTO if mode == "auto" else ():
+        if name in flags:
+            raise ConfigError(f"{name}: --mode auto decides about that; nearest: --mode megatron")
 
 
 def _common(on_gpu: bool) -> Flags:
@@ -143,17 +179,20 @@ def _derived(flags: Flags) -> Flags:
     if "--yaml-cfg" in flags:
         return flags
     flags.setdefault("--max-position-embeddings", flags["--seq-length"])
-    flags.setdefault("--min-lr", float(flags["--lr"]) / 10)
+    try:
+        flags.setdefault("--min-lr", float(flags["--lr"]) / 10)
+    except (TypeError, ValueError):
+        raise ConfigError(f"--lr {flags['--lr']}: expected a number") from None
     flags.setdefault("--lr-decay-iters", flags["--train-iters"])
     if "--bf16" in flags and flags["--device"] == "cuda":  # it rounds gradients to this format
         flags.setdefault("--cross-entropy-loss-fusion", True)
     if "--create-attention-mask-in-dataloader" not in flags and flags["--device"] == "cuda":
         flags.setdefault("--no-create-attention-mask-in-dataloader", True)
-    if int(flags["--hidden-size"]) % int(flags["--num-attention-heads"]):
-        heads = int(flags["--num-attention-heads"])
+    hidden, heads = whole(flags, "--hidden-size"), whole(flags, "--num-attention-heads")
+    if hidden % heads and "--kv-channels" not in flags:
         raise ConfigError(
-            f"--hidden-size {flags['--hidden-size']} cannot be divided by {heads} attention heads; "
-            f"nearest: {nearest_multiple(int(flags['--hidden-size']), heads)}"
+            f"--hidden-size {hidden} cannot be divided by {heads} attention heads; "
+            f"nearest: {nearest_multiple(hidden, heads)}"
         )
     return flags
 
@@ -168,7 +207,7 @@ def resolve(
     """
     flags = dict(flags)
     if options.mode != "megatron":
-        layers, heads = int(flags["--num-layers"]), int(flags["--num-attention-heads"])
+        layers, heads = whole(flags, "--num-layers"), whole(flags, "--num-attention-heads")
         check_layout(layout, setting.world_size, layers, heads, setting.option)
         by_deepspeed = options.mode == "zero" and options.engine == "deepspeed"
         flags |= _layout_flags(options, layout, setting) | _shard_flags(shard, by_deepspeed)
@@ -184,6 +223,16 @@ def resolve(
     if options.resume_from:
         flags |= _resume(options.resume_from)
     return Resolved(arch=options.arch or "gpt", flags=flags, layout=layout, shard=shard)
+
+
+def asked_layout(options: argparse.Namespace, flags: Flags) -> Layout:
+    """The layout that a mode other than ``auto`` is given; ``zero`` has no words of its own for
+    it, Megatron's count."""
+    if options.mode == "zero":
+        names = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
+        tensor, pipeline = (whole(flags, name) if name in flags else 1 for name in names)
+        return Layout(tensor=tensor, pipeline=pipeline)
+    return Layout(tensor=options.tp or 1, pipeline=options.pp or 1, chunks=options.chunks or 1)
 
 
 def shard_of(options: argparse.Namespace) -> str:
@@ -245,10 +294,19 @@ def _shard_flags(shard: str, by_deepspeed: bool) -> Flags:
     }[shard]
 
 
+def asked_batch(options: argparse.Namespace, rest: Sequence[str]) -> int | None:
+    """The global batch that was asked for, under either name, on the command line or in a file."""
+    name = "--global-batch-size"
+    file = read_flags(Path(options.config)) if options.config and options.mode != "megatron" else {}
+    own = {} if options.batch_size is None else {name: options.batch_size}
+    asked = {**file, **own, **from_argv(rest)}
+    return whole(asked, name) if name in asked else None
+
+
 def _batch(options: Any, flags: Flags, setting: Setting, layout: Layout) -> Flags:
     """Micro and global batch that fit each other. What was not asked for gives way."""
     replicas = setting.world_size // (layout.tensor * layout.pipeline)
-    micro, batch = int(flags["--micro-batch-size"]), int(flags["--global-batch-size"])
+    micro, batch = whole(flags, "--micro-batch-size"), whole(flags, "--global-batch-size")
     static = layout.chunks > 1 and options.no_dpp
     unit = replicas * (layout.pipeline if static else 1)
     if options.micro_batch_size is None:
@@ -282,8 +340,9 @@ def _resume(folder: str) -> Flags:
 
     path = Path(folder)
     if not (path / TRACKER).is_file():
-        near = sorted(path.glob(f"*/{TRACKER}")) + sorted(path.parent.glob(f"*/{TRACKER}"))
-        hint = f" (nearest: {near[0].parent})" if near else nearest_path(path)
+        below, beside = sorted(path.glob(f"*/{TRACKER}")), sorted(path.parent.glob(f"*/{TRACKER}"))
+        near = [each for each in (path.parent / TRACKER,) if each.is_file()] + below + beside
+        hint = f" (nearest: {near[0].parent})" if near else ""
         raise DataError(f"--resume-from {folder}: no checkpoint is there{hint}")
     return {
         "--load": folder,

@@ -28,7 +28,7 @@ class Data:
     preparation: list[str] | None
 
 
-def prepare(arch: str, path: str | None, flags: Flags) -> Data:
+def prepare(arch: str, path: str | None, flags: Flags, skip_bad_lines: bool = False) -> Data:
     """Find out where the tokens are.
 
     Args:
@@ -58,7 +58,7 @@ def prepare(arch: str, path: str | None, flags: Flags) -> Data:
     command += ["--output-prefix", str(prefix), "--tokenizer-type", _TOKENIZER[arch]]
     for name in ("--vocab-file", "--merge-file"):
         command += [name, str(vocabulary[name])] if name in vocabulary else []
-    command += _PREPROCESSING[arch]
+    command += _PREPROCESSING[arch] + (["--skip-bad-lines"] if skip_bad_lines else [])
     return Data(found, command)
 
 

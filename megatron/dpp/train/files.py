@@ -30,12 +30,23 @@ def check_files(args: argparse.Namespace, task_name: str) -> None:
         ConfigError: ``--split`` is none, or BERT's prefixes have no weights.
         DataError: the first of them, and what is wrong with it.
     """
+    check_start(args)
+    check_data(args, task_name)
+    check_outputs(args)
+
+
+def check_start(args: argparse.Namespace) -> None:
+    """Refuse a checkpoint that is missing or broken; raises :class:`DataError`."""
     found = find_start(args)
     if found is not None:
         if found.is_deepspeed:
             check_engine(found, args.deepspeed_zero_stage, args.data_parallel_size)
         else:
             check_whole(found, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+
+
+def check_data(args: argparse.Namespace, task_name: str) -> None:
+    """The data's part of :func:`check_files`."""
     if not args.mock_data:
         words, per_split = data_words(args)
         for each in [words, *(per_split or [])]:
@@ -49,9 +60,19 @@ def check_files(args: argparse.Namespace, task_name: str) -> None:
                 sequences, documents = check_index(prefix)
                 if words:  # GPT's data sets divide sequences, BERT's documents
                     check_split(prefix, args.split, sequences if task_name == "gpt" else documents)
-    for flag, path in (("--save", args.save), ("--tensorboard-dir", args.tensorboard_dir)):
-        if path and Path(path).exists() and not os.access(path, os.W_OK):
-            raise DataError(f"{flag} {path}: not writable")
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Refuse directories that cannot be made or written; raises :class:`DataError`."""
+    for flag, given in (("--save", args.save), ("--tensorboard-dir", args.tensorboard_dir)):
+        if not given:
+            continue
+        path = Path(given).absolute()
+        there = next(each for each in (path, *path.parents) if each.exists())
+        if not there.is_dir():
+            raise DataError(f"{flag} {given}: {there} is a file, a directory is expected")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise DataError(f"{flag} {given}: {there} is not writable")
 
 
 def data_words(args: argparse.Namespace) -> tuple[list[str] | None, list[Any] | None]:

@@ -66,14 +66,21 @@ def validate(args: Args, world_size: int) -> None:
         rule(args)
 
 
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+
+
 def _shape(args: Args) -> None:
     args.num_layers = args.num_layers or args.encoder_num_layers
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
+    for name in _SIZES:
         require(getattr(args, name), f"--{name.replace('_', '-')} is required")
     args.seq_length = args.seq_length or args.encoder_seq_length
     require(args.seq_length, "--seq-length is required")
     args.encoder_seq_length = args.seq_length
     args.decoder_seq_length = None  # of no model here, yet static schedules would send that much
+    for name in (*_SIZES, "ffn_hidden_size", "kv_channels", "seq_length"):
+        value = getattr(args, name)
+        at_least_one = value is None or value >= 1
+        require(at_least_one, f"--{name.replace('_', '-')} {value}: must be at least 1")
     if args.ffn_hidden_size is None:
         wide = int((4 * args.hidden_size * 2 / 3) / 64) * 64
         args.ffn_hidden_size = wide if args.swiglu else 4 * args.hidden_size

@@ -69,7 +69,8 @@ def check_learning_rate(args: Args) -> None:
     decay = own_decay or total
     decay_flag = f"--{'lr-decay' if own_decay else 'train'}-{unit} {decay}"
     fraction, steps = args.lr_warmup_fraction, getattr(args, f"lr_warmup_{unit}")
-    require(total > 0 and decay > 0, f"--train-{unit} {total}, {decay_flag}: must be at least 1")
+    require(total > 0, f"--train-{unit} {total}: must be at least 1")
+    require(decay > 0, f"{decay_flag}: must be at least 1")
     require(
         fraction is None or 0 <= fraction < 1,
         f"--lr-warmup-fraction {fraction}: must be at least 0 and below 1",
