@@ -1,13 +1,19 @@
-"""``--use-checkpoint-args``: the model's shape from the checkpoint instead of the command line.
+"""What a checkpoint says about the run that saved it: taken over with ``--use-checkpoint-args``,
+else compared with this run's settings.
 
-``preflight`` calls this before it checks anything. Names and precedence are Megatron-LM
-core_v0.16.1's: sizes that the command line spells out win, the rest of the architecture is the
-checkpoint's.
+``preflight`` calls :func:`take_checkpoint_args` before it checks anything; names and precedence
+are Megatron-LM core_v0.16.1's: sizes that the command line spells out win, the rest of the
+architecture is the checkpoint's. ``files`` and ``checkpointing`` compare.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import io
+import pickle
+import zipfile
+from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError
@@ -66,3 +72,78 @@ def _saved_args(found: Found) -> Any:
     if "args" not in state:
         raise DataError(f"{path}: holds no arguments (--use-checkpoint-args)")
     return state["args"]
+
+
+class _Anything:
+    """Stands for every object of a checkpoint that no check reads."""
+
+    def __init__(self, *values: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+class _Reader(pickle.Unpickler):
+    """Builds plain data and namespaces only, so it needs no PyTorch and runs nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = {"Namespace": argparse.Namespace, "OrderedDict": collections.OrderedDict}
+        return known.get(name, _Anything)
+
+    def persistent_load(self, pid: object) -> None:
+        return None
+
+
+def saved_args(found: Found) -> Any:
+    """The arguments of the run that saved ``found``, without importing PyTorch; None where the file
+    is of a kind that this cannot read."""
+    ranks = sorted(found.path.glob("mp_rank_00*/model_optim_rng.pt"))
+    path = found.path / "common.pt" if found.is_distributed or not ranks else ranks[0]
+    try:
+        with zipfile.ZipFile(path) as archive:
+            (name,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
+            state = _Reader(io.BytesIO(archive.read(name))).load()
+        return state.get("args")
+    except Exception:  # a broken file raises anything; whoever loads it in earnest says so
+        return None
+
+
+def check_model(args: argparse.Namespace, saved: Any, path: Path) -> None:
+    """Refuse another model than the one saved; raises :class:`DataError`."""
+    for name in (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "tokenizer_type",
+    ):
+        there, here = getattr(saved, name, None), getattr(args, name)
+        if there is not None and there != here:
+            flag = "--" + name.replace("_", "-")
+            raise DataError(f"{path} was saved with {flag} {there}, this run has {here}")
+
+
+def check_optimizer(args: argparse.Namespace, saved: Any, path: Path) -> None:
+    """Distributed and plain optimizer, experts with and without an optimizer of their own: they do
+    not read each other's state.
+
+    Raises:
+        ConfigError: the checkpoint has the other kind.
+    """
+    if args.no_load_optim or args.finetune or args.skip_train:
+        return
+    there = getattr(saved, "use_distributed_optimizer", args.use_distributed_optimizer)
+    if there != args.use_distributed_optimizer:
+        forms = ("without", "with") if args.use_distributed_optimizer else ("with", "without")
+        raise ConfigError(
+            f"{path} was saved {forms[0]} --use-distributed-optimizer, this run goes {forms[1]} "
+            "it: add --no-load-optim to go on with a new optimizer state"
+        )
+    size = getattr(saved, "expert_model_parallel_size", 1)
+    if (size > 1) != (args.expert_model_parallel_size > 1):
+        raise ConfigError(
+            f"{path} was saved with --expert-model-parallel-size {size}, this run has "
+            f"{args.expert_model_parallel_size}: above 1 the experts' optimizer state is kept "
+            "apart; add --no-load-optim to go on with a new optimizer state"
+        )

@@ -36,6 +36,7 @@ from megatron.dpp.mcore.optimizer import fill_state, own_steps, steps_may_lack
 from megatron.dpp.mcore.writers import bound_request, bound_writers
 from megatron.dpp.train import checkpoint_files as files
 from megatron.dpp.train import random_state
+from megatron.dpp.train.checkpoint_args import check_model, check_optimizer
 from megatron.dpp.train.diagnostics import note_progress
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import Trainee
@@ -284,7 +285,9 @@ class Checkpointer:
         args.no_load_optim = args.no_load_optim or getattr(saved, "no_save_optim", False)
         if not same and not args.finetune:
             self._check_resharding(saved, metadata)
-        _check_optimizer(args, saved, found.path)
+        check_optimizer(args, saved, found.path)
+        if not args.finetune:
+            check_model(args, saved, found.path)
         with_random = (
             same
             and not (args.finetune or args.no_load_rng)
@@ -322,7 +325,7 @@ class Checkpointer:
             run.iteration = int(state["iteration"])
             run.flops_so_far = float(state.get("num_floating_point_operations_so_far", 0.0))
             if saved is not None:
-                _check_model(args, saved, found.path)
+                check_model(args, saved, found.path)
                 run.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
                 run.skipped_train_samples = getattr(saved, "skipped_train_samples", 0)
                 run.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
@@ -437,38 +440,3 @@ def _model_layout(args: Any) -> tuple[int, int]:
         getattr(args, "tensor_model_parallel_size", 1),
         getattr(args, "pipeline_model_parallel_size", 1),
     )
-
-
-def _check_model(args: argparse.Namespace, saved: Any, path: Path) -> None:
-    for name in (
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "max_position_embeddings",
-        "tokenizer_type",
-    ):
-        there, here = getattr(saved, name, None), getattr(args, name)
-        if there is not None and there != here:
-            flag = "--" + name.replace("_", "-")
-            raise DataError(f"{path} was saved with {flag} {there}, this run has {here}")
-
-
-def _check_optimizer(args: argparse.Namespace, saved: Any, path: Path) -> None:
-    """Distributed and plain optimizer, experts with and without an optimizer of their own: they do
-    not read each other's state."""
-    if args.no_load_optim or args.finetune or args.skip_train:
-        return
-    there = getattr(saved, "use_distributed_optimizer", args.use_distributed_optimizer)
-    if there != args.use_distributed_optimizer:
-        forms = ("without", "with") if args.use_distributed_optimizer else ("with", "without")
-        raise ConfigError(
-            f"{path} was saved {forms[0]} --use-distributed-optimizer, this run goes {forms[1]} "
-            "it: add --no-load-optim to go on with a new optimizer state"
-        )
-    size = getattr(saved, "expert_model_parallel_size", 1)
-    if (size > 1) != (args.expert_model_parallel_size > 1):
-        raise ConfigError(
-            f"{path} was saved with --expert-model-parallel-size {size}, this run has "
-            f"{args.expert_model_parallel_size}: above 1 the experts' optimizer state is kept "
-            "apart; add --no-load-optim to go on with a new optimizer state"
-        )

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.train.checkpoint_files import check_engine, check_whole, find_start
+from megatron.dpp.train.checkpoint_args import check_model, check_optimizer, saved_args
+from megatron.dpp.train.checkpoint_files import Found, check_engine, check_whole, find_start
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _SETS = ("training", "validation", "test")
@@ -36,13 +37,27 @@ def check_files(args: argparse.Namespace, task_name: str) -> None:
 
 
 def check_start(args: argparse.Namespace) -> None:
-    """Refuse a checkpoint that is missing or broken; raises :class:`DataError`."""
+    """Refuse a checkpoint that is missing, broken, or of another model or kind of optimizer.
+
+    Raises:
+        DataError, ConfigError: naming the file, and what differs.
+    """
     found = find_start(args)
     if found is not None:
         if found.is_deepspeed:
             check_engine(found, args.deepspeed_zero_stage, args.data_parallel_size)
         else:
             check_whole(found, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+            _check_saved(args, found)
+
+
+def _check_saved(args: argparse.Namespace, found: Found) -> None:
+    saved = saved_args(found)
+    if saved is None or args.finetune:
+        return
+    check_model(args, saved, found.path)
+    if found.is_distributed and not getattr(saved, "no_save_optim", False):
+        check_optimizer(args, saved, found.path)
 
 
 def check_data(args: argparse.Namespace, task_name: str) -> None:
