@@ -81,6 +81,9 @@ def test_published_formulas() -> None:
         **model, tensor=8, sequence_parallel=True, attention_matrix=False
     )
     assert selective == pytest.approx(34 * unit / 8)
+    assert published_layer_bytes(**model, tensor=8, full_recompute=True) == 2 * unit
+    again = published_layer_bytes(**model, tensor=8, sequence_parallel=True, full_recompute=True)
+    assert again == 2 * unit / 8
     assert interleaving_factor(8, 1) == 1
     assert interleaving_factor(8, 3) == 1 + 7 / 24
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron.dpp.errors import ConfigError, DppError
@@ -23,6 +25,7 @@ from megatron.dpp.launch.resolve import Setting, base_flags, resolve
 from megatron.dpp.launch.start import prepare
 from megatron.dpp.train.arguments import parse_args, warnings_of
 from megatron.dpp.train.fields import core_fields
+from megatron.dpp.train.files import check_split
 from tests.train.test_preflight import WITHOUT_TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -381,6 +384,36 @@ def test_json_lines_are_preprocessed_once_for_each_vocabulary(tmp_path: Path) ->
     assert prepare("gpt", str(text), {}).preparation is not None
     assert prepare("bert", str(text), {}).preparation is not None
     assert prepare("gpt", None, {"--mock-data": True}).preparation is None
+
+
+def test_few_documents_leave_something_for_every_set(tmp_path: Path) -> None:
+    def split(documents: int) -> dict[str, Any]:
+        prefix = tmp_path / f"mine{documents}"
+        sizes = np.ones(documents, dtype=np.int32)
+        header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, documents, documents + 1)
+        pointers = 2 * np.arange(documents, dtype=np.int64)
+        starts = np.arange(documents + 1, dtype=np.int64)
+        parts = (sizes, pointers, starts)
+        prefix.with_suffix(".idx").write_bytes(header + b"".join(each.tobytes() for each in parts))
+        prefix.with_suffix(".bin").write_bytes(bytes(2 * documents))
+        return plan(["--procs", "2", "--data", str(prefix)]).resolved.flags
+
+    for documents in (3, 4, 50, 400, 999, 1000):  # refused before, below 1000
+        chosen = split(documents)["--split"]
+        check_split("mine", chosen, documents)
+        assert (chosen == "949,50,1") == (documents == 1000)
+    assert (split(1)["--split"], split(1)["--eval-iters"]) == ("1,0,0", 0)
+    given = plan(["--procs", "2", "--split", "8,1,1"])
+    assert given.resolved.flags["--split"] == "8,1,1"
+    assert not given.own_split
+
+
+def test_a_wrong_word_is_refused_before_set_up(tmp_path: Path) -> None:
+    words = [sys.executable, "-S", str(ROOT / "train"), "--mode", "simple", "--max-steps", "0"]
+    bare = {"PATH": os.environ["PATH"], "PYTHONNOUSERSITE": "1"}
+    result = subprocess.run(words, capture_output=True, text=True, timeout=60, env=bare)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: --max-steps 0: nearest possible: 1\n"
 
 
 @pytest.mark.parametrize("mode", [None, *cli.MODES])

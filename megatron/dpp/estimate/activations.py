@@ -26,13 +26,17 @@ def published_layer_bytes(
     tensor: int = 1,
     sequence_parallel: bool = False,
     attention_matrix: bool = True,
+    full_recompute: bool = False,
 ) -> float:
-    """Korthikanti et al.: ``s*b*h*(34 + 5*a*s/h)``, equations 1, 2, 4 and 6.
+    """Korthikanti et al.: ``s*b*h*(34 + 5*a*s/h)``, equations 1, 2, 4 and 6; ``2*s*b*h`` with full
+    recompute.
 
     Args:
         attention_matrix: False with selective recompute or flash attention: without the second
             term.
     """
+    if full_recompute:
+        return 2 * seq_length * micro_batch * hidden_size / (tensor if sequence_parallel else 1)
     matrix = 5 * num_heads * seq_length / hidden_size if attention_matrix else 0.0
     shared = (10 + 24 / tensor) if not sequence_parallel else 34 / tensor
     return seq_length * micro_batch * hidden_size * (shared + matrix / tensor)

@@ -105,7 +105,9 @@ def _published(shape: RunShape) -> str:
         tensor=shape.tensor,
         sequence_parallel=shape.sequence_parallel,
         attention_matrix=not (shape.flash or shape.recompute == "selective"),
+        full_recompute=shape.recompute == "full",
     )
+    layer /= shape.context
     whole = layer * shape.num_layers * interleaving_factor(shape.pipeline, shape.chunks)
     return f"{size(whole)} on the first stage (16 bit, with dropout, {size(layer)} a layer)"
 

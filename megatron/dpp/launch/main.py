@@ -43,6 +43,7 @@ from megatron.dpp.launch.start import (
     prepare,
     run_preparation,
     show,
+    split_of,
 )
 from megatron.dpp.train import preflight
 from megatron.dpp.train.arguments import parse_args
@@ -72,6 +73,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def refused() -> bool:
+    """Whether the command line is wrong in a way that can be seen without any package; says why."""
+    try:
+        _, rest = cli.parse(sys.argv[1:])
+        check_known(rest, cli.NAMES)
+        find_nodes(os.environ)
+    except DppError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return True
+    return False
+
+
 def _mode_of(words: list[str]) -> str | None:
     for index, word in enumerate(words):
         name, _, value = word.partition("=")
@@ -89,6 +102,7 @@ class Plan:
 
     Args:
         preparation: the command that makes the token files first; None when they are there.
+        own_split: ``--split`` is ours to choose, again when there are tokens to count.
     """
 
     options: argparse.Namespace
@@ -97,6 +111,7 @@ class Plan:
     nodes: Nodes
     report: list[str]
     preparation: list[str] | None
+    own_split: bool
 
 
 def plan(words: Sequence[str]) -> Plan:
@@ -114,6 +129,9 @@ def plan(words: Sequence[str]) -> Plan:
     flags = base_flags(options, rest, setting.on_gpu)
     data = prepare(options.arch or "gpt", options.data, flags, options.skip_bad_lines)
     flags |= data.flags
+    own_split = not {"--split", "--yaml-cfg"} & set(flags)
+    if own_split:
+        flags |= split_of(flags)
     if options.mode == "auto":
         best = _best(options, flags, setting)
         resolved, found = best[0].resolved, best[0].estimate
@@ -136,6 +154,7 @@ def plan(words: Sequence[str]) -> Plan:
         nodes=nodes,
         report=report,
         preparation=data.preparation,
+        own_split=own_split,
     )
 
 
@@ -150,6 +169,8 @@ def _start(found: Plan) -> NoReturn:
             print("\nfirst:", shlex.join(preparation))
         else:
             run_preparation(preparation)
+            if found.own_split:
+                resolved.flags.update(split_of(resolved.flags))
     script = f"pretrain_{resolved.arch}.py"
     print(f"\nflags of {script}:\n{show(resolved.argv)}\n", flush=True)
     env = {"PYTHON": python, "GPUS_PER_NODE": str(found.setting.per_node)}

@@ -147,7 +147,6 @@ def _common(on_gpu: bool) -> Flags:
         "--clip-grad": 1.0,
         "--lr-decay-style": "cosine",
         "--lr-warmup-fraction": 0.05,
-        "--split": "949,50,1",
         "--eval-interval": 1000,
         "--eval-iters": 2,
         "--log-interval": 1,

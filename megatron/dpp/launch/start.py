@@ -14,6 +14,7 @@ from typing import NoReturn
 from megatron.dpp.errors import DataError
 from megatron.dpp.launch.flags import ROOT, Flags, nearest_path, to_argv
 from megatron.dpp.train.arguments import parse_args
+from megatron.dpp.train.files import check_index
 
 _TEXT = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
@@ -115,6 +116,29 @@ def _output(text: Path, vocabulary: Flags, *, sample: bool) -> Path:
     stem = "sample" if sample else text.name.split(".")[0]
     folder = text.parent if os.access(text.parent, os.W_OK) else Path.cwd()
     return folder / f"{stem}-{digest.hexdigest()[:12]}"
+
+
+_SPLIT = "949,50,1"
+_LEAST = 1000
+"""Documents from which every set of ``_SPLIT`` gets one."""
+
+
+def split_of(flags: Flags) -> Flags:
+    """``--split`` where none is given. Few documents are shared out so that validation and test get
+    one at least; too few for that are all for training.
+
+    Raises:
+        DataError: the index is broken.
+    """
+    path = flags.get("--data-path")
+    if not isinstance(path, str) or not Path(path + ".idx").is_file():
+        return {"--split": _SPLIT}
+    _, documents = check_index(path)
+    if documents < 3:
+        return {"--split": "1,0,0", "--eval-iters": 0}
+    valid = max(1, documents // 20)
+    few = f"{documents - valid - 1},{valid},1"
+    return {"--split": few if documents < _LEAST else _SPLIT}
 
 
 def find_python(dry_run: bool) -> str:
