@@ -118,6 +118,11 @@ REFUSED = {
     "--procs 2 --resume-from {tmp}/ckpt/iter_0000003": "(nearest: {tmp}/ckpt)",
     "--procs 2 --config {tmp}/typed.yaml": "--num-layers three: expected a whole number",
     "--procs 2 --config {tmp}/rate.yaml": "--lr quick: expected a number",
+    "--procs 2 --config {tmp}/switch.yaml": "swiglu is a switch, not 'maybe'",
+    "--procs 2 --mode megatron --config {tmp}/switch.yaml": "swiglu is a switch, not 'maybe'",
+    "--procs 2 --mode megatron --config {tmp}/rate.yaml --model small": "exclude each other",
+    "--procs 2 --vocab-file {tmp}/vocab.json": "vocab.json: No such file or directory",
+    "--procs 2 --mock-data --data {tmp}/now.jsonl": "--data and --mock-data exclude each other",
 }
 
 
@@ -177,6 +182,7 @@ def test_what_cannot_work_is_refused_with_the_nearest_choice(
     (tmp_path / "no.yml").write_text("[a](b)\n<x\n")
     (tmp_path / "typed.yaml").write_text("num-layers: three\n")
     (tmp_path / "rate.yaml").write_text("lr: quick\n")
+    (tmp_path / "switch.yaml").write_text("swiglu: maybe\n")
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("3")
     assert main([*words.format(tmp=tmp_path).split(), "--dry-run"]) == 2
     error = capsys.readouterr().err
@@ -310,6 +316,18 @@ def test_a_file_of_megatrons_own_decides_alone(tmp_path: Path) -> None:
     assert (args.num_layers, args.train_iters, args.lr) == (4, 5, 0.001)
     assert args.mock_data
     assert args.data_path is None
+    own = "--num-layers 2 --hidden-size 32 --batch-size 8 --lr 0.5 --bf16"
+    args = args_of(f"--mode megatron --procs 2 --config {path} {own}")
+    assert (args.num_layers, args.hidden_size, args.global_batch_size) == (2, 32, 8)
+    assert (args.lr, args.bf16, args.seq_length) == (0.5, True, 64)
+
+
+def test_samples_may_stand_for_iterations_and_uneven_cuts_for_even_ones() -> None:
+    args = args_of("--mode simple --procs 2 --train-samples 320")
+    assert (args.train_iters, args.train_samples, args.lr_decay_samples) == (None, 320, 320)
+    cut = "--decoder-first-pipeline-num-layers 3"
+    args = args_of(f"--mode 3d --pp 2 --procs 2 --num-layers 7 {cut}")
+    assert args.num_layers == 7
 
 
 def best_for(words: str, setting: Setting = H200) -> list[auto.Candidate]:

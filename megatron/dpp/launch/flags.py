@@ -28,6 +28,7 @@ def read_flags(path: Path) -> Flags:
     """The flags of a YAML file.
 
     Raises:
+        ConfigError: a switch has another value than true and false.
         DataError: the file cannot be read, or is no plain mapping.
     """
     import yaml
@@ -45,6 +46,10 @@ def read_flags(path: Path) -> Flags:
             "--mode megatron"
         )
     named = {f"--{str(key).replace('_', '-')}": value for key, value in loaded.items()}
+    known = build_parser()._option_string_actions
+    for name, value in named.items():
+        if name in known and known[name].nargs == 0 and not isinstance(value, bool | None):
+            raise ConfigError(f"{path}: {name[2:]} is a switch, not {value!r}")
     return {name: value for name, value in named.items() if value not in (None, False)}
 
 

@@ -28,6 +28,7 @@ def check_layout(
     """Refuse what cannot work.
 
     Args:
+        num_layers: 0 where other flags cut them.
         devices: the option that gives their number, ``--gpus`` or ``--procs``.
 
     Raises:

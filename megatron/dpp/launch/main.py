@@ -7,6 +7,7 @@ import dataclasses
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -237,7 +238,9 @@ def shape_from(resolved: Resolved, setting: Setting) -> RunShape:
 def _checked(resolved: Resolved, setting: Setting) -> argparse.Namespace:
     args = parse_args(resolved.argv)
     args.tokenizer_type = args.tokenizer_type or preflight.TOKENIZERS[resolved.arch]
-    validate(args, setting.world_size)
+    with warnings.catch_warnings():  # megatron-core, which parses some layouts, misses packages
+        warnings.simplefilter("ignore", UserWarning)
+        validate(args, setting.world_size)
     return args
 
 

@@ -92,11 +92,16 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], on_gpu: bool) -
         "--train-iters": options.max_steps,
         "--lr": options.lr,
     }
-    flags |= {name: value for name, value in given.items() if value is not None}
+    spelled = {name: value for name, value in given.items() if value is not None}
+    flags |= spelled
     flags |= _precision(options, flags, on_gpu)
     flags |= from_argv(rest)
+    if "--train-samples" in flags and "--train-iters" not in spelled | from_argv(rest):
+        del flags["--train-iters"]
     if options.mode == "megatron" and options.config:
-        flags = {"--yaml-cfg": options.config} | _unset(flags, options, rest)
+        if options.model:
+            raise ConfigError("--model and --config exclude each other in --mode megatron")
+        flags = _above_file(options, spelled | from_argv(rest), on_gpu)
     else:
         _refuse_layout(options.mode, flags)
     return _derived(flags)
@@ -118,6 +123,16 @@ _OF_AUTO = (
     "--recompute-granularity",
     "--recompute-activations",
 )
+
+
+_CUTS = (
+    "--pipeline-model-parallel-layout",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
+"""Flags that cut the layers otherwise than evenly."""
 
 
 def _refuse_layout(mode: str, flags: Flags) -> None:
@@ -155,12 +170,12 @@ def _common(on_gpu: bool) -> Flags:
     } | ({"--log-throughput": True} if on_gpu else {})
 
 
-def _unset(flags: Flags, options: argparse.Namespace, rest: Sequence[str]) -> Flags:
+def _above_file(options: argparse.Namespace, spelled: Flags, on_gpu: bool) -> Flags:
     """With a file of Megatron's own, only what the command line gives stands above it."""
-    spelled = {**from_argv(rest), "--device": flags["--device"], "--estimate": True}
-    if options.max_steps is not None:
-        spelled["--train-iters"] = options.max_steps
-    return spelled
+    if options.fp16 or options.bf16 or options.fp32:
+        spelled |= _precision(options, spelled, on_gpu)
+    device = {"--device": "cuda" if on_gpu else "cpu", "--estimate": True}
+    return {"--yaml-cfg": options.config} | device | spelled
 
 
 def _precision(options: argparse.Namespace, flags: Flags, on_gpu: bool) -> Flags:
@@ -182,7 +197,10 @@ def _derived(flags: Flags) -> Flags:
         flags.setdefault("--min-lr", float(flags["--lr"]) / 10)
     except (TypeError, ValueError):
         raise ConfigError(f"--lr {flags['--lr']}: expected a number") from None
-    flags.setdefault("--lr-decay-iters", flags["--train-iters"])
+    if "--train-samples" in flags:
+        flags.setdefault("--lr-decay-samples", flags["--train-samples"])
+    else:
+        flags.setdefault("--lr-decay-iters", flags["--train-iters"])
     if "--bf16" in flags and flags["--device"] == "cuda":  # it rounds gradients to this format
         flags.setdefault("--cross-entropy-loss-fusion", True)
     if "--create-attention-mask-in-dataloader" not in flags and flags["--device"] == "cuda":
@@ -207,7 +225,8 @@ def resolve(
     flags = dict(flags)
     if options.mode != "megatron":
         layers, heads = whole(flags, "--num-layers"), whole(flags, "--num-attention-heads")
-        check_layout(layout, setting.world_size, layers, heads, setting.option)
+        uneven = any(name in flags for name in _CUTS)
+        check_layout(layout, setting.world_size, 0 if uneven else layers, heads, setting.option)
         by_deepspeed = options.mode == "zero" and options.engine == "deepspeed"
         flags |= _layout_flags(options, layout, setting) | _shard_flags(shard, by_deepspeed)
         if by_deepspeed or shard in ("gradients", "parameters"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.launch.flags import ROOT, Flags, nearest_path, to_argv
 from megatron.dpp.train.arguments import parse_args
 from megatron.dpp.train.files import check_index
@@ -37,11 +37,15 @@ def prepare(arch: str, path: str | None, flags: Flags, skip_bad_lines: bool = Fa
         flags: what is given already; ``--mock-data`` and Megatron's own data flags need nothing.
 
     Raises:
-        DataError: nothing is at ``path``.
+        ConfigError: data are named twice.
+        DataError: nothing is at ``path``, or it cannot be read.
     """
     if "--yaml-cfg" in flags:
         flags = {**_data_of_file(flags), **flags}
     vocabulary = _vocabulary(arch, flags)
+    others = [name for name in ("--mock-data", *_LOADERS) if name in flags]
+    if path and others:
+        raise ConfigError(f"--data and {others[0]} exclude each other")
     if "--mock-data" in flags or any(name in flags for name in _LOADERS):
         return Data(vocabulary, None)
     text = Path(path) if path else ROOT / f"datasets_{arch}" / "dataset.json"
@@ -110,9 +114,12 @@ def _output(text: Path, vocabulary: Flags, *, sample: bool) -> Path:
     names = [value for name, value in vocabulary.items() if name != "--tokenizer-type"]
     digest = hashlib.sha256()
     for name in [text, *names]:
-        with open(name, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        try:
+            with open(name, "rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        except OSError as error:
+            raise DataError(f"{name}: {error.strerror}{nearest_path(Path(name))}") from error
     stem = "sample" if sample else text.name.split(".")[0]
     folder = text.parent if os.access(text.parent, os.W_OK) else Path.cwd()
     return folder / f"{stem}-{digest.hexdigest()[:12]}"

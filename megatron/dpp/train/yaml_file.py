@@ -74,6 +74,8 @@ def _by_flag(path: str, key: str, action: argparse.Action, value: Any) -> Any:
 
 
 def _typed(path: str, key: str, action: argparse.Action, value: Any) -> Any:
+    if action.nargs == 0 and isinstance(action.const, bool) and not isinstance(value, bool | None):
+        raise ConfigError(f"--yaml-cfg {path}: {key} is a switch, not {value!r}")
     if value is None or action.nargs == 0:
         return value
     kind: Any = action.type or str
