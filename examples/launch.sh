@@ -339,8 +339,6 @@ print_command() {
 # launch SCRIPT ARGUMENT...: replaces this shell by torchrun. DRY_RUN=1 prints the command instead.
 launch() {
   local distributed=(--nproc_per_node "$GPUS_PER_NODE" --nnodes "$NUM_NODES")
-  local torchrun=torch.distributed.run
-  ((NUM_NODES == 1)) || torchrun=megatron.dpp.train.launch
   if ((NUM_NODES > 1)) || [[ -n $MASTER_PORT_IS_GIVEN ]]; then
     distributed+=(--node_rank "$NODE_RANK" --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT"
       --rdzv_conf "timeout=$WAIT_SECONDS")
@@ -355,7 +353,7 @@ launch() {
   quiet+=",ignore:Apex is not installed:UserWarning,ignore:full scope is deprecated:UserWarning"
   export PYTHONWARNINGS=${PYTHONWARNINGS:-$quiet}
   export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH}
-  local command=("$PYTHON" -m "$torchrun" "${distributed[@]}" "$@")
+  local command=("$PYTHON" -m megatron.dpp.train.launch "${distributed[@]}" "$@")
   if [[ -n ${DRY_RUN:-} ]]; then
     print_command "${command[@]}"
     exit 0

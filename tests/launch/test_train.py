@@ -244,7 +244,7 @@ def test_dry_run_prints_flags_and_command_without_importing_torch() -> None:
     assert result.returncode == 0, result.stderr
     assert "--tensor-model-parallel-size 2\n" in result.stdout
     command = result.stdout.splitlines()[-1]
-    assert "torch.distributed.run --nproc_per_node 4 " in command
+    assert "megatron.dpp.train.launch --nproc_per_node 4 " in command  # torchrun
     assert "pretrain_gpt.py " in command
     assert " --use-dpp" in command
 

@@ -1,8 +1,8 @@
-"""torchrun for a job over several nodes, with one line in place of a traceback when a node does not
-come.
+"""torchrun, with one line in place of its traceback when a node does not come, a rank fails, or
+somebody presses Ctrl-C.
 
-``python -m megatron.dpp.train.launch`` takes torchrun's arguments; ``examples/launch.sh`` starts it
-where NUM_NODES is above 1.
+``python -m megatron.dpp.train.launch`` takes torchrun's arguments; ``examples/launch.sh`` starts
+it.
 """
 
 from __future__ import annotations
@@ -10,24 +10,40 @@ from __future__ import annotations
 import sys
 
 from torch.distributed import DistStoreError
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
-_NOT_ALL_CAME = 1
+_FAILED = 1
 
 
 def run() -> int:
-    """Run torchrun; 1 when the nodes do not meet in time."""
+    """Run torchrun; 1 when the nodes do not meet in time or a rank fails, 128 and the signal when
+    one ends it."""
     try:
         main()
     except DistStoreError as error:
-        print(
+        return _say(
             f"error: not all nodes came ({str(error).rstrip('.')}): start run_worker_*.sh with the "
             "same NUM_NODES and MASTER_PORT on every other node within WAIT_SECONDS, and check "
-            "that MASTER_ADDR and the port can be reached from there",
-            file=sys.stderr,
+            "that MASTER_ADDR and the port can be reached from there"
         )
-        return _NOT_ALL_CAME
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = f"with exit code {failure.exitcode}"
+        if failure.exitcode < 0:
+            how = f"by {failure.signal_name()}"
+        return _say(f"error: rank {rank} (process {failure.pid}) ended first, {how}: see above why")
+    except SignalException as error:
+        return _say(f"ended by {error.sigval.name}; its processes are gone", 128 + error.sigval)
+    except KeyboardInterrupt:  # before there are processes
+        return _say("ended by SIGINT", 130)
     return 0
+
+
+def _say(text: str, code: int = _FAILED) -> int:
+    print(text, file=sys.stderr, flush=True)
+    return code
 
 
 if __name__ == "__main__":

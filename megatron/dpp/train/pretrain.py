@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Args = argparse.Namespace
 
 _FAILED = 1
+_INTERRUPTED = 130
 
 
 def main(task_name: str, argv: Sequence[str] | None = None) -> int:
@@ -52,6 +53,8 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
     except DppError as error:
         print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
         return _FAILED
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     return 0
 
 

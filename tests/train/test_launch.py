@@ -1,0 +1,42 @@
+"""What torchrun's ends look like to a user: one line, no traceback."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from torch.distributed import DistStoreError
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from megatron.dpp.train import launch
+
+
+def failed(exit_code: int) -> ChildFailedError:
+    failure = ProcessFailure(local_rank=1, pid=77, exitcode=exit_code, error_file="none")
+    return ChildFailedError("pretrain_gpt.py", {1: failure})
+
+
+ENDS = {
+    "failed": (failed(3), 1, "error: rank 1 (process 77) ended first, with exit code 3"),
+    "killed": (failed(-9), 1, "ended first, by SIGKILL: see above why"),
+    "interrupted": (SignalException("told to", signal.SIGINT), 130, "ended by SIGINT; its"),
+    "early": (KeyboardInterrupt(), 130, "ended by SIGINT"),
+    "alone": (DistStoreError("timed out."), 1, "error: not all nodes came (timed out): start"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_every_end_is_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error, code, text = ENDS[name]
+
+    def end() -> None:
+        raise error
+
+    monkeypatch.setattr(launch, "main", end)
+    assert launch.run() == code
+    said = capsys.readouterr().err
+    assert text in said
+    assert len(said.splitlines()) == 1
