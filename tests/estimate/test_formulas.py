@@ -261,3 +261,21 @@ def test_collectives_of_a_layer_are_those_that_are_sent() -> None:
     assert per_layer == 4 * collective_bytes(plain)
     again = dataclasses.replace(plain, recompute="full")
     assert traffic(again).tensor == 1.5 * traffic(plain).tensor
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--ranks 0", "--ranks -1", "--memory -3", "--tflops 0", "--tflops nan", "--per-node 0"],
+)
+def test_sizes_and_rates_are_above_0(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS.split(), *words.split(), "--gpu", "H200"]) == 2
+    assert capsys.readouterr().err.endswith(": must be above 0\n")
+
+
+def test_an_estimate_knows_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*FLAGS.split(), "--gpu", "H200", "--ranks", "16", "--tensor-model-parallel-size", "8"]
+    times = []
+    for more in ([], ["--per-node", "4"]):
+        assert main([*words, *more]) == 0
+        times.append(capsys.readouterr().out.splitlines()[-1])
+    assert times[0] != times[1]

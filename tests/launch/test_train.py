@@ -379,6 +379,7 @@ def test_nodes_come_from_the_environment() -> None:
         {**slurm, "SLURM_NTASKS": "24"},
         {"NUM_NODES": "2"},
         {"NUM_NODES": "two"},
+        {"NUM_NODES": "0"},
         {**ours, "NODE_RANK": "2"},
         {"NUM_NODES": "2", "NODE_RANK": "0"},
     ):
@@ -432,6 +433,24 @@ def test_a_wrong_word_is_refused_before_set_up(tmp_path: Path) -> None:
     result = subprocess.run(words, capture_output=True, text=True, timeout=60, env=bare)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "error: --max-steps 0: nearest possible: 1\n"
+
+
+def guide_commands() -> list[str]:
+    """The guide's commands of several nodes, without what is set before them."""
+    text = (ROOT / "docs" / "USAGE_GUIDE.md").read_text(encoding="utf-8")
+    lines = [line.partition("#")[0] for line in text.splitlines()]
+    starts = ("NUM_NODES", "srun", "python train")
+    found = [line.partition("train ")[2] for line in lines if line.startswith(starts)]
+    return sorted({words for words in found if "--gpus" in words})
+
+
+@pytest.mark.parametrize("words", guide_commands())
+def test_the_guides_commands_resolve(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = {"NUM_NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node0"}
+    for name, value in nodes.items():
+        monkeypatch.setenv(name, value)
+    rest = words.split()
+    assert plan([*rest, "--gpu", "H200", *([] if "--dry-run" in rest else ["--dry-run"])]).nodes
 
 
 @pytest.mark.parametrize("mode", [None, *cli.MODES])

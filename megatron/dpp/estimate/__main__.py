@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 
-from megatron.dpp.errors import DppError
+from megatron.dpp.errors import ConfigError, DppError
 from megatron.dpp.estimate.device import Device, find_machine, known_gpu
 from megatron.dpp.estimate.estimate import estimate
 from megatron.dpp.estimate.shape import shape_of
@@ -35,11 +36,19 @@ def _parser() -> argparse.ArgumentParser:
         epilog="All other arguments are the flags of pretrain_gpt.py.",
     )
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes of the run")
+    parser.add_argument("--per-node", type=int, metavar="N", help="of each node (default: all)")
     parser.add_argument("--arch", choices=("gpt", "bert"), default="gpt")
     parser.add_argument("--gpu", metavar="NAME", help="H100, H200, ...; default: this machine")
     parser.add_argument("--memory", type=float, metavar="GiB", help="memory of one device")
     parser.add_argument("--tflops", type=float, metavar="T", help="a device's rate, measured")
     return parser
+
+
+def _check(known: argparse.Namespace) -> None:
+    for name in ("ranks", "per_node", "memory", "tflops"):
+        value = getattr(known, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be above 0")
 
 
 def device_of(
@@ -73,11 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not any("data" in flag for flag in flags):
         flags.append("--mock-data")
     try:
+        _check(known)
         args = arguments.parse_args(flags)
         validate(args, known.ranks)
         args.padded_vocab_size = args.padded_vocab_size or 50304
         on_gpu, device = device_of(known.ranks, known.gpu, known.memory, known.tflops)
-        found = estimate(shape_of(args, on_gpu=on_gpu, arch=known.arch), device)
+        shape = shape_of(args, on_gpu=on_gpu, arch=known.arch, per_node=known.per_node)
+        found = estimate(shape, device)
     except DppError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -32,6 +32,8 @@ def find_nodes(env: Mapping[str, str]) -> Nodes:
         ConfigError: a value that cannot be, or several SLURM tasks on a node.
     """
     count = _number(env, ("NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"), 1)
+    if count < 1:
+        raise ConfigError(f"NUM_NODES={count}: nearest possible: 1")
     if count == 1:
         return Nodes()
     if "NUM_NODES" not in env:
