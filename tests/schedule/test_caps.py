@@ -4,7 +4,15 @@ import pytest
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.schedule import Geometry, Memory, beside_head, parse_cap
+from megatron.dpp.schedule import (
+    BUILT_IN,
+    Geometry,
+    Memory,
+    Scheduler,
+    beside_head,
+    parse_cap,
+    peak_in_flight,
+)
 
 
 def geometry(rank=0, num_chunks=2, num_microbatches=16):
@@ -50,6 +58,7 @@ def test_bytes_wait_for_a_measurement():
         ("1.2.3p", "no number"),
         ("0.5p", "needs 11"),
         ("1MiB", "needs 11"),
+        ("0GiB", "above 0"),
         ("20 parsecs", "expected auto"),
     ],
 )
@@ -67,3 +76,27 @@ def test_the_last_rank_leaves_room_for_the_head(rank, num_chunks, chunks):
     training.measured(Memory(activation_bytes=100, deferred_bytes=60))
     view = training.scheduler(where, split=True).view
     assert view.cap == beside_head(parse_cap("auto", where).chunks, where) == chunks
+
+
+@pytest.mark.parametrize("p, v, m", [(3, 4, 6), (2, 1, 4), (3, 1, 7), (6, 3, 11)])
+def test_what_a_refusal_advises_is_accepted(p, v, m):
+    where = Geometry(p, p - 1, v, m)
+    with pytest.raises(ConfigError, match="strict") as refused:
+        parse_cap("0.01p", where)
+    advised = refused.value.args[0].split()[-3].rstrip(",")
+    assert parse_cap(advised, where).chunks >= peak_in_flight(where)
+    with pytest.raises(ConfigError, match="breadth-first") as refused:
+        Scheduler(where, policy="breadth-first")
+    advised = refused.value.args[0].split("--dpp-activation-cap ")[1].split()[0]
+    room = beside_head(parse_cap(advised, where).chunks, where)
+    assert Scheduler(where, policy="breadth-first", cap=room)
+
+
+def test_breadth_first_with_bytes_begins_when_an_activation_is_measured():
+    decisions = pytest.importorskip("megatron.dpp.runtime.decisions")
+    config = DppConfig(policy="breadth-first", activation_cap="1MiB")
+    training = decisions.Decisions(config, log=lambda line: None)
+    where = Geometry(4, 0, 1, 16)
+    assert training.scheduler(where, split=True).policy is BUILT_IN["depth-first"]
+    training.measured(Memory(activation_bytes=100, deferred_bytes=60))
+    assert training.scheduler(where, split=True).policy is BUILT_IN["breadth-first"]

@@ -190,7 +190,7 @@ def test_settings_that_cannot_work_are_refused():
 
 def test_breadth_first_says_how_much_room_it_needs():
     geometry = Geometry(2, 0, 2, 8)
-    with pytest.raises(ConfigError, match=r"16.*--dpp-activation-cap 4p"):
+    with pytest.raises(ConfigError, match=r"16.*--dpp-activation-cap 4.25p"):
         Scheduler(geometry, policy="breadth-first")
     scheduler = Scheduler(geometry, policy="breadth-first", cap=16)
     scheduler.arrived(FORWARD, 1, 2)

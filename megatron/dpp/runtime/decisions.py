@@ -102,7 +102,8 @@ class Decisions:
             self._log(f"dynamic pipeline: {text}")
         return Scheduler(
             geometry,
-            policy=policy,
+            # Breadth-first wants room for all microbatches, which is not known yet.
+            policy="depth-first" if cap.needs_measuring and policy == "breadth-first" else policy,
             cap=chunks,
             split_backward=split,
             beta=measured.beta if measured else 0.0,

@@ -8,6 +8,7 @@ order on the rank (``I_r``) could stop the pipeline, so it is refused. Used by t
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 
@@ -98,6 +99,15 @@ def beside_head(chunks: float, geometry: Geometry) -> float:
     return max(chunks - 1, peak_in_flight(geometry))
 
 
+def times_p(chunks: float, geometry: Geometry) -> str:
+    """A cap like ``1.25p`` that holds so many chunk activations; never a little less.
+
+    >>> times_p(4, Geometry(num_ranks=3, rank=0, num_chunks=4, num_microbatches=6))
+    '0.34p'
+    """
+    return f"{math.ceil(100 * chunks / (geometry.num_ranks * geometry.num_chunks)) / 100:g}p"
+
+
 def worst_peak(geometry: Geometry) -> int:
     """The peak of Megatron's order on its worst rank, rank 0 (``I0``), in chunk activations."""
     return peak_in_flight(dataclasses.replace(geometry, rank=0))
@@ -126,6 +136,8 @@ def _bytes_cap(
     size: re.Match[str],
     bytes_per_chunk_activation: float | None,
 ) -> Cap:
+    if amount <= 0:
+        raise ConfigError(f"{_FLAG} {word}: must be above 0")
     if bytes_per_chunk_activation is None:
         default = default_cap(geometry)
         text = f"{default.text}; {word} takes its place once an activation's size is measured"
@@ -154,6 +166,6 @@ def _checked(chunks: float, geometry: Geometry, why: str) -> Cap:
             f"{_FLAG}: {why} is {chunks:g} chunk activations on rank {geometry.rank}, but "
             "Megatron's own order needs "
             f"{least} there; less could stop the pipeline. Give at least "
-            f"{least / (geometry.num_ranks * geometry.num_chunks):.3g}p, or strict"
+            f"{times_p(least, geometry)}, or strict"
         )
     return Cap(chunks, f"rank {geometry.rank} may hold {chunks:g} chunk activations ({why})")

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
+from megatron.dpp.schedule.caps import times_p
 from megatron.dpp.schedule.state import View
 
 Policy = Callable[[View], Action | None]
@@ -125,21 +126,21 @@ def _check_takes_view(policy: Policy, name: str) -> None:
         ) from error
 
 
-def check_room(policy: Policy, geometry: Geometry, cap: float) -> None:
+def check_room(
+    policy: Policy, geometry: Geometry, cap: float, *, split_backward: bool = False
+) -> None:
     """Refuse breadth-first with a cap that cannot hold all microbatches: under a cap it is far
     slower than any other.
 
     Raises:
-        ConfigError: says how much room is needed.
+        ConfigError: says how much room is needed, on the last rank beside the LM head, too.
     """
     need = geometry.num_chunks * geometry.num_microbatches
     if policy is breadth_first and not geometry.forward_only and cap < need:
+        head = split_backward and geometry.num_ranks > 1
         raise ConfigError(
             f"--dpp-policy breadth-first: rank {geometry.rank} may hold {cap:g} chunk activations, "
-            "but breadth-first "
-            f"holds all {geometry.num_microbatches} microbatches of {geometry.num_chunks} chunks, "
-            f"{need}. Give "
-            f"--dpp-activation-cap {geometry.num_microbatches / geometry.num_ranks:.6g}p (or more "
-            "bytes), or take "
-            "--dpp-policy dynamic"
+            f"but breadth-first holds all {geometry.num_microbatches} microbatches of "
+            f"{geometry.num_chunks} chunks, {need}. Give --dpp-activation-cap "
+            f"{times_p(need + head, geometry)} (or more bytes), or take --dpp-policy dynamic"
         )

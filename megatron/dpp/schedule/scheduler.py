@@ -94,7 +94,7 @@ class Scheduler:
         # The built-in policies return only what the view offered; checking it again would double
         # the cost of a decision.
         self._is_built_in = self.policy in BUILT_IN.values()
-        check_room(self.policy, geometry, cap)
+        check_room(self.policy, geometry, cap, split_backward=split_backward)
         self._settings = (cap, split_backward, beta)
         self._reference = Reference(geometry)
         self.restart()

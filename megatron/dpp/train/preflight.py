@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.schedule import Geometry, find_policy, parse_cap
+from megatron.dpp.schedule import Geometry, check_room, find_policy, parse_cap
 from megatron.dpp.train import arguments
 from megatron.dpp.train.checkpoint_args import take_checkpoint_args
 from megatron.dpp.train.files import check_files
@@ -77,7 +77,7 @@ def check(
 
 def _check_schedule(args: argparse.Namespace) -> None:
     """The policy exists, and every rank's cap is one that it can work with."""
-    find_policy(args.dpp_policy)
+    policy = find_policy(args.dpp_policy)
     ranks = args.pipeline_model_parallel_size
     for rank in range(ranks):
         geometry = Geometry(
@@ -88,7 +88,9 @@ def _check_schedule(args: argparse.Namespace) -> None:
             // (args.micro_batch_size * args.data_parallel_size),
             group=args.microbatch_group_size_per_vp_stage or None,
         )
-        parse_cap(args.dpp_activation_cap, geometry)
+        cap = parse_cap(args.dpp_activation_cap, geometry)
+        if not cap.needs_measuring:
+            check_room(policy, geometry, cap.chunks, split_backward=args.dpp_split_backward)
 
 
 def _check_addresses(config: DppConfig, world_size: int) -> None:
