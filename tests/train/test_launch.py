@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from torch.distributed import DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -22,6 +22,11 @@ ENDS = {
     "killed": (failed(-9), 1, "ended first, by SIGKILL: see above why"),
     "interrupted": (SignalException("told to", signal.SIGINT), 130, "ended by SIGINT; its"),
     "early": (KeyboardInterrupt(), 130, "ended by SIGINT"),
+    "taken": (
+        DistNetworkError("no server on 6000, name: EADDRINUSE"),
+        1,
+        "EADDRINUSE): another run has this port; name another MASTER_PORT",
+    ),
     "alone": (DistStoreError("timed out."), 1, "error: not all nodes came (timed out): start"),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
@@ -28,6 +28,12 @@ def run() -> int:
             "same NUM_NODES and MASTER_PORT on every other node within WAIT_SECONDS, and check "
             "that MASTER_ADDR and the port can be reached from there"
         )
+    except DistNetworkError as error:
+        why = str(error).rstrip(".")
+        remedy = "check MASTER_ADDR, MASTER_PORT and the firewall"
+        if "EADDRINUSE" in why:
+            remedy = "another run has this port; name another MASTER_PORT, or on one node none"
+        return _say(f"error: the processes cannot meet ({why}): {remedy}")
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = f"with exit code {failure.exitcode}"
