@@ -50,9 +50,9 @@ def test_several_iterations_of_different_shape(tmp_path):
     recording = Recording.load(path, 1)
     assert len(recording.iterations) == 2
     recording.replay(1, evaluation, False)
-    with pytest.raises(ReplayError, match=r"num_microbatches was 2 and is 6"):
+    with pytest.raises(ReplayError, match=r"--dpp-replay .*num_microbatches was 2 and is 6"):
         recording.replay(1, geometry(1), True)
-    with pytest.raises(ReplayError, match="holds 2 iterations"):
+    with pytest.raises(ReplayError, match=r"--dpp-replay .*holds 2 iterations"):
         recording.replay(2, geometry(1), True)
 
 

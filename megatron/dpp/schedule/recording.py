@@ -113,29 +113,26 @@ class Recording:
             ReplayError: there is no such iteration, or it was of another shape.
             DataError: its line is broken.
         """
+        place = f"--dpp-replay {self.path}, iteration {index}"
         if index >= len(self.iterations):
             raise ReplayError(
-                f"{self.path} holds {len(self.iterations)} iterations; iteration {index} cannot be "
-                "replayed"
+                f"--dpp-replay {self.path} holds {len(self.iterations)} iterations; iteration "
+                f"{index} cannot be replayed"
             )
         line = self.iterations[index]
         now = _shape(geometry) | _owed(geometry, split_backward)
         was = {name: (self.header | line).get(name) for name in now}
         if was != now:
             changes = [f"{n} was {was[n]} and is {now[n]}" for n in now if was[n] != now[n]]
-            raise ReplayError(
-                f"{self.path}, iteration {index}: recorded with other settings: "
-                f"{'; '.join(changes)}"
-            )
-        name = f"{self.path}, iteration {index}"
+            raise ReplayError(f"{place}: recorded with other settings: {'; '.join(changes)}")
         text = line.get("actions")
         if not isinstance(text, str):
-            raise DataError(f'--dpp-replay {name}: it has no "actions"')
+            raise DataError(f'{place}: it has no "actions"')
         try:
             actions = [Action.parse(word) for word in text.split()]
         except ScheduleError as error:
-            raise DataError(f"--dpp-replay {name}: {error}") from error
-        return Replay(actions, name)
+            raise DataError(f"{place}: {error}") from error
+        return Replay(actions, place)
 
 
 class Replay:
