@@ -90,16 +90,12 @@ def test_bubble_with_and_without_graphs(flags: str, traced: float) -> None:
         ("", (341, 387)),
         (V2, (313, 339)),
         (OFF, (328, 351)),
-        (DPP, (279, 287)),
-        (DPP + V2, (277, 281)),
     ],
 )
 def test_time_of_a_pipeline(flags: str, measured_ms: tuple[float, float]) -> None:
-    """Fastest and slowest iteration. Products of this size are slower than the rate that is
-    assumed, which graphs uncover: there the estimate is 11 % low."""
+    """Fastest and slowest iteration, before the optimizer's step took a few kernels only."""
     milliseconds = estimate(gpt_345m(PP2 + flags), H200).seconds * 1e3
-    least = 0.88 if DPP in flags and OFF not in flags else 0.97
-    assert least * measured_ms[0] <= milliseconds <= measured_ms[1]
+    assert 0.95 * measured_ms[0] <= milliseconds <= measured_ms[1]
 
 
 @pytest.mark.parametrize(
@@ -119,42 +115,63 @@ def test_time_of_four_ranks(flags: str, measured_ms: float) -> None:
     assert found == pytest.approx(measured_ms, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("flags", "measured_ms"),
-    [
-        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", 1213.3),
-        ("--use-torch-fsdp2", 1405.2),
-        ("", 541.7),
-    ],
+def test_time_of_replicas_without_graphs() -> None:
+    found = estimate(gpt_345m("--global-batch-size 128"), H200).seconds * 1e3
+    assert found == pytest.approx(541.7, rel=0.1)
+
+
+TRAIN = (
+    "--bf16 --transformer-impl local --hidden-dropout 0 --attention-dropout 0 --mock-data "
+    "--padded-vocab-size 51200 --cross-entropy-loss-fusion --global-batch-size 128 "
+    "--num-layers 24 --num-attention-heads 16 --train-iters 9 --lr 1e-4 --eval-iters 0 "
 )
-def test_time_of_replicas(flags: str, measured_ms: float) -> None:
-    found = estimate(gpt_345m(f"--global-batch-size 128 {flags}"), H200).seconds * 1e3
-    assert found == pytest.approx(measured_ms, rel=0.1)
+SIZES = {
+    "345M": "--hidden-size 1024 --seq-length 1024 --max-position-embeddings 1024 "
+    "--micro-batch-size 8 ",
+    "1.3B": "--hidden-size 2048 --seq-length 2048 --max-position-embeddings 2048 "
+    "--micro-batch-size 4 ",
+}
+GRAPHS = "--dpp-cuda-graphs on "
+PIPELINE = "--use-dpp --pipeline-model-parallel-size 2 "
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags", "measured_ms"),
+    ("model", "ranks", "flags", "measured_ms", "measured_gib"),
     [
-        (1, "", 844.3),
-        (2, "", 441.0),
-        (2, "--use-distributed-optimizer", 436.0),
-        (2, "--tensor-model-parallel-size 2 --sequence-parallel", 724.2),
+        ("345M", 1, GRAPHS, 790.2, 10.38),
+        ("345M", 2, GRAPHS, 406.7, 10.38),
+        ("345M", 2, GRAPHS + "--use-distributed-optimizer ", 407.3, 10.38),
+        ("345M", 2, GRAPHS + "--tensor-model-parallel-size 2 --sequence-parallel ", 667.3, 5.37),
+        ("345M", 2, PIPELINE + V2, 466.0, 11.85),
+        ("345M", 2, PIPELINE + "--pipeline-model-parallel-layout "
+         "Ettttttt|ttttttttt|tttttttt|L", 430.0, 14.46),
+        ("345M", 2, "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward ", 944.2, 10.72),
+        ("345M", 2, "--use-torch-fsdp2 ", 1077.2, 10.16),
+        ("1.3B", 1, GRAPHS, 4355.8, 16.58),
+        ("1.3B", 2, GRAPHS, 2197.0, 16.58),
+        ("1.3B", 2, GRAPHS + "--tensor-model-parallel-size 2 --sequence-parallel ", 2840.6, 8.48),
+        ("1.3B", 2, PIPELINE + V2, 2399.1, 17.61),
+        ("1.3B", 2, PIPELINE + "--pipeline-model-parallel-layout "
+         "Ettt|tttt|tttt|tttt|ttt|ttt|ttt|L", 2259.3, 17.11),
     ],
-)
-def test_time_with_graphs_and_no_pipeline(ranks: int, flags: str, measured_ms: float) -> None:
-    """As ``train`` runs them, 131,072 tokens an iteration: 5 to 8 % low, as products of this size
-    are slower than the rate that is assumed."""
-    model = (
-        MODEL.replace("50304", "51200") + f"--dpp-cuda-graphs on --global-batch-size 128 {flags}"
-    )
-    found = estimate(shape_on(ranks, model), H200).seconds * 1e3
-    assert 0.92 * measured_ms <= found <= measured_ms
+)  # fmt: skip
+def test_what_train_runs(
+    model: str, ranks: int, flags: str, measured_ms: float, measured_gib: float
+) -> None:
+    """The rates of products, of memory between them, of collectives and of FSDP2's launches were
+    fitted to these times; the bytes were not. Graphs of uneven chunks have room for the largest,
+    which is not counted."""
+    found = estimate(shape_on(ranks, TRAIN + SIZES[model] + flags), H200)
+    assert found.seconds * 1e3 == pytest.approx(measured_ms, rel=0.05)
+    fullest = max(rank.activations + rank.workspace for rank in found.ranks)
+    uneven = found.replayed and len(set(found.shape.layers)) > 1
+    assert fullest / 2**30 == pytest.approx(measured_gib, rel=0.2 if uneven else 0.1)
 
 
 @pytest.mark.parametrize(("flags", "measured_ms"), [("", 251.1), ("--sequence-parallel", 279.0)])
 def test_time_of_tensor_parallel_collectives(flags: str, measured_ms: float) -> None:
-    """Hidden 2048, 16 layers, forward and backward only; a collective's latency and bandwidth were
-    fitted to these and the row above."""
+    """Hidden 2048, 16 layers, forward and backward only, before weight gradients were added within
+    the product, which takes 4 % off."""
     model = (
         "--num-layers 16 --hidden-size 2048 --num-attention-heads 32 --bf16 --seq-length 2048 "
         "--max-position-embeddings 2048 --transformer-impl local --micro-batch-size 2 "
@@ -164,7 +181,7 @@ def test_time_of_tensor_parallel_collectives(flags: str, measured_ms: float) -> 
     )
     shape = shape_on(2, model + flags)
     seconds, _ = pipeline_seconds(shape, predict(shape, model_costs(shape, H200)))
-    assert seconds * 1e3 == pytest.approx(measured_ms, rel=0.05)
+    assert seconds * 1e3 == pytest.approx(0.96 * measured_ms, rel=0.05)
 
 
 def test_graphs_are_taken_where_training_takes_them() -> None:

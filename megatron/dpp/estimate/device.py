@@ -56,15 +56,15 @@ class Device:
         return min(self.link, per_node * self.network)
 
 
-# Half of the dense 16-bit peak, which large matrix products inside a training step reach; memory
+# 72 % of the dense 16-bit peak, which the matrix products of a training step reach on H200s; memory
 # and link bandwidth from the data sheets, links at 80 %.
 _KNOWN = {
-    "B200": (1.1e15, 8e12, 7.2e11),
-    "H200": (4.9e14, 4.8e12, 3.6e11),
-    "H100": (4.9e14, 3.3e12, 3.6e11),
-    "A100": (1.6e14, 2.0e12, 2.4e11),
-    "L40": (9e13, 8.6e11, 2e10),
-    "V100": (6e13, 9e11, 1.2e11),
+    "B200": (1.6e15, 8e12, 7.2e11),
+    "H200": (7.1e14, 4.8e12, 3.6e11),
+    "H100": (7.1e14, 3.3e12, 3.6e11),
+    "A100": (2.2e14, 2.0e12, 2.4e11),
+    "L40": (1.3e14, 8.6e11, 2e10),
+    "V100": (9e13, 9e11, 1.2e11),
 }
 KNOWN_GPUS = tuple(_KNOWN)
 _MEMORY_GIB = {"B200": 179, "H200": 140, "H100": 80, "A100": 80, "L40": 45, "V100": 32}
@@ -101,7 +101,7 @@ def gpu_device(name: str, memory_bytes: float) -> Device:
     """The figures of a GPU by its name."""
     known = next((each for each in _KNOWN if each in name), None)
     (flops, bandwidth, link) = _KNOWN[known] if known else _UNKNOWN_GPU
-    source = f"half of the {known}'s peak" if known else "a guess: not in the table of GPUs"
+    source = f"72 % of the {known}'s peak" if known else "a guess: not in the table of GPUs"
     return Device(
         name=name,
         flops=flops,

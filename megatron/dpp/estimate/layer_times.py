@@ -20,7 +20,10 @@ from megatron.dpp.sim.model_costs import Times
 GRAPHS_PAY_FROM = 0.75
 """Share of launching in the tasks' time from which training captures graphs by itself, as in
 ``runtime.schedule``; ``tests/estimate`` holds the two together."""
-_BULK = 0.8
+_PASSES = 3
+"""Passes over memory for each that :func:`_layer_on_device` counts between products, fitted: norms,
+biases, activation functions and sums are kernels of their own."""
+_BULK = 0.95
 """Share of a link that a tensor-parallel collective reaches, fitted like its latency."""
 _LOSS_COLLECTIVES = 3
 """Of the loss over a vocabulary that is shared out: a few bytes for each token."""
@@ -29,7 +32,7 @@ _COLLECTIVE = 0.2
 _WEIGHTS = 0.5
 """Launching a layer's deferred weight gradients; in a fused backward autograd's engine launches
 them, at no cost that shows."""
-_GATHERS = {"gradients": 1.6, "parameters": 2.0}
+_GATHERS = {"gradients": 0.97, "parameters": 1.25}
 """What FSDP2 launches around a layer in each pass (gathers, copies, hooks), in layers' forwards."""
 _REPLAY = 1 / 3
 """What passes between two tasks that are replayed, against two that are launched."""
@@ -117,7 +120,8 @@ def _layer_on_device(shape: RunShape, device: Device) -> Times:
     linear = 2 * weights * tokens / t / device.flops
     scores = (2 if shape.arch == "gpt" else 4) * shape.seq_length * shape.queries * tokens
     core = scores / t / device.flops
-    kept = layer_bytes(dataclasses.replace(shape, recompute="none")) / device.bytes_per_second
+    kept = layer_bytes(dataclasses.replace(shape, recompute="none"))
+    kept *= _PASSES / device.bytes_per_second
     each = collective_seconds(shape, device)
     forward = linear + core + forward_collectives(shape) * each + 2 * kept
     again = {"none": 0.0, "selective": core, "full": forward}[shape.recompute]

@@ -31,8 +31,9 @@ from megatron.dpp.sim import (
 
 _MOST_SIMULATED = 6
 """Microbatches per stage that are simulated; what is beyond repeats the steady state."""
-_GRAPH_POOL = 1.44
-"""Memory of an activation's graphs over that of the activation (docs/decisions/0008-graphs.md)."""
+_GRAPH_LAYERS = 1.07
+"""Room that an activation's graphs have for a backward's temporary tensors (decision 0008), in
+activations of a layer; fitted to chunks of 2, 4 and 6 layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +92,9 @@ def _data_parallel_bytes(shape: RunShape) -> float:
 def model_costs(shape: RunShape, device: Device) -> ModelCosts:
     """Times and activation sizes of the model's parts, as the simulator wants them."""
     times = part_times(shape, device)
-    # A graph's memory pool has room for a backward's temporary tensors, beside each activation.
-    pool = _GRAPH_POOL if times.replayed and shape.pipeline > 1 else 1.0
-    kept = pool * layer_bytes(shape)
+    kept = layer_bytes(shape)
+    if times.replayed and shape.pipeline > 1:
+        kept *= 1 + _GRAPH_LAYERS * len(shape.layers) / shape.num_layers
     deferred = kept if times.replayed else deferred_bytes(shape)
     layer = Part(times.layer, kept, deferred_bytes=deferred)
     head = Part(times.head, head_bytes(shape))
