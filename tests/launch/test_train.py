@@ -279,6 +279,23 @@ def test_a_run_without_a_pipeline_is_replayed_on_gpus_unless_told_otherwise() ->
     assert graphs("--tp 2 --pp 2") is None  # the dynamic pipeline sees by itself
 
 
+def test_a_pipeline_on_gpus_is_laid_out_by_what_its_parts_cost() -> None:
+    def planned(words: str) -> tuple[str | None, tuple[int, ...]]:
+        vocabulary = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50303"
+        found = plan(f"{words} --model medium --gpu H200 {vocabulary} --dry-run".split())
+        layers = shape_from(found.resolved, found.setting).layers
+        return found.resolved.flags.get("--dpp-plan"), layers
+
+    wanted, layers = planned("--mode 3d --pp 2 --gpus 2")
+    assert wanted == "shapes" and sum(layers[::2]) > sum(layers[1::2])  # the head is on the last
+    assert planned("--mode 3d --pp 5 --gpus 5")[0] == "shapes"  # 24 layers need not divide evenly
+    assert planned("--mode 3d --pp 2 --gpus 2 --chunks 2") == (None, (6, 6, 6, 6))
+    assert planned("--mode 3d --pp 2 --gpus 2 --no-dpp") == (None, (12, 12))
+    assert planned("--mode 3d --tp 2 --gpus 2")[0] is None
+    cut = "--decoder-last-pipeline-num-layers 10"
+    assert planned(f"--mode 3d --pp 2 --gpus 2 {cut}") == (None, (14, 10))
+
+
 def test_the_loss_is_fused_where_its_gradient_has_16_bits_anyway() -> None:
     def fused(words: str, gpus: int = 2) -> bool:
         resolved = plan(

@@ -138,7 +138,9 @@ def test_shapes_count_operations():
     small = from_shapes(ModelShape(num_layers=4, hidden_size=64, seq_length=32, vocab_size=1000))
     wide = from_shapes(ModelShape(num_layers=4, hidden_size=64, seq_length=32, vocab_size=2000))
     forward, backward, weight = small.layer.times
-    assert weight == pytest.approx(2 * 12 * 64 * 64 * 32 / 4e14)
+    assert weight == pytest.approx(2 * 12 * 64 * 64 * 32 / 7.1e14)
+    between = forward - weight - 2 * 32 * 32 * 64 / 7.1e14
+    assert between == pytest.approx(2 * 3 * 34 * 64 * 32 / 4.8e12)
     assert weight < forward < backward
     assert wide.head.times[2] == pytest.approx(2 * small.head.times[2])
 

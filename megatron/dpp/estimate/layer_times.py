@@ -14,15 +14,12 @@ from megatron.dpp.estimate.activations import layer_bytes
 from megatron.dpp.estimate.device import Device
 from megatron.dpp.estimate.shape import RunShape
 from megatron.dpp.schedule import Kind
-from megatron.dpp.sim import head_times
+from megatron.dpp.sim import between_products, head_times
 from megatron.dpp.sim.model_costs import Times
 
 GRAPHS_PAY_FROM = 0.75
 """Share of launching in the tasks' time from which training captures graphs by itself, as in
 ``runtime.schedule``; ``tests/estimate`` holds the two together."""
-_PASSES = 3
-"""Passes over memory for each that :func:`_layer_on_device` counts between products, fitted: norms,
-biases, activation functions and sums are kernels of their own."""
 _BULK = 0.95
 """Share of a link that a tensor-parallel collective reaches, fitted like its latency."""
 _LOSS_COLLECTIVES = 3
@@ -109,11 +106,7 @@ def replays(shape: RunShape, device: Device, layer: Times, head: Times) -> bool:
 
 
 def _layer_on_device(shape: RunShape, device: Device) -> Times:
-    """Matrix products, collectives, and the bytes of what lies between the products.
-
-    What a forward keeps is written and read once there; a backward reads it, and writes and reads
-    as many gradients.
-    """
+    """Matrix products, collectives, and what lies between the products."""
     h, t, tokens = shape.hidden_size, shape.tensor, shape.tokens
     weights = h * (2 * shape.queries + 2 * shape.keys)
     weights += h * shape.ffn_hidden_size * (3 if shape.gated else 2)
@@ -121,12 +114,12 @@ def _layer_on_device(shape: RunShape, device: Device) -> Times:
     scores = (2 if shape.arch == "gpt" else 4) * shape.seq_length * shape.queries * tokens
     core = scores / t / device.flops
     kept = layer_bytes(dataclasses.replace(shape, recompute="none"))
-    kept *= _PASSES / device.bytes_per_second
+    before, after = between_products(kept, device.bytes_per_second)
     each = collective_seconds(shape, device)
-    forward = linear + core + forward_collectives(shape) * each + 2 * kept
+    forward = linear + core + forward_collectives(shape) * each + before
     again = {"none": 0.0, "selective": core, "full": forward}[shape.recompute]
     reduced = backward_collectives(shape) * each
-    return forward, linear + 2 * core + reduced + 3 * kept + again, linear
+    return forward, linear + 2 * core + reduced + after + again, linear
 
 
 def _head_on_device(shape: RunShape, device: Device) -> Times:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import shlex
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -49,6 +50,7 @@ from megatron.dpp.launch.start import (
 from megatron.dpp.train import preflight
 from megatron.dpp.train.arguments import parse_args
 from megatron.dpp.train.files import check_data, check_outputs, check_start
+from megatron.dpp.train.planned import take_plan
 from megatron.dpp.train.validate import validate
 
 _BAD_INPUT = 2
@@ -232,16 +234,26 @@ def shape_from(resolved: Resolved, setting: Setting) -> RunShape:
     """
     args = _checked(resolved, setting)
     preflight.build_vocabulary(args)
+    if args.dpp_plan:
+        with _core_is_quiet():
+            take_plan(args)
     return shape_of(args, on_gpu=setting.on_gpu, arch=resolved.arch, per_node=setting.per_node)
 
 
 def _checked(resolved: Resolved, setting: Setting) -> argparse.Namespace:
     args = parse_args(resolved.argv)
     args.tokenizer_type = args.tokenizer_type or preflight.TOKENIZERS[resolved.arch]
-    with warnings.catch_warnings():  # megatron-core, which parses some layouts, misses packages
-        warnings.simplefilter("ignore", UserWarning)
+    with _core_is_quiet():
         validate(args, setting.world_size)
     return args
+
+
+@contextlib.contextmanager
+def _core_is_quiet() -> Iterator[None]:
+    """megatron-core, which parses some layouts, warns of packages that it misses."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
 
 
 def _check_files(resolved: Resolved, setting: Setting, *, tokens_exist: bool) -> None:

@@ -225,8 +225,11 @@ def resolve(
     flags = dict(flags)
     if options.mode != "megatron":
         layers, heads = whole(flags, "--num-layers"), whole(flags, "--num-attention-heads")
-        uneven = any(name in flags for name in _CUTS)
+        planned = _is_planned(options, flags, layout, setting)
+        uneven = planned or any(name in flags for name in _CUTS)
         check_layout(layout, setting.world_size, 0 if uneven else layers, heads, setting.option)
+        if planned:
+            flags["--dpp-plan"] = "shapes"
         by_deepspeed = options.mode == "zero" and options.engine == "deepspeed"
         flags |= _layout_flags(options, layout, setting) | _shard_flags(shard, by_deepspeed)
         if by_deepspeed or shard in ("gradients", "parameters"):
@@ -288,6 +291,18 @@ def _layout_flags(options: argparse.Namespace, layout: Layout, setting: Setting)
     if layout.chunks > 1:
         flags["--num-virtual-stages-per-pipeline-rank"] = layout.chunks
     return flags
+
+
+def _is_planned(
+    options: argparse.Namespace, flags: Flags, layout: Layout, setting: Setting
+) -> bool:
+    """Whether to lay the layers out by what they cost: on GPUs, where a pipeline's last rank has an
+    output layer worth several of them, and unless the user has a say in it.
+    """
+    asked = ("--dpp-plan", "--num-experts", "--mtp-num-layers", *_CUTS)
+    free = options.chunks is None and not any(name in flags for name in asked)
+    dynamic = options.mode == "3d" and layout.pipeline > 1 and not options.no_dpp
+    return free and dynamic and setting.on_gpu
 
 
 def _replays(options: argparse.Namespace, flags: Flags, layout: Layout, shard: str) -> bool:

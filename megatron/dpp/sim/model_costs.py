@@ -131,8 +131,9 @@ class ModelShape:
     """A transformer, named as Megatron's flags name it.
 
     Args:
-        flops: floating point operations per second that a GPU reaches, e.g. 4e14.
-        bytes_per_second: memory bandwidth; the softmax of the loss is bound by it.
+        flops: floating point operations per second that a GPU reaches in matrix products, here an
+            H200. Layouts need the proportions only.
+        bytes_per_second: memory bandwidth, which bounds the loss and what lies between products.
         fused_loss: ``--cross-entropy-loss-fusion``.
         state_bytes_per_parameter: 18 for bf16 weights, fp32 gradients and Adam in fp32.
     """
@@ -146,8 +147,8 @@ class ModelShape:
     swiglu: bool = False
     tensor_parallel: int = 1
     fused_loss: bool = False
-    flops: float = 4e14
-    bytes_per_second: float = 3e12
+    flops: float = 7.1e14
+    bytes_per_second: float = 4.8e12
     link_bytes_per_second: float = 2e11
     state_bytes_per_parameter: float = 18.0
 
@@ -171,9 +172,11 @@ def from_shapes(model: ModelShape, sigma: float = 0.0) -> ModelCosts:
     linear = 2 * weights * tokens / model.tensor_parallel / model.flops
     core = 2 * model.seq_length * h * tokens / model.tensor_parallel / model.flops
     share = model.state_bytes_per_parameter / model.tensor_parallel
+    kept = 34 * h * tokens / model.tensor_parallel
+    forward, backward = between_products(kept, model.bytes_per_second)
     layer = Part(
-        (linear + core, linear + 2 * core, linear),
-        activation_bytes=34 * h * tokens / model.tensor_parallel,
+        (linear + core + forward, linear + 2 * core + backward, linear),
+        activation_bytes=kept,
         state_bytes=weights * share,
     )
     table = model.vocab_size * h
@@ -185,6 +188,18 @@ def from_shapes(model: ModelShape, sigma: float = 0.0) -> ModelCosts:
     embedding = Part(lookup, 2 * h * tokens, table * share)
     hop = 2 * h * tokens / model.link_bytes_per_second
     return ModelCosts(model.num_layers, layer, embedding, head, hop, sigma)
+
+
+def between_products(kept: float, bytes_per_second: float) -> tuple[float, float]:
+    """What a layer's forward and backward take between matrix products: norms, biases, activation
+    functions, sums.
+
+    A forward writes and reads the bytes that it keeps; a backward reads them, and writes and reads
+    as many gradients. Each passes over memory three times, as these are kernels of their own:
+    fitted to the 345M and 1.3B models on H200s (docs/benchmarks/scaling-h200.md).
+    """
+    once = 3 * kept / bytes_per_second
+    return 2 * once, 3 * once
 
 
 def head_times(

@@ -20,9 +20,10 @@ from megatron.dpp.sim.model_costs import ModelCosts
 from megatron.dpp.sim.schedules import Plan
 
 CAPS = ("strict", "megatron", "1.5p", "2p")
+_WORTH_MEMORY = 0.01
+"""What a higher cap has to gain."""
 _WORTH = 0.002
-"""A change that gains less than this share is noise: the simpler layout, or the smaller cap, stays.
-"""
+"""A change of layout that gains less than this share is noise: the simpler one stays."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class Planner:
                 refused.append(f"{num_chunks} chunks need {need / 2**30:.1f} GiB on a rank")
                 continue
             fastest = min(p.seconds for p in fitting)
-            found.append(next(p for p in fitting if p.seconds <= fastest * (1 + _WORTH)))
+            found.append(next(p for p in fitting if p.seconds <= fastest * (1 + _WORTH_MEMORY)))
         if not found:
             raise ConfigError("no layout fits: " + "; ".join(refused))
         return sorted(found, key=lambda p: p.seconds)

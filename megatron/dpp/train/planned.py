@@ -22,6 +22,9 @@ _REPOSITORY = Path(__file__).resolve().parents[3]
 _MOST_SIMULATED = 8
 """Microbatches per pipeline rank; more of them change no layout."""
 
+_WORTH = 0.01
+"""What a plan has to gain that takes more memory, or four chunks, whose tasks are short."""
+
 
 def take_plan(args: argparse.Namespace) -> None:
     """Settle layout, number of chunks and, where it is ``auto``, the activation cap; in place.
@@ -41,7 +44,9 @@ def take_plan(args: argparse.Namespace) -> None:
         split_backward=args.dpp_split_backward,
     )
     chunks = [number for number in (1, 2, 4) if ranks * number - 2 <= args.num_layers]
-    best = planner.best(chunks)[0]
+    found = planner.best(chunks)
+    good = [each for each in found if each.seconds <= found[0].seconds * (1 + _WORTH)]
+    best = min(good, key=lambda each: (each.layout.num_chunks > 2, max(each.peak_bytes)))
     args.pipeline_model_parallel_layout = best.layout.text()
     if args.dpp_activation_cap == "auto":
         args.dpp_activation_cap = best.cap
