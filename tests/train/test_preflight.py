@@ -44,6 +44,7 @@ REFUSED = {
     "--dpp-activation-cap: 0.1p whole-model activations is 0.2": (
         f"{GOOD} --use-dpp --pipeline-model-parallel-size 2 --dpp-activation-cap 0.1p"
     ),
+    "--dpp-inject 'jiter:0.3'": f"{GOOD} --use-dpp --dpp-inject jiter:0.3",
     "--dpp-plan shapes plans the dynamic pipeline": (
         f"{GOOD} --pipeline-model-parallel-size 2 --dpp-plan shapes"
     ),

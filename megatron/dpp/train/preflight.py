@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.runtime.inject import Injector
 from megatron.dpp.schedule import Geometry, check_room, find_policy, parse_cap
 from megatron.dpp.train import arguments
 from megatron.dpp.train.checkpoint_args import take_checkpoint_args
@@ -76,7 +77,8 @@ def check(
 
 
 def _check_schedule(args: argparse.Namespace) -> None:
-    """The policy exists, and every rank's cap is one that it can work with."""
+    """The policy exists, every rank's cap is one that it can work with, and ``--dpp-inject`` is
+    understood."""
     policy = find_policy(args.dpp_policy)
     ranks = args.pipeline_model_parallel_size
     for rank in range(ranks):
@@ -88,6 +90,8 @@ def _check_schedule(args: argparse.Namespace) -> None:
             // (args.micro_batch_size * args.data_parallel_size),
             group=args.microbatch_group_size_per_vp_stage or None,
         )
+        if args.dpp_inject:
+            Injector(args.dpp_inject, rank, ranks, 0, num_chunks=geometry.num_chunks)
         cap = parse_cap(args.dpp_activation_cap, geometry)
         if not cap.needs_measuring:
             check_room(policy, geometry, cap.chunks, split_backward=args.dpp_split_backward)
