@@ -63,6 +63,7 @@ class Model:
             persist_layer_norm=False,
             masked_softmax_fusion=False,
             gradient_accumulation_fusion=not args.no_gradient_accumulation_fusion,
+            cross_entropy_loss_fusion=args.cross_entropy_loss_fusion,
             bias_dropout_fusion=True,
             recompute_granularity=args.recompute,
             recompute_method="uniform" if args.recompute == "full" else None,

@@ -103,6 +103,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=2, help="as --dpp-slots")
     parser.add_argument("--recompute", choices=["selective", "full"])
     parser.add_argument("--no-gradient-accumulation-fusion", action="store_true")
+    parser.add_argument("--cross-entropy-loss-fusion", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.0, help="hidden and attention dropout")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=3, help="timed steps per round")
