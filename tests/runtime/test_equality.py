@@ -39,14 +39,15 @@ def test_two_ranks_any_number_of_chunks() -> None:
     check(
         2,
         case("v1", 2, 5, fused, late, {"static": True, "transport": "shm"}, dropout=0.1),
-        case("v2", 2, 4, fused, late, {"static": True, "transport": "shm"}, v=2, dropout=0.1),
+        case("v2", 2, 4, fused, late, {"static": True, "transport": "shm", "inject": LATE}, v=2,
+             dropout=0.1),
         case("v4", 2, 6, fused, late, {"activation_cap": "strict"}, v=4, spec="megatron"),
         case("one", 2, 1, late, recompute="full"),
         case("one stage", 1, 3, fused, {"inject": "delay:4ms"}, dropout=0.1),
         case("selective", 2, 4, late, v=2, recompute="selective", spec="megatron", dropout=0.1),
         case("fused wgrad", 2, 4, fused, late, v=2, fusion=True),
         case("kinds", 2, 4, {"transport": "dist"}, {"transport": "shm", "checksum": True}, v=2),
-    )
+    )  # fmt: skip
 
 
 def test_ten_seeds_of_delays_on_four_ranks() -> None:
@@ -132,6 +133,8 @@ def test_graphs_on_two_gpus() -> None:
     check(
         2,
         case("pp2", 2, 4, fused, late, static, v=2, iterations=4, dropout=0.1, fusion=True),
+        case("pp2 tightest cap", 2, 6, {"activation_cap": "strict", "inject": LATE},
+             {"activation_cap": "strict", "cuda_graphs": "on"}, v=2, iterations=20, dropout=0.1),
         case("pp2 selective", 2, 4, fused, late, v=2, iterations=4, dropout=0.1,
              recompute="selective"),
         case("pp2 full", 2, 4, late, static, v=2, iterations=4, dropout=0.1, recompute="full"),

@@ -29,6 +29,7 @@ from megatron.dpp.mcore.static import (
 from megatron.dpp.mcore.steps import StepCall
 from megatron.dpp.mcore.te import refuse_delayed
 from megatron.dpp.mcore.trace_static import instrument_static_schedule
+from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.runtime.inject import Injector, Task
 from megatron.dpp.runtime.links import open_links, pace_for, pipeline_of
 from megatron.dpp.runtime.pace import Pace
@@ -42,8 +43,9 @@ class StaticSchedule(Replacement):
 
     Arguments and use are those of :class:`~megatron.dpp.runtime.replacement.Replacement`. Of
     ``config``, ``transport`` (``auto`` keeps megatron-core's own exchange; with a kind, what else
-    concerns links takes effect, too), ``cuda_graphs`` (only ``on`` takes graphs), ``inject`` (of
-    tasks, not of messages) and ``task_rng`` take effect; the rest belongs to the dynamic schedule.
+    concerns links takes effect, too), ``cuda_graphs`` (only ``on`` takes graphs), ``inject``
+    (messages are late where ``transport`` is given) and ``task_rng`` take effect; the rest belongs
+    to the dynamic schedule.
     """
 
     _transport: Transport | None = None
@@ -108,18 +110,7 @@ class StaticSchedule(Replacement):
         return self._graphs
 
     def _prolonger(self, topology: Topology, iteration: int) -> Callable[[str, int, int], None]:
-        if self._injector is None:
-            text = self.config.inject or ""
-            self._injector = Injector(
-                text,
-                topology.rank,
-                topology.num_ranks,
-                self._seed,
-                num_chunks=topology.num_chunks,
-            )
-            if self._injector.delays_messages:
-                self._log(f"static pipeline: --dpp-inject {text} delays no messages here")
-        injector, work = self._injector, [0.0]
+        injector, work = self._injector_of(topology), [0.0]
 
         def after(kind: str, chunk: int, microbatch: int) -> None:
             cost = (1 if kind == "F" else 2) / topology.num_chunks
@@ -130,6 +121,23 @@ class StaticSchedule(Replacement):
 
         return after
 
+    def _injector_of(self, topology: Topology) -> Injector:
+        if self._injector is None:
+            text = self.config.inject or ""
+            self._injector = Injector(
+                text,
+                topology.rank,
+                topology.num_ranks,
+                self._seed,
+                num_chunks=topology.num_chunks,
+            )
+            if self._injector.delays_messages and self.config.transport == "auto":
+                self._log(
+                    f"static pipeline: --dpp-inject {text} delays no messages of megatron-core's "
+                    "own exchange; --dpp-transport with a kind takes ours"
+                )
+        return self._injector
+
     def _open(self, keywords: dict[str, Any], topology: Topology) -> ChannelExchange:
         if self._exchange is None:
             call = StepCall.checked(**keywords)
@@ -137,6 +145,9 @@ class StaticSchedule(Replacement):
             slot_bytes = max(*found.receives, *found.sends)
             specs = ring_channels(topology.ranks, topology.rank, slot_bytes, self.config.slots)
             self._transport = open_links(specs, self.config)
+            if self.config.inject and self._injector_of(topology).delays_messages:
+                injector = self._injector_of(topology)
+                self._transport = DelayedTransport(self._transport, injector, topology.ranks)
             for link in self._transport.links():
                 self._log(f"static pipeline: link to {link.peer}: {link.kind} ({link.reason})")
             self._exchange = ChannelExchange(self._transport, self.config.timeout)

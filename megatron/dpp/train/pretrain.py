@@ -170,8 +170,7 @@ def _task(name: str) -> Task:
 def _schedule(run: Any) -> Iterator[Callable[..., Any]]:
     """The dynamic pipeline with ``--use-dpp``, megatron-core's own schedules without.
 
-    ``--dpp-inject`` (of tasks) and ``--dpp-transport`` work with both, so that each can be measured
-    alone.
+    ``--dpp-inject`` and ``--dpp-transport`` work with both, so that each can be measured alone.
     With dropout and several stages both draw a task's masks from what the task is, so that their
     losses are equal; ``--no-dpp-task-rng`` restores Megatron-LM's own order of draws. DeepSpeed's
     engine has one stage, and no schedule to choose.
