@@ -105,8 +105,8 @@ def _print_line(text: str) -> None:
 
 
 def choose_device(args: Args) -> None:
-    """Settle ``--device auto`` and what depends on it, in place: the backend, and kernels that are
-    not there, where Megatron would stop in mid-start.
+    """Settle ``--device auto`` and what depends on it, in place: the backend, and kernels and
+    processes that need a GPU, where Megatron would stop in mid-start, or wait for ever.
 
     Raises:
         ConfigError: ``--device cuda`` on a machine without one.
@@ -117,6 +117,7 @@ def choose_device(args: Args) -> None:
         raise ConfigError("--device cuda: PyTorch sees no GPU here; use --device cpu")
     if args.device == "cpu":
         args.distributed_backend = "gloo"
+        args.use_persistent_ckpt_worker = False  # it takes a GPU first; each save starts its own
     if args.device == "cpu" or not _can_fuse_weight_gradients():
         args.gradient_accumulation_fusion = False
     kernel = "scaled_upper_triang_masked_softmax_cuda"

@@ -1,0 +1,13 @@
+"""What a machine without GPUs cannot do is settled before a run starts."""
+
+from __future__ import annotations
+
+from megatron.dpp.train.arguments import parse_args
+from megatron.dpp.train.initialize import choose_device
+
+
+def test_a_cpu_has_no_persistent_checkpoint_worker() -> None:
+    """megatron-core's chooses a GPU by its rank modulo none, dies, and the save waits for it."""
+    args = parse_args(["--device", "cpu", "--async-save", "--use-persistent-ckpt-worker"])
+    choose_device(args)
+    assert args.distributed_backend == "gloo" and not args.use_persistent_ckpt_worker
