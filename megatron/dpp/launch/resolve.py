@@ -296,13 +296,13 @@ def _layout_flags(options: argparse.Namespace, layout: Layout, setting: Setting)
 def _is_planned(
     options: argparse.Namespace, flags: Flags, layout: Layout, setting: Setting
 ) -> bool:
-    """Whether to lay the layers out by what they cost: on GPUs, where a pipeline's last rank has an
-    output layer worth several of them, and unless the user has a say in it.
+    """Whether to lay GPT's layers out by what they cost: on GPUs, where a pipeline's last rank has
+    an output layer worth several of them, and unless the user has a say in it.
     """
     asked = ("--dpp-plan", "--num-experts", "--mtp-num-layers", *_CUTS)
     free = options.chunks is None and not any(name in flags for name in asked)
     dynamic = options.mode == "3d" and layout.pipeline > 1 and not options.no_dpp
-    return free and dynamic and setting.on_gpu
+    return free and dynamic and setting.on_gpu and (options.arch or "gpt") == "gpt"
 
 
 def _replays(options: argparse.Namespace, flags: Flags, layout: Layout, shard: str) -> bool:
