@@ -78,7 +78,8 @@ def make(device: str) -> tuple[Any, list[torch.nn.Parameter]]:
 def test_nothing_changes_on_a_cpu() -> None:
     optimizer, _ = make("cpu")
     before = clip_grads.l2_norm_impl
-    with fused_step(optimizer), fused_step(SimpleNamespace(optimizer=None)):
+    empty = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"params": []}]))  # a shard's
+    with fused_step(optimizer), fused_step(SimpleNamespace(optimizer=None)), fused_step(empty):
         assert clip_grads.l2_norm_impl is before
         assert not optimizer.chained_optimizers[0].optimizer.param_groups[0]["fused"]
 

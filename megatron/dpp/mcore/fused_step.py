@@ -45,7 +45,8 @@ def _optimizers(optimizer: Any) -> list[Any]:
 
 
 def _is_on_gpus(inner: Any) -> bool:
-    return all(p.is_cuda for group in inner.param_groups for p in group["params"])
+    parameters = [p for group in inner.param_groups for p in group["params"]]
+    return bool(parameters) and all(parameter.is_cuda for parameter in parameters)
 
 
 @contextlib.contextmanager
