@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--arch", choices=("gpt", "bert"), default="gpt")
     parser.add_argument("--gpu", metavar="NAME", help="H100, H200, ...; default: this machine")
     parser.add_argument("--memory", type=float, metavar="GiB", help="memory of one device")
-    parser.add_argument("--tflops", type=float, metavar="T", help="a device's rate, measured")
+    parser.add_argument("--tflops", type=float, metavar="T", help="its rate in matrix products")
     return parser
 
 

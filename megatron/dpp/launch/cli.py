@@ -73,7 +73,7 @@ _OPTIONS = (
     _Option("--skip-bad-lines", None, "leave out lines of --data that cannot be used"),
     _Option("--save", str, "write checkpoints here, at the end at least", "DIR"),
     _Option("--resume-from", str, "go on from the checkpoint in here", "DIR"),
-    _Option("--tflops", float, "a device's rate, for the estimate of time", "T"),
+    _Option("--tflops", float, "a device's rate in matrix products", "T"),
     _Option(
         "--gpu", str, "with --dry-run: plan for 8 (or --gpus) of these: H100, H200, ...", "NAME"
     ),
