@@ -16,7 +16,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
-from megatron.dpp.errors import DataError  # noqa: E402
+from megatron.dpp.errors import DataError, exit_with  # noqa: E402
 from megatron.dpp.trace.align import Alignment  # noqa: E402
 from megatron.dpp.trace.merge import merge  # noqa: E402
 from megatron.dpp.trace.progress import ProgressBar  # noqa: E402
@@ -96,4 +96,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

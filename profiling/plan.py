@@ -22,7 +22,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
-from megatron.dpp.errors import ConfigError, DppError  # noqa: E402
+from megatron.dpp.errors import ConfigError, DppError, exit_with  # noqa: E402
 from megatron.dpp.sim import (  # noqa: E402
     Layout,
     MeasuredCosts,
@@ -202,4 +202,4 @@ def _reason(planner: Planner, layout: Layout) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

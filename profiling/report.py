@@ -18,7 +18,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
-from megatron.dpp.errors import ConfigError, DataError  # noqa: E402
+from megatron.dpp.errors import ConfigError, DataError, exit_with  # noqa: E402
 from megatron.dpp.sim.whatif import (  # noqa: E402
     Recorded,
     WhatIf,
@@ -178,4 +178,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

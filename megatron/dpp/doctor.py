@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.dpp import doctor_rdma
-from megatron.dpp.errors import TransportError
+from megatron.dpp.errors import TransportError, exit_with
 
 
 @dataclass(frozen=True)
@@ -171,4 +171,4 @@ def main(words: Sequence[str] = ()) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(lambda: main(sys.argv[1:]))

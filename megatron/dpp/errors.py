@@ -7,6 +7,11 @@ to do about it. ``assert`` is kept for our own mistakes and never for a user's.
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
 
 class DppError(Exception):
     """Base of every error that this project raises on purpose."""
@@ -86,3 +91,16 @@ def require(condition: object, message: str) -> None:
     """
     if not condition:
         raise ConfigError(message)
+
+
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """End the program with the status that ``main`` returns; quietly when whoever read its output
+    has left, as ``head`` does.
+    """
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+        status = 1
+    sys.exit(status)

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from megatron.dpp.errors import ConfigError, DppError
+from megatron.dpp.errors import ConfigError, DppError, exit_with
 from megatron.dpp.estimate.device import Device, find_machine, known_gpu
 from megatron.dpp.estimate.estimate import estimate
 from megatron.dpp.estimate.shape import shape_of
@@ -97,4 +97,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -1,7 +1,6 @@
 """``python -m megatron.dpp.sim``: see ``cli.py``."""
 
-import sys
-
+from megatron.dpp.errors import exit_with
 from megatron.dpp.sim.cli import main
 
-sys.exit(main())
+exit_with(main)
