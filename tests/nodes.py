@@ -73,6 +73,17 @@ def stacks(*nodes: Node) -> str:
     return "\n".join(node.said() for node in nodes)
 
 
+def running(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended. One whose parent has died stays a zombie until init has collected
+    it."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
 def wait_for_iterations(count: int, metrics: Path, patience: float, *running: Node) -> None:
     """Until the metrics file has a line for each of so many iterations."""
     deadline = time.monotonic() + patience

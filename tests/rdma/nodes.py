@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.nodes import Node, end, lines, numbers, wait_for_end, wait_for_iterations
+from tests.nodes import Node, end, lines, numbers, running, wait_for_end, wait_for_iterations
 
 ADDRESSES = ("10.99.0.1", "10.99.0.2")
 ITERATIONS = 3
@@ -112,7 +112,7 @@ def kill(master: Node, worker: Node) -> None:
     say(f"the other node has ended {seconds:.1f} s after the kill")
     say(f"a killed node was named after {seconds:.1f} s: {names_the_lost(master, 1)}")
     worker.process.wait()
-    assert not [process for process in started if process.is_running()]
+    assert not running(started)
 
 
 def cut(master: Node, worker: Node) -> None:
@@ -122,7 +122,7 @@ def cut(master: Node, worker: Node) -> None:
     output("ip", "link", "set", "wire1", "down")
     seconds = wait_for_end(PATIENCE, master, worker)
     say(f"both nodes have ended {seconds:.1f} s after the cut")
-    assert not [process for process in started if process.is_running()]
+    assert not running(started)
     for node, lost in ((master, 1), (worker, 0)):
         say(f"a pulled cable was named after {seconds:.1f} s: {names_the_lost(node, lost)}")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.nodes import running
 from tests.runtime.launcher import REPOSITORY
 
 FLAGS = (
@@ -64,5 +65,5 @@ def test_the_others_end_and_name_the_killed_rank(tmp_path: Path) -> None:
             print(job.communicate()[0])
     assert job.returncode != 0
     assert "rank 1" in output or "local_rank: 1" in output
-    assert not [p for p in children if p.is_running()]
+    assert not running(children)
     assert set(os.listdir("/dev/shm")) <= shared_memory

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.netns import ADDRESSES, Hosts, two_hosts
-from tests.nodes import Node, end, numbers, wait_for_end, wait_for_iterations
+from tests.nodes import Node, end, numbers, running, wait_for_end, wait_for_iterations
 from tests.runtime.launcher import free_port
 
 PATIENCE = 120.0
@@ -79,7 +79,7 @@ def test_two_nodes_train_like_one_and_end_when_the_wire_is_cut(
             assert any(f"rank {peer} (pid" in node.said() for peer in peers), node.said()
         assert "rank 0 -> 1: shm" in master.said()
         assert "rank 0 -> 2: tcp" in master.said()
-        assert not [process for process in started if process.is_running()]
+        assert not running(started)
     assert set(os.listdir("/dev/shm")) <= memory
     assert seconds < 2 * NOTICED  # twice: other tests may run on the same cores
 
