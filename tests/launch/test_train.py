@@ -293,6 +293,8 @@ def test_a_pipeline_on_gpus_is_laid_out_by_what_its_parts_cost() -> None:
     assert planned("--mode 3d --pp 2 --gpus 2 --no-dpp") == (None, (12, 12))
     assert planned("--mode 3d --tp 2 --gpus 2")[0] is None
     assert planned("--mode 3d --pp 2 --gpus 2 --arch bert") == (None, (12, 12))
+    chunks = "--num-layers-per-virtual-pipeline-stage 6"
+    assert planned(f"--mode 3d --pp 2 --gpus 2 {chunks}") == (None, (6, 6, 6, 6))
     cut = "--decoder-last-pipeline-num-layers 10"
     assert planned(f"--mode 3d --pp 2 --gpus 2 {cut}") == (None, (14, 10))
 

@@ -23,6 +23,7 @@ from megatron.dpp.launch.flags import (
     whole,
 )
 from megatron.dpp.launch.layout import Layout, check_layout, nearest_multiple
+from megatron.dpp.train.validate_layout import NOT_PLANNED
 
 _DEFAULT_STEPS = 50
 _STAGES = ("optimizer", "gradients", "parameters")
@@ -299,8 +300,8 @@ def _is_planned(
     """Whether to lay GPT's layers out by what they cost: on GPUs, where a pipeline's last rank has
     an output layer worth several of them, and unless the user has a say in it.
     """
-    asked = ("--dpp-plan", "--num-experts", "--mtp-num-layers", *_CUTS)
-    free = options.chunks is None and not any(name in flags for name in asked)
+    asked = any(name in flags for name in ("--dpp-plan", *NOT_PLANNED))
+    free = options.chunks is None and not asked
     dynamic = options.mode == "3d" and layout.pipeline > 1 and not options.no_dpp
     return free and dynamic and setting.on_gpu and (options.arch or "gpt") == "gpt"
 

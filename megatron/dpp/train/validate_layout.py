@@ -12,6 +12,20 @@ from megatron.dpp.errors import ConfigError, require
 Args = argparse.Namespace
 
 
+NOT_PLANNED = (
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--pipeline-model-parallel-layout",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+    "--mtp-num-layers",
+    "--num-experts",
+)
+"""Flags that settle the layout themselves, or models whose layers are not alike."""
+
+
 def check_plan(args: Args) -> None:
     """What ``--dpp-plan`` needs, and what would settle the layout beside it.
 
@@ -25,18 +39,8 @@ def check_plan(args: Args) -> None:
         args.pipeline_model_parallel_size > 1,
         f"--dpp-plan {args.dpp_plan} needs --pipeline-model-parallel-size of at least 2",
     )
-    excluded = {
-        "--num-layers-per-virtual-pipeline-stage": args.num_layers_per_virtual_pipeline_stage,
-        "--num-virtual-stages-per-pipeline-rank": args.num_virtual_stages_per_pipeline_rank,
-        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
-        "--decoder-first-pipeline-num-layers": args.decoder_first_pipeline_num_layers,
-        "--decoder-last-pipeline-num-layers": args.decoder_last_pipeline_num_layers,
-        "--account-for-embedding-in-pipeline-split": args.account_for_embedding_in_pipeline_split,
-        "--account-for-loss-in-pipeline-split": args.account_for_loss_in_pipeline_split,
-        "--mtp-num-layers": args.mtp_num_layers,
-        "--num-experts": args.num_experts,
-    }
-    for flag, given in excluded.items():
+    for flag in NOT_PLANNED:
+        given = getattr(args, flag[2:].replace("-", "_"))
         require(not given, f"--dpp-plan {args.dpp_plan} does not go with {flag}")
 
 
