@@ -175,13 +175,7 @@ def shape_of(
     Raises:
         ConfigError: a kind of model that is not estimated.
     """
-    for flag, given in {
-        "--num-experts": args.num_experts,
-        "--multi-latent-attention": args.multi_latent_attention,
-        "--mtp-num-layers": args.mtp_num_layers,
-    }.items():
-        if given:
-            raise ConfigError(f"{flag}: models with it are not estimated")
+    _refuse_what_is_not_estimated(args)
     replicas = args.micro_batch_size * args.data_parallel_size
     local = args.transformer_impl == "local"
     return RunShape(
@@ -227,6 +221,16 @@ def shape_of(
         per_node=per_node or args.world_size,
         mapped=args.use_tp_pp_dp_mapping,
     )
+
+
+def _refuse_what_is_not_estimated(args: argparse.Namespace) -> None:
+    for flag, given in {
+        "--num-experts": args.num_experts,
+        "--multi-latent-attention": args.multi_latent_attention,
+        "--mtp-num-layers": args.mtp_num_layers,
+    }.items():
+        if given:
+            raise ConfigError(f"{flag}: models with it are not estimated")
 
 
 def _captured(args: argparse.Namespace) -> bool:
