@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import resource
@@ -35,6 +36,7 @@ from tests.transport.kinds import (
     NATIVE_KINDS,
     PATIENCE,
     forked,
+    inheritance_kept,
     of_rank,
     open_from_file,
     opened,
@@ -175,9 +177,33 @@ def test_a_stopped_peer_is_not_a_dead_one(tmp_path: Path) -> None:
         assert "rank 1 is alive" in results.get(timeout=PATIENCE)
 
 
+def test_forked_ranks_collect_nothing_that_they_inherit(tmp_path: Path) -> None:
+    class Loop:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            collected.append(os.getpid())
+
+    def body(rank: int, path: str, results: Any) -> None:
+        gc.collect()
+        results.put(list(collected))
+
+    collected: list[int] = []
+    gc.disable()  # until the ranks are there
+    try:
+        Loop()
+        with forked(2, body, tmp_path) as (_, results):
+            assert [results.get(timeout=PATIENCE) for _ in range(2)] == [[], []]
+    finally:
+        gc.enable()
+    gc.collect()
+    assert collected == [os.getpid()], "this process still collects it"
+
+
 @pytest.mark.parametrize("kind", IN_PROCESS_KINDS)
 def test_a_forked_child_must_not_use_its_parents_transport(kind: str) -> None:
-    with opened(kind, pair()) as (a, b):
+    with opened(kind, pair()) as (a, b), inheritance_kept():
         child = os.fork()
         if child == 0:
             status = 1

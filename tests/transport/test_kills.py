@@ -22,6 +22,7 @@ from tests.transport.kinds import (
     GPU_KINDS,
     NATIVE_KINDS,
     PATIENCE,
+    inheritance_kept,
     open_from_file,
     prepared,
 )
@@ -97,7 +98,8 @@ def _ring(kind: str, seed: int, path: str) -> Iterator[list[tuple[int, Connectio
     for rank in range(RANKS):
         ours, theirs = context.Pipe()
         process = context.Process(target=_live, args=(kind, rank, path, seed, theirs), daemon=True)
-        process.start()
+        with inheritance_kept():
+            process.start()
         theirs.close()
         ranks.append((process, ours))
     try:
