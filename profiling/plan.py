@@ -170,12 +170,15 @@ def _print_plans(planner: Planner, plans: list[Prediction]) -> None:
 
 def _print_baselines(planner: Planner, best: Prediction, chunks: Sequence[int]) -> None:
     """What the plan gains over Megatron's own layout, and why."""
+    fused = Planner(
+        planner.model, planner.num_ranks, planner.num_microbatches, split_backward=False
+    )
     print("\nAgainst the default layout (the same number of layers on every stage):")
     for num_chunks in chunks:
         layout = planner.default_layout(num_chunks)
         if layout is None:
             continue
-        static = planner.predict(layout, "megatron", policy="megatron")
+        static = fused.predict(layout, "megatron", policy="megatron")
         ours = planner.predict(layout, "auto")
         print(
             f"  {num_chunks} chunks: static {_versus(static, best)}; dynamic "

@@ -31,7 +31,6 @@ from megatron.dpp.estimate.layer_times import (
     collective_bytes,
     forward_collectives,
 )
-from megatron.dpp.estimate.shape import layers_of_text
 from megatron.dpp.estimate.timing import bubble_formula, rough_seconds, traffic
 from megatron.dpp.train.arguments import parse_args
 from megatron.dpp.train.flops import flops_per_iteration
@@ -201,8 +200,8 @@ def test_more_work_never_costs_less(micro: int, pipeline: int, chunks: int, dyna
 
 
 def test_layouts_are_read_as_megatron_core_deals_layers_out() -> None:
-    assert layers_of_text("Et*3|(tt|)*2,tL") == (3, 2, 2, 1)
-    assert layers_of_text("Et|ttt|tt|L") == (1, 3, 2, 0)
+    text = "--pipeline-model-parallel-size 2 --use-dpp --pipeline-model-parallel-layout "
+    assert shape(f"{text} Et*3|(tt|)*2,tL", 2).layers == (3, 2, 2, 1)
     uneven = "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 "
     assert shape(uneven + "--decoder-last-pipeline-num-layers 1", 4).layers == (1, 3, 3, 1)
     standalone = "--pipeline-model-parallel-size 2 --num-layers 6 "

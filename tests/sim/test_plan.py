@@ -17,6 +17,7 @@ from megatron.dpp.sim import (
     from_shapes,
     parse_costs,
 )
+from megatron.dpp.train.validate_layout import layout_stages
 
 LAYER = Part((1.0, 1.0, 1.0), activation_bytes=10.0, state_bytes=100.0)
 NOTHING = Part((0.0, 0.0, 0.0))
@@ -62,6 +63,14 @@ def test_layouts_are_written_as_megatron_reads_them():
     assert counts == [1, 3, 2, 0]
 
 
+@pytest.mark.parametrize("text", ["Et*3|(tt|)*2,tL", "E|(|tt)*2|L", "EttL"])
+def test_layouts_are_read_as_megatron_reads_them(text):
+    layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
+    names = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+    stages = layouts.PipelineParallelLayerLayout.parse_str_to_list(text)
+    assert layout_stages(text) == ["".join(names[x.name] for x in stage) for stage in stages]
+
+
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_ranks_balance_with_the_head_counted(chunks):
     planner = Planner(model(head=2.0, num_layers=18), 4, 8)
@@ -84,6 +93,37 @@ def test_searching_never_makes_it_worse():
     improved = planner.improve(start)
     assert sum(improved.layers) == 16
     assert planner.predict(improved, "auto").seconds <= planner.predict(start, "auto").seconds
+
+
+@pytest.mark.parametrize("layers", [(4, 4, 4, 4), (1, 7, 5, 3), (2, 2, 2, 2, 3, 2, 2, 1)])
+@pytest.mark.parametrize("split", [True, False])
+def test_no_schedule_beats_what_the_search_prunes_by(layers, split):
+    planner = Planner(model(head=2.5), 4, 8, split_backward=split)
+    layout = Layout(4, layers)
+    least = planner.least_seconds(layout)
+    found = planner.predict(layout, "2p")
+    assert found.busiest_seconds < least <= found.seconds < 1.5 * least
+
+
+def test_layouts_that_cannot_win_are_not_simulated(monkeypatch):
+    planner = Planner(model(head=0.0, num_layers=32), 8, 16)
+    simulated = []
+    predict = Planner.predict
+    monkeypatch.setattr(
+        Planner, "predict", lambda *args: simulated.append(args[1]) or predict(*args)
+    )
+    even = planner.default_layout(1)
+    assert planner.improve(even) == even
+    assert simulated == [even]
+
+
+def test_what_is_beyond_the_simulated_microbatches_repeats_the_steady_state():
+    layout = Layout(4, (5, 4, 4, 3))
+    whole = Planner(model(head=2.5), 4, 64).predict(layout, "auto")
+    part = Planner(model(head=2.5), 4, 64, simulated_per_rank=4).predict(layout, "auto")
+    assert part.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert part.busiest_seconds == pytest.approx(whole.busiest_seconds)
+    assert part.bubble == pytest.approx(whole.bubble, abs=0.01)
 
 
 def test_memory_bounds_the_plan():

@@ -186,7 +186,9 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
             2,
             "3 layers cannot be cut into 2 virtual stages",
         ),
-        ("--pipeline-model-parallel-layout Et8|xL", 1, "--pipeline-model-parallel-layout: "),
+        ("--pipeline-model-parallel-layout Et8|xL", 1, "Et8.xL: 8 x is none of E"),
+        ("--pipeline-model-parallel-layout Et*7|L", 1, "has 7 layers t, --num-layers is 8"),
+        ("--pipeline-model-parallel-layout t*8|EL", 1, "begins with the embedding E"),
         (
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
             "--global-batch-size 10",

@@ -19,7 +19,6 @@ from megatron.dpp.estimate.timing import (
     flops_per_token,
     model_costs,
     outside_seconds,
-    pipeline_seconds,
     predict,
     traffic,
 )
@@ -64,8 +63,7 @@ def estimate(shape: RunShape, device: Device) -> Estimate:
     """Memory, traffic and time of a run."""
     costs = model_costs(shape, device)
     prediction = predict(shape, costs)
-    inside, _ = pipeline_seconds(shape, prediction)
-    seconds = inside + outside_seconds(shape, device)
+    seconds = prediction.seconds + outside_seconds(shape, device)
     tokens = shape.global_batch * shape.seq_length
     per_token = flops_per_token(shape)
     return Estimate(

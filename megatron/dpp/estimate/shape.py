@@ -8,12 +8,12 @@ number is stored in.
 from __future__ import annotations
 
 import argparse
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.sim import Layout
+from megatron.dpp.train.validate_layout import layout_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +261,8 @@ def _layers(args: argparse.Namespace) -> tuple[int, ...]:
     pipeline = args.pipeline_model_parallel_size
     chunks = args.virtual_pipeline_model_parallel_size or 1
     if args.pipeline_model_parallel_layout is not None:
-        return layers_of_text(args.pipeline_model_parallel_layout)
+        parts = layout_stages(args.pipeline_model_parallel_layout)
+        return tuple(stage.count("t") for stage in parts)
     first = args.decoder_first_pipeline_num_layers
     last = args.decoder_last_pipeline_num_layers
     per_rank = [0] * pipeline
@@ -279,17 +280,3 @@ def _layers(args: argparse.Namespace) -> tuple[int, ...]:
     stages[0] -= args.account_for_embedding_in_pipeline_split
     stages[-1] -= args.account_for_loss_in_pipeline_split
     return tuple(stages)
-
-
-def layers_of_text(text: str) -> tuple[int, ...]:
-    """Layers of each stage of a ``--pipeline-model-parallel-layout``.
-
-    >>> layers_of_text("Et*3|(tt|)*2,tL")
-    (3, 2, 2, 1)
-    """
-    text = text.replace(",", "").replace(" ", "")
-    pattern = re.compile(r"\(([^()]*)\)\*(\d+)|([A-Za-z|])\*(\d+)")
-    while match := pattern.search(text):
-        unit, times = (match[1], match[2]) if match[2] else (match[3], match[4])
-        text = text[: match.start()] + unit * int(times) + text[match.end() :]
-    return tuple(stage.count("t") for stage in text.strip("|").split("|"))

@@ -113,20 +113,14 @@ def predict(shape: RunShape, costs: ModelCosts) -> Prediction:
     """The pipeline's part of an iteration, and each rank's peak of activations."""
     known = shape.policy in ("megatron", "dynamic", "depth-first", "breadth-first")
     policy = shape.policy if known else "dynamic"
-    simulated = _simulated_microbatches(shape)
-    planner = Planner(costs, shape.pipeline, simulated, split_backward=shape.split_backward)
+    planner = Planner(
+        costs,
+        shape.pipeline,
+        shape.num_microbatches,
+        split_backward=shape.split_backward,
+        simulated_per_rank=_MOST_SIMULATED,
+    )
     return planner.predict(shape.layout, shape.cap, policy)
-
-
-def _simulated_microbatches(shape: RunShape) -> int:
-    return min(shape.num_microbatches, _MOST_SIMULATED * shape.pipeline)
-
-
-def pipeline_seconds(shape: RunShape, prediction: Prediction) -> tuple[float, float]:
-    """Seconds of an iteration's forwards and backwards, and the busiest rank's own work in it."""
-    extra = shape.num_microbatches / _simulated_microbatches(shape) - 1
-    more = extra * prediction.busiest_seconds
-    return prediction.seconds + more, prediction.busiest_seconds + more
 
 
 def bubble_formula(shape: RunShape) -> float:

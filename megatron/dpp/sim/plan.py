@@ -76,7 +76,9 @@ class Planner:
         model: what its parts cost.
         num_microbatches: of an iteration.
         memory_bytes: of each rank, for weights, optimizer and activations; None is no limit.
-        split_backward: as in training.
+        split_backward: ``W`` apart from ``B``, as in training; static schedules have it fused.
+        simulated_per_rank: microbatches for each rank that are simulated; of those beyond, each
+            takes what the busiest rank's own work on it does. None simulates all.
         seeds: iterations to average over where task times vary.
         max_simulations: bound of the search for each number of chunks.
     """
@@ -89,6 +91,7 @@ class Planner:
         *,
         memory_bytes: float | None = None,
         split_backward: bool = True,
+        simulated_per_rank: int | None = None,
         seeds: int = 3,
         max_simulations: int = 150,
     ) -> None:
@@ -101,31 +104,40 @@ class Planner:
         self.num_microbatches = num_microbatches
         self.memory_bytes = memory_bytes
         self._split = split_backward
+        most = simulated_per_rank * num_ranks if simulated_per_rank else num_microbatches
+        self._num_simulated = min(num_microbatches, most)
         self._seeds = list(range(seeds)) if model.sigma else [None]
         self._max_simulations = max_simulations
 
     def predict(self, layout: Layout, cap: str, policy: str = "dynamic") -> Prediction:
-        """Simulate ``layout``; ``policy="megatron"`` is the static schedule, fused."""
-        shape = Shape(self.num_ranks, layout.num_chunks, self.num_microbatches)
-        split = self._split and policy != "megatron"
+        """Simulate ``layout``."""
+        shape = Shape(self.num_ranks, layout.num_chunks, self._num_simulated)
         plan = Plan(
             policy=policy,
             cap=cap,
-            split_backward=split,
+            split_backward=self._split,
             w_pieces=layout.layers,
             memory=self._memory(layout.layers),
         )
         runs = [
             plan.run(shape, self.model.costs(shape, layout.layers, seed)) for seed in self._seeds
         ]
+        times = [self._whole(run) for run in runs]
         return Prediction(
             layout,
             cap,
-            statistics.fmean(run.makespan for run in runs),
-            statistics.fmean(max(run.own) for run in runs),
-            self._peak_bytes(layout, runs[0], split),
-            statistics.fmean(1 - statistics.fmean(run.own) / run.makespan for run in runs),
+            statistics.fmean(seconds for seconds, _, _ in times),
+            statistics.fmean(busiest for _, busiest, _ in times),
+            self._peak_bytes(layout, runs[0]),
+            statistics.fmean(1 - own / seconds for seconds, _, own in times),
         )
+
+    def _whole(self, run: Result) -> tuple[float, float, float]:
+        """Seconds of an iteration of which ``run`` has the first microbatches, and of the busiest
+        and the average rank's own work in it."""
+        times = self.num_microbatches / self._num_simulated
+        busiest, own = max(run.own), statistics.fmean(run.own)
+        return run.makespan + (times - 1) * busiest, times * busiest, times * own
 
     def default_layout(self, num_chunks: int) -> Layout | None:
         """Megatron's own: the same number of layers on every stage; None where that does not work
@@ -190,14 +202,29 @@ class Planner:
         """Move single layers between stages as long as the simulated iteration gets shorter."""
         best, left = self.predict(layout, cap), self._max_simulations
         while left > 0:
-            moves = self._moves(best.layout)[:left]
+            aim = best.seconds * (1 - _WORTH)
+            moves = [move for move in self._moves(best.layout) if self.least_seconds(move) < aim]
+            del moves[left:]
             left -= len(moves)
             tried = [self.predict(move, cap) for move in moves]
             better = min(tried, key=lambda p: p.seconds, default=best)
-            if better.seconds >= best.seconds * (1 - _WORTH):
+            if better.seconds >= aim:
                 break
             best = better
         return best.layout
+
+    def least_seconds(self, layout: Layout) -> float:
+        """What no schedule of ``layout`` can beat: a rank's own work, which begins when the first
+        input has come through the stages before it.
+        """
+        forward, backward, weight = self._stage_times(layout.layers)
+        least = begins = 0.0
+        for rank in range(self.num_ranks):
+            stages = slice(rank, None, self.num_ranks)
+            each = sum(forward[stages]) + sum(backward[stages]) + sum(weight[stages])
+            least = max(least, begins + self.num_microbatches * each)
+            begins += forward[rank] + self.model.hop
+        return least
 
     def _moves(self, layout: Layout) -> list[Layout]:
         """Layouts with one layer elsewhere, those that relieve the busiest ranks first."""
@@ -232,12 +259,12 @@ class Planner:
             for rank in range(self.num_ranks)
         )
 
-    def _peak_bytes(self, layout: Layout, run: Result, split: bool) -> tuple[float, ...]:
+    def _peak_bytes(self, layout: Layout, run: Result) -> tuple[float, ...]:
         """Peak of each rank: ``B`` frees an activation, or leaves what its layers' ``W`` need, of
         which each piece frees a layer's.
         """
         sizes = self.model.activation_bytes(layout.layers)
-        deferred = self.model.deferred_bytes(layout.layers) if split else [0.0] * len(sizes)
+        deferred = self.model.deferred_bytes(layout.layers) if self._split else [0.0] * len(sizes)
         state = self.model.state_bytes(layout.layers, self.num_ranks)
         peaks = []
         for rank, slots in enumerate(run.slots):

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 
-from megatron.dpp.errors import ConfigError, require
+from megatron.dpp.errors import require
 
 Args = argparse.Namespace
 
@@ -70,15 +71,20 @@ def virtual_stages(args: Args) -> None:
             "--no-overlap-p2p-communication with virtual stages needs "
             "--pipeline-model-parallel-size of at least 3",
         )
-    else:
+    elif not _to_be_planned(args):
         args.overlap_p2p_comm = args.align_param_gather = False
+
+
+def _to_be_planned(args: Args) -> bool:
+    """The number of chunks waits until the vocabulary is known, and with it what the head costs."""
+    return args.dpp_plan is not None and args.pipeline_model_parallel_layout is None
 
 
 def _num_chunks(args: Args) -> int:
     """Model chunks per pipeline rank."""
     pipeline = args.pipeline_model_parallel_size
-    if args.dpp_plan and args.pipeline_model_parallel_layout is None:
-        return 1  # until the vocabulary is known, and with it what the head costs
+    if _to_be_planned(args):
+        return 1
     if args.pipeline_model_parallel_layout is not None:
         return _chunks_of_text(args)
     if args.num_virtual_stages_per_pipeline_rank is not None:
@@ -117,22 +123,45 @@ def _num_chunks(args: Args) -> int:
 
 def _chunks_of_text(args: Args) -> int:
     """As ``--pipeline-model-parallel-layout`` has it."""
-    from megatron.core.transformer.pipeline_parallel_layer_layout import (
-        PipelineParallelLayerLayout,
-    )
-
-    try:
-        stages = PipelineParallelLayerLayout.get_num_stages_from_str(
-            args.pipeline_model_parallel_layout
-        )
-    except AssertionError as error:
-        raise ConfigError(f"--pipeline-model-parallel-layout: {error}") from error
+    flag, text = "--pipeline-model-parallel-layout", args.pipeline_model_parallel_layout
+    stages = layout_stages(text)
     require(
-        stages % args.pipeline_model_parallel_size == 0,
-        f"--pipeline-model-parallel-layout has {stages} stages, not a multiple of "
+        len(stages) % args.pipeline_model_parallel_size == 0,
+        f"{flag} has {len(stages)} stages, not a multiple of "
         f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}",
     )
-    return int(stages // args.pipeline_model_parallel_size)
+    parts = "".join(stages)
+    require(
+        parts.count("E") == parts.count("L") == 1 and parts[0] + parts[-1] == "EL",
+        f"{flag} {text}: begins with the embedding E and ends with the loss L, each of them once",
+    )
+    require(
+        parts.count("t") == args.num_layers,
+        f"{flag} {text}: has {parts.count('t')} layers t, --num-layers is {args.num_layers}",
+    )
+    return len(stages) // int(args.pipeline_model_parallel_size)
+
+
+def layout_stages(text: str) -> list[str]:
+    """The parts of each virtual stage of a ``--pipeline-model-parallel-layout``, a letter for each:
+    what megatron-core makes of it, without importing PyTorch.
+
+    >>> layout_stages("Et*3|(tt|)*2,tL")
+    ['Ettt', 'tt', 'tt', 'tL']
+
+    Raises:
+        ConfigError: another letter than E, t, m and L.
+    """
+    whole = text.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        whole = re.sub(repeated, lambda found: found[1] * int(found[2]), whole)
+    unknown = sorted(set(whole) - set("EtmL|"))
+    require(
+        not unknown,
+        f"--pipeline-model-parallel-layout {text}: {' '.join(unknown)} is none of E (embedding), "
+        "t (layer), m (multi-token prediction), L (loss)",
+    )
+    return whole.split("|")
 
 
 def check_cut(args: Args) -> None:
