@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.schedule import Geometry, Recorder
 from megatron.dpp.train import preflight
 from megatron.dpp.train.fields import core_fields, read_dataclasses
 from tests.sim.test_plan import measured
@@ -45,6 +47,12 @@ REFUSED = {
         f"{GOOD} --use-dpp --pipeline-model-parallel-size 2 --dpp-activation-cap 0.1p"
     ),
     "--dpp-inject 'jiter:0.3'": f"{GOOD} --use-dpp --dpp-inject jiter:0.3",
+    "--dpp-replay /nowhere/order.rank0: No such file": (
+        f"{GOOD} --use-dpp --dpp-replay /nowhere/order"
+    ),
+    "--dpp-record /nowhere/order: /nowhere is no directory": (
+        f"{GOOD} --use-dpp --dpp-record /nowhere/order"
+    ),
     "--dpp-plan shapes plans the dynamic pipeline": (
         f"{GOOD} --pipeline-model-parallel-size 2 --dpp-plan shapes"
     ),
@@ -107,6 +115,23 @@ def test_two_nodes_must_not_share_an_address(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1 stands for node 0 and node 1"):
         words = "10.0.0.1,10.0.0.2,10.0.0.1,10.0.0.2"
         run_in_process(f"--use-dpp --node-ips {words}", "2", monkeypatch)
+
+
+def test_each_replicas_recording_must_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = str(tmp_path / "order")
+    flags = f"--use-dpp --dpp-replay {order} --pipeline-model-parallel-size 2 --global-batch-size "
+    for rank in range(2):
+        geometry = Geometry(2, rank, 1, 4)
+        with Recorder(order, geometry) as recorder:
+            recorder.write(geometry, True, [])
+    with pytest.raises(DataError, match=r"order\.replica1\.rank0: No such file"):
+        run_in_process(f"{flags} 16", "4", monkeypatch)
+    for rank in range(2):
+        shutil.copy(f"{order}.rank{rank}", f"{order}.replica1.rank{rank}")
+    run_in_process(f"{flags} 16", "4", monkeypatch)
+    with pytest.raises(DataError, match="num_microbatches was 4 and is 8"):
+        run_in_process(f"{flags} 32", "4", monkeypatch)
+    run_in_process(f"{flags} 32", "2", monkeypatch)  # two nodes: each rank looks for itself
 
 
 def test_several_nodes_are_not_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from megatron.dpp.schedule import (
     Scheduler,
     beside_head,
     parse_cap,
+    replica_path,
 )
 
 
@@ -29,19 +30,21 @@ class Decisions:
     Args:
         config: policy, cap, record and replay.
         log: called with a line per new cap.
-        name: added to record and replay files, to tell data-parallel replicas apart.
+        replica: number of this data-parallel replica, whose files are its own.
         decides: whether this rank leads its stage; only leaders record and replay.
     """
 
     def __init__(
-        self, config: DppConfig, log: Callable[[str], None], name: str = "", decides: bool = True
+        self, config: DppConfig, log: Callable[[str], None], replica: int = 0, decides: bool = True
     ) -> None:
-        self._config, self._log, self._name = config, log, name
+        self._config, self._log = config, log
         self._schedulers: dict[tuple[Geometry, bool], Scheduler] = {}
         self._measured: Memory | None = None
         self._said: set[str] = set()
-        self._record = config.record if decides else None
-        self._replay = config.replay if decides else None
+        self._record, self._replay = (
+            replica_path(path, replica) if path and decides else None
+            for path in (config.record, config.replay)
+        )
         self._recorder: Recorder | None = None
         self._recording: Recording | None = None
         self._num_calls = 0
@@ -75,9 +78,9 @@ class Decisions:
             ReplayError: the recording is of another shape.
         """
         if self._record is not None and self._recorder is None:
-            self._recorder = Recorder(f"{self._record}{self._name}", geometry)
+            self._recorder = Recorder(self._record, geometry)
         if self._replay is not None:
-            return self._build(geometry, split, self._next_replay(geometry, split))
+            return self._build(geometry, split, self._next_replay(self._replay, geometry, split))
         key = (geometry, split)
         if key not in self._schedulers:
             self._schedulers[key] = self._build(geometry, split, self._config.policy)
@@ -109,9 +112,9 @@ class Decisions:
             beta=measured.beta if measured else 0.0,
         )
 
-    def _next_replay(self, geometry: Geometry, split: bool) -> Policy:
+    def _next_replay(self, path: str, geometry: Geometry, split: bool) -> Policy:
         if self._recording is None:
-            self._recording = Recording.load(f"{self._replay}{self._name}", geometry.rank)
+            self._recording = Recording.load(path, geometry.rank)
         return self._recording.replay(self._num_calls, geometry, split)
 
     def ran(self, geometry: Geometry, split: bool, actions: Sequence[Action]) -> None:

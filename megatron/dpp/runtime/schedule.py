@@ -278,7 +278,7 @@ class DppSchedule(Replacement):
             pace=pace_for(self.config, follow),
             injector=injector,
             rng=TaskRng(self._seed, topology.num_ranks, rank),
-            decisions=Decisions(self.config, self._log, _replica_name(call), not follow),
+            decisions=Decisions(self.config, self._log, _replica_of(call), not follow),
         )
 
     @staticmethod
@@ -353,10 +353,10 @@ def _most_of_stage(call: StepCall, *values: float) -> list[float]:
     return [float(value) for value in most]
 
 
-def _replica_name(call: StepCall) -> str:
-    """Tells the recordings of data-parallel replicas apart; empty for the first."""
-    replica = torch.distributed.get_rank(call.pg_collection.dp_cp) // call.pg_collection.cp.size()
-    return f".replica{replica}" if replica else ""
+def _replica_of(call: StepCall) -> int:
+    """This rank's data-parallel replica: each has recordings of its own."""
+    index: int = torch.distributed.get_rank(call.pg_collection.dp_cp)
+    return index // int(call.pg_collection.cp.size())
 
 
 def _open_links(

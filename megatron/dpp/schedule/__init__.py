@@ -9,7 +9,13 @@ is theirs. Start reading at ``actions.py``, then ``state.py`` (the safe rule) an
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
 from megatron.dpp.schedule.caps import Cap, Memory, beside_head, default_cap, parse_cap
 from megatron.dpp.schedule.policies import BUILT_IN, Policy, check_room, find_policy
-from megatron.dpp.schedule.recording import Recorder, Recording, Replay
+from megatron.dpp.schedule.recording import (
+    Recorder,
+    Recording,
+    Replay,
+    check_recording,
+    replica_path,
+)
 from megatron.dpp.schedule.reference import peak_in_flight, reference_order
 from megatron.dpp.schedule.scheduler import FORWARD, GRADIENT, Cause, Scheduler, Stall
 from megatron.dpp.schedule.state import View
@@ -32,10 +38,12 @@ __all__ = [
     "Stall",
     "View",
     "beside_head",
+    "check_recording",
     "check_room",
     "default_cap",
     "find_policy",
     "parse_cap",
     "peak_in_flight",
     "reference_order",
+    "replica_path",
 ]

@@ -9,7 +9,7 @@ that follows one iteration of it, in the executor as in the simulator.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,36 @@ _FORMAT, _VERSION = "dpp-schedule", 1
 def recording_path(path: str, rank: int) -> Path:
     """The file of one pipeline rank: ``path`` with ``.rankN`` added."""
     return Path(f"{path}.rank{rank}")
+
+
+def replica_path(path: str, replica: int) -> str:
+    """What a data-parallel replica records to or replays: ``path`` itself for the first, with
+    ``.replicaN`` added for the others.
+    """
+    return f"{path}.replica{replica}" if replica else path
+
+
+def check_recording(path: str, geometry: Geometry, *, ramped: bool = False) -> None:
+    """Refuse a recording that no run of this shape can follow, before anything runs. No more of it
+    is read than its header and what comes up to the first training iteration.
+
+    Args:
+        path: as given to ``--dpp-replay``, :func:`replica_path` applied.
+        geometry: of training, without the pieces of its weight gradients.
+        ramped: the number of microbatches changes during the run, and is not compared.
+
+    Raises:
+        DataError: the file is missing, no recording, or of another shape; names it.
+    """
+    file = recording_path(path, geometry.rank)
+    lines = _read(file)
+    was, now = next(lines), _shape(geometry)
+    if not ramped:
+        was = was | next((line for line in lines if line.get("forward_only") is False), {})
+        if "num_microbatches" in was:  # else it was made by evaluations alone
+            now["num_microbatches"] = geometry.num_microbatches
+    if changes := _changes(was, now):
+        raise DataError(f"--dpp-replay {file}: recorded with other settings: {changes}")
 
 
 class Recorder:
@@ -90,21 +120,8 @@ class Recording:
             DataError: it is missing or no recording; names the line.
         """
         file = recording_path(path, rank)
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise DataError(f"--dpp-replay {file}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise DataError(f"--dpp-replay {file}: not a recording: {error}") from error
-        parsed = [_parse(file, number, line) for number, line in enumerate(lines, 1)]
-        if not parsed or parsed[0].get("format") != _FORMAT:
-            raise DataError(f"--dpp-replay {file}: not a recording made with --dpp-record")
-        if parsed[0].get("version") != _VERSION:
-            raise DataError(
-                f"--dpp-replay {file}: format version {parsed[0].get('version')}, this program "
-                f"reads {_VERSION}"
-            )
-        return cls(file, parsed[0], tuple(parsed[1:]))
+        header, *iterations = _read(file)
+        return cls(file, header, tuple(iterations))
 
     def replay(self, index: int, geometry: Geometry, split_backward: bool) -> Replay:
         """The policy that follows iteration ``index`` (0 for the first).
@@ -121,10 +138,8 @@ class Recording:
             )
         line = self.iterations[index]
         now = _shape(geometry) | _owed(geometry, split_backward)
-        was = {name: (self.header | line).get(name) for name in now}
-        if was != now:
-            changes = [f"{n} was {was[n]} and is {now[n]}" for n in now if was[n] != now[n]]
-            raise ReplayError(f"{place}: recorded with other settings: {'; '.join(changes)}")
+        if changes := _changes(self.header | line, now):
+            raise ReplayError(f"{place}: recorded with other settings: {changes}")
         text = line.get("actions")
         if not isinstance(text, str):
             raise DataError(f'{place}: it has no "actions"')
@@ -195,6 +210,40 @@ def _owed(geometry: Geometry, split_backward: bool) -> dict[str, Any]:
         "forward_only": geometry.forward_only,
         "w_pieces": pieces,
     }
+
+
+def _changes(was: dict[str, Any], now: dict[str, Any]) -> str:
+    """What of ``now`` was otherwise; empty where nothing was."""
+    pairs = [(name, was.get(name), value) for name, value in now.items()]
+    return "; ".join(f"{name} was {old} and is {new}" for name, old, new in pairs if old != new)
+
+
+def _read(file: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a recording as they are asked for, its header first."""
+    number = 0
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                parsed = _parse(file, number, line)
+                if number == 1:
+                    _check_header(file, parsed)
+                yield parsed
+    except OSError as error:
+        raise DataError(f"--dpp-replay {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"--dpp-replay {file}: not a recording: {error}") from error
+    if not number:
+        raise DataError(f"--dpp-replay {file}: not a recording: it is empty")
+
+
+def _check_header(file: Path, header: dict[str, Any]) -> None:
+    if header.get("format") != _FORMAT:
+        raise DataError(f"--dpp-replay {file}: not a recording made with --dpp-record")
+    if header.get("version") != _VERSION:
+        raise DataError(
+            f"--dpp-replay {file}: format version {header.get('version')}, this program "
+            f"reads {_VERSION}"
+        )
 
 
 def _parse(file: Path, number: int, line: str) -> dict[str, Any]:

@@ -78,7 +78,17 @@ def check_data(args: argparse.Namespace, task_name: str) -> None:
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Refuse directories that cannot be made or written; raises :class:`DataError`."""
+    """Refuse directories that cannot be made or written, and a ``--dpp-record`` into none.
+
+    Raises:
+        DataError: naming the flag and the directory.
+    """
+    if args.use_dpp and args.dpp_record:
+        folder = Path(args.dpp_record).absolute().parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            raise DataError(
+                f"--dpp-record {args.dpp_record}: {folder} is no directory that can be written to"
+            )
     for flag, given in (("--save", args.save), ("--tensorboard-dir", args.tensorboard_dir)):
         if not given:
             continue

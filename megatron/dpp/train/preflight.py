@@ -20,7 +20,14 @@ from collections.abc import Sequence
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.runtime.inject import Injector
-from megatron.dpp.schedule import Geometry, check_room, find_policy, parse_cap
+from megatron.dpp.schedule import (
+    Geometry,
+    check_recording,
+    check_room,
+    find_policy,
+    parse_cap,
+    replica_path,
+)
 from megatron.dpp.train import arguments
 from megatron.dpp.train.checkpoint_args import take_checkpoint_args
 from megatron.dpp.train.files import check_files
@@ -72,13 +79,19 @@ def check(
     if args.dpp_plan:
         take_plan(args)
     if args.use_dpp:
-        _check_schedule(args)
+        _check_schedule(args, _all_here(world_size))
     return args, tokenizer
 
 
-def _check_schedule(args: argparse.Namespace) -> None:
-    """The policy exists, every rank's cap is one that it can work with, and ``--dpp-inject`` is
-    understood."""
+def _all_here(world_size: int) -> bool:
+    """Whether this node runs all processes of the job."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
+
+
+def _check_schedule(args: argparse.Namespace, one_node: bool) -> None:
+    """The policy exists, every rank's cap is one that it can work with, ``--dpp-inject`` is
+    understood, and ``--dpp-replay`` fits. On several nodes each rank looks for its own recording,
+    which need not be on this one."""
     policy = find_policy(args.dpp_policy)
     ranks = args.pipeline_model_parallel_size
     for rank in range(ranks):
@@ -95,6 +108,10 @@ def _check_schedule(args: argparse.Namespace) -> None:
         cap = parse_cap(args.dpp_activation_cap, geometry)
         if not cap.needs_measuring:
             check_room(policy, geometry, cap.chunks, split_backward=args.dpp_split_backward)
+        if args.dpp_replay and one_node:
+            for replica in range(args.data_parallel_size):
+                path = replica_path(args.dpp_replay, replica)
+                check_recording(path, geometry, ramped=bool(args.rampup_batch_size))
 
 
 def _check_addresses(config: DppConfig, world_size: int) -> None:
