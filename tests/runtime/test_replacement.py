@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import DistError, HashStore
 
 from megatron.dpp.errors import PeerDead
+from megatron.dpp.runtime import blame
 from megatron.dpp.runtime.replacement import Replacement
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.transport.base import Transport
@@ -38,6 +42,25 @@ class Opened(Replacement):
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.dpp.transport.base._BLAME_SECONDS", 0.01)
+    monkeypatch.setattr(blame, "_ASK_SECONDS", 0.1)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
+    """The store of a job in which this is rank 0."""
+    store = HashStore()
+    job = SimpleNamespace(
+        is_initialized=lambda: True, get_rank=lambda: 0, DistError=DistError,
+        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
+    )  # fmt: skip
+    monkeypatch.setattr(blame, "dist", job)
+    return store
+
+
+GLOO = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:5044: "
+    "Connection reset by peer. This is typically caused by a remote worker hanging. GLHF!"
+)
 
 
 def test_a_collective_that_fails_as_a_rank_died_names_the_rank() -> None:
@@ -52,6 +75,59 @@ def test_an_error_that_no_link_explains_is_kept() -> None:
     with pytest.raises(RuntimeError, match="Connection reset"), Opened() as schedule:
         raise RuntimeError("Connection reset by peer")
     assert schedule.closed
+
+
+def test_a_rank_of_another_replica_is_named_by_its_neighbour(store: HashStore) -> None:
+    store.set("dpp/failure", "rank 3 (pid 7, shm) died: its socket was closed (says rank 1)")
+    told = (
+        r"rank 0: rank 3 \(pid 7, shm\) died: its socket was closed \(says rank 1\); "
+        r"met here as RuntimeError: Read error \[127.0.0.1\]:5044: Connection reset by peer$"
+    )
+    with pytest.raises(PeerDead, match=told), Opened():
+        raise RuntimeError(GLOO)
+
+
+def test_an_error_of_no_collective_is_not_put_down_to_another_rank(store: HashStore) -> None:
+    store.set("dpp/failure", "rank 3 gave up: OutOfMemoryError: 1 GiB")
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"), Opened():
+        raise torch.OutOfMemoryError("2 GiB")
+
+
+def test_a_lost_store_leaves_the_collectives_error(store: HashStore) -> None:
+    blame.dist.distributed_c10d._get_default_store = lambda: _Lost()  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="gloo"), Opened():
+        raise RuntimeError(GLOO)
+
+
+class _Lost:
+    def check(self, keys: list[str]) -> bool:
+        raise DistError("Broken pipe")
+
+    compare_set = check
+
+
+def told(store: HashStore) -> str:
+    return store.get("dpp/failure").decode() if store.check(["dpp/failure"]) else ""
+
+
+def test_a_rank_tells_the_others_why_it_ends(store: HashStore) -> None:
+    with pytest.raises(RuntimeError), Opened():
+        raise RuntimeError(GLOO)
+    assert not told(store), "a collective's error is no cause"
+    with pytest.raises(PeerDead), Opened() as schedule:
+        schedule.network.kill(1)
+        raise RuntimeError(GLOO)
+    first = told(store)
+    assert first == "rank 1 died (a fault asked for by the test) (says rank 0)"
+    with pytest.raises(KeyError), Opened():
+        raise KeyError("attention_mask")
+    assert told(store) == first
+
+
+def test_a_rank_that_gives_up_by_itself_says_so(store: HashStore) -> None:
+    with pytest.raises(KeyError), Opened():
+        raise KeyError("attention_mask")
+    assert told(store) == "rank 0 gave up: KeyError: 'attention_mask'"
 
 
 def test_an_error_of_our_own_is_not_replaced() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.nodes import running
 from tests.runtime.launcher import REPOSITORY
@@ -23,15 +25,10 @@ FLAGS = (
 
 
 def _start(metrics: Path) -> subprocess.Popen[str]:
-    data = REPOSITORY / "datasets_gpt"
-    words = [
-        *FLAGS.split(), "--metrics-file", str(metrics),
-        "--vocab-file", str(data / "vocab.json"), "--merge-file", str(data / "merges.txt"),
-    ]  # fmt: skip
     return subprocess.Popen(
         [
             sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
-            "--nproc_per_node", "2", str(REPOSITORY / "pretrain_gpt.py"), *words,
+            "--nproc_per_node", "2", *_program(metrics),
         ],
         cwd=metrics.parent,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
@@ -40,6 +37,35 @@ def _start(metrics: Path) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )  # fmt: skip
+
+
+def _program(metrics: Path) -> list[str]:
+    data = REPOSITORY / "datasets_gpt"
+    return [
+        str(REPOSITORY / "pretrain_gpt.py"), *FLAGS.split(), "--metrics-file", str(metrics),
+        "--vocab-file", str(data / "vocab.json"), "--merge-file", str(data / "merges.txt"),
+    ]  # fmt: skip
+
+
+def _start_ranks(metrics: Path) -> list[subprocess.Popen[str]]:
+    """Four ranks without a launcher, which would end the others before they say what they met."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    job = {
+        "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY),
+    }  # fmt: skip
+    return [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", *_program(metrics)],
+            cwd=metrics.parent,
+            env={**os.environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(4)
+    ]
 
 
 def _wait_for_iterations(job: subprocess.Popen[str], metrics: Path) -> None:
@@ -67,3 +93,22 @@ def test_the_others_end_and_name_the_killed_rank(tmp_path: Path) -> None:
     assert "rank 1" in output or "local_rank: 1" in output
     assert not running(children)
     assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+@pytest.mark.slow
+def test_the_ranks_of_another_replica_name_it_too(tmp_path: Path) -> None:
+    """Ranks 0 and 2 are one pipeline, 1 and 3 the other; gloo's errors name no rank."""
+    metrics = tmp_path / "metrics.jsonl"
+    ranks = _start_ranks(metrics)
+    try:
+        _wait_for_iterations(ranks[0], metrics)
+        ranks[1].kill()
+        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for rank in (0, 2, 3):
+        assert ranks[rank].returncode == 1, said[rank]
+        assert f"rank 1 (pid {ranks[1].pid} on" in said[rank].splitlines()[-1], said[rank]
+        assert "Traceback" not in said[rank], said[rank]

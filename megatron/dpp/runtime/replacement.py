@@ -13,6 +13,7 @@ import torch
 from megatron.dpp.config import DppConfig
 from megatron.dpp.mcore.capture import Capture
 from megatron.dpp.mcore.rng import needs_task_rng
+from megatron.dpp.runtime.blame import explained, reason, tell
 from megatron.dpp.trace import NullRecorder, Recorder
 from megatron.dpp.transport.base import Transport
 
@@ -33,7 +34,8 @@ class Replacement(abc.ABC):
 
     Use it as a context manager, or call :meth:`close`, so that links and processes' resources are
     freed. An error of a collective that ends the context becomes the
-    :class:`~megatron.dpp.errors.TransportError` that explains it, where a link has failed.
+    :class:`~megatron.dpp.errors.TransportError` that explains it, where a link has failed or
+    another rank has told why it ends.
     """
 
     def __init__(
@@ -89,11 +91,18 @@ class Replacement(abc.ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        transport = self._links()
         try:
-            if isinstance(error, RuntimeError) and transport is not None:
-                transport.raise_failure()  # a collective's error, of the optimizer's perhaps
+            if error is not None:
+                self._leave_by(error)
         finally:
-            if error is not None and transport is not None:
-                transport.abort(f"{type(error).__name__}: {error}")
             self.close()
+
+    def _leave_by(self, error: BaseException) -> None:
+        """Tell the other ranks why this one ends, and raise what explains ``error``."""
+        transport = self._links()
+        cause = explained(error, transport)  # of a collective's error, of the optimizer's perhaps
+        if transport is not None:
+            transport.abort(reason(cause))
+        tell(cause)
+        if cause is not error:
+            raise cause from error
