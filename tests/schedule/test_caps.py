@@ -37,7 +37,7 @@ def geometry(rank=0, num_chunks=2, num_microbatches=16):
 def test_values(text, num_chunks, rank, chunks):
     cap = parse_cap(text, geometry(rank, num_chunks), bytes_per_chunk_activation=1 << 20)
     assert cap.chunks == pytest.approx(chunks)
-    assert f"rank {rank} may hold {cap.chunks:g} chunk activations" in cap.text
+    assert f"pipeline rank {rank} may hold {cap.chunks:g} chunk activations" in cap.text
 
 
 def test_short_iterations_need_no_more_than_there_is():

@@ -73,7 +73,10 @@ def test_a_replay_waits_for_what_is_on_its_way():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("0F0 0F2", r"tape: action 2 of 2, 0F2, may not run on rank 0: 1 of 6 F of chunk 0"),
+        (
+            "0F0 0F2",
+            r"tape: action 2 of 2, 0F2, may not run on pipeline rank 0: 1 of 6 F of chunk 0",
+        ),
         ("0F0 0F1 0F2 0F3", r"action 4 of 4, 0F3.*3 of 3 chunk activations are held"),
         ("0F0 0W0", r"action 2 of 2.*no weight gradient"),
         ("0F0 0B1", r"action 2 of 2.*0 of 6 B"),

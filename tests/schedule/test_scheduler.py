@@ -202,13 +202,15 @@ def test_users_policies_are_found_by_name_and_checked():
     scheduler.arrived(FORWARD, 0, 1)
     assert scheduler.next() is None
     assert scheduler.stall().cause is Cause.POLICY
-    with pytest.raises(ScheduleError, match=r"--dpp-policy .*:Insists: rank 0: 0B0 may not run"):
+    with pytest.raises(
+        ScheduleError, match=r"--dpp-policy .*:Insists: pipeline rank 0: 0B0 may not run"
+    ):
         Scheduler(Geometry(1, 0, 1, 1), policy=f"{__name__}:Insists").next()
 
 
 def test_a_policy_that_waits_for_nothing_is_an_error_and_no_hang():
     waits = Scheduler(Geometry(2, 0, 2, 2), policy=wait_once)
-    with pytest.raises(ScheduleError, match=r"returned None on rank 0.*0F0 may run"):
+    with pytest.raises(ScheduleError, match=r"returned None on pipeline rank 0.*0F0 may run"):
         waits.next()
     forgets_weights = Scheduler(
         Geometry(2, 1, 1, 1), policy=lambda view: view.first_backward() or view.first_forward()
@@ -235,7 +237,7 @@ def test_waiting_is_allowed_as_long_as_a_message_may_come():
     ("policy", "why"),
     [
         ("returns_text", "returned 'hello': expected an action"),
-        ("divides", r"failed on rank 0: ZeroDivisionError.*test_scheduler.py, line"),
+        ("divides", r"failed on pipeline rank 0: ZeroDivisionError.*test_scheduler.py, line"),
     ],
 )
 def test_a_policy_that_fails_is_named(policy, why):

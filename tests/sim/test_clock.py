@@ -91,7 +91,7 @@ def test_a_stuck_simulation_fails_with_its_grid():
         simulate(replay, even_costs(2, 2), interleaved_placement(2, 1), split_backward=True)
     text = str(caught.value)
     assert "rank 0   0F0 0F1" in text
-    assert "returned None on rank 1" in text and "0B0 may run" in text
+    assert "returned None on pipeline rank 1" in text and "0B0 may run" in text
 
 
 @settings(max_examples=60, deadline=None)

@@ -33,7 +33,10 @@ def output(board: Path) -> str:
 
 def test_the_log_says_what_each_rank_may_hold_and_held(output: str) -> None:
     lines = output.splitlines()
-    for start in ("dynamic pipeline: rank 0", "[rank 1] dynamic pipeline: rank 1"):
+    for start in (
+        "dynamic pipeline: pipeline rank 0",
+        "[rank 1] dynamic pipeline: pipeline rank 1",
+    ):
         may = [line for line in lines if line.startswith(f"{start} may hold")]
         assert "1GiB takes its place once" in may[0] and "1GiB at" in may[1], output
     (held,) = (line for line in lines if "most chunk activations held" in line)

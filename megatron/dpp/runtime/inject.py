@@ -161,7 +161,9 @@ class Injector:
         a, b = sorted(int(rank) for rank in pair.split("-"))
         self._check_rank(b, f"slow-link:{text}")
         if (b != a + 1 and (a, b) != (0, self._num_ranks - 1)) or a == b:
-            raise ConfigError(f"--dpp-inject slow-link:{text}: ranks {a} and {b} share no link")
+            raise ConfigError(
+                f"--dpp-inject slow-link:{text}: pipeline ranks {a} and {b} share no link"
+            )
         self._links[a, b] = _seconds(late)
 
     def _add_lengths(self, text: str) -> None:
@@ -194,8 +196,8 @@ class Injector:
     def _check_rank(self, rank: int, item: str) -> None:
         if not 0 <= rank < self._num_ranks:
             raise ConfigError(
-                f"--dpp-inject {item}: rank {rank} is outside the pipeline of {self._num_ranks} "
-                "ranks"
+                f"--dpp-inject {item}: pipeline rank {rank} is outside the pipeline of "
+                f"{self._num_ranks} ranks"
             )
 
     def _draw(self, *key: int) -> random.Random:

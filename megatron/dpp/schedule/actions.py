@@ -112,7 +112,7 @@ class Geometry:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1")
         if not 0 <= self.rank < self.num_ranks:
-            raise ConfigError(f"rank {self.rank}: must be in 0 .. {self.num_ranks - 1}")
+            raise ConfigError(f"pipeline rank {self.rank}: must be in 0 .. {self.num_ranks - 1}")
         if self.group is not None and self.group < self.num_ranks:
             raise ConfigError(
                 f"microbatch group size {self.group} "

@@ -163,9 +163,11 @@ def _checked(chunks: float, geometry: Geometry, why: str) -> Cap:
     least = peak_in_flight(geometry)
     if chunks < least:
         raise ConfigError(
-            f"{_FLAG}: {why} is {chunks:g} chunk activations on rank {geometry.rank}, but "
+            f"{_FLAG}: {why} is {chunks:g} chunk activations on pipeline rank {geometry.rank}, but "
             "Megatron's own order needs "
             f"{least} there; less could stop the pipeline. Give at least "
             f"{times_p(least, geometry)}, or strict"
         )
-    return Cap(chunks, f"rank {geometry.rank} may hold {chunks:g} chunk activations ({why})")
+    return Cap(
+        chunks, f"pipeline rank {geometry.rank} may hold {chunks:g} chunk activations ({why})"
+    )

@@ -139,8 +139,8 @@ def check_room(
     if policy is breadth_first and not geometry.forward_only and cap < need:
         head = split_backward and geometry.num_ranks > 1
         raise ConfigError(
-            f"--dpp-policy breadth-first: rank {geometry.rank} may hold {cap:g} chunk activations, "
-            f"but breadth-first holds all {geometry.num_microbatches} microbatches of "
+            f"--dpp-policy breadth-first: pipeline rank {geometry.rank} may hold {cap:g} chunk "
+            f"activations, but breadth-first holds all {geometry.num_microbatches} microbatches of "
             f"{geometry.num_chunks} chunks, {need}. Give --dpp-activation-cap "
             f"{times_p(need + head, geometry)} (or more bytes), or take --dpp-policy dynamic"
         )

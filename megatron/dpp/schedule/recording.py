@@ -183,7 +183,7 @@ class Replay:
             return None
         raise ReplayError(
             f"{self._name}: action {self._position + 1} of {len(self._actions)}, {action}, may not "
-            f"run on rank {view.geometry.rank}: {why.text}"
+            f"run on pipeline rank {view.geometry.rank}: {why.text}"
         )
 
 

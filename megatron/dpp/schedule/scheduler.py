@@ -82,9 +82,8 @@ class Scheduler:
         least = peak_in_flight(geometry)
         if cap < least:
             raise ConfigError(
-                f"rank {geometry.rank} may hold {cap:g} chunk activations, but Megatron's own "
-                f"order needs {least}; "
-                "raise --dpp-activation-cap"
+                f"pipeline rank {geometry.rank} may hold {cap:g} chunk activations, but Megatron's "
+                f"own order needs {least}; raise --dpp-activation-cap"
             )
         if not 0.0 <= beta <= 1.0:
             raise ConfigError(f"beta {beta}: the share that B frees must be in 0 .. 1")
@@ -157,11 +156,11 @@ class Scheduler:
         if first or last:
             what = "inputs come from the data" if first else "gradients come from the loss"
             raise ScheduleError(
-                f"rank {geometry.rank}, chunk {chunk}: its {what}, not from a channel"
+                f"pipeline rank {geometry.rank}, chunk {chunk}: its {what}, not from a channel"
             )
         if not 0 <= chunk < geometry.num_chunks:
             raise ScheduleError(
-                f"chunk {chunk}: rank {geometry.rank} has 0 .. {geometry.num_chunks - 1}"
+                f"chunk {chunk}: pipeline rank {geometry.rank} has 0 .. {geometry.num_chunks - 1}"
             )
         self._state.arrive(direction, chunk, total)
 
@@ -189,7 +188,7 @@ class Scheduler:
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             raise ScheduleError(
-                f"--dpp-policy {self._policy_name} failed on rank {self.geometry.rank}: "
+                f"--dpp-policy {self._policy_name} failed on pipeline rank {self.geometry.rank}: "
                 f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
             ) from error
         if isinstance(action, Action):
@@ -201,8 +200,9 @@ class Scheduler:
             )
         elif not self.done and not may_arrive(self._state):
             raise ScheduleError(
-                f"--dpp-policy {self._policy_name} returned None on rank {self.geometry.rank}, "
-                f"where nothing more will arrive until something runs: {self.stall().text}"
+                f"--dpp-policy {self._policy_name} returned None on pipeline rank "
+                f"{self.geometry.rank}, where nothing more will arrive until something "
+                f"runs: {self.stall().text}"
             )
         return action
 
@@ -225,7 +225,7 @@ class Scheduler:
             allowed = state.forward(chunk) if kind == Kind.F else state.backward(chunk)
         if allowed is not action and allowed != action:
             raise ScheduleError(
-                f"{whose}rank {self.geometry.rank}: {action} may not run: "
+                f"{whose}pipeline rank {self.geometry.rank}: {action} may not run: "
                 f"{refusal(state, action).text}"
             )
         state.apply(action)

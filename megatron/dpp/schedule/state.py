@@ -232,7 +232,7 @@ class RankState:
         if not counts[chunk] <= total <= self.geometry.num_microbatches:
             what = "gradients" if direction else "inputs"
             raise ScheduleError(
-                f"rank {self.geometry.rank}, chunk {chunk}: {total} {what} reported after "
+                f"pipeline rank {self.geometry.rank}, chunk {chunk}: {total} {what} reported after "
                 f"{counts[chunk]}; the number "
                 f"only grows, to {self.geometry.num_microbatches} microbatches"
             )

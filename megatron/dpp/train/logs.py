@@ -245,7 +245,7 @@ def print_peaks(run: Run, held: float) -> None:
     peaks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(peaks, held, group=group)
     if max(peaks):
-        listed = ", ".join(f"rank {rank} {peak:.4g}" for rank, peak in enumerate(peaks))
+        listed = ", ".join(f"pipeline rank {rank} {peak:.4g}" for rank, peak in enumerate(peaks))
         run.say(f"dynamic pipeline: most chunk activations held: {listed}")
 
 
