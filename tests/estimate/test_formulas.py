@@ -18,6 +18,7 @@ from megatron.dpp.estimate import (
     gpu_device,
     interleaving_factor,
     layer_bytes,
+    least_bytes,
     lines,
     model_parameters,
     published_layer_bytes,
@@ -195,6 +196,7 @@ def test_more_work_never_costs_less(micro: int, pipeline: int, chunks: int, dyna
     assert large.peak_bytes > small.peak_bytes
     assert large.seconds >= small.seconds
     assert 0 <= small.bubble < 1
+    assert least_bytes(run) <= small.peak_bytes
     assert stage_bytes(run, 0) > 0
     assert lines(small)
 

@@ -21,6 +21,7 @@ MODES = {
 }
 MORE = {
     "tensor": "--mode 3d --tp 2",
+    "planned": "--mode 3d --pp 2 --dpp-plan shapes",
     "static": "--mode 3d --pp 2 --no-dpp",
     "zero-1": "--mode zero --zero-stage 1",
     "zero-2": "--mode zero --zero-stage 2",

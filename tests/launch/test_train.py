@@ -15,17 +15,20 @@ import numpy as np
 import pytest
 
 from megatron.dpp.errors import ConfigError, DppError
-from megatron.dpp.estimate import gpu_device, model_parameters
+from megatron.dpp.estimate import estimate, gpu_device, model_parameters
 from megatron.dpp.launch import auto, cli
 from megatron.dpp.launch.flags import MODELS, from_argv, model_flags, to_argv
 from megatron.dpp.launch.layout import Layout, nearest_layout, possible_layouts
-from megatron.dpp.launch.main import _plain, main, plan, shape_from
+from megatron.dpp.launch.main import _plain, find_setting, main, plan
 from megatron.dpp.launch.nodes import find_nodes
 from megatron.dpp.launch.resolve import Setting, base_flags, resolve
+from megatron.dpp.launch.settle import checked, shape_from
 from megatron.dpp.launch.start import prepare
 from megatron.dpp.train.arguments import parse_args, warnings_of
 from megatron.dpp.train.fields import core_fields
 from megatron.dpp.train.files import check_split
+from megatron.dpp.train.planned import take_plan
+from megatron.dpp.train.preflight import build_vocabulary
 from tests.train.test_preflight import WITHOUT_TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -280,23 +283,47 @@ def test_a_run_without_a_pipeline_is_replayed_on_gpus_unless_told_otherwise() ->
 
 
 def test_a_pipeline_on_gpus_is_laid_out_by_what_its_parts_cost() -> None:
-    def planned(words: str) -> tuple[str | None, tuple[int, ...]]:
+    def planned(words: str) -> tuple[bool, tuple[int, ...]]:
         vocabulary = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50303"
         found = plan(f"{words} --model medium --gpu H200 {vocabulary} --dry-run".split())
         layers = shape_from(found.resolved, found.setting).layers
-        return found.resolved.flags.get("--dpp-plan"), layers
+        assert "--dpp-plan" not in found.resolved.flags  # or every rank would plan again
+        by_us = "--pipeline-model-parallel-layout" in found.resolved.flags
+        assert by_us == ("layers laid out by what they cost" in found.report[0])
+        return by_us, layers
 
-    wanted, layers = planned("--mode 3d --pp 2 --gpus 2")
-    assert wanted == "shapes" and sum(layers[::2]) > sum(layers[1::2])  # the head is on the last
-    assert planned("--mode 3d --pp 5 --gpus 5")[0] == "shapes"  # 24 layers need not divide evenly
-    assert planned("--mode 3d --pp 2 --gpus 2 --chunks 2") == (None, (6, 6, 6, 6))
-    assert planned("--mode 3d --pp 2 --gpus 2 --no-dpp") == (None, (12, 12))
-    assert planned("--mode 3d --tp 2 --gpus 2")[0] is None
-    assert planned("--mode 3d --pp 2 --gpus 2 --arch bert") == (None, (12, 12))
+    by_us, layers = planned("--mode 3d --pp 2 --gpus 2")
+    assert by_us and sum(layers[::2]) > sum(layers[1::2])  # the head is on the last
+    assert planned("--mode 3d --pp 5 --gpus 5")[0]  # 24 layers need not divide evenly
+    assert planned("--mode 3d --pp 2 --gpus 2 --chunks 2") == (False, (6, 6, 6, 6))
+    assert planned("--mode 3d --pp 2 --gpus 2 --chunks 1") == (False, (12, 12))
+    assert planned("--mode 3d --pp 2 --gpus 2 --no-dpp") == (False, (12, 12))
+    assert not planned("--mode 3d --tp 2 --gpus 2")[0]
+    assert planned("--mode 3d --pp 2 --gpus 2 --arch bert") == (False, (12, 12))
     chunks = "--num-layers-per-virtual-pipeline-stage 6"
-    assert planned(f"--mode 3d --pp 2 --gpus 2 {chunks}") == (None, (6, 6, 6, 6))
+    assert planned(f"--mode 3d --pp 2 --gpus 2 {chunks}") == (False, (6, 6, 6, 6))
     cut = "--decoder-last-pipeline-num-layers 10"
-    assert planned(f"--mode 3d --pp 2 --gpus 2 {cut}") == (None, (14, 10))
+    assert planned(f"--mode 3d --pp 2 --gpus 2 {cut}") == (False, (14, 10))
+
+
+def test_what_is_handed_on_is_what_every_rank_would_plan() -> None:
+    model = "--mode 3d --pp 2 --procs 2 --num-layers 6 --dpp-plan shapes"
+    handed = plan(f"{model} --dpp-activation-cap 2p".split()).resolved
+    assert handed.flags["--dpp-activation-cap"] == "2p"
+    found = plan(model.split()).resolved
+    options, rest = cli.parse(model.split())
+    setting = Setting(per_node=2, num_nodes=1, on_gpu=False, device=H200.device)
+    flags = base_flags(options, [*rest], on_gpu=False)
+    flags |= prepare("gpt", None, flags).flags
+    asked = resolve(options, flags, setting, layout=Layout(pipeline=2), shard="none")
+    args = checked(asked, setting)
+    build_vocabulary(args)
+    take_plan(args)
+    assert found.flags["--pipeline-model-parallel-layout"] == args.pipeline_model_parallel_layout
+    assert found.flags["--dpp-activation-cap"] == args.dpp_activation_cap
+    same = checked(found, setting)
+    derived = ("virtual_pipeline_model_parallel_size", "overlap_p2p_comm", "align_param_gather")
+    assert [getattr(same, name) for name in derived] == [getattr(args, name) for name in derived]
 
 
 def test_the_loss_is_fused_where_its_gradient_has_16_bits_anyway() -> None:
@@ -362,6 +389,31 @@ def test_auto_takes_data_parallel_while_the_model_fits() -> None:
     best = best_for("--mode auto --model medium")
     assert best[0].command().startswith(("--mode simple", "--mode zero --zero-stage 1"))
     assert any("why" in line for line in auto.report(best[:3], H200))
+
+
+@pytest.mark.parametrize("model", ["medium", "large", "large --no-dpp --batch-size 2"])
+def test_what_auto_estimates_is_what_its_command_runs(model: str) -> None:
+    """For one of each kind: planned and even pipelines, replicas."""
+    words = f"--model {model} --gpu H200 --gpus 8 --dry-run --mock-data "
+    words += "--tokenizer-type NullTokenizer --vocab-size 50303"
+    options, rest = cli.parse(words.split())
+    setting = find_setting(options, find_nodes({}))
+    flags = base_flags(options, rest, on_gpu=True)
+    flags |= prepare("gpt", None, flags).flags
+    found = auto.candidates(options, flags, setting, _plain(options, flags, setting))
+    assert any(each.planned for each in found) == (not options.no_dpp)
+    kinds = {(each.layout.pipeline > 1, each.layout.chunks > 1): each for each in found}
+    for each in kinds.values():
+        again = plan([*each.command().split(), *words.replace("--no-dpp", "").split()])
+        assert {**each.resolved.flags, **again.resolved.flags} == again.resolved.flags
+        assert estimate(shape_from(again.resolved, setting), setting.device) == each.estimate
+
+
+def test_auto_says_which_layouts_are_planned() -> None:
+    best = best_for("--mode auto --model medium")
+    text = auto.report([each for each in best if each.planned][:1], H200)
+    assert text[1].endswith(" (planned)")
+    assert text[2].startswith("planned: ")
 
 
 def test_auto_shares_out_what_does_not_fit() -> None:

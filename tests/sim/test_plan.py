@@ -120,7 +120,7 @@ def test_layouts_that_cannot_win_are_not_simulated(monkeypatch):
 def test_what_is_beyond_the_simulated_microbatches_repeats_the_steady_state():
     layout = Layout(4, (5, 4, 4, 3))
     whole = Planner(model(head=2.5), 4, 64).predict(layout, "auto")
-    part = Planner(model(head=2.5), 4, 64, simulated_per_rank=4).predict(layout, "auto")
+    part = Planner(model(head=2.5), 4, 64, most_simulated=16).predict(layout, "auto")
     assert part.seconds == pytest.approx(whole.seconds, rel=0.01)
     assert part.busiest_seconds == pytest.approx(whole.busiest_seconds)
     assert part.bubble == pytest.approx(whole.bubble, abs=0.01)

@@ -69,13 +69,20 @@ def rank_memory(shape: RunShape, rank: int, activations: float) -> RankMemory:
 
 
 def least_bytes(shape: RunShape) -> float:
-    """What the fullest rank holds whatever the schedule: with one microbatch of one of its stages
-    in flight. Needs no simulation, so it answers for a model of any size."""
-    stages = [stage_bytes(shape, stage) for stage in range(len(shape.layers))]
+    """What the fullest rank holds whatever the schedule: rank ``r`` of ``p`` runs ``p - r``
+    forwards before the first gradient comes back to it. Needs no simulation, so it answers for a
+    model of any size.
+    """
     return max(
-        rank_memory(shape, rank, max(stages[rank :: shape.pipeline])).total
+        rank_memory(shape, rank, _first_forwards_bytes(shape, rank)).total
         for rank in range(shape.pipeline)
     )
+
+
+def _first_forwards_bytes(shape: RunShape, rank: int) -> float:
+    stages = range(rank, len(shape.layers), shape.pipeline)
+    held = sum(stage_bytes(shape, stage) for stage in stages)
+    return min(shape.num_microbatches, shape.pipeline - rank) * held
 
 
 def _gathered(shape: RunShape, count: int) -> float:

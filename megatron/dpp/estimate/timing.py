@@ -7,6 +7,7 @@ schedule that training will run.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from megatron.dpp.estimate.activations import deferred_bytes, head_bytes, layer_bytes
@@ -29,8 +30,9 @@ from megatron.dpp.sim import (
     embedding_times,
 )
 
-_MOST_SIMULATED = 6
-"""Microbatches per stage that are simulated; what is beyond repeats the steady state."""
+_SIMULATED = (6, 3)
+"""Microbatches that are simulated, and as many more for each rank: they fill the pipeline, reach
+the steady state and drain it."""
 _GRAPH_LAYERS = 1.07
 """Room that an activation's graphs have for a backward's temporary tensors (decision 0008), in
 activations of a layer; fitted to chunks of 2, 4 and 6 layers."""
@@ -118,7 +120,7 @@ def predict(shape: RunShape, costs: ModelCosts) -> Prediction:
         shape.pipeline,
         shape.num_microbatches,
         split_backward=shape.split_backward,
-        simulated_per_rank=_MOST_SIMULATED,
+        most_simulated=_SIMULATED[0] + _SIMULATED[1] * shape.pipeline,
     )
     return planner.predict(shape.layout, shape.cap, policy)
 
@@ -139,11 +141,18 @@ def outside_seconds(shape: RunShape, device: Device) -> float:
     return reduction + own * 2 * 2 * (shape.element_bytes + 16) / device.bytes_per_second
 
 
-def rough_seconds(shape: RunShape, device: Device) -> float:
+def rough_seconds(shape: RunShape, device: Device, *, planned: bool = False) -> float:
     """An iteration without simulation: the busiest rank's work, the formula's bubble, the rest.
     For sorting many layouts before the good ones are simulated.
+
+    Args:
+        planned: layers will be laid out anew (``--dpp-plan``), as a rule in two chunks.
     """
     costs = model_costs(shape, device)
+    if planned:
+        planner = Planner(costs, shape.pipeline, shape.num_microbatches)
+        chunks = 2 if shape.num_layers >= 2 * shape.pipeline else 1
+        shape = dataclasses.replace(shape, layers=planner.balanced(chunks).layers)
     times = [costs.stage_times(shape.layers, kind) for kind in Kind]
     stages = [sum(each) for each in zip(*times, strict=True)]
     busiest: float = max(sum(stages[rank :: shape.pipeline]) for rank in range(shape.pipeline))

@@ -2,8 +2,9 @@
 
 The ways are the usual ones: data parallel while the model fits, tensor parallel within a node,
 pipeline across, shared-out optimizer or parameters and recompute for the rest. All that are
-possible are sorted by a rough time, the most promising are simulated. Of those that fit, the
-fastest comes first; a more involved one has to gain a little for each further part.
+possible are sorted by a rough time, the most promising are simulated, each with the flags that
+``--mode 3d`` would run it with: a pipeline whose layers are planned is planned here, too. Of those
+that fit, the fastest comes first; a more involved one has to gain a little for each further part.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.estimate import Estimate, RunShape, estimate, least_bytes
 from megatron.dpp.estimate.text import size
 from megatron.dpp.estimate.timing import rough_seconds
 from megatron.dpp.launch.flags import Flags
 from megatron.dpp.launch.layout import Layout, nearest_multiple, possible_layouts
-from megatron.dpp.launch.resolve import Resolved, Setting, resolve
+from megatron.dpp.launch.resolve import Resolved, Setting, is_planned, resolve
+from megatron.dpp.launch.settle import plan_flags, shape_from, with_plan
 
 _USABLE = 0.92
 """Share of a device's memory that a run may take: allocators and libraries need some too."""
@@ -28,16 +31,21 @@ _MICRO_BATCHES = (16, 8, 4, 2, 1)
 _MOST_CHUNKS = 4
 _MOST_SIMULATED = 40
 """Layouts that are simulated, the most promising first, once three are found that fit."""
+_ROUGH = 1.15
+"""A layout is not simulated whose rough time is above the third best's by more than this factor."""
+_MOST_PLANNED = 4
+"""Pipelines whose layers are planned, which takes 0.1 to 2 s each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout with its estimate."""
+    """A layout with its estimate. ``planned``: its layers lie where they cost the least time."""
 
     layout: Layout
     shard: str
     recompute: str
     micro_batch: int
+    planned: bool
     estimate: Estimate
     resolved: Resolved
 
@@ -62,6 +70,8 @@ class Candidate:
         stages = {"optimizer": 1, "gradients": 2, "parameters": 3}
         if self.layout != Layout():
             words = f"--mode 3d {self.layout.text()}"
+            static = self.layout.pipeline > 1 and "--use-dpp" not in self.resolved.flags
+            words += " --no-dpp" if static else ""
             words += " --use-distributed-optimizer" if self.shard == "optimizer" else ""
         elif self.shard != "none":
             words = f"--mode zero --zero-stage {stages[self.shard]}"
@@ -79,15 +89,14 @@ def candidates(
 
     Args:
         plain: the run on one device.
+
+    Raises:
+        ConfigError: flags that go with no layout.
     """
-    ways = sorted(_ways(options, setting, plain), key=lambda way: way.rough_seconds)
-    found: list[Candidate] = []
-    for tried, way in enumerate(ways):
-        if len(found) >= 3 and tried >= _MOST_SIMULATED:
-            break
-        one = _try(options, flags, setting, plain, way)
-        if one is not None:
-            found.append(one)
+    search = _Search(options, flags, setting, plain)
+    found = search.run()
+    if not found and search.problem is not None:
+        raise search.problem
     best: dict[tuple[Layout, str], Candidate] = {}
     for each in sorted(found, key=lambda one: one.cost):
         best.setdefault((each.layout, each.shard), each)
@@ -101,25 +110,111 @@ class _Way:
     layout: Layout
     shard: str
     micro: int
+    planned: bool
     rough_seconds: float
 
 
-def _ways(options: argparse.Namespace, setting: Setting, plain: RunShape) -> Iterator[_Way]:
-    for layout in _layouts(setting, plain):
-        for shard in _shards(layout, setting):
-            for micro in _MICRO_BATCHES:
-                shape = shape_with(
-                    plain, setting, layout, shard, micro, "none", static=options.no_dpp
+class _Search:
+    """Tries layouts, the most promising first. ``problem`` is the last that flags have with one."""
+
+    def __init__(
+        self, options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape
+    ) -> None:
+        self._options, self._flags, self._setting, self._plain = options, flags, setting, plain
+        self._plans: dict[tuple[Layout, int], Flags] = {}
+        self.problem: ConfigError | None = None
+
+    def run(self) -> list[Candidate]:
+        found: list[Candidate] = []
+        ways = sorted(self._ways(), key=lambda way: way.rough_seconds)
+        for tried, way in enumerate(ways):
+            if len(found) >= 3:
+                third = sorted(each.estimate.seconds for each in found)[2]
+                if tried >= _MOST_SIMULATED or way.rough_seconds > _ROUGH * third:
+                    break
+            one = self._try(way)
+            if one is not None:
+                found.append(one)
+        return found
+
+    def _ways(self) -> Iterator[_Way]:
+        setting, plain, static = self._setting, self._plain, self._options.no_dpp
+        for layout, planned in _layouts(self._options, self._flags, setting, plain):
+            for shard in _shards(layout, setting):
+                for micro in _MICRO_BATCHES:
+                    shape = shape_with(plain, setting, layout, shard, micro, "none", static=static)
+                    if shape is not None:
+                        rough = rough_seconds(shape, setting.device, planned=planned)
+                        yield _Way(
+                            layout=layout,
+                            shard=shard,
+                            micro=micro,
+                            planned=planned,
+                            rough_seconds=rough,
+                        )
+
+    def _try(self, way: _Way) -> Candidate | None:
+        """The layout without recompute, or where that does not fit with it; None when neither
+        does."""
+        setting, static = self._setting, self._options.no_dpp
+        usable = _USABLE * setting.device.memory_bytes
+        for recompute in ("none", "full"):
+            shape = shape_with(
+                self._plain, setting, way.layout, way.shard, way.micro, recompute, static=static
+            )
+            assert shape is not None
+            if least_bytes(shape) > usable:
+                continue
+            try:
+                resolved = self._resolved(way, recompute)
+                if resolved is None:
+                    return None
+                guess = estimate(shape_from(resolved, setting), setting.device)
+            except ConfigError as problem:
+                self.problem = problem
+                return None
+            if guess.peak_bytes <= usable:
+                return Candidate(
+                    layout=way.layout,
+                    shard=way.shard,
+                    recompute=recompute,
+                    micro_batch=way.micro,
+                    planned=way.planned,
+                    estimate=guess,
+                    resolved=resolved,
                 )
-                if shape is not None:
-                    seconds = rough_seconds(shape, setting.device)
-                    yield _Way(layout=layout, shard=shard, micro=micro, rough_seconds=seconds)
+        return None
+
+    def _resolved(self, way: _Way, recompute: str) -> Resolved | None:
+        """The run's flags; None where its layers would be planned, and enough have been."""
+        batch = self._plain.global_batch
+        chosen = argparse.Namespace(**vars(self._options))
+        chosen.micro_batch_size, chosen.recompute = way.micro, recompute
+        chosen.batch_size, chosen.engine = batch, None
+        sizes = {"--micro-batch-size": way.micro, "--global-batch-size": batch}
+        resolved = resolve(
+            chosen, self._flags | sizes, self._setting, layout=way.layout, shard=way.shard
+        )
+        if not way.planned:
+            return resolved
+        key = way.layout, way.micro  # a plan depends on nothing else
+        if key not in self._plans:
+            if len(self._plans) >= _MOST_PLANNED:
+                return None
+            self._plans[key] = plan_flags(resolved, self._setting)
+        return with_plan(resolved, self._plans[key])
 
 
-def _layouts(setting: Setting, plain: RunShape) -> Iterator[Layout]:
-    for layout in possible_layouts(setting.world_size, plain.num_layers, plain.num_heads):
-        if layout.chunks <= _MOST_CHUNKS and layout.tensor <= setting.per_node:
-            yield layout
+def _layouts(
+    options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape
+) -> Iterator[tuple[Layout, bool]]:
+    """What is possible, and whether its layers are planned: they need not lie evenly then."""
+    for layout in possible_layouts(setting.world_size, 0, plain.num_heads):
+        stages = layout.pipeline * layout.chunks
+        planned = is_planned(options, flags, layout, setting)
+        fits = plain.num_layers >= stages if planned else plain.num_layers % stages == 0
+        if fits and layout.chunks <= _MOST_CHUNKS and layout.tensor <= setting.per_node:
+            yield layout, planned
 
 
 def _shards(layout: Layout, setting: Setting) -> tuple[str, ...]:
@@ -127,37 +222,6 @@ def _shards(layout: Layout, setting: Setting) -> tuple[str, ...]:
     if replicas == 1:
         return ("none",)
     return ("none", "optimizer", "parameters") if layout == Layout() else ("none", "optimizer")
-
-
-def _try(
-    options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape, way: _Way
-) -> Candidate | None:
-    """The layout without recompute, or where that does not fit with it; None when neither does."""
-    for recompute in ("none", "full"):
-        shape = shape_with(
-            plain, setting, way.layout, way.shard, way.micro, recompute, static=options.no_dpp
-        )
-        assert shape is not None
-        usable = _USABLE * setting.device.memory_bytes
-        if least_bytes(shape) > usable:
-            continue
-        guess = estimate(shape, setting.device)
-        if guess.peak_bytes <= usable:
-            chosen = argparse.Namespace(**vars(options))
-            chosen.micro_batch_size, chosen.recompute = way.micro, recompute
-            chosen.batch_size = plain.global_batch
-            chosen.engine = None
-            given = {**flags, "--micro-batch-size": way.micro}
-            given["--global-batch-size"] = plain.global_batch
-            return Candidate(
-                layout=way.layout,
-                shard=way.shard,
-                recompute=recompute,
-                micro_batch=way.micro,
-                estimate=guess,
-                resolved=resolve(chosen, given, setting, layout=way.layout, shard=way.shard),
-            )
-    return None
 
 
 def shape_with(
@@ -179,12 +243,13 @@ def shape_with(
     if microbatches < layout.pipeline or microbatches % group:
         return None
     stages = layout.pipeline * layout.chunks
+    each, rest = divmod(plain.num_layers, stages)
     dynamic = layout.pipeline > 1 and not static
     return dataclasses.replace(
         plain,
         tensor=layout.tensor,
         pipeline=layout.pipeline,
-        layers=(plain.num_layers // stages,) * stages,
+        layers=tuple(each + (stage < rest) for stage in range(stages)),
         data=data,
         micro_batch=micro,
         num_microbatches=microbatches,
@@ -215,8 +280,10 @@ def report(best: list[Candidate], setting: Setting) -> list[str]:
         guess = each.estimate
         table.append(
             f"{index:<2d}{guess.seconds * 1e3:12.1f}{guess.tokens_per_second:12,.0f}"
-            f"{size(guess.peak_bytes):>15s}  {each.command()}"
+            f"{size(guess.peak_bytes):>15s}  {each.command()}{' (planned)' if each.planned else ''}"
         )
+    if any(each.planned for each in best):
+        table.append("planned: the layers are laid out by what they cost, in chunks where it pays")
     return [*table, f"why: {_why(best)}"]
 
 
@@ -249,13 +316,16 @@ def _why(best: list[Candidate]) -> str:
     return "; ".join(reasons)
 
 
-def why_nothing_fits(setting: Setting, plain: RunShape) -> str:
+def why_nothing_fits(
+    options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape
+) -> str:
     """What the least demanding layout needs, and with how many devices it would do."""
     usable = _USABLE * setting.device.memory_bytes
     least: tuple[float, Layout, str] | None = None
-    for layout in _layouts(setting, plain):
+    for layout, _ in _layouts(options, flags, setting, plain):
         for shard in _shards(layout, setting):
-            shape = shape_with(plain, setting, layout, shard, 1, "full", static=False)
+            static = options.no_dpp
+            shape = shape_with(plain, setting, layout, shard, 1, "full", static=static)
             if shape is not None:
                 need = least_bytes(shape)
                 if need <= usable:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import shlex
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -22,7 +20,6 @@ from megatron.dpp.estimate import (
     known_gpu,
     least_bytes,
     lines,
-    shape_of,
 )
 from megatron.dpp.estimate.text import size
 from megatron.dpp.launch import auto, cli
@@ -39,6 +36,7 @@ from megatron.dpp.launch.resolve import (
     resolve,
     shard_of,
 )
+from megatron.dpp.launch.settle import checked, settled, shape_from
 from megatron.dpp.launch.start import (
     find_python,
     hand_over,
@@ -47,11 +45,8 @@ from megatron.dpp.launch.start import (
     show,
     split_of,
 )
-from megatron.dpp.train import preflight
-from megatron.dpp.train.arguments import parse_args
 from megatron.dpp.train.files import check_data, check_outputs, check_start
-from megatron.dpp.train.planned import take_plan
-from megatron.dpp.train.validate import validate
+from megatron.dpp.train.planned import SHAPES
 
 _BAD_INPUT = 2
 _DEFAULT_PROCS = 2
@@ -140,15 +135,16 @@ def plan(words: Sequence[str]) -> Plan:
         resolved, found = best[0].resolved, best[0].estimate
         report = [*auto.report(best[:3], setting), "", *lines(found)]
     else:
-        resolved = resolve(
+        asked = resolve(
             options, flags, setting, layout=asked_layout(options, flags), shard=shard_of(options)
         )
+        least = least_bytes(shape_from(asked, setting, plan=False))
+        _refuse_what_does_not_fit(options, least, flags, setting)
+        resolved = settled(asked, setting)
         shape = shape_from(resolved, setting)
-        if least_bytes(shape) > setting.device.memory_bytes:
-            _refuse_what_does_not_fit(options, least_bytes(shape), flags, setting)
         found = estimate(shape, setting.device)
         _refuse_what_does_not_fit(options, found.peak_bytes, flags, setting)
-        report = [f"mode {options.mode}", *lines(found), *_warnings(shape)]
+        report = [f"mode {options.mode}{_planned(asked)}", *lines(found), *_warnings(shape)]
     _check_files(resolved, setting, tokens_exist=data.preparation is None)
     return Plan(
         options=options,
@@ -159,6 +155,14 @@ def plan(words: Sequence[str]) -> Plan:
         preparation=data.preparation,
         own_split=own_split,
     )
+
+
+def _planned(asked: Resolved) -> str:
+    """Says that ranks have unlike layers, and why."""
+    plan = asked.flags.get("--dpp-plan")
+    if plan == SHAPES:
+        return ", layers laid out by what they cost (--chunks N: as many on every stage)"
+    return f", layers laid out by what they took in {plan}" if plan else ""
 
 
 def _start(found: Plan) -> NoReturn:
@@ -225,44 +229,13 @@ def _setting(options: argparse.Namespace, nodes: Nodes, **found: object) -> Sett
     return dataclasses.replace(setting, device=device)
 
 
-def shape_from(resolved: Resolved, setting: Setting) -> RunShape:
-    """The shape of a resolved run; its flags are checked on the way.
-
-    Raises:
-        ConfigError: flags that are unknown or do not fit together.
-        DataError: a vocabulary that cannot be read.
-    """
-    args = _checked(resolved, setting)
-    preflight.build_vocabulary(args)
-    if args.dpp_plan:
-        with _core_is_quiet():
-            take_plan(args)
-    return shape_of(args, on_gpu=setting.on_gpu, arch=resolved.arch, per_node=setting.per_node)
-
-
-def _checked(resolved: Resolved, setting: Setting) -> argparse.Namespace:
-    args = parse_args(resolved.argv)
-    args.tokenizer_type = args.tokenizer_type or preflight.TOKENIZERS[resolved.arch]
-    with _core_is_quiet():
-        validate(args, setting.world_size)
-    return args
-
-
-@contextlib.contextmanager
-def _core_is_quiet() -> Iterator[None]:
-    """megatron-core, which parses some layouts, warns of packages that it misses."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
-
-
 def _check_files(resolved: Resolved, setting: Setting, *, tokens_exist: bool) -> None:
     """Before text is tokenised, which may take hours: can the run start where it shall, and write?
 
     Raises:
         DataError: naming what is missing, broken or in the way.
     """
-    args = _checked(resolved, setting)
+    args = checked(resolved, setting)
     check_start(args)
     check_outputs(args)
     if tokens_exist:
@@ -300,7 +273,7 @@ def _refuse_what_does_not_fit(
     fitting = auto.candidates(options, flags, setting, plain)
     if fitting:
         raise ConfigError(f"{need}; nearest that fits: {fitting[0].command()}")
-    raise ConfigError(f"{need}; {auto.why_nothing_fits(setting, plain)}")
+    raise ConfigError(f"{need}; {auto.why_nothing_fits(options, flags, setting, plain)}")
 
 
 def _best(options: argparse.Namespace, flags: Flags, setting: Setting) -> list[auto.Candidate]:
@@ -308,7 +281,7 @@ def _best(options: argparse.Namespace, flags: Flags, setting: Setting) -> list[a
     plain = _plain(options, flags, setting)
     found = auto.candidates(options, flags, setting, plain)
     if not found:
-        raise ConfigError(auto.why_nothing_fits(setting, plain))
+        raise ConfigError(auto.why_nothing_fits(options, flags, setting, plain))
     return _resumable(found, setting) if options.resume_from else found
 
 
@@ -317,7 +290,7 @@ def _resumable(found: list[auto.Candidate], setting: Setting) -> list[auto.Candi
     good, problem = [], None
     for each in found:
         try:
-            check_start(_checked(each.resolved, setting))
+            check_start(checked(each.resolved, setting))
             good.append(each)
         except DppError as error:
             problem = error

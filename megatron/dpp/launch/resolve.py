@@ -23,6 +23,7 @@ from megatron.dpp.launch.flags import (
     whole,
 )
 from megatron.dpp.launch.layout import Layout, check_layout, nearest_multiple
+from megatron.dpp.train.planned import SHAPES
 from megatron.dpp.train.validate_layout import NOT_PLANNED
 
 _DEFAULT_STEPS = 50
@@ -226,11 +227,11 @@ def resolve(
     flags = dict(flags)
     if options.mode != "megatron":
         layers, heads = whole(flags, "--num-layers"), whole(flags, "--num-attention-heads")
-        planned = _is_planned(options, flags, layout, setting)
+        planned = is_planned(options, flags, layout, setting)
         uneven = planned or any(name in flags for name in _CUTS)
         check_layout(layout, setting.world_size, 0 if uneven else layers, heads, setting.option)
         if planned:
-            flags["--dpp-plan"] = "shapes"
+            flags["--dpp-plan"] = SHAPES
         by_deepspeed = options.mode == "zero" and options.engine == "deepspeed"
         flags |= _layout_flags(options, layout, setting) | _shard_flags(shard, by_deepspeed)
         if by_deepspeed or shard in ("gradients", "parameters"):
@@ -294,15 +295,13 @@ def _layout_flags(options: argparse.Namespace, layout: Layout, setting: Setting)
     return flags
 
 
-def _is_planned(
-    options: argparse.Namespace, flags: Flags, layout: Layout, setting: Setting
-) -> bool:
+def is_planned(options: argparse.Namespace, flags: Flags, layout: Layout, setting: Setting) -> bool:
     """Whether to lay GPT's layers out by what they cost: on GPUs, where a pipeline's last rank has
     an output layer worth several of them, and unless the user has a say in it.
     """
     asked = any(name in flags for name in ("--dpp-plan", *NOT_PLANNED))
-    free = options.chunks is None and not asked
-    dynamic = options.mode == "3d" and layout.pipeline > 1 and not options.no_dpp
+    free = options.chunks is None and layout.chunks == 1 and not asked
+    dynamic = options.mode in ("3d", "auto") and layout.pipeline > 1 and not options.no_dpp
     return free and dynamic and setting.on_gpu and (options.arch or "gpt") == "gpt"
 
 

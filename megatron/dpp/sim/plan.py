@@ -77,10 +77,11 @@ class Planner:
         num_microbatches: of an iteration.
         memory_bytes: of each rank, for weights, optimizer and activations; None is no limit.
         split_backward: ``W`` apart from ``B``, as in training; static schedules have it fused.
-        simulated_per_rank: microbatches for each rank that are simulated; of those beyond, each
-            takes what the busiest rank's own work on it does. None simulates all.
+        most_simulated: microbatches that are simulated; of those beyond, each takes what the
+            busiest rank's own work on it does. None simulates all.
         seeds: iterations to average over where task times vary.
-        max_simulations: bound of the search for each number of chunks.
+        max_tasks: bound of the search for each number of chunks, in simulated tasks; 100,000 take
+            a second.
     """
 
     def __init__(
@@ -91,9 +92,9 @@ class Planner:
         *,
         memory_bytes: float | None = None,
         split_backward: bool = True,
-        simulated_per_rank: int | None = None,
+        most_simulated: int | None = None,
         seeds: int = 3,
-        max_simulations: int = 150,
+        max_tasks: int = 500_000,
     ) -> None:
         if num_ranks < 1 or num_microbatches < 1:
             raise ConfigError(
@@ -104,10 +105,9 @@ class Planner:
         self.num_microbatches = num_microbatches
         self.memory_bytes = memory_bytes
         self._split = split_backward
-        most = simulated_per_rank * num_ranks if simulated_per_rank else num_microbatches
-        self._num_simulated = min(num_microbatches, most)
+        self._num_simulated = min(num_microbatches, most_simulated or num_microbatches)
         self._seeds = list(range(seeds)) if model.sigma else [None]
-        self._max_simulations = max_simulations
+        self._max_tasks = max_tasks
 
     def predict(self, layout: Layout, cap: str, policy: str = "dynamic") -> Prediction:
         """Simulate ``layout``."""
@@ -200,7 +200,9 @@ class Planner:
 
     def improve(self, layout: Layout, cap: str = "auto") -> Layout:
         """Move single layers between stages as long as the simulated iteration gets shorter."""
-        best, left = self.predict(layout, cap), self._max_simulations
+        tasks = self._num_simulated * (2 * len(layout.layers) + self.model.num_layers)
+        left = self._max_tasks // tasks
+        best = self.predict(layout, cap)
         while left > 0:
             aim = best.seconds * (1 - _WORTH)
             moves = [move for move in self._moves(best.layout) if self.least_seconds(move) < aim]

@@ -1,0 +1,79 @@
+"""From resolved flags to what the run will be: checked, its layers planned, its shape.
+
+``main`` asks for the run that was asked for, ``auto`` for each layout that it considers, so that an
+estimate is always of the flags that would run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from megatron.dpp.estimate import RunShape, shape_of
+from megatron.dpp.launch.flags import Flags
+from megatron.dpp.launch.resolve import Resolved, Setting
+from megatron.dpp.train import preflight
+from megatron.dpp.train.arguments import parse_args
+from megatron.dpp.train.planned import take_plan
+from megatron.dpp.train.validate import validate
+
+_PLAN = "--dpp-plan"
+
+
+def checked(resolved: Resolved, setting: Setting) -> argparse.Namespace:
+    """The training script's arguments.
+
+    Raises:
+        ConfigError: flags that are unknown or do not fit together.
+    """
+    args = parse_args(resolved.argv)
+    args.tokenizer_type = args.tokenizer_type or preflight.TOKENIZERS[resolved.arch]
+    validate(args, setting.world_size)
+    return args
+
+
+def settled(resolved: Resolved, setting: Setting) -> Resolved:
+    """With the layout that ``--dpp-plan`` asks for in its place, so that not every rank plans it
+    again.
+
+    Raises:
+        ConfigError: as :func:`checked`; or no layout is possible.
+        DataError: a vocabulary, or the run to plan from, that cannot be read.
+    """
+    if _PLAN not in resolved.flags:
+        return resolved
+    return with_plan(resolved, plan_flags(resolved, setting))
+
+
+def plan_flags(resolved: Resolved, setting: Setting) -> Flags:
+    """What ``--dpp-plan`` comes to, as flags; raises as :func:`settled`."""
+    args = checked(resolved, setting)
+    preflight.build_vocabulary(args)
+    take_plan(args)
+    return {
+        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
+        "--dpp-activation-cap": args.dpp_activation_cap,
+    }
+
+
+def with_plan(resolved: Resolved, plan: Flags) -> Resolved:
+    """The same run with these flags in the place of ``--dpp-plan``."""
+    flags = {name: value for name, value in resolved.flags.items() if name != _PLAN}
+    return dataclasses.replace(resolved, flags=flags | plan)
+
+
+def shape_from(resolved: Resolved, setting: Setting, *, plan: bool = True) -> RunShape:
+    """The shape of a resolved run; its flags are checked on the way.
+
+    Args:
+        plan: where ``--dpp-plan`` is left; else its layers are taken to lie evenly.
+
+    Raises:
+        ConfigError: flags that are unknown or do not fit together.
+        DataError: a vocabulary that cannot be read.
+    """
+    args = checked(resolved, setting)
+    preflight.build_vocabulary(args)
+    if args.dpp_plan and plan:
+        take_plan(args)
+    return shape_of(args, on_gpu=setting.on_gpu, arch=resolved.arch, per_node=setting.per_node)
