@@ -186,6 +186,7 @@ def test_more_work_never_costs_less(micro: int, pipeline: int, chunks: int, dyna
         layers=(8 // stages,) * stages,
         micro_batch=micro,
         num_microbatches=2 * pipeline,
+        dynamic=dynamic,
         policy="dynamic" if dynamic else "megatron",
         cap="auto" if dynamic else "megatron",
         split_backward=dynamic,

@@ -79,6 +79,18 @@ def test_a_fused_loss_takes_less_time_and_more_memory() -> None:
     assert added / 2**30 == pytest.approx(10.38 - 8.82, rel=0.01)
 
 
+def test_megatrons_order_in_our_executor_is_not_the_static_schedule() -> None:
+    own_order = f"{PP2}{OFF}--dpp-policy megatron "
+    static, split, fused = (
+        estimate(gpt_345m(flags), H200)
+        for flags in (PP2, own_order, f"{own_order}--no-dpp-split-backward ")
+    )
+    assert split.bubble < fused.bubble  # deferred weight gradients fill the waiting times
+    assert fused.seconds != static.seconds  # what the head hides differs
+    assert lines(fused)[0].endswith(", megatron schedule")
+    assert lines(static)[0].endswith(", static")
+
+
 @pytest.mark.parametrize(("flags", "traced"), [(OFF, 0.121), (OFF + V2, 0.123), (ON, 0.212)])
 def test_bubble_with_and_without_graphs(flags: str, traced: float) -> None:
     assert estimate(gpt_345m(PP2 + flags), H200).bubble == pytest.approx(traced, abs=0.03)
@@ -187,6 +199,9 @@ def test_time_of_tensor_parallel_collectives(flags: str, measured_ms: float) -> 
 def test_graphs_are_taken_where_training_takes_them() -> None:
     assert part_times(gpt_345m(PP2 + DPP), H200).replayed
     assert part_times(four_gpus(2048, DPP), H200).replayed
+    own_order = f"{PP2}{DPP}--dpp-policy megatron "  # run by our executor all the same
+    assert part_times(gpt_345m(own_order), H200).replayed
+    assert part_times(gpt_345m(f"{own_order}--no-dpp-split-backward "), H200).replayed
     assert not part_times(gpt_345m(PP2 + OFF), H200).replayed
     assert not part_times(four_gpus(4096, DPP), H200).replayed
     assert part_times(four_gpus(4096, DPP), H200).between == 0  # launched ahead of the device

@@ -33,7 +33,8 @@ class RunShape:
         recompute: ``none``, ``selective`` (the core of attention) or ``full``.
         flash: attention without its s*s matrices.
         fused_loss: ``--cross-entropy-loss-fusion``.
-        policy: ``megatron`` is the static schedule.
+        dynamic: ``--use-dpp``, whose ``policy`` may be Megatron's own order.
+        split_backward: weight gradients are tasks of their own.
         cuda_graphs: ``--dpp-cuda-graphs``; ``off`` where there is no GPU or a chunk cannot be
             captured, whatever is recomputed or shared out.
         per_node: ranks of one node.
@@ -73,17 +74,13 @@ class RunShape:
     fused_loss: bool
     hidden_dropout: bool
     attention_dropout: bool
+    dynamic: bool
     policy: str
     cap: str
     split_backward: bool
     cuda_graphs: str
     per_node: int
     mapped: bool
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether the ranks choose their tasks (``--use-dpp``)."""
-        return self.split_backward or self.policy != "megatron"
 
     @property
     def graphs(self) -> str:
@@ -214,6 +211,7 @@ def shape_of(
         fused_loss=args.cross_entropy_loss_fusion,
         hidden_dropout=args.hidden_dropout > 0,
         attention_dropout=args.attention_dropout > 0,
+        dynamic=args.use_dpp,
         policy=args.dpp_policy if args.use_dpp else "megatron",
         cap=args.dpp_activation_cap if args.use_dpp else "megatron",
         split_backward=args.use_dpp and args.dpp_split_backward,

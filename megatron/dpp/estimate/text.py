@@ -48,7 +48,7 @@ def layout_line(shape: RunShape) -> str:
     parts += [f"{shape.chunks} chunks"] if shape.chunks > 1 else []
     parts += [f"context {shape.context}"] if shape.context > 1 else []
     parts += [f"data {shape.data}"]
-    schedule = "static" if shape.policy == "megatron" else f"{shape.policy} schedule"
+    schedule = f"{shape.policy} schedule" if shape.dynamic else "static"
     text = f"{' x '.join(parts)} = {shape.world_size} ranks"
     if shape.pipeline > 1:
         text += f", {schedule}"

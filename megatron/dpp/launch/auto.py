@@ -257,6 +257,7 @@ def shape_with(
         shard=shard,
         gradient_bytes=plain.element_bytes if shard == "parameters" else plain.gradient_bytes,
         recompute=recompute,
+        dynamic=dynamic,
         policy="dynamic" if dynamic else "megatron",
         cap="auto" if dynamic else "megatron",
         split_backward=dynamic,
