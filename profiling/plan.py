@@ -14,6 +14,7 @@ shapes alone. Prints Megatron's flags of the best plan, what it is predicted to 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
-from megatron.dpp.errors import ConfigError, DppError, exit_with  # noqa: E402
+from megatron.dpp.errors import ConfigError, DataError, DppError, exit_with, require  # noqa: E402
 from megatron.dpp.sim import (  # noqa: E402
     Layout,
     MeasuredCosts,
@@ -30,11 +31,15 @@ from megatron.dpp.sim import (  # noqa: E402
     ModelShape,
     Planner,
     Prediction,
+    check_layers,
     costs_of_run,
     even_layers,
     from_measured,
     from_shapes,
 )
+
+_MOST_JITTER = 5.0
+"""As the simulator takes; with more, factors leave the range of floating point."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,11 +79,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Refuse numbers that mean nothing, by their flags."""
+    for name in ("num_layers", "pp", "microbatches", "hidden_size", "ffn_hidden_size",
+                 "seq_length", "vocab_size", "micro_batch_size", "tensor_parallel"):  # fmt: skip
+        value = getattr(args, name)
+        require(value is None or value >= 1, f"{_flag(name)} {value}: must be at least 1")
+    require(0 < args.tflops < math.inf, f"--tflops {args.tflops}: must be above 0, and finite")
+    require(
+        0 <= args.jitter <= _MOST_JITTER, f"--jitter {args.jitter}: must be in 0 .. {_MOST_JITTER}"
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _numbers(flag: str, text: str, least: int) -> list[int]:
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) >= least for word in words):
+        raise ConfigError(f"{flag} {text}: expected numbers of at least {least}, as in 1,2,4")
+    return [int(word) for word in words]
+
+
 def _run(args: argparse.Namespace) -> None:
+    _check(args)
+    chunks = _numbers("--chunks", args.chunks, 1)
     measured = costs_of_run(args.run, _ROOT) if args.run else None
     model = _model(args, measured)
     num_ranks = args.pp or (measured.num_ranks if measured else 0)
-    if num_ranks < 1:
+    if not num_ranks:
         raise ConfigError("--pp: how many pipeline ranks?")
     planner = Planner(
         model,
@@ -87,7 +117,6 @@ def _run(args: argparse.Namespace) -> None:
         memory_bytes=_bytes(args.memory) if args.memory else None,
         split_backward=args.split_backward and (measured is None or measured.split),
     )
-    chunks = [int(word) for word in args.chunks.split(",")]
     plans = planner.best(chunks)
     _print_parts(model, "measured" if measured else "from shapes")
     _print_plans(planner, plans)
@@ -103,13 +132,27 @@ def _model(args: argparse.Namespace, measured: MeasuredCosts | None) -> ModelCos
                 "from shapes"
             )
         return from_shapes(shapes, args.jitter)
-    model = from_measured(measured, _layers(args, len(measured.tasks)))
+    layers = _layers(args, len(measured.tasks))
+    model = from_measured(measured, layers)
+    check_layers(measured, layers, "give --layers as they did")
+    if sum(model.layer.times) <= 0:
+        raise DataError(f"{args.run}: its layers take no time; a plan would mean nothing")
+    if shapes is None and args.memory:
+        raise ConfigError(
+            "--memory: a trace does not tell how large weights and optimizer are; give "
+            "--num-layers --hidden-size --seq-length --vocab-size, too"
+        )
     return model.with_memory_of(from_shapes(shapes)) if shapes else model
 
 
 def _layers(args: argparse.Namespace, num_stages: int) -> list[int]:
     if args.layers:
-        return [int(word) for word in args.layers.split(",")]
+        layers = _numbers("--layers", args.layers, 0)
+        if args.num_layers not in (None, sum(layers)):
+            raise ConfigError(
+                f"--layers {args.layers}: {sum(layers)} layers, but --num-layers {args.num_layers}"
+            )
+        return layers
     if not args.num_layers:
         raise ConfigError("--num-layers (or --layers): how many layers did that run have?")
     return even_layers(args.num_layers, num_stages, "give --layers")
@@ -177,6 +220,7 @@ def _print_baselines(planner: Planner, best: Prediction, chunks: Sequence[int]) 
     for num_chunks in chunks:
         layout = planner.default_layout(num_chunks)
         if layout is None:
+            print(f"  {num_chunks} chunks: the layers do not lie evenly")
             continue
         static = fused.predict(layout, "megatron", policy="megatron")
         ours = planner.predict(layout, "auto")

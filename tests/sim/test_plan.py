@@ -203,3 +203,45 @@ def test_command_line_from_a_cost_file(capsys, tmp_path):
     assert status == 1 and "how many layers" in err
     status, _, err = command_line(capsys, str(path), "--num-layers", "15")
     assert status == 1 and "--layers" in err
+
+
+def test_a_run_with_another_layout_is_refused(capsys, tmp_path):
+    """A planned run has fewer layers beside the head: as if they lay evenly, it had no head."""
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(measured([5, 5, 5, 1], 4, head=3.0)))
+    status, _, err = command_line(capsys, str(path), "--num-layers", "16")
+    assert status == 1 and "stage 3: its tasks take 12.000 ms, less than 4 layers of" in err
+    assert err.endswith("give --layers as they did\n")
+    status, out, _ = command_line(capsys, str(path), "--layers", "5,5,5,1", "--chunks", "1")
+    assert status == 0 and "= 3.00 layers" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--chunks 0", "--chunks 0: expected numbers of at least 1"),
+        ("--chunks 1,x", "--chunks 1,x: expected numbers of at least 1"),
+        ("--layers 4,4,4,-4", "--layers 4,4,4,-4: expected numbers of at least 0"),
+        ("--layers 4,4,4,3", "--layers 4,4,4,3: 15 layers, but --num-layers 16"),
+        ("--pp 0", "--pp 0: must be at least 1"),
+        ("--tensor-parallel 0", "--tensor-parallel 0: must be at least 1"),
+        ("--tflops 0", "--tflops 0.0: must be above 0"),
+        ("--jitter 50", "--jitter 50.0: must be in 0 .. 5.0"),
+        ("--memory 80GiB", "--memory: a trace does not tell how large weights and optimizer are"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused_by_their_flags(capsys, tmp_path, flags, why):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(measured([4, 4, 4, 4], 4)))
+    status, _, err = command_line(capsys, str(path), "--num-layers", "16", *flags.split())
+    assert status == 1 and err.startswith(f"plan.py: {why}") and err.count("\n") == 1
+
+
+def test_a_run_whose_tasks_take_no_time_is_refused(capsys, tmp_path):
+    data, path = measured([4, 4, 4, 4], 4, samples=(0.0,)), tmp_path / "costs.json"
+    path.write_text(json.dumps(data))
+    status, _, err = command_line(capsys, str(path), "--num-layers", "16")
+    assert status == 1 and "its layers take no time" in err
+    data["stages"][1]["activation_bytes"] = -1
+    with pytest.raises(DataError, match="activation_bytes -1"):
+        parse_costs(data, "run")

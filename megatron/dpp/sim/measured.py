@@ -115,9 +115,17 @@ def _parse(data: dict[str, Any]) -> MeasuredCosts:
         (_samples(stage, "F"), _samples(stage, "B"), _samples(stage, "W", least=0))
         for stage in stages
     ]
-    sizes = [stage.get("activation_bytes") for stage in stages]
+    sizes = [_size(stage.get("activation_bytes")) for stage in stages]
     named = [_samples({f"hop {s}": hop}, f"hop {s}") for s, hop in enumerate(hops)]
     return MeasuredCosts(num_ranks, num_chunks, tasks, named, sizes)
+
+
+def _size(given: Any) -> float | None:
+    if given is None:
+        return None
+    if not 0 <= float(given) < float("inf"):
+        raise ValueError(f"activation_bytes {given}: must be a size of 0 or more")
+    return float(given)
 
 
 def _samples(entry: dict[str, Any], name: str, least: int = 1) -> list[float]:
