@@ -25,6 +25,7 @@ class Decider:
         self._channels = channels
         self._base = [0] * len(channels)
         self._told = [0] * len(channels)
+        self._seen: Sequence[int] = ()
 
     def start(self, arrived_before: Sequence[int]) -> None:
         """Counts of earlier iterations, per incoming channel; later counts are taken relative to
@@ -33,11 +34,19 @@ class Decider:
         self._base = list(arrived_before)
 
     def next(self, arrived: Sequence[int]) -> Action | None:
-        """The task to run now, given what this member has received; None: nothing may run yet."""
+        """The task to run now, given what this member has received; None: nothing may run yet.
+
+        Args:
+            arrived: microbatches per incoming channel, of all iterations; kept to compare, so a
+                list that the caller changes later would not be noticed.
+        """
         self._tell(arrived)
         return self.scheduler.next()
 
     def _tell(self, arrived: Sequence[int]) -> None:
+        if arrived == self._seen:
+            return
+        self._seen = arrived
         most = self.scheduler.geometry.num_microbatches
         for index, (direction, chunk) in enumerate(self._channels):
             # A neighbour may be ahead: what it sent for the next iteration does not count yet.

@@ -32,6 +32,7 @@ _TRACE_CAUSES = {
     Cause.WARMUP: "warm-up",
     Cause.MEMORY_CAP: "memory-cap",
 }
+_KIND_NAMES = tuple(kind.name for kind in Kind)  # the enumeration takes longer to tell a name
 
 
 Tensors = torch.Tensor | list[torch.Tensor]
@@ -170,7 +171,7 @@ class Executor:
 
     def _run(self, action: Action) -> None:
         kind, chunk, microbatch, piece = action
-        self._recorder.begin_task(kind.name, chunk, microbatch, piece)
+        self._recorder.begin_task(_KIND_NAMES[kind], chunk, microbatch, piece)
         self._pace.begin()
         self._run_kind[kind](chunk, microbatch, piece)
         self.actions.append(action)
@@ -211,7 +212,8 @@ class Executor:
             self._pace.prolong(key, self._injector.factor(task), self._injector.seconds(task))
         self._pace.launched(key)
         self._recorder.end_task()
-        self._recorder.counter("held", self._scheduler.held)
+        if self._recorder.enabled:
+            self._recorder.counter("held", self._scheduler.held)
 
     def _cost(self, kind: str, chunk: int) -> float:
         """A task's nominal work, in forwards of a whole rank."""
