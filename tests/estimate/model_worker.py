@@ -57,14 +57,14 @@ def forward(args: Any, arch: str, chunk: Any) -> int:
     size = (args.micro_batch_size, args.seq_length)
     tokens = torch.arange(size[0] * size[1]).reshape(size) % 100
     chunk.train()
-    with saved_bytes(chunk) as count:
-        if arch == "bert":
-            types = tokens % 2 if args.bert_binary_head else None
-            chunk(tokens, torch.ones_like(tokens), lm_labels=tokens, tokentype_ids=types)
-        else:
-            square = torch.ones(size[1], size[1]).triu(1).bool()[None, None]
-            chunk(tokens, torch.arange(size[1]).expand(size), square, labels=tokens)
-    return count.total
+    if arch == "bert":
+        types = tokens % 2 if args.bert_binary_head else None
+        outputs = chunk(tokens, torch.ones_like(tokens), lm_labels=tokens, tokentype_ids=types)
+    else:
+        square = torch.ones(size[1], size[1]).triu(1).bool()[None, None]
+        outputs = chunk(tokens, torch.arange(size[1]).expand(size), square, labels=tokens)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return saved_bytes([tensor for tensor in outputs if tensor is not None], chunk)
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 from megatron.dpp import DppConfig, DppSchedule  # noqa: E402
 from megatron.dpp.mcore import fused_wgrad  # noqa: E402
@@ -46,11 +47,13 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
     v = case.get("v", 1)
     if case.get("fusion"):
         fused_wgrad.provide()
+    dtype = torch.bfloat16 if case.get("bf16") else torch.float32
     config = TransformerConfig(
         num_layers=case.get("layers", 8), hidden_size=HIDDEN, num_attention_heads=4,
         pipeline_model_parallel_size=case["p"], tensor_model_parallel_size=case.get("tp", 1),
         virtual_pipeline_model_parallel_size=v if v > 1 else None,
-        sequence_parallel=case.get("sp", False), pipeline_dtype=torch.float32,
+        sequence_parallel=case.get("sp", False), pipeline_dtype=dtype, params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         hidden_dropout=case.get("dropout", 0.0), attention_dropout=case.get("dropout", 0.0),
         deallocate_pipeline_outputs=True, persist_layer_norm=False, masked_softmax_fusion=False,
         gradient_accumulation_fusion=case.get("fusion", False), bias_dropout_fusion=False,
@@ -80,6 +83,8 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
         model.model_type = 1
         if SUPPORT is None:
             model.cuda()
+        if dtype == torch.bfloat16:
+            model = Float16Module(config, model)
         chunks.append(
             DistributedDataParallel(config, ddp_config, model, disable_bucketing=chunk > 0)
         )
@@ -90,6 +95,7 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam", lr=1e-2, clip_grad=1.0, weight_decay=0.1,
+            bf16=dtype == torch.bfloat16, params_dtype=dtype,
             use_distributed_optimizer=ddp_config.use_distributed_optimizer,
         ),
         chunks,
@@ -181,12 +187,17 @@ def run_case(case: dict[str, Any]) -> None:
         print(f"CASE {case['name']} ok: {len(case['runs'])} dynamic runs", flush=True)
 
 
-def main() -> None:
+def start() -> None:
+    """Join the other ranks, with deterministic kernels on GPUs."""
     if SUPPORT is None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     dist.init_process_group("nccl" if SUPPORT is None else "gloo")
+
+
+def main() -> None:
+    start()
     for case in json.loads(sys.argv[1]):
         run_case(copy.deepcopy(case))
     dist.destroy_process_group()

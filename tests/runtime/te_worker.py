@@ -1,22 +1,29 @@
-"""equality_worker.py's cases with megatron-core's Transformer Engine layers over the stand-in.
+"""equality_worker.py's cases with megatron-core's Transformer Engine layers.
 
-te_worker.py JSON. The static schedule runs them undelayed, and so does a fused dynamic one; a split
-one builds them with delayed weight gradients. ``fused_wgrad`` adds gradients to ``main_grad``
-directly.
+te_worker.py JSON. On GPUs with the package itself, otherwise over the stand-in. The static schedule
+runs the layers undelayed, and so does a fused dynamic one; a split one builds them with delayed
+weight gradients. ``fused_wgrad`` adds gradients to ``main_grad`` directly.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
+import os
 import sys
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tests.runtime import te_double
 
-te_double.install()
+REAL = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+if REAL:
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+else:
+    te_double.install()
 
 from tests.runtime import equality_worker  # noqa: E402, I001 - lets megatron-core do without CUDA
 
@@ -32,7 +39,15 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
 
 from megatron.dpp import ConfigError, DppSchedule  # noqa: E402
 from megatron.dpp.mcore.specs import SdpaAttention  # noqa: E402
+from megatron.dpp.mcore.specs import block_spec as training_spec  # noqa: E402
 from megatron.dpp.mcore.te import delay_weight_gradients, is_delayed  # noqa: E402
+
+if REAL:
+    from transformer_engine.pytorch.module._common import WeightGradStore
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+else:
+    WeightGradStore = te_double.WeightGradStore
+    TransformerEngineBaseModule = te_double._Base
 
 PLAIN_TRAIN, PLAIN_BUILD = equality_worker.train, equality_worker.build
 PLAIN_CONFIG = equality_worker.TransformerConfig
@@ -47,7 +62,7 @@ def watched_put(store: Any, *entry: Any) -> None:
     LONGEST[0] = max(LONGEST[0], store.context.qsize())
 
 
-PLAIN_PUT, te_double.WeightGradStore.put = te_double.WeightGradStore.put, watched_put
+PLAIN_PUT, WeightGradStore.put = WeightGradStore.put, watched_put
 
 
 def config_for(**values: Any) -> Any:
@@ -63,6 +78,8 @@ def ddp_config(**values: Any) -> Any:
 
 
 def block_spec(config: Any, *, implementation: str, vp_stage: int | None) -> Any:
+    if REAL:
+        return training_spec(config, implementation="transformer_engine", vp_stage=vp_stage)
     layer = copy.deepcopy(get_gpt_layer_with_transformer_engine_spec())
     layer.submodules.self_attention.submodules.core_attention = SdpaAttention
     number = get_num_layers_to_build(config, vp_stage)
@@ -72,11 +89,15 @@ def block_spec(config: Any, *, implementation: str, vp_stage: int | None) -> Any
 def build(case: dict[str, Any]) -> Any:
     chunks, optimizer = PLAIN_BUILD(case)
     for chunk in chunks:
-        modules = [m for m in chunk.modules() if isinstance(m, te_double._Base)]
+        modules = [
+            m
+            for m in chunk.modules()
+            if isinstance(m, TransformerEngineBaseModule) and getattr(m, "wgrad_store", None)
+        ]
         assert modules
         assert any(isinstance(m, TELinear) for m in modules)
         assert all(is_delayed(m) == DELAY[0] for m in modules)
-        for module in modules:
+        for module in modules if not REAL else []:
             module.fuse_wgrad_accumulation = case.get("fused_wgrad", False)
     return chunks, optimizer
 
@@ -117,7 +138,7 @@ def refuse(case: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    equality_worker.start()
     equality_worker.TransformerConfig = config_for
     equality_worker.DistributedDataParallelConfig = ddp_config
     equality_worker.block_spec, equality_worker.build = block_spec, build

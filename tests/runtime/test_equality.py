@@ -45,7 +45,7 @@ def test_two_ranks_any_number_of_chunks() -> None:
         case("one", 2, 1, late, recompute="full"),
         case("one stage", 1, 3, fused, {"inject": "delay:4ms"}, dropout=0.1),
         case("selective", 2, 4, late, v=2, recompute="selective", spec="megatron", dropout=0.1),
-        case("fused wgrad", 2, 4, fused, late, v=2, fusion=True),
+        case("fused wgrad", 2, 4, fused, late, v=2, fusion=True, overlap=True),
         case("kinds", 2, 4, {"transport": "dist"}, {"transport": "shm", "checksum": True}, v=2),
     )  # fmt: skip
 
@@ -132,7 +132,8 @@ def test_graphs_on_two_gpus() -> None:
     static = {"static": True, "cuda_graphs": "on"}
     check(
         2,
-        case("pp2", 2, 4, fused, late, static, v=2, iterations=4, dropout=0.1, fusion=True),
+        case("pp2", 2, 4, fused, late, static, v=2, iterations=4, dropout=0.1, fusion=True,
+             overlap=True),
         case("pp2 tightest cap", 2, 6, {"activation_cap": "strict", "inject": LATE},
              {"activation_cap": "strict", "cuda_graphs": "on"}, v=2, iterations=20, dropout=0.1),
         case("pp2 selective", 2, 4, fused, late, v=2, iterations=4, dropout=0.1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -34,6 +35,28 @@ def test_equal_to_the_static_schedule_bit_by_bit() -> None:
         {"name": "recompute", "p": 2, "m": 4, "runs": [late], "recompute": "selective"},
     ]  # fmt: skip
     output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=240)
+    for case in cases:
+        assert f"CASE {case['name']} ok" in output
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
+)
+def test_the_package_itself_is_equal_to_the_static_schedule_bit_by_bit() -> None:
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    cases: list[dict[str, Any]] = [
+        {"name": "v1", "p": 2, "m": 5, "runs": [fused, late], "layers": 4, "dropout": 0.1},
+        {"name": "v2", "p": 2, "v": 2, "m": 6, "runs": [late, {"policy": "breadth-first",
+         "activation_cap": "8p", "inject": LATE}], "layers": 8},
+        {"name": "main_grad", "p": 2, "v": 2, "m": 6, "fusion": True, "runs": [fused, late]},
+        {"name": "bf16", "p": 2, "v": 2, "m": 6, "fusion": True, "bf16": True, "dropout": 0.1,
+         "iterations": 10, "runs": [fused, late]},
+        {"name": "overlap", "p": 2, "v": 2, "m": 4, "overlap": True, "runs": [late],
+         "fusion": True, "distributed_optimizer": True},
+        {"name": "recompute", "p": 2, "m": 4, "runs": [late], "recompute": "selective"},
+    ]  # fmt: skip
+    output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=300)
     for case in cases:
         assert f"CASE {case['name']} ok" in output
 

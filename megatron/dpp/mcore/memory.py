@@ -1,40 +1,67 @@
-"""How much memory one chunk's activation takes, measured where autograd saves it, and is left.
+"""How much memory one chunk's activation takes, counted where autograd keeps it, and is left.
 
-``Stage`` wraps the first forwards of a run with :func:`saved_bytes`; a cap in bytes and the share
-that a deferred weight gradient keeps (beta) are made from the result. Whether graphs, which need
-more, fit is judged by :func:`room`.
+``Stage`` counts the outputs of a run's first forwards with :func:`saved_bytes`; a cap in bytes and
+the share that a deferred weight gradient keeps (beta) are made from the result. Whether graphs,
+which need more, fit is judged by :func:`room`.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 
-class SavedBytes:
-    """Counts the storages that a forward keeps for its backward, each once, weights not counted."""
+def saved_bytes(outputs: Sequence[torch.Tensor], model: torch.nn.Module) -> int:
+    """Bytes of the storages that a forward keeps for its backward, each once, weights not counted.
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._seen = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.total = 0
+    The graph behind the outputs is read as it stands. Hooks on saved tensors could count, too, but
+    a backward gets copies of what went through them, and a weight that is a copy has lost what
+    DistributedDataParallel attached to it: the linear layers that add into ``main_grad`` would then
+    return no gradient, which an overlapped reduction refuses.
 
-    def see(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor was saved; hook of ``torch.autograd.graph.saved_tensors_hooks``."""
+    Args:
+        outputs: of the forward, before its backward.
+        model: whose parameters are not counted.
+    """
+    seen = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    total = 0
+    for tensor in _saved_tensors(outputs):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.total += storage.nbytes()
-        return tensor
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
 
 
-@contextlib.contextmanager
-def saved_bytes(model: torch.nn.Module) -> Iterator[SavedBytes]:
-    """Count what the forwards inside the block save for their backwards."""
-    count = SavedBytes(model)
-    with torch.autograd.graph.saved_tensors_hooks(count.see, lambda tensor: tensor):
-        yield count
+def is_readable(config: Any) -> bool:
+    """Whether saved tensors lie where autograd keeps them; reading offloaded ones fetches them."""
+    return not (config.cpu_offloading or config.fine_grained_activation_offloading)
+
+
+def _saved_tensors(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """What each function of the graph behind the outputs has saved."""
+    waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    reached = set(waiting)
+    while waiting:
+        function = waiting.pop()
+        yield from _tensors_in(getattr(function, "saved_tensors", ()))  # a Function of Python
+        for name in dir(function):
+            if name.startswith("_saved_"):  # one of C++ has an attribute per tensor
+                yield from _tensors_in(getattr(function, name))
+        for before, _ in function.next_functions:
+            if before is not None and before not in reached:
+                reached.add(before)
+                waiting.append(before)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
 
 
 def room() -> int | None:

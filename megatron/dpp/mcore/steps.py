@@ -26,7 +26,7 @@ from megatron.core.utils import get_model_config, get_model_type
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore import boundary
 from megatron.dpp.mcore.boundary import Boundaries, Tensors
-from megatron.dpp.mcore.memory import saved_bytes
+from megatron.dpp.mcore.memory import is_readable, saved_bytes
 from megatron.dpp.mcore.wgrad import WeightGradients
 
 
@@ -209,8 +209,10 @@ class Stage:
                 self._no_sync.enter_context(function())
 
     def measure(self) -> None:
-        """Measure the memory of each chunk's first forward and backward (costs them some time)."""
-        self._measuring = set(range(self._num_chunks))
+        """Measure the memory of each chunk's first forward and backward (costs them some time);
+        of none where activations are offloaded.
+        """
+        self._measuring = set(range(self._num_chunks)) if is_readable(self._config) else set()
 
     def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
         """Run F. ``received`` is the previous stage's output (None on the first stage).
@@ -218,12 +220,11 @@ class Stage:
         Returns:
             The chunk's output, a list if it is several tensors; the scaled loss on the last stage.
         """
+        output = self._forward(chunk, microbatch, received)
         if microbatch == 0 and chunk in self._measuring:
-            with saved_bytes(self.call.model[chunk]) as count:
-                output = self._forward(chunk, microbatch, received)
-            self.activation_bytes[chunk] = count.total
-            return output
-        return self._forward(chunk, microbatch, received)
+            outputs = output if isinstance(output, list) else [output]
+            self.activation_bytes[chunk] = saved_bytes(outputs, self.call.model[chunk])
+        return output
 
     def _forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
         call = self.call

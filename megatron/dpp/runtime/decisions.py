@@ -63,6 +63,8 @@ class Decisions:
         """Take over what was measured; schedulers are rebuilt with it."""
         self._measured = measured
         self._schedulers.clear()
+        if not measured.activation_bytes:
+            return
         mib = 1 << 20
         self._log(
             f"dynamic pipeline: an activation takes {measured.activation_bytes / mib:.1f} MiB, "

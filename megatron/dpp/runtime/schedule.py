@@ -151,7 +151,7 @@ class DppSchedule(Replacement):
     def _account(self, decisions: Decisions, measured: Stage | None) -> None:
         """Tell what an activation was measured to take: eagerly first, in a graph's slot later."""
         if measured is not None:
-            activation = max(measured.activation_bytes.values())
+            activation = max(measured.activation_bytes.values(), default=0)
             deferred = max(measured.deferred_bytes.values(), default=0)
             decisions.measured(Memory(activation_bytes=activation, deferred_bytes=deferred))
         slot_bytes = self._graphs.take_slot_bytes() if self._graphs else None

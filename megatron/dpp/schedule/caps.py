@@ -145,7 +145,7 @@ def _bytes_cap(
     if bytes_per_chunk_activation <= 0:
         raise ConfigError(
             f"{_FLAG} {word}: a chunk's activation was measured as {bytes_per_chunk_activation} "
-            "bytes"
+            "bytes (offloaded ones are not measured); give a multiple of the pipeline size"
         )
     chunks = amount * _UNITS[size[2].upper()] / bytes_per_chunk_activation
     each = f"{bytes_per_chunk_activation / (1 << 20):.1f} MiB"

@@ -1,0 +1,58 @@
+"""Activations are counted on the graph, and a backward notices nothing of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.dpp.mcore.memory import saved_bytes
+
+
+class Doubled(torch.autograd.Function):
+    """Saves its input, as Functions of Python do."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(value)
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (value,) = ctx.saved_tensors
+        return gradient * 2 + value * 0
+
+
+def test_every_storage_counts_once_and_weights_do_not() -> None:
+    model = torch.nn.Linear(8, 8, bias=False)
+    first = torch.ones(4, 8, requires_grad=True)
+    hidden = model(first)  # saves first and the weight
+    doubled = Doubled.apply(hidden)  # type: ignore[no-untyped-call]  # saves hidden
+    output = doubled * hidden  # saves both: hidden is known already
+    assert saved_bytes([output], model) == 3 * 4 * 8 * 4
+    both = torch.cat([output, output.exp()])  # exp saves its result
+    assert saved_bytes([both, output], model) == 4 * 4 * 8 * 4
+    assert saved_bytes([torch.ones(3)], model) == 0
+
+
+def test_a_backward_sees_the_parameter_itself() -> None:
+    """Through hooks on saved tensors it saw a copy, which has no ``main_grad`` and no marks."""
+    seen: list[torch.Tensor] = []
+
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(value, weight)
+            return value @ weight.t()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            seen.append(ctx.saved_tensors[1])
+            return gradient @ ctx.saved_tensors[1], None
+
+    model = torch.nn.Linear(8, 8, bias=False)
+    value = torch.ones(4, 8, requires_grad=True)
+    output = Linear.apply(value, model.weight)  # type: ignore[no-untyped-call]
+    assert saved_bytes([output], model) == 4 * 8 * 4
+    output.sum().backward()
+    assert seen[0] is model.weight
