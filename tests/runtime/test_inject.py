@@ -63,6 +63,12 @@ def test_a_form_that_is_not_known_is_refused(text: str) -> None:
         Injector(text, 0, 4)
 
 
+def test_the_first_and_the_last_rank_share_a_link_with_several_chunks_only() -> None:
+    assert Injector("slow-link:0-3:5ms", 0, 4, num_chunks=2).message_seconds(3, 0, 0) > 0.0
+    with pytest.raises(ConfigError, match=r"slow-link:0-3:5ms: pipeline ranks 0 and 3 share no"):
+        Injector("slow-link:0-3:5ms", 0, 4)
+
+
 def test_a_rank_outside_the_pipeline_is_refused() -> None:
     with pytest.raises(ConfigError, match="outside the pipeline of 4 ranks"):
         Injector("slow-rank:4:2", 0, 4)

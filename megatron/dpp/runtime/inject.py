@@ -160,9 +160,11 @@ class Injector:
         pair, late = text.split(":")
         a, b = sorted(int(rank) for rank in pair.split("-"))
         self._check_rank(b, f"slow-link:{text}")
-        if (b != a + 1 and (a, b) != (0, self._num_ranks - 1)) or a == b:
+        wraps = self._num_chunks > 1 and a == 0 < b == self._num_ranks - 1
+        if b != a + 1 and not wraps:
             raise ConfigError(
-                f"--dpp-inject slow-link:{text}: pipeline ranks {a} and {b} share no link"
+                f"--dpp-inject slow-link:{text}: pipeline ranks {a} and {b} share no link; those "
+                f"with neighbouring numbers do, and with several chunks 0 and {self._num_ranks - 1}"
             )
         self._links[a, b] = _seconds(late)
 

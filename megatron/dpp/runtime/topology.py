@@ -2,8 +2,9 @@
 
 Virtual stage ``s = chunk * p + rank``, as Megatron numbers them. Stage s sends its output forward
 to stage s + 1 and the gradient of its input backward to stage s - 1; each pair of neighbouring
-stages has one channel per direction, named after the chunk on the receiving rank. The executor is
-the only caller. A boundary of several tensors sends one message per tensor over its channel.
+stages has one channel per direction, named after the chunk on the receiving rank. A boundary of
+several tensors sends one message per tensor over its channel. ``links`` finds a rank's place, the
+schedules open the channels, and the executor goes by their maps.
 """
 
 from __future__ import annotations

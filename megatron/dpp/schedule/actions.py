@@ -54,8 +54,7 @@ class Action(NamedTuple):
         if match is None:
             raise ScheduleError(
                 f"{text!r} is no action: expected chunk, F, B or W, microbatch, and for a W an "
-                "optional piece, "
-                "as in 1F3 or 0W2.1"
+                "optional piece, as in 1F3 or 0W2.1"
             )
         chunk, kind, microbatch, piece = match.groups()
         return cls(Kind[kind], int(chunk), int(microbatch), int(piece or 0))

@@ -124,8 +124,7 @@ def _named_cap(word: str, geometry: Geometry) -> Cap:
         return _checked(chunks, geometry, f"{word} whole-model activations")
     raise ConfigError(
         f"{_FLAG} {word}: expected auto, megatron, strict, a multiple of the pipeline size like "
-        "1.5p, "
-        "or bytes like 20GiB"
+        "1.5p, or bytes like 20GiB"
     )
 
 
@@ -164,9 +163,8 @@ def _checked(chunks: float, geometry: Geometry, why: str) -> Cap:
     if chunks < least:
         raise ConfigError(
             f"{_FLAG}: {why} is {chunks:g} chunk activations on pipeline rank {geometry.rank}, but "
-            "Megatron's own order needs "
-            f"{least} there; less could stop the pipeline. Give at least "
-            f"{times_p(least, geometry)}, or strict"
+            f"Megatron's own order needs {least} there; less could stop the pipeline. Give at "
+            f"least {times_p(least, geometry)}, or strict"
         )
     return Cap(
         chunks, f"pipeline rank {geometry.rank} may hold {chunks:g} chunk activations ({why})"

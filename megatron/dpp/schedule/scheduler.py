@@ -1,8 +1,8 @@
 """The scheduler of one rank: told what has arrived, asked what to run.
 
 It joins a :class:`~megatron.dpp.schedule.state.RankState` (what may run) and a policy (what shall
-run), checks every decision, and explains a stall. The executor holds one per iteration, the
-simulator one per simulated rank; neither decides anything itself.
+run), checks every decision, and explains a stall. The executor is given one, restarted for each
+iteration of the same shape, the simulator has one per simulated rank; neither decides anything.
 """
 
 from __future__ import annotations

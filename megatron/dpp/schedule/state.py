@@ -143,11 +143,6 @@ class RankState:
         return self.in_flight + self._kept
 
     @property
-    def num_deferred(self) -> int:
-        """Backwards whose weight gradients are not finished."""
-        return len(self._deferred)
-
-    @property
     def done(self) -> bool:
         return self._left == 0 and not self._deferred
 
@@ -233,8 +228,8 @@ class RankState:
             what = "gradients" if direction else "inputs"
             raise ScheduleError(
                 f"pipeline rank {self.geometry.rank}, chunk {chunk}: {total} {what} reported after "
-                f"{counts[chunk]}; the number "
-                f"only grows, to {self.geometry.num_microbatches} microbatches"
+                f"{counts[chunk]}; the number only grows, to "
+                f"{self.geometry.num_microbatches} microbatches"
             )
         counts[chunk] = total
 

@@ -147,4 +147,4 @@ def join_chunks(costs: Costs, shape: Shape) -> Costs:
         return [[sum(times) for times in zip(*rows[rank::p], strict=True)] for rank in range(p)]
 
     forward, backward, weight = (joined(rows) for rows in costs.durations)
-    return Costs((forward, backward, weight), costs.hops[: p - 1], costs.slow_times)
+    return Costs((forward, backward, weight), costs.hops[: p - 1], costs.slow_times, costs.overhead)
