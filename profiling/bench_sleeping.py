@@ -235,7 +235,7 @@ def open_links(args: argparse.Namespace, v: int, injector: Any = None) -> Any:
     return Links(transport, channels)
 
 
-def open_static(args: argparse.Namespace) -> Any:
+def open_static(args: argparse.Namespace, v: int) -> Any:
     """Our channels under a static schedule where links are to be slow; None keeps gloo."""
     from megatron.dpp.config import DppConfig
     from megatron.dpp.mcore.static import ChannelExchange, ring_channels
@@ -244,7 +244,7 @@ def open_static(args: argparse.Namespace) -> Any:
     from megatron.dpp.runtime.links import open_links as open_transport
 
     rank, ranks = dist.get_rank(), tuple(range(args.ranks))
-    injector = Injector(args.inject, rank, args.ranks) if args.inject else None
+    injector = Injector(args.inject, rank, args.ranks, num_chunks=v) if args.inject else None
     if injector is None or not injector.delays_messages:
         return None
     specs = ring_channels(ranks, rank, _SEQUENCE * _HIDDEN * 4, args.slots)
@@ -264,7 +264,7 @@ def measure(args: argparse.Namespace, name: Any, m: int) -> dict[str, Any]:
         virtual_pipeline_model_parallel_size=v if v > 1 else None,
     )
     links = None if static else open_links(args, v)
-    exchange = open_static(args) if static else None
+    exchange = open_static(args, v) if static else None
     recorder = open_recorder(args, v, name.mode == "traced")
     took, ratios = [], []
     for iteration in range(args.rounds + 1):
