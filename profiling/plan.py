@@ -23,7 +23,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
-from megatron.dpp.errors import ConfigError, DataError, DppError, exit_with, require  # noqa: E402
+from megatron.dpp.errors import ConfigError, DppError, exit_with, require  # noqa: E402
 from megatron.dpp.sim import (  # noqa: E402
     Layout,
     MeasuredCosts,
@@ -135,8 +135,6 @@ def _model(args: argparse.Namespace, measured: MeasuredCosts | None) -> ModelCos
     layers = _layers(args, len(measured.tasks))
     model = from_measured(measured, layers)
     check_layers(measured, layers, "give --layers as they did")
-    if sum(model.layer.times) <= 0:
-        raise DataError(f"{args.run}: its layers take no time; a plan would mean nothing")
     if shapes is None and args.memory:
         raise ConfigError(
             "--memory: a trace does not tell how large weights and optimizer are; give "

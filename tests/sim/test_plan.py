@@ -241,7 +241,7 @@ def test_a_run_whose_tasks_take_no_time_is_refused(capsys, tmp_path):
     data, path = measured([4, 4, 4, 4], 4, samples=(0.0,)), tmp_path / "costs.json"
     path.write_text(json.dumps(data))
     status, _, err = command_line(capsys, str(path), "--num-layers", "16")
-    assert status == 1 and "its layers take no time" in err
+    assert status == 1 and "the run's layers take no time" in err
     data["stages"][1]["activation_bytes"] = -1
     with pytest.raises(DataError, match="activation_bytes -1"):
         parse_costs(data, "run")

@@ -26,7 +26,7 @@ def planners(draw, memory=unbounded):
     model = ModelCosts(draw(st.integers(1, 12)), layer, embedding, head, hop=0.01)
     return Planner(
         model, ranks, microbatches, memory_bytes=draw(memory),
-        split_backward=draw(st.booleans()), max_simulations=30,
+        split_backward=draw(st.booleans()), max_tasks=20_000,
     )  # fmt: skip
 
 

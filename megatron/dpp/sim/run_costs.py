@@ -53,8 +53,8 @@ def even_layers(num_layers: int, num_stages: int, remedy: str) -> list[int]:
 
 
 def check_layers(measured: MeasuredCosts, layers: Sequence[int], remedy: str) -> None:
-    """Refuse layer counts with which the run's first or last stage, which have more than layers,
-    would take less than their layers: it had another layout.
+    """Refuse a run whose layers take no time, and layer counts with which its first or last stage,
+    which have more than layers, would take less than their layers: it had another layout.
 
     Raises:
         DataError: naming the stage and its times; ``remedy`` ends the message.
@@ -62,6 +62,8 @@ def check_layers(measured: MeasuredCosts, layers: Sequence[int], remedy: str) ->
     times = [sum(statistics.median(kind or [0.0]) for kind in stage) for stage in measured.tasks]
     inner = sum(layers[1:-1])
     each = sum(times[1:-1]) / inner if inner else 0.0
+    if each <= 0.0:
+        raise DataError("the run's layers take no time; a plan from them would mean nothing")
     for stage in (0, len(layers) - 1):
         if times[stage] < (1 - _MISFIT) * layers[stage] * each:
             raise DataError(

@@ -39,6 +39,11 @@ def take_plan(args: argparse.Namespace) -> None:
         DataError: the run cannot be read.
     """
     ranks = args.pipeline_model_parallel_size
+    if args.num_layers < ranks - 2:
+        raise ConfigError(
+            f"--dpp-plan {args.dpp_plan}: --num-layers {args.num_layers} on {ranks} pipeline "
+            f"ranks: each but the first and the last needs a layer, {ranks - 2} in all"
+        )
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     planner = Planner(
         _costs(args),
