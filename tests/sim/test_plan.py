@@ -148,6 +148,21 @@ def test_memory_is_counted_as_training_measures_it():
     assert planner.predict(Layout(2, (2, 2)), "2p").peak_bytes == (40.0, 62.0)
 
 
+def test_graphs_keep_a_slot_for_the_largest_chunk_of_every_activation_that_the_cap_allows():
+    head = Part((1.0, 1.0, 0.0), activation_bytes=3.0)
+    graphs = ModelCosts(20, LAYER, NOTHING, head, slot_layers=0.5)
+    layout = Layout(2, (2, 4, 7, 7))
+    state = [900.0, 1100.0]
+    found = Planner(graphs, 2, 16).predict(layout, "megatron").peak_bytes
+    # Megatron's order holds 5 on rank 0; on rank 1 one of as many is left to the head, which is
+    # not in a slot.
+    assert found == (state[0] + 5 * 75.0, state[1] + 4 * 75.0 + 3.0)
+    few = Planner(graphs, 2, 2).predict(layout, "2p").peak_bytes
+    assert few[0] == state[0] + 4 * 75.0  # two microbatches of two chunks
+    fixed = Planner(graphs, 2, 16, split_backward=False).predict(layout, "megatron", "megatron")
+    assert fixed.peak_bytes == (state[0] + 5 * 75.0, state[1] + 3 * 75.0 + 3.0)
+
+
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(ConfigError, match="need more layers"):
         Planner(model(num_layers=4), 4, 8).best([4])

@@ -5,6 +5,8 @@ with the sizes of its stages, so interleaving, caps and deferred weight gradient
 they happen, and with what training measures of them: the share that ``B`` frees, the room that the
 last rank leaves to the LM head. An activation lives from its forward to its backward, which leaves
 the inputs and the output gradients of the linear layers until their ``W``, one layer at a time.
+CUDA graphs keep more: a slot for each activation that the cap allows, as large as the rank's
+largest chunk, for as long as the run lasts.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ _SIMULATED = (6, 3)
 """Microbatches that are simulated, and as many more for each rank: they fill the pipeline, reach
 the steady state and drain it."""
 _GRAPH_LAYERS = 1.07
-"""Room that an activation's graphs have for a backward's temporary tensors (decision 0008), in
-activations of a layer; fitted to chunks of 2, 4 and 6 layers."""
+"""Room that an activation's graphs have for a backward's temporary tensors and their own inputs and
+outputs (decision 0008), in activations of a layer; fitted to chunks of 2, 4 and 6 layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +94,8 @@ def _data_parallel_bytes(shape: RunShape) -> float:
 def model_costs(shape: RunShape, device: Device) -> ModelCosts:
     """Times and activation sizes of the model's parts, as the simulator wants them."""
     times = part_times(shape, device)
-    kept = layer_bytes(shape)
-    if times.replayed and shape.pipeline > 1:
-        kept *= 1 + _GRAPH_LAYERS * len(shape.layers) / shape.num_layers
-    deferred = kept if times.replayed else deferred_bytes(shape)
-    layer = Part(times.layer, kept, deferred_bytes=deferred)
+    layer = Part(times.layer, layer_bytes(shape), deferred_bytes=deferred_bytes(shape))
+    slots = times.replayed and shape.pipeline > 1
     head = Part(times.head, head_bytes(shape))
     table = shape.vocab_size * shape.hidden_size / shape.tensor
     looked_up = 2 * shape.element_bytes * shape.elements
@@ -108,7 +105,15 @@ def model_costs(shape: RunShape, device: Device) -> ModelCosts:
     lookup = Part((forward + each, backward, weight))
     near = shape.pipeline_per_node == shape.pipeline
     hop = shape.element_bytes * shape.outside / (device.link if near else device.network)
-    return ModelCosts(shape.num_layers, layer, lookup, head, hop, between=times.between)
+    return ModelCosts(
+        shape.num_layers,
+        layer,
+        lookup,
+        head,
+        hop,
+        between=times.between,
+        slot_layers=_GRAPH_LAYERS if slots else None,
+    )
 
 
 def predict(shape: RunShape, costs: ModelCosts) -> Prediction:

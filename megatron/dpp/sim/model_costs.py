@@ -57,6 +57,9 @@ class ModelCosts:
         hop: seconds between neighbouring stages.
         sigma: spread of task times (of their logarithm).
         between: seconds that the host needs between two tasks of a rank.
+        slot_layers: layers are replayed as CUDA graphs (docs/decisions/0008-graphs.md): an
+            activation in flight has a slot with room for the rank's largest chunk and this many
+            layers more. None: they are not.
     """
 
     num_layers: int
@@ -66,6 +69,7 @@ class ModelCosts:
     hop: float = 0.0
     sigma: float = 0.0
     between: float = 0.0
+    slot_layers: float | None = None
 
     def stage_times(self, layers: Sequence[int], kind: Kind) -> list[float]:
         """Seconds of each stage's ``kind`` with ``layers[s]`` layers on stage ``s``."""
@@ -85,6 +89,18 @@ class ModelCosts:
         """Bytes that each stage's deferred weight gradients keep for one microbatch."""
         each = self.layer.deferred_bytes
         return [n * (self.layer.activation_bytes if each is None else each) for n in layers]
+
+    def slot_bytes(self, layers: Sequence[int]) -> float:
+        """Bytes of each slot of a rank with so many layers on its stages."""
+        assert self.slot_layers is not None
+        return (
+            (max(layers) + self.slot_layers) * self.layer.activation_bytes if any(layers) else 0.0
+        )
+
+    def without_layers(self) -> ModelCosts:
+        """The same times, and of the activations what lies outside of slots."""
+        layer = dataclasses.replace(self.layer, activation_bytes=0.0, deferred_bytes=0.0)
+        return dataclasses.replace(self, layer=layer)
 
     def state_bytes(self, layers: Sequence[int], num_ranks: int) -> list[float]:
         """Bytes of each rank's weights, gradients and optimizer state."""

@@ -8,6 +8,7 @@ as long as the simulated iteration gets shorter, within the memory given. Called
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ class Planner:
             cap,
             statistics.fmean(seconds for seconds, _, _ in times),
             statistics.fmean(busiest for _, busiest, _ in times),
-            self._peak_bytes(layout, runs[0]),
+            self._peak_bytes(layout, plan, runs[0]),
             statistics.fmean(1 - own / seconds for seconds, _, own in times),
         )
 
@@ -252,6 +253,10 @@ class Planner:
         return [self.model.stage_times(layers, kind) for kind in Kind]
 
     def _memory(self, layers: Sequence[int]) -> tuple[Memory, ...]:
+        """As training measures it: of slots all of it is kept until the last ``W``."""
+        if self.model.slot_layers is not None:
+            slots = [self._slot_bytes(layers, rank) for rank in range(self.num_ranks)]
+            return tuple(Memory(activation_bytes=each, deferred_bytes=each) for each in slots)
         sizes, deferred = self.model.activation_bytes(layers), self.model.deferred_bytes(layers)
         return tuple(
             Memory(
@@ -261,13 +266,40 @@ class Planner:
             for rank in range(self.num_ranks)
         )
 
-    def _peak_bytes(self, layout: Layout, run: Result) -> tuple[float, ...]:
-        """Peak of each rank: ``B`` frees an activation, or leaves what its layers' ``W`` need, of
-        which each piece frees a layer's.
+    def _slot_bytes(self, layers: Sequence[int], rank: int) -> float:
+        return self.model.slot_bytes(layers[rank :: self.num_ranks])
+
+    def _peak_bytes(self, layout: Layout, plan: Plan, run: Result) -> tuple[float, ...]:
+        """Peak of each rank."""
+        model, layers = self.model, layout.layers
+        state = model.state_bytes(layers, self.num_ranks)
+        if model.slot_layers is None:
+            held = self._held_bytes(model, layout, run)
+            return tuple(map(sum, zip(state, held, strict=True)))
+        outside = self._held_bytes(model.without_layers(), layout, run)
+        return tuple(
+            state[rank] + held + slots * self._slot_bytes(layers, rank)
+            for rank, (held, slots) in enumerate(
+                zip(outside, self._num_slots(layout, plan, run), strict=True)
+            )
+        )
+
+    def _num_slots(self, layout: Layout, plan: Plan, run: Result) -> list[float]:
+        """Slots of each rank. They are never given back, and the steps in which graphs are captured
+        are so uneven that in one of them a rank fills its cap; an order that is fixed does not.
         """
-        sizes = self.model.activation_bytes(layout.layers)
-        deferred = self.model.deferred_bytes(layout.layers) if self._split else [0.0] * len(sizes)
-        state = self.model.state_bytes(layout.layers, self.num_ranks)
+        if plan.policy == "megatron" and not self._split:
+            return run.peak_held
+        caps = plan.caps(Shape(self.num_ranks, layout.num_chunks, self._num_simulated))
+        most = self.num_microbatches * layout.num_chunks
+        return [min(math.floor(cap), most) for cap in caps]
+
+    def _held_bytes(self, model: ModelCosts, layout: Layout, run: Result) -> list[float]:
+        """The most that activations take on each rank: ``B`` frees one, or leaves what its layers'
+        ``W`` need, of which each piece frees a layer's.
+        """
+        sizes = model.activation_bytes(layout.layers)
+        deferred = model.deferred_bytes(layout.layers) if self._split else [0.0] * len(sizes)
         peaks = []
         for rank, slots in enumerate(run.slots):
             held = peak = 0.0
@@ -280,5 +312,5 @@ class Planner:
                 else:
                     held += sizes[stage]
                 peak = max(peak, held)
-            peaks.append(state[rank] + peak)
-        return tuple(peaks)
+            peaks.append(peak)
+        return peaks

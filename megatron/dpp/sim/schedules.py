@@ -45,6 +45,10 @@ class Plan:
         """A scheduler per rank."""
         return [self._scheduler(shape, rank) for rank in range(shape.num_ranks)]
 
+    def caps(self, shape: Shape) -> list[float]:
+        """What each rank may hold, in chunk activations."""
+        return [self._cap(self._geometry(shape, rank)) for rank in range(shape.num_ranks)]
+
     def run(self, shape: Shape, costs: Costs, *, lead: float = 0.0) -> Result:
         """Simulate one iteration."""
         return simulate(
@@ -60,8 +64,8 @@ class Plan:
         pieces = self.w_pieces
         return pieces if isinstance(pieces, tuple) else (pieces,) * shape.num_stages
 
-    def _scheduler(self, shape: Shape, rank: int) -> Scheduler:
-        geometry = Geometry(
+    def _geometry(self, shape: Shape, rank: int) -> Geometry:
+        return Geometry(
             shape.num_ranks,
             rank,
             shape.num_chunks,
@@ -69,6 +73,9 @@ class Plan:
             group=self.group,
             w_pieces=self._pieces(shape)[rank :: shape.num_ranks],
         )
+
+    def _scheduler(self, shape: Shape, rank: int) -> Scheduler:
+        geometry = self._geometry(shape, rank)
         return Scheduler(
             geometry,
             policy=self.policy,
