@@ -227,6 +227,30 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "8 processes cannot hold" in capsys.readouterr().err
 
 
+def test_the_command_line_estimates_what_training_would_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def out(words: str, status: int = 0) -> str:
+        model = "--gpu H100 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --bf16 "
+        assert main((model + words).split()) == status
+        text = capsys.readouterr()
+        return text.err if status else text.out
+
+    assert "1 microbatch of 8" in out("--seq-length=1024 --micro-batch-size=8")
+    assert "354,871,296" in out("--seq-length 1024 --no-create-attention-mask-in-dataloader")
+    null = "--seq-length 1024 --tokenizer-type NullTokenizer --vocab-size 999"
+    assert f"{354_871_296 - (50304 - 1024) * 1024:,}" in out(null)
+    assert out("", 2) == "error: --seq-length is required\n"
+    pipeline = "--seq-length 1024 --ranks 2 --pipeline-model-parallel-size 2 --use-dpp "
+    assert "layers  " not in out(pipeline)
+    planned = out(pipeline + "--dpp-plan shapes --global-batch-size 16").splitlines()
+    counts = planned[1].partition(": ")[2].replace(", then", "").split()
+    assert planned[1].startswith("layers  ")
+    assert sum(map(int, counts)) == 24
+    assert sum(map(int, counts[::2])) > 12  # the head is on the last rank
+    assert "expected one of" in out(pipeline + "--dpp-policy none", 2)
+
+
 def test_what_spans_nodes_travels_over_the_network() -> None:
     def run(tensor: int, pipeline: int, data: int, **changes: Any) -> RunShape:
         layers = (8 // pipeline,) * pipeline

@@ -116,6 +116,12 @@ REFUSED = {
     "--procs 2 --mode 3d --tp 2 --pipeline-model-parallel-size 1": "nearest: --mode 3d --pp 1",
     "--procs 2 --mode auto --use-torch-fsdp2": "nearest: --mode zero --zero-stage 3\n",
     "--procs 2 --mode auto --use-distributed-optimizer": "--mode auto decides about that",
+    "--procs 2 --mode auto --dpp-plan shapes": "--dpp-plan: --mode auto decides about that",
+    "--procs 2 --decoder-first-pipeline-num-layers 2": "--mode auto decides about that",
+    "--procs 2 --mode 3d --pp 2 --dpp-policy none": "expected one of dynamic, depth-first",
+    "--procs 2 --mode 3d --pp 2 --batch-size 64 --micro-batch-size 1 --dpp-policy breadth-first": (
+        "holds all 64 microbatches"
+    ),
     "--procs 2 --save {tmp}/now.jsonl": "--save {tmp}/now.jsonl: {tmp}/now.jsonl is a file",
     "--procs 2 --save {tmp}/now.jsonl/a/b": "{tmp}/now.jsonl is a file, a directory is expected",
     "--procs 2 --resume-from {tmp}/ckpt/iter_0000003": "(nearest: {tmp}/ckpt)",

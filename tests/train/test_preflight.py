@@ -160,6 +160,8 @@ def test_a_planned_layout_counts_the_head() -> None:
     assert args.virtual_pipeline_model_parallel_size == (chunks if chunks > 1 else None)
     assert args.dpp_activation_cap != "auto"
     assert planned("--dpp-plan", "shapes", "--dpp-activation-cap", "2p").dpp_activation_cap == "2p"
+    least = planned("--dpp-plan", "shapes", "--dpp-activation-cap", "1p")
+    assert least.pipeline_model_parallel_layout.count("|") == 3  # two chunks would need more
 
 
 def test_a_plan_from_a_run_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -13,20 +13,15 @@ import math
 import sys
 from collections.abc import Sequence
 
-from megatron.dpp.errors import ConfigError, DppError, exit_with
+from megatron.dpp.errors import ConfigError, DppError, exit_with, require
 from megatron.dpp.estimate.device import Device, find_machine, known_gpu
 from megatron.dpp.estimate.estimate import estimate
 from megatron.dpp.estimate.shape import shape_of
 from megatron.dpp.estimate.text import lines
 
-_ASSUMED = {
-    "--transformer-impl": "local",
-    "--micro-batch-size": "1",
-    "--train-iters": "1",
-    "--lr": "1e-4",
-    "--eval-iters": "0",
-}
-"""Flags that training needs and an estimate hardly does."""
+_ASSUMED = "--transformer-impl local --micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0"
+"""Flags that training needs and an estimate hardly does; those given win."""
+_VOCABULARY = 50304
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,23 +64,12 @@ def device_of(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print; the exit code."""
-    from megatron.dpp.train import arguments
     from megatron.dpp.train.preflight import BAD_INPUT
-    from megatron.dpp.train.validate import validate
 
     known, flags = _parser().parse_known_args(argv)
-    for name, value in _ASSUMED.items():
-        if name not in flags:
-            flags += [name, value]
-    if "--max-position-embeddings" not in flags and "--seq-length" in flags:
-        flags += ["--max-position-embeddings", flags[flags.index("--seq-length") + 1]]
-    if not any("data" in flag for flag in flags):
-        flags.append("--mock-data")
     try:
         _check(known)
-        args = arguments.parse_args(flags)
-        validate(args, known.ranks)
-        args.padded_vocab_size = args.padded_vocab_size or 50304
+        args = _checked(flags, known.ranks, known.arch)
         on_gpu, device = device_of(known.ranks, known.gpu, known.memory, known.tflops)
         shape = shape_of(args, on_gpu=on_gpu, arch=known.arch, per_node=known.per_node)
         found = estimate(shape, device)
@@ -94,6 +78,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     print("\n".join(lines(found)))
     return 0
+
+
+def _checked(flags: Sequence[str], ranks: int, arch: str) -> argparse.Namespace:
+    """The training script's arguments, its layers planned where it would plan them."""
+    from megatron.dpp.train import arguments, preflight
+    from megatron.dpp.train.planned import take_plan
+    from megatron.dpp.train.validate import validate
+
+    args = arguments.parse_args([*_ASSUMED.split(), *flags])
+    require(args.seq_length, "--seq-length is required")
+    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
+    named = (args.data_path, args.train_data_path, args.data_args_path)
+    args.mock_data = args.mock_data or not any((*named, args.per_split_data_args_path))
+    has_vocabulary = args.vocab_file or args.tokenizer_type
+    args.tokenizer_type = args.tokenizer_type or preflight.TOKENIZERS[arch]
+    validate(args, ranks)
+    if has_vocabulary:
+        preflight.build_vocabulary(args)
+    args.padded_vocab_size = args.padded_vocab_size or _VOCABULARY
+    if args.dpp_plan:
+        take_plan(args)
+    if args.use_dpp:
+        preflight.check_schedule(args, one_node=False)
+    return args
 
 
 if __name__ == "__main__":

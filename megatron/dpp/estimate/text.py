@@ -55,12 +55,24 @@ def layout_line(shape: RunShape) -> str:
     return text + _SHARDS[shape.shard]
 
 
+def _uneven(shape: RunShape) -> list[str]:
+    """The layers of each stage where they differ, a chunk of all ranks after the other."""
+    if len(set(shape.layers)) == 1:
+        return []
+    chunks = [
+        " ".join(map(str, shape.layers[first : first + shape.pipeline]))
+        for first in range(0, len(shape.layers), shape.pipeline)
+    ]
+    return [f"layers        of each rank: {', then '.join(chunks)}"]
+
+
 def lines(found: Estimate) -> list[str]:
     """The whole estimate, without a heading."""
     shape, device = found.shape, found.device
     precision = "fp32" if shape.element_bytes == 4 else "16 bit"
     table = [
         f"layout        {layout_line(shape)}",
+        *_uneven(shape),
         f"batch         {_several(shape.global_batch, 'sample')} of {shape.seq_length} tokens: "
         f"{_several(shape.num_microbatches, 'microbatch', 'es')} of {shape.micro_batch} on "
         f"{_several(shape.data, 'replica')}",

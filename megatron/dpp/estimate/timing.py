@@ -32,7 +32,7 @@ from megatron.dpp.sim import (
 
 _SIMULATED = (6, 3)
 """Microbatches that are simulated, and as many more for each rank: they fill the pipeline, reach
-the steady state and drain it."""
+the steady state and drain it. Breadth-first has none: it holds them all."""
 _GRAPH_LAYERS = 1.07
 """Room that an activation's graphs have for a backward's temporary tensors and their own inputs and
 outputs (decision 0008), in activations of a layer; fitted to chunks of 2, 4 and 6 layers."""
@@ -120,12 +120,13 @@ def predict(shape: RunShape, costs: ModelCosts) -> Prediction:
     """The pipeline's part of an iteration, and each rank's peak of activations."""
     known = shape.policy in ("megatron", "dynamic", "depth-first", "breadth-first")
     policy = shape.policy if known else "dynamic"
+    most = _SIMULATED[0] + _SIMULATED[1] * shape.pipeline
     planner = Planner(
         costs,
         shape.pipeline,
         shape.num_microbatches,
         split_backward=shape.split_backward,
-        most_simulated=_SIMULATED[0] + _SIMULATED[1] * shape.pipeline,
+        most_simulated=None if policy == "breadth-first" else most,
     )
     return planner.predict(shape.layout, shape.cap, policy)
 

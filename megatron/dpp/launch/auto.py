@@ -292,7 +292,8 @@ def _why(best: list[Candidate]) -> str:
     first = best[0]
     reasons = []
     if first.layout == Layout() and first.shard != "parameters":
-        reasons.append("the model fits on one device, so only gradients have to travel")
+        travels = ", so only gradients have to travel" if first.estimate.shape.data > 1 else ""
+        reasons.append(f"the model fits on one device{travels}")
     if first.layout.tensor > 1:
         reasons.append(f"tensor parallel {first.layout.tensor} stays within a node")
     if first.layout.pipeline > 1:

@@ -117,16 +117,6 @@ _OF_TRAIN = {
     "--deepspeed-zero-stage": ("--mode zero", "--engine deepspeed --zero-stage"),
 }
 """Megatron's flags that a mode decides about, and how ``train`` says the same."""
-_OF_AUTO = (
-    "--use-distributed-optimizer",
-    "--context-parallel-size",
-    "--num-layers-per-virtual-pipeline-stage",
-    "--pipeline-model-parallel-layout",
-    "--recompute-granularity",
-    "--recompute-activations",
-)
-
-
 _CUTS = (
     "--pipeline-model-parallel-layout",
     "--decoder-first-pipeline-num-layers",
@@ -135,6 +125,17 @@ _CUTS = (
     "--account-for-loss-in-pipeline-split",
 )
 """Flags that cut the layers otherwise than evenly."""
+_OF_AUTO = (
+    "--use-dpp",
+    "--use-distributed-optimizer",
+    "--context-parallel-size",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--dpp-plan",
+    *_CUTS,
+    "--recompute-granularity",
+    "--recompute-activations",
+)
+"""Flags that are taken in other modes, and what ``auto`` chooses."""
 
 
 def _refuse_layout(mode: str, flags: Flags) -> None:

@@ -152,6 +152,9 @@ class Planner:
     def best(self, chunks: Iterable[int], caps: Sequence[str] = CAPS) -> list[Prediction]:
         """The best layout and cap for each number of chunks that fits, the fastest first.
 
+        Args:
+            caps: some may be too small for some number of chunks, which is left out then.
+
         Raises:
             ConfigError: none fits; says what is missing.
         """
@@ -161,7 +164,12 @@ class Planner:
                 refused.append(f"{num_chunks} chunks need more layers")
                 continue
             layout = self.improve(self.balanced(num_chunks))
-            fitting = [p for p in (self.predict(layout, cap) for cap in caps) if self.fits(p)]
+            try:
+                tried = [self.predict(layout, cap) for cap in caps]
+            except ConfigError as problem:
+                refused.append(f"{num_chunks} chunks: {problem}")
+                continue
+            fitting = [p for p in tried if self.fits(p)]
             if not fitting:
                 need = max(self.predict(layout, "strict").peak_bytes)
                 refused.append(f"{num_chunks} chunks need {need / 2**30:.1f} GiB on a rank")

@@ -54,12 +54,12 @@ def take_plan(args: argparse.Namespace) -> None:
         max_tasks=_MAX_TASKS,
     )
     chunks = [number for number in (1, 2, 4) if ranks * number - 2 <= args.num_layers]
-    found = planner.best(chunks)
+    cap = args.dpp_activation_cap
+    found = planner.best(chunks) if cap == "auto" else planner.best(chunks, [cap])
     good = [each for each in found if each.seconds <= found[0].seconds * (1 + _WORTH)]
     best = min(good, key=lambda each: (each.layout.num_chunks > 2, max(each.peak_bytes)))
     args.pipeline_model_parallel_layout = best.layout.text()
-    if args.dpp_activation_cap == "auto":
-        args.dpp_activation_cap = best.cap
+    args.dpp_activation_cap = best.cap
     virtual_stages(args)
 
 

@@ -79,7 +79,7 @@ def check(
     if args.dpp_plan:
         take_plan(args)
     if args.use_dpp:
-        _check_schedule(args, _all_here(world_size))
+        check_schedule(args, _all_here(world_size))
     return args, tokenizer
 
 
@@ -88,10 +88,14 @@ def _all_here(world_size: int) -> bool:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
 
 
-def _check_schedule(args: argparse.Namespace, one_node: bool) -> None:
+def check_schedule(args: argparse.Namespace, one_node: bool) -> None:
     """The policy exists, every rank's cap is one that it can work with, ``--dpp-inject`` is
     understood, and ``--dpp-replay`` fits. On several nodes each rank looks for its own recording,
-    which need not be on this one."""
+    which need not be on this one.
+
+    Raises:
+        ConfigError: the first that does not hold.
+    """
     policy = find_policy(args.dpp_policy)
     ranks = args.pipeline_model_parallel_size
     for rank in range(ranks):
