@@ -25,6 +25,11 @@ POLICY_NAMES = ("dynamic", "depth-first", "breadth-first", "megatron")
 CUDA_GRAPHS = ("auto", "on", "off")
 """Values of ``--dpp-cuda-graphs``."""
 
+ENGINE_ROWS = 128
+"""Transformer Engine's attention (cuDNN 9.19) is right in CUDA graphs for sequences of multiples of
+this; of 16 and 64 a replay accessed memory that is not its own.
+"""
+
 GPUDIRECT = ("auto", "on", "off")
 """Values of ``--dpp-gpudirect``."""
 

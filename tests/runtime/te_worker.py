@@ -38,6 +38,7 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
 )
 
 from megatron.dpp import ConfigError, DppSchedule  # noqa: E402
+from megatron.dpp.config import ENGINE_ROWS  # noqa: E402
 from megatron.dpp.mcore.specs import SdpaAttention  # noqa: E402
 from megatron.dpp.mcore.specs import block_spec as training_spec  # noqa: E402
 from megatron.dpp.mcore.te import delay_weight_gradients, is_delayed  # noqa: E402
@@ -48,6 +49,9 @@ if REAL:
 else:
     WeightGradStore = te_double.WeightGradStore
     TransformerEngineBaseModule = te_double._Base
+
+if REAL:
+    equality_worker.SEQUENCE = ENGINE_ROWS
 
 PLAIN_TRAIN, PLAIN_BUILD = equality_worker.train, equality_worker.build
 PLAIN_CONFIG = equality_worker.TransformerConfig
@@ -107,7 +111,8 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
     DELAY[0] = split
     said: list[str] = []
     if split:
-        schedule._log = said.append
+        log = schedule._log
+        schedule._log = lambda line: (said.append(line), log(line))
     result = PLAIN_TRAIN(case, schedule)
     if split:
         assert schedule._weight_gradients is not None

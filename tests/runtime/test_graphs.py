@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,8 +40,9 @@ class Chunk(torch.nn.Module):
         super().__init__()
         self.decoder = Block()
         self.config = SimpleNamespace(
-            hidden_dropout=0.0, attention_dropout=0.0, recompute_granularity=None
-        )
+            hidden_dropout=0.0, attention_dropout=0.0, recompute_granularity=None,
+            sequence_parallel=False, tensor_model_parallel_size=1,
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -115,6 +117,23 @@ def test_parameters_that_moved_are_captured_anew(chunk: Chunk) -> None:
     layer.weight.data = torch.eye(4)
     assert torch.equal(step(made, chunk), torch.ones(SHAPE))
     assert len(captured) == 4
+
+
+@pytest.mark.parametrize(("rows", "ranks", "replays"), [(128, 1, 2), (64, 2, 2), (64, 1, 0)])
+def test_lengths_that_cudnn_cannot_attend_to_in_graphs_stay_eager(
+    chunk: Chunk, rows: int, ranks: int, replays: int
+) -> None:
+    """Sequences of 16 and 64 read foreign memory when Transformer Engine's layers were replayed."""
+    chunk.decoder.core = type("Core", (torch.nn.Module,), {"__module__": "transformer_engine.a"})()
+    chunk.config.sequence_parallel = ranks > 1
+    chunk.config.tensor_model_parallel_size = ranks
+    made: list[Rerun] = []
+    engine, said = graphs_of(chunk, partial(Rerun, replays=made))
+    with engine.bound(torch.zeros(rows, 1, 4)):
+        hidden = torch.ones(rows, 1, 4, requires_grad=True)
+        chunk.decoder(hidden_states=hidden).sum().backward()
+    assert len(made) == replays
+    assert any("no multiple of 128" in line for line in said) == (not replays)
 
 
 def test_without_gradients_nothing_is_captured(chunk: Chunk) -> None:

@@ -14,12 +14,32 @@ import pytest
 import torch
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore.te import DelayedModules, why_fused
+from megatron.dpp.mcore.te import DelayedModules, adding, why_fused
 from tests.runtime import te_double
 from tests.runtime.launcher import REPOSITORY, run_ranks
 
 WORKER = Path(__file__).with_name("te_worker.py")
 LATE = "delay:4ms,message-delay:6ms"
+
+
+def graphed(**more: Any) -> list[dict[str, Any]]:
+    """Runs whose blocks are replayed: static, with a fused and with a split backward."""
+    graphs = {"cuda_graphs": "on", **more}
+    return [{"static": True, **graphs}, {"split_backward": False, **graphs},
+            {"inject": LATE, **graphs}]  # fmt: skip
+
+
+def test_replayed_blocks_are_equal_too() -> None:
+    """A captured W puts its module's entry back; nothing may overwrite main_grad in a replay."""
+    cases: list[dict[str, Any]] = [
+        {"name": "graphs", "p": 2, "m": 5, "runs": graphed(), "layers": 4, "iterations": 4},
+        {"name": "graphs, main_grad", "p": 2, "v": 2, "m": 4, "fused_wgrad": True, "overlap": True,
+         "runs": graphed(), "layers": 4, "iterations": 4},
+        {"name": "eager", "p": 2, "m": 5, "runs": [{"inject": LATE}], "layers": 4},
+    ]  # fmt: skip
+    output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=240)
+    for case in cases:
+        assert f"CASE {case['name']} ok" in output
 
 
 def test_equal_to_the_static_schedule_bit_by_bit() -> None:
@@ -55,8 +75,13 @@ def test_the_package_itself_is_equal_to_the_static_schedule_bit_by_bit() -> None
         {"name": "overlap", "p": 2, "v": 2, "m": 4, "overlap": True, "runs": [late],
          "fusion": True, "distributed_optimizer": True},
         {"name": "recompute", "p": 2, "m": 4, "runs": [late], "recompute": "selective"},
+        {"name": "graphs", "p": 2, "v": 2, "m": 6, "fusion": True, "bf16": True, "dropout": 0.1,
+         "overlap": True, "iterations": 5, "runs": graphed()},
+        {"name": "graphs, fp32", "p": 2, "m": 5, "runs": graphed(), "layers": 4, "iterations": 4},
+        {"name": "graphs, recompute", "p": 2, "m": 4, "runs": graphed(), "recompute": "selective",
+         "dropout": 0.1, "iterations": 4},
     ]  # fmt: skip
-    output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=300)
+    output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=400)
     for case in cases:
         assert f"CASE {case['name']} ok" in output
 
@@ -92,6 +117,15 @@ def with_hooks(layer: Any) -> Any:
         parameter.main_grad = torch.zeros_like(parameter)
         layer.fc.register_wgrad_accumulation_and_reduce_hooks(hook_of(parameter))
     return SimpleNamespace(ddp_config=SimpleNamespace(delay_wgrad_compute=True))
+
+
+def test_nothing_that_is_captured_overwrites_main_grad() -> None:
+    """A graph captured in the first microbatch is replayed in all of them."""
+    first, later = SimpleNamespace(is_first_microbatch=True), SimpleNamespace()
+    with adding([first, later]):
+        assert not first.is_first_microbatch
+    assert first.is_first_microbatch
+    assert not hasattr(later, "is_first_microbatch")
 
 
 @pytest.mark.parametrize("return_bias", [False, True])

@@ -11,6 +11,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.dpp.config import ENGINE_ROWS
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.sim import Layout
 from megatron.dpp.train.validate_layout import layout_stages
@@ -233,8 +234,14 @@ def _refuse_what_is_not_estimated(args: argparse.Namespace) -> None:
 
 def _captured(args: argparse.Namespace) -> bool:
     """Whether chunks can be captured as CUDA graphs, as ``mcore.graphs`` has it."""
-    ways = args.overlap_param_gather, args.deepspeed_zero_stage
-    return args.transformer_impl == "local" and not any(ways)
+    ways = (
+        args.overlap_param_gather,
+        args.deepspeed_zero_stage,
+        args.tp_comm_overlap,
+        args.context_parallel_size > 1,
+        args.transformer_impl == "transformer_engine" and args.seq_length % ENGINE_ROWS,
+    )
+    return not any(ways)
 
 
 def _numbers(args: argparse.Namespace) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.dpp.mcore.capture import Capture
 from megatron.dpp.mcore.captured_rng import CapturedRng, RecomputedDraws
+from megatron.dpp.mcore.te import DelayedModules, adding, real_gradient
 from megatron.dpp.mcore.wgrad import (
     DeferredWork,
     WeightGradients,
@@ -111,16 +112,31 @@ class _Graphs:
             torch.autograd.backward(self._live, self._slot.grad_output)
         self._live = None
         self._slots.grad_input.copy_(_taken(self._slot.input))
+        self._accumulate()
+
+    def _accumulate(self) -> None:
+        """Add the gradients that are there to the parameters'; those that a W of Transformer
+        Engine's layers expects wait for it.
+        """
+        owner, delayed = self._owner, self._owner.delayed
         self._given = []
+        waiting: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         with owner.not_reduced():
             for (parameter, accumulate), alias in zip(
                 owner.accumulators, self._aliases, strict=True
             ):
-                if alias.grad is not None:
-                    if getattr(alias, "grad_added_to_main_grad", False):
-                        parameter.grad_added_to_main_grad = True
+                if alias.grad is None:
+                    continue
+                if getattr(alias, "grad_added_to_main_grad", False):
+                    parameter.grad_added_to_main_grad = True
+                if delayed is not None and delayed.knows(parameter):
+                    waiting[parameter] = real_gradient(alias)
+                    alias.grad = None
+                else:
                     accumulate(_taken(alias))
                     self._given.append(parameter)
+        for layer, entry in delayed.take(waiting) if delayed is not None else ():
+            self._deferred[layer].append(entry)
 
     def _run_weight(self, layer: int) -> None:
         for work in self._deferred.pop(layer, ()):
@@ -203,6 +219,7 @@ class GraphedBlock:
     Args:
         chunk: what the block belongs to; its gradients are added as DDP adds them.
         store: takes weight gradients out of the backward; None leaves them in.
+        delayed: the chunk's modules that keep theirs back by themselves; None if there are none.
         capture: see :data:`Capture`.
         rng: where random draws come from; None where none are drawn.
         say: told why something runs without graphs.
@@ -212,6 +229,7 @@ class GraphedBlock:
         self,
         chunk: torch.nn.Module,
         store: WeightGradients | None,
+        delayed: DelayedModules | None,
         capture: Capture,
         rng: CapturedRng | None,
         say: Callable[[str], None],
@@ -226,7 +244,7 @@ class GraphedBlock:
         options = getattr(chunk, "ddp_config", None)
         overlaps = options is not None and options.overlap_grad_reduce
         self._reducing: Any = self._chunk.bucket_groups if overlaps else []
-        self.store, self.capture, self._say = store, capture, say
+        self.store, self.delayed, self.capture, self._say = store, delayed, capture, say
         self.num_layers = len(block.layers)
         self.accumulators = [
             (parameter, gradient_accumulator(parameter, chunk))
@@ -307,7 +325,8 @@ class GraphedBlock:
         for table in tables:
             table.update((name, alias_of.get(p, p)) for name, p in table.items() if p is not None)
         try:
-            yield
+            with adding(self._block.modules()):
+                yield
         finally:
             for table, original in zip(tables, own, strict=True):
                 table.update(original)

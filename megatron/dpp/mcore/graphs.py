@@ -27,6 +27,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
 
+from megatron.dpp.config import ENGINE_ROWS
 from megatron.dpp.mcore.capture import Capture, cuda_capture
 from megatron.dpp.mcore.captured_rng import CapturedRng
 from megatron.dpp.mcore.graphed_block import GraphedBlock, Slots
@@ -63,6 +64,15 @@ class ChunkGraphs:
         self._addresses: list[list[int]] = []
         self._num_steps = 0
         self._num_said = 0
+        config = get_model_config(chunks[0])
+        self._ranks_per_sequence = (
+            config.tensor_model_parallel_size if config.sequence_parallel else 1
+        )
+        self._by_engine = any(
+            type(module).__module__.startswith("transformer_engine")
+            for chunk in chunks
+            for module in chunk.modules()
+        )
         rng = CapturedRng()
         draws = capture is None and needs_task_rng(chunks)
         capture = capture or cuda_capture(rng)
@@ -70,8 +80,9 @@ class ChunkGraphs:
             say = partial(self._say, number)
             reason = why_not(chunk)
             if reason is None:
+                delayed = store.delayed_by_modules(number) if store is not None else None
                 self._blocks.append(
-                    GraphedBlock(chunk, store, capture, rng if draws else None, say)
+                    GraphedBlock(chunk, store, delayed, capture, rng if draws else None, say)
                 )
             else:
                 say(f"runs without graphs: {reason}")
@@ -108,7 +119,8 @@ class ChunkGraphs:
             example: a tensor like a block's input, [s, b, h].
         """
         self._num_steps += 1
-        if self._num_steps == _WARM_UP_STEPS + 1 and self._blocks and not self._wanted():
+        deciding = self._num_steps == _WARM_UP_STEPS + 1 and self._blocks
+        if deciding and not (self._wanted() and self._attends(example)):
             self._blocks.clear()
         if self._num_steps <= _WARM_UP_STEPS or not self._blocks:
             yield
@@ -127,6 +139,17 @@ class ChunkGraphs:
                 f"CUDA graphs: memory for {self._num_said} chunk activations of "
                 f"{self._slots.slot_bytes / (1 << 20):.0f} MiB"
             )
+
+    def _attends(self, example: torch.Tensor) -> bool:
+        """Whether attention can be captured for inputs like this one."""
+        rows = example.shape[0] * self._ranks_per_sequence
+        if not self._by_engine or rows % ENGINE_ROWS == 0:
+            return True
+        self._log(
+            f"CUDA graphs: not used: cuDNN's attention in Transformer Engine's layers is wrong in "
+            f"graphs for sequences of {rows}, no multiple of {ENGINE_ROWS}"
+        )
+        return False
 
     def _make_room(self, example: torch.Tensor) -> None:
         """Begin anew, with no graph captured, at the start and whenever parameters have moved."""
@@ -156,8 +179,7 @@ def why_not(chunk: torch.nn.Module) -> str | None:
         "--cuda-graph-impl captures them already": config.cuda_graph_impl != "none",
         "activations are offloaded": config.cpu_offloading
         or config.fine_grained_activation_offloading,
-        "Transformer Engine's layers are not supported": any(
-            type(module).__module__.startswith("transformer_engine") for module in block.modules()
-        ),
+        "--tp-comm-overlap has buffers and streams of its own": config.tp_comm_overlap,
+        "context parallelism has streams of its own": config.context_parallel_size > 1,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -16,15 +16,21 @@ What a backward pass leaves in ``grad`` of these parameters has to wait with the
 bias that megatron-core adds itself has its gradient there, a weight that goes straight to
 ``main_grad`` a meaningless one, and ``backward_dw`` expects either of its own microbatch only.
 
-Facts of Transformer Engine 2.7 to 2.20, read from its sources (``module/base.py``, ``linear.py``);
-before 2.7 a module has no hooks and drops a gradient that finds another in its place.
+Where a chunk is replayed as CUDA graphs (``graphed_block``), the captured backward's entries are
+taken off the queues and each captured W puts its own back, so that replays leave the queues alone.
+
+Facts of Transformer Engine 2.7 to 2.20, read from its sources (``module/base.py``, ``linear.py``),
+and tried with 2.11; before 2.7 a module has no hooks and drops a gradient that finds another in its
+place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -109,8 +115,7 @@ class DelayedModules:
         self._others: list[Any] = [
             m for m in chunk.modules() if is_delayed(m) and id(m) not in inside
         ]
-        self._next_backward = 0
-        self._next_weight = [0] * len(layers)
+        self.restart()
         if self and (ddp is None or not ddp.ddp_config.delay_wgrad_compute):
             raise ConfigError(
                 "Transformer Engine's layers were built with delay_wgrad_compute: wrap the chunk "
@@ -123,6 +128,7 @@ class DelayedModules:
     def restart(self) -> None:
         """Before the first task of an iteration."""
         self._next_backward, self._next_weight = 0, [0] * len(self._layers)
+        self._replayed: set[int] = set()
 
     def after_backward(self, microbatch: int) -> None:
         """A backward pass is over. Modules outside of the layers, which have no W, catch up."""
@@ -131,8 +137,11 @@ class DelayedModules:
                 f"backward of microbatch {microbatch} where {self._next_backward} was due"
             )
         self._next_backward += 1
-        for row in self._layers:
-            for delayed in row:
+        inside = [delayed for row in self._layers for delayed in row]
+        if not any(delayed.has_new_entry() for delayed in inside):
+            self._replayed.add(microbatch)
+        else:
+            for delayed in inside:
                 delayed.keep_gradients()
         for module in self._others:
             if not module.wgrad_store.context.empty():
@@ -146,8 +155,25 @@ class DelayedModules:
                 f"has {self._next_weight[layer]}"
             )
         self._next_weight[layer] += 1
-        for delayed in self._layers[layer]:
-            delayed.compute()
+        if microbatch not in self._replayed:
+            for delayed in self._layers[layer]:
+                delayed.compute()
+
+    def knows(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether a W adds this parameter's gradient."""
+        return any(delayed.knows(parameter) for row in self._layers for delayed in row)
+
+    def take(
+        self, gradients: Mapping[torch.nn.Parameter, torch.Tensor | None]
+    ) -> Iterator[tuple[int, TakenEntry]]:
+        """Take what a backward pass has just left off the queues; yields the layer with each.
+
+        Args:
+            gradients: what the pass left in ``grad`` of parameters that :meth:`knows` names.
+        """
+        for number, row in enumerate(self._layers):
+            for delayed in row:
+                yield number, delayed.take(gradients)
 
     def num_bytes(self) -> int:
         """Memory that the layers' queues keep alive."""
@@ -178,20 +204,68 @@ class _Delayed:
         ]
         self._kept: deque[list[torch.Tensor | None]] = deque()
 
+    def has_new_entry(self) -> bool:
+        return bool(self.queue.qsize() > len(self._kept))
+
+    def knows(self, parameter: torch.nn.Parameter) -> bool:
+        return any(parameter is own for own in self._parameters)
+
     def keep_gradients(self) -> None:
         """After a backward pass."""
-        self._kept.append([_real_gradient(parameter) for parameter in self._parameters])
+        self._kept.append([real_gradient(parameter) for parameter in self._parameters])
         for parameter in self._parameters:
             parameter.grad = None
 
+    def take(self, gradients: Mapping[torch.nn.Parameter, torch.Tensor | None]) -> TakenEntry:
+        with self.queue.mutex:
+            entry = self.queue.queue.pop()  # the newest
+        return TakenEntry(self, entry, [gradients.get(p) for p in self._parameters])
+
     def compute(self) -> None:
         """``backward_dw`` of the oldest entry, with the gradients that were left with it."""
-        for parameter, gradient in zip(self._parameters, self._kept.popleft(), strict=True):
+        self.backward_dw(self._kept.popleft())
+
+    def backward_dw(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         self.module.backward_dw()
 
 
-def _real_gradient(parameter: Any) -> torch.Tensor | None:
+@dataclass(frozen=True)
+class TakenEntry:
+    """What a backward pass left with one module: its queue's entry and its parameters' ``grad``."""
+
+    owner: _Delayed
+    entry: Any
+    gradients: list[torch.Tensor | None]
+
+    def num_bytes(self) -> int:
+        """None of its own: it is captured, and its memory is the slot's."""
+        return 0
+
+    def compute(self) -> None:
+        """Let the module compute it, before whatever else waits in its queue."""
+        with self.owner.queue.mutex:
+            self.owner.queue.queue.appendleft(self.entry)
+        self.owner.backward_dw(self.gradients)
+
+
+@contextlib.contextmanager
+def adding(modules: Iterable[Any]) -> Iterator[None]:
+    """Weight gradients are added to ``main_grad`` meanwhile. In an iteration's first microbatch
+    these modules overwrite it, which a graph would do in every one.
+    """
+    firsts = [module for module in modules if getattr(module, "is_first_microbatch", False)]
+    for module in firsts:
+        module.is_first_microbatch = False
+    try:
+        yield
+    finally:
+        for module in firsts:
+            module.is_first_microbatch = True
+
+
+def real_gradient(parameter: Any) -> torch.Tensor | None:
     """``grad``, or a stand-in without memory where ``main_grad`` gets the real one."""
     gradient: torch.Tensor | None = parameter.grad
     if gradient is not None and getattr(parameter, "grad_added_to_main_grad", False):

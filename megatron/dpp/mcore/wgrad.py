@@ -172,6 +172,10 @@ class WeightGradients:
         """Memory that deferred work keeps alive, beyond what activations hold anyway."""
         return self._held_bytes + sum(modules.num_bytes() for modules in self._delayed)
 
+    def delayed_by_modules(self, chunk: int) -> DelayedModules | None:
+        """The modules of a chunk that keep their weight gradients back; None if it has none."""
+        return self._delayed[chunk] or None
+
     def _prepare(self, chunk: torch.nn.Module) -> int:
         """Find a chunk's linear layers; returns its number of pieces (transformer layers), 0 if
         none of them can be deferred.
