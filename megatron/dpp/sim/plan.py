@@ -2,8 +2,8 @@
 
 No schedule can beat its busiest rank, so layers have to lie where they balance, the embedding and
 the head counted. For each number of chunks the planner balances the ranks, then moves single layers
-as long as the simulated iteration gets shorter, within the memory given. Called by
-``profiling/plan.py``.
+as long as the simulated iteration gets shorter; of what that ends with and Megatron's own layout it
+takes the better that fits. Called by ``--dpp-plan`` and ``profiling/plan.py``.
 """
 
 from __future__ import annotations
@@ -163,15 +163,14 @@ class Planner:
             if self.model.num_layers < self.num_ranks * num_chunks - 2:
                 refused.append(f"{num_chunks} chunks need more layers")
                 continue
-            layout = self.improve(self.balanced(num_chunks))
             try:
-                tried = [self.predict(layout, cap) for cap in caps]
+                tried = self._tried(num_chunks, caps)
             except ConfigError as problem:
                 refused.append(f"{num_chunks} chunks: {problem}")
                 continue
             fitting = [p for p in tried if self.fits(p)]
             if not fitting:
-                need = max(self.predict(layout, "strict").peak_bytes)
+                need = min(max(p.peak_bytes) for p in tried)
                 refused.append(f"{num_chunks} chunks need {need / 2**30:.1f} GiB on a rank")
                 continue
             fastest = min(p.seconds for p in fitting)
@@ -179,6 +178,18 @@ class Planner:
         if not found:
             raise ConfigError("no layout fits: " + "; ".join(refused))
         return sorted(found, key=lambda p: p.seconds)
+
+    def _tried(self, num_chunks: int, caps: Sequence[str]) -> list[Prediction]:
+        """What the search ends with and, where that may be better, the default layout: single moves
+        do not lead everywhere, and they do not look at memory.
+        """
+        layout = self.improve(self.balanced(num_chunks))
+        tried = [self.predict(layout, cap) for cap in caps]
+        default = self.default_layout(num_chunks)
+        fastest = min((p.seconds for p in tried if self.fits(p)), default=math.inf)
+        if default is not None and default != layout and self.least_seconds(default) < fastest:
+            tried += [self.predict(default, cap) for cap in caps]
+        return tried
 
     def fits(self, prediction: Prediction) -> bool:
         """Whether every rank's peak is within the memory."""
