@@ -31,7 +31,6 @@ from megatron.dpp.sim import (  # noqa: E402
     ModelShape,
     Planner,
     Prediction,
-    check_layers,
     costs_of_run,
     even_layers,
     from_measured,
@@ -134,7 +133,6 @@ def _model(args: argparse.Namespace, measured: MeasuredCosts | None) -> ModelCos
         return from_shapes(shapes, args.jitter)
     layers = _layers(args, len(measured.tasks))
     model = from_measured(measured, layers)
-    check_layers(measured, layers, "give --layers as they did")
     if shapes is None and args.memory:
         raise ConfigError(
             "--memory: a trace does not tell how large weights and optimizer are; give "

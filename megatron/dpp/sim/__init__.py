@@ -22,7 +22,7 @@ from megatron.dpp.sim.model_costs import (
     head_times,
 )
 from megatron.dpp.sim.plan import Layout, Planner, Prediction
-from megatron.dpp.sim.run_costs import check_layers, costs_of_run, even_layers
+from megatron.dpp.sim.run_costs import costs_of_run, even_layers
 from megatron.dpp.sim.schedules import STATIC, Plan, find_plan, run_static
 
 __all__ = [
@@ -44,7 +44,6 @@ __all__ = [
     "Slot",
     "SlowTimes",
     "between_products",
-    "check_layers",
     "condition_costs",
     "costs_of_run",
     "embedding_times",

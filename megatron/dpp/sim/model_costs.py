@@ -256,8 +256,8 @@ def from_measured(measured: MeasuredCosts, layers: Sequence[int]) -> ModelCosts:
     and the head's.
 
     Raises:
-        DataError: the stages do not fit: too few, another number, or times that layers alone do not
-        explain.
+        DataError: the stages do not fit: too few, another number, no times, or times that layers
+        alone do not explain.
     """
     num_stages = len(measured.tasks)
     if len(layers) != num_stages:
@@ -277,6 +277,11 @@ def from_measured(measured: MeasuredCosts, layers: Sequence[int]) -> ModelCosts:
         layer.append(per_layer)
         first.append(max(0.0, times[0] - layers[0] * per_layer))
         last.append(max(0.0, times[-1] - layers[-1] * per_layer))
+    each = sum(layer)
+    if each <= 0.0:
+        raise DataError("the run's layers take no time; a plan from them would mean nothing")
+    for stage in (0, num_stages - 1):
+        _check_end(stage, layers[stage], sum(times[stage] for times in medians), each)
     sizes = _part_sizes(measured, layers, inner)
     return ModelCosts(
         sum(layers),
@@ -297,6 +302,16 @@ def _check_fit(kind: Kind, per_layer: float, stages: Sequence[tuple[int, int, fl
                 f"{per_layer * 1e3:.3f} ms are {expected * 1e3:.3f} ms; the trace has a slow rank, "
                 "or layers that are not alike, and a layout planned from it would be wrong"
             )
+
+
+def _check_end(stage: int, count: int, time: float, each: float) -> None:
+    """The first and the last stage have more than layers, so they cannot take less than these."""
+    if time < (1 - _MISFIT) * count * each:
+        raise DataError(
+            f"stage {stage}: its tasks take {time * 1e3:.3f} ms, less than {count} layers of "
+            f"{each * 1e3:.3f} ms: the run's layers did not lie so; --dpp-plan takes runs with the "
+            "default layout, profiling/plan.py --layers others"
+        )
 
 
 def _part_sizes(

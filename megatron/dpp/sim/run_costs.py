@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.sim.measured import MeasuredCosts, load_costs, parse_costs
-
-_MISFIT = 0.15
 
 
 def costs_of_run(name: str, root: Path) -> MeasuredCosts:
@@ -50,24 +46,3 @@ def even_layers(num_layers: int, num_stages: int, remedy: str) -> list[int]:
     if num_layers % num_stages:
         raise ConfigError(f"{num_layers} layers do not lie evenly on {num_stages} stages: {remedy}")
     return [num_layers // num_stages] * num_stages
-
-
-def check_layers(measured: MeasuredCosts, layers: Sequence[int], remedy: str) -> None:
-    """Refuse a run whose layers take no time, and layer counts with which its first or last stage,
-    which have more than layers, would take less than their layers: it had another layout.
-
-    Raises:
-        DataError: naming the stage and its times; ``remedy`` ends the message.
-    """
-    times = [sum(statistics.median(kind or [0.0]) for kind in stage) for stage in measured.tasks]
-    inner = sum(layers[1:-1])
-    each = sum(times[1:-1]) / inner if inner else 0.0
-    if each <= 0.0:
-        raise DataError("the run's layers take no time; a plan from them would mean nothing")
-    for stage in (0, len(layers) - 1):
-        if times[stage] < (1 - _MISFIT) * layers[stage] * each:
-            raise DataError(
-                f"stage {stage}: its tasks take {times[stage] * 1e3:.3f} ms, less than "
-                f"{layers[stage]} layers of {each * 1e3:.3f} ms: the run's layers did not lie so; "
-                f"{remedy}"
-            )

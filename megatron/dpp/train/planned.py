@@ -10,7 +10,6 @@ from megatron.dpp.sim import (
     ModelCosts,
     ModelShape,
     Planner,
-    check_layers,
     costs_of_run,
     even_layers,
     from_measured,
@@ -98,6 +97,4 @@ def _costs(args: argparse.Namespace) -> ModelCosts:
         "profiling/plan.py --layers takes others"
     )
     layers = even_layers(args.num_layers, len(measured.tasks), remedy)
-    model = from_measured(measured, layers)
-    check_layers(measured, layers, remedy)
-    return model.with_memory_of(shapes)
+    return from_measured(measured, layers).with_memory_of(shapes)
