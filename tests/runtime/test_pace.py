@@ -20,14 +20,20 @@ class Device:
         self.seconds = 1.0
         self._free_at = 0.0
         self._recorded = 0
+        self.overlaps = False
+        """A task runs while it is launched; otherwise once it is."""
 
     def monotonic(self) -> float:
         return self.now
 
     def record(self) -> float:
         """When everything queued so far is done; every second event is a task's end."""
-        if self._recorded % 2:
+        if self._recorded % 2 and self.overlaps:
+            self._free_at = max(self._begun + self.seconds, self.now)
+        elif self._recorded % 2:
             self._free_at = max(self._free_at, self.now) + self.seconds
+        else:
+            self._begun = max(self._free_at, self.now)
         self._recorded += 1
         return max(self._free_at, self.now)
 
@@ -98,6 +104,22 @@ def test_of_tasks_never_seen_only_one_is_queued_ahead(device: Device) -> None:
     launch(pace)
     assert pace.ready()
     launch(pace)
+    assert not pace.ready()
+
+
+def test_a_task_runs_from_the_beginning_of_its_launch(device: Device) -> None:
+    """Counted from the end of its launch, a task that an idle device took up at once seemed to have
+    its whole time left: the host waited although the device was about to be idle again."""
+    device.overlaps = True
+    pace = learned(device, 0.25)
+    pace.begin()
+    device.now += 0.8
+    pace.launched(KEY)
+    assert pace.ready()
+    device.now += 5.0
+    pace.begin()
+    device.now += 0.5
+    pace.launched(KEY)
     assert not pace.ready()
 
 

@@ -96,7 +96,7 @@ class _Running:
     key: tuple[str, int]
     start: Any
     end: Any
-    queued_at: float
+    began: float
     delay: _Delay | None
 
 
@@ -149,10 +149,12 @@ class DevicePace:
         return min(launch, max(self.durations.values(), default=0.0))
 
     def _left(self) -> float:
-        """Seconds of work that is queued, judged by how long such tasks have taken."""
+        """Seconds of work that is queued, judged by how long such tasks have taken: from the end of
+        the task before, or from the beginning of their launch on a device that was idle.
+        """
         head, *others = self._running
-        begun = time.monotonic() - max(self._last_end, head.queued_at)
-        left = max(0.0, self._expected(head, 0.0) - begun)
+        running = time.monotonic() - max(self._last_end, head.began)
+        left = max(0.0, self._expected(head, 0.0) - running)
         return left + sum(self._expected(task, math.inf) for task in others)
 
     def _expected(self, task: _Running, unknown: float) -> float:
@@ -186,7 +188,7 @@ class DevicePace:
         now = time.monotonic()
         _learn(self._launches, key, now - self._began)
         _least(self._least_launch, key, now - self._began)
-        self._running.append(_Running(key, self._start, end, now, self._delay))
+        self._running.append(_Running(key, self._start, end, self._began, self._delay))
         self._delay = None
         if self._follow:
             self._collect()
