@@ -10,6 +10,7 @@ from megatron.dpp.schedule import (
     Memory,
     Scheduler,
     beside_head,
+    head_room,
     parse_cap,
     peak_in_flight,
 )
@@ -75,7 +76,35 @@ def test_the_last_rank_leaves_room_for_the_head(rank, num_chunks, chunks):
     training = decisions.Decisions(DppConfig(), log=lambda line: None)
     training.measured(Memory(activation_bytes=100, deferred_bytes=60))
     view = training.scheduler(where, split=True).view
-    assert view.cap == beside_head(parse_cap("auto", where).chunks, where) == chunks
+    assert view.cap == beside_head(parse_cap("auto", where), where) == chunks
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "cap", "room", "chunks"),
+    [
+        (4, "auto", 2.4, 8),  # of 11, I_r is 5
+        (4, "auto", 9.0, 6),
+        (2, "auto", 3.0, 4),  # of 5, I_r is 3
+        (4, "1.5p", 2.4, 11),  # of 12: the user has sized it
+    ],
+)
+def test_a_large_head_gets_the_room_that_it_takes(num_ranks, cap, room, chunks):
+    """With 50,000 words the last rank held more than Megatron's worst."""
+    decisions = pytest.importorskip("megatron.dpp.runtime.decisions")
+    where = Geometry(num_ranks, num_ranks - 1, 2, 16)
+    training = decisions.Decisions(DppConfig(activation_cap=cap), log=lambda line: None)
+    memory = Memory(activation_bytes=100, deferred_bytes=60, head_room=room)
+    training.measured(memory)
+    assert training.scheduler(where, split=True).view.cap == chunks
+    first = Geometry(num_ranks, 0, 2, 16)
+    assert beside_head(parse_cap("auto", first), first, memory) == parse_cap("auto", first).chunks
+
+
+def test_what_the_head_takes_is_told_from_the_other_chunks():
+    assert head_room([100, 100, 250], (2, 2, 2)) == 3.0
+    assert head_room([100, 150, 200], (2, 3, 0)) == pytest.approx(400 / 150)
+    assert head_room([100, 110], (2, 2)) == 1.0
+    assert head_room([500], (4,)) == head_room([0, 500], (0, 4)) == 1.0
 
 
 @pytest.mark.parametrize("p, v, m", [(3, 4, 6), (2, 1, 4), (3, 1, 7), (6, 3, 11)])
@@ -88,7 +117,7 @@ def test_what_a_refusal_advises_is_accepted(p, v, m):
     with pytest.raises(ConfigError, match="breadth-first") as refused:
         Scheduler(where, policy="breadth-first")
     advised = refused.value.args[0].split("--dpp-activation-cap ")[1].split()[0]
-    room = beside_head(parse_cap(advised, where).chunks, where)
+    room = beside_head(parse_cap(advised, where), where)
     assert Scheduler(where, policy="breadth-first", cap=room)
 
 

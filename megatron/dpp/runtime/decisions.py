@@ -59,6 +59,11 @@ class Decisions:
         """Of one chunk and microbatch as measured; 0 before that."""
         return self._measured.activation_bytes if self._measured else 0
 
+    @property
+    def head_room(self) -> float:
+        """What the LM head takes on the last rank, in chunk activations, as measured."""
+        return self._measured.head_room if self._measured else 1.0
+
     def measured(self, measured: Memory) -> None:
         """Take over what was measured; schedulers are rebuilt with it."""
         self._measured = measured
@@ -100,7 +105,7 @@ class Decisions:
         )
         chunks, text = cap.chunks, cap.text
         if split:
-            chunks = beside_head(chunks, geometry)
+            chunks = beside_head(cap, geometry, measured)
             text += f", here {chunks:g} beside the LM head" * (chunks < cap.chunks)
         if text not in self._said:  # measuring may leave a cap as it was
             self._said.add(text)

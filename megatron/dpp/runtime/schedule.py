@@ -39,7 +39,7 @@ from megatron.dpp.runtime.links import open_links, pace_for, pipeline_of
 from megatron.dpp.runtime.pace import Pace
 from megatron.dpp.runtime.replacement import Replacement
 from megatron.dpp.runtime.topology import Topology
-from megatron.dpp.schedule import Geometry, Memory
+from megatron.dpp.schedule import Geometry, Memory, head_room
 from megatron.dpp.transport.base import Transport
 
 _GRAPHS_PAY_FROM = 0.75
@@ -153,11 +153,27 @@ class DppSchedule(Replacement):
         if measured is not None:
             activation = max(measured.activation_bytes.values(), default=0)
             deferred = max(measured.deferred_bytes.values(), default=0)
-            decisions.measured(Memory(activation_bytes=activation, deferred_bytes=deferred))
+            decisions.measured(
+                Memory(
+                    activation_bytes=activation,
+                    deferred_bytes=deferred,
+                    head_room=self._head_room(measured.activation_bytes),
+                )
+            )
         slot_bytes = self._graphs.take_slot_bytes() if self._graphs else None
         if slot_bytes:
             # All of it until the last W.
-            decisions.measured(Memory(activation_bytes=slot_bytes, deferred_bytes=slot_bytes))
+            room = decisions.head_room
+            decisions.measured(
+                Memory(activation_bytes=slot_bytes, deferred_bytes=slot_bytes, head_room=room)
+            )
+
+    def _head_room(self, activation_bytes: dict[int, int]) -> float:
+        """Only the last rank's counts, where the last chunk has the LM head."""
+        if self._weight_gradients is None or not activation_bytes:
+            return 1.0
+        sizes = [activation_bytes[chunk] for chunk in range(len(activation_bytes))]
+        return head_room(sizes, self._weight_gradients.num_pieces)
 
     def _geometry(self, call: StepCall, topology: Topology, split: bool) -> Geometry:
         pieces = self._weight_gradients.num_pieces if split and self._weight_gradients else None

@@ -7,7 +7,14 @@ is theirs. Start reading at ``actions.py``, then ``state.py`` (the safe rule) an
 """
 
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.caps import Cap, Memory, beside_head, default_cap, parse_cap
+from megatron.dpp.schedule.caps import (
+    Cap,
+    Memory,
+    beside_head,
+    default_cap,
+    head_room,
+    parse_cap,
+)
 from megatron.dpp.schedule.policies import BUILT_IN, Policy, check_room, find_policy
 from megatron.dpp.schedule.recording import (
     Recorder,
@@ -42,6 +49,7 @@ __all__ = [
     "check_room",
     "default_cap",
     "find_policy",
+    "head_room",
     "parse_cap",
     "peak_in_flight",
     "reference_order",

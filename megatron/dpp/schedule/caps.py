@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError
@@ -28,6 +29,7 @@ class Cap:
     Args:
         chunks: in chunk activations; a float, since the share that a deferred ``W`` keeps is one.
         text: a sentence for the log.
+        by_order: it is what Megatron's own order holds on its worst rank.
         needs_measuring: the cap was given in bytes and the size of an activation is not known yet;
             ``chunks`` is the default until it is, then :func:`parse_cap` is to be called again with
             the size.
@@ -36,6 +38,7 @@ class Cap:
     chunks: float
     text: str
     needs_measuring: bool = False
+    by_order: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +48,12 @@ class Memory:
     Args:
         activation_bytes: of one chunk and microbatch, the largest of the rank's chunks.
         deferred_bytes: what its weight gradients keep from ``B`` to ``W``, likewise.
+        head_room: what the LM head takes on the last rank, in chunk activations.
     """
 
     activation_bytes: float
     deferred_bytes: float
+    head_room: float = 1.0
 
     @property
     def beta(self) -> float:
@@ -88,15 +93,39 @@ def default_cap(geometry: Geometry) -> Cap:
     return parse_cap("auto", geometry)
 
 
-def beside_head(chunks: float, geometry: Geometry) -> float:
-    """The cap of a rank with a split backward: on the last one room for one activation is left to
-    the LM head, whose logits take memory of their own.
+def beside_head(cap: Cap, geometry: Geometry, memory: Memory | None = None) -> float:
+    """The cap of a rank with a split backward: on the last one room is left to the LM head, whose
+    logits and their gradient take memory of their own.
 
-    Megatron's order holds least on that rank, so its cap stays far above what the order needs.
+    Megatron's order holds least on that rank, so its cap stays above what the order needs: by at
+    least one activation, without which it loses 1 to 13 % of a step; down to there room costs under
+    1 % on four and more ranks (:mod:`megatron.dpp.sim`). A cap that the user has sized leaves room
+    for one activation.
+
+    Args:
+        memory: what was measured; without it, room is left for one activation.
     """
     if not geometry.is_last or geometry.num_ranks == 1:
-        return chunks
-    return max(chunks - 1, peak_in_flight(geometry))
+        return cap.chunks
+    room = math.ceil(memory.head_room) if memory is not None and cap.by_order else 1
+    least = peak_in_flight(geometry)
+    return max(cap.chunks - room, min(cap.chunks - 1, least + 1), least)
+
+
+def head_room(chunk_bytes: Sequence[float], layers: Sequence[int]) -> float:
+    """What the LM head takes on the last rank, in activations of its largest other chunk: what its
+    last chunk keeps beside its layers, and as much again for the gradient. 1 where that cannot be
+    told, and at least.
+
+    Args:
+        chunk_bytes: of one microbatch's activation in each of the rank's chunks.
+        layers: transformer layers of each.
+    """
+    others = [(size, count) for size, count in zip(chunk_bytes[:-1], layers, strict=False) if size]
+    if not others:
+        return 1.0
+    of_layers = layers[-1] * max(size / max(count, 1) for size, count in others)
+    return max(1.0, 2 * (chunk_bytes[-1] - of_layers) / max(others)[0])
 
 
 def times_p(chunks: float, geometry: Geometry) -> str:
@@ -116,7 +145,8 @@ def worst_peak(geometry: Geometry) -> int:
 def _named_cap(word: str, geometry: Geometry) -> Cap:
     per_p = re.fullmatch(r"([0-9.]+)p", word)
     if word == "megatron":
-        return _checked(worst_peak(geometry), geometry, "as Megatron's worst rank does")
+        cap = _checked(worst_peak(geometry), geometry, "as Megatron's worst rank does")
+        return dataclasses.replace(cap, by_order=True)
     if word == "strict":
         return _checked(peak_in_flight(geometry), geometry, "as in Megatron's own schedule")
     if per_p:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.schedule import Kind, Memory
+from megatron.dpp.schedule import Kind, Memory, head_room
 from megatron.dpp.sim.clock import Result
 from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.model_costs import ModelCosts
@@ -273,17 +273,16 @@ class Planner:
 
     def _memory(self, layers: Sequence[int]) -> tuple[Memory, ...]:
         """As training measures it: of slots all of it is kept until the last ``W``."""
-        if self.model.slot_layers is not None:
-            slots = [self._slot_bytes(layers, rank) for rank in range(self.num_ranks)]
-            return tuple(Memory(activation_bytes=each, deferred_bytes=each) for each in slots)
         sizes, deferred = self.model.activation_bytes(layers), self.model.deferred_bytes(layers)
-        return tuple(
-            Memory(
-                activation_bytes=max(sizes[rank :: self.num_ranks]),
-                deferred_bytes=max(deferred[rank :: self.num_ranks]),
-            )
-            for rank in range(self.num_ranks)
-        )
+        found = []
+        for rank in range(self.num_ranks):
+            own = slice(rank, None, self.num_ranks)
+            activation, kept = max(sizes[own]), max(deferred[own])
+            if self.model.slot_layers is not None:
+                activation = kept = self._slot_bytes(layers, rank)
+            room = head_room(sizes[own], layers[own])
+            found.append(Memory(activation_bytes=activation, deferred_bytes=kept, head_room=room))
+        return tuple(found)
 
     def _slot_bytes(self, layers: Sequence[int], rank: int) -> float:
         return self.model.slot_bytes(layers[rank :: self.num_ranks])

@@ -89,9 +89,9 @@ class Plan:
             return float(2 * geometry.num_chunks * geometry.num_microbatches)
         if not self.memory:
             return parse_cap(self.cap, geometry).chunks
-        each = self.memory[geometry.rank].activation_bytes or None
-        chunks = parse_cap(self.cap, geometry, each).chunks
-        return beside_head(chunks, geometry) if self.split_backward else chunks
+        memory = self.memory[geometry.rank]
+        cap = parse_cap(self.cap, geometry, memory.activation_bytes or None)
+        return beside_head(cap, geometry, memory) if self.split_backward else cap.chunks
 
 
 STATIC = ("gpipe", "1f1b", "interleaved", "zb-h1")
