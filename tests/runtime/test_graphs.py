@@ -40,9 +40,8 @@ class Chunk(torch.nn.Module):
         super().__init__()
         self.decoder = Block()
         self.config = SimpleNamespace(
-            hidden_dropout=0.0, attention_dropout=0.0, recompute_granularity=None,
-            sequence_parallel=False, tensor_model_parallel_size=1,
-        )  # fmt: skip
+            hidden_dropout=0.0, attention_dropout=0.0, recompute_granularity=None
+        )
 
 
 @pytest.fixture
@@ -119,14 +118,12 @@ def test_parameters_that_moved_are_captured_anew(chunk: Chunk) -> None:
     assert len(captured) == 4
 
 
-@pytest.mark.parametrize(("rows", "ranks", "replays"), [(128, 1, 2), (64, 2, 2), (64, 1, 0)])
+@pytest.mark.parametrize(("rows", "replays"), [(128, 2), (64, 0)])
 def test_lengths_that_cudnn_cannot_attend_to_in_graphs_stay_eager(
-    chunk: Chunk, rows: int, ranks: int, replays: int
+    chunk: Chunk, rows: int, replays: int
 ) -> None:
     """Sequences of 16 and 64 read foreign memory when Transformer Engine's layers were replayed."""
     chunk.decoder.core = type("Core", (torch.nn.Module,), {"__module__": "transformer_engine.a"})()
-    chunk.config.sequence_parallel = ranks > 1
-    chunk.config.tensor_model_parallel_size = ranks
     made: list[Rerun] = []
     engine, said = graphs_of(chunk, partial(Rerun, replays=made))
     with engine.bound(torch.zeros(rows, 1, 4)):

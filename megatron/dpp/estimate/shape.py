@@ -234,12 +234,12 @@ def _refuse_what_is_not_estimated(args: argparse.Namespace) -> None:
 
 def _captured(args: argparse.Namespace) -> bool:
     """Whether chunks can be captured as CUDA graphs, as ``mcore.graphs`` has it."""
+    engine = args.transformer_impl == "transformer_engine"
     ways = (
         args.overlap_param_gather,
         args.deepspeed_zero_stage,
-        args.tp_comm_overlap,
         args.context_parallel_size > 1,
-        args.transformer_impl == "transformer_engine" and args.seq_length % ENGINE_ROWS,
+        engine and (args.tensor_model_parallel_size > 1 or args.seq_length % ENGINE_ROWS),
     )
     return not any(ways)
 

@@ -64,15 +64,7 @@ class ChunkGraphs:
         self._addresses: list[list[int]] = []
         self._num_steps = 0
         self._num_said = 0
-        config = get_model_config(chunks[0])
-        self._ranks_per_sequence = (
-            config.tensor_model_parallel_size if config.sequence_parallel else 1
-        )
-        self._by_engine = any(
-            type(module).__module__.startswith("transformer_engine")
-            for chunk in chunks
-            for module in chunk.modules()
-        )
+        self._by_engine = any(_has_engine_layers(chunk) for chunk in chunks)
         rng = CapturedRng()
         draws = capture is None and needs_task_rng(chunks)
         capture = capture or cuda_capture(rng)
@@ -141,8 +133,8 @@ class ChunkGraphs:
             )
 
     def _attends(self, example: torch.Tensor) -> bool:
-        """Whether attention can be captured for inputs like this one."""
-        rows = example.shape[0] * self._ranks_per_sequence
+        """Whether attention can be captured for inputs like this one, [s, b, h]."""
+        rows = example.shape[0]
         if not self._by_engine or rows % ENGINE_ROWS == 0:
             return True
         self._log(
@@ -179,7 +171,13 @@ def why_not(chunk: torch.nn.Module) -> str | None:
         "--cuda-graph-impl captures them already": config.cuda_graph_impl != "none",
         "activations are offloaded": config.cpu_offloading
         or config.fine_grained_activation_offloading,
-        "--tp-comm-overlap has buffers and streams of its own": config.tp_comm_overlap,
+        "Transformer Engine's tensor-parallel layers have not been tried": (
+            config.tensor_model_parallel_size > 1 and _has_engine_layers(block)
+        ),
         "context parallelism has streams of its own": config.context_parallel_size > 1,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _has_engine_layers(module: torch.nn.Module) -> bool:
+    return any(type(m).__module__.startswith("transformer_engine") for m in module.modules())
