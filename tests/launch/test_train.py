@@ -415,6 +415,18 @@ def test_what_auto_estimates_is_what_its_command_runs(model: str) -> None:
         assert estimate(shape_from(again.resolved, setting), setting.device) == each.estimate
 
 
+def test_auto_leaves_out_only_what_cannot_be_among_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = "--mode auto --model large --num-layers 48 --hidden-size 4096 --no-dpp"
+    best = best_for(words)[:3]
+    monkeypatch.setattr(auto, "_SHOWN", 1000)
+    every = best_for(words)
+    assert len(every) > 6
+    assert [each.command() for each in every[:3]] == [each.command() for each in best]
+    assert all(each.least_seconds <= each.estimate.seconds for each in every)
+
+
 def test_auto_says_which_layouts_are_planned() -> None:
     best = best_for("--mode auto --model medium")
     text = auto.report([each for each in best if each.planned][:1], H200)

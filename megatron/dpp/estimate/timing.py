@@ -7,7 +7,6 @@ schedule that training will run.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from megatron.dpp.estimate.activations import deferred_bytes, head_bytes, layer_bytes
@@ -21,7 +20,6 @@ from megatron.dpp.estimate.layer_times import (
 )
 from megatron.dpp.estimate.parameters import rank_parameters
 from megatron.dpp.estimate.shape import RunShape
-from megatron.dpp.schedule import Kind
 from megatron.dpp.sim import (
     ModelCosts,
     Part,
@@ -147,20 +145,19 @@ def outside_seconds(shape: RunShape, device: Device) -> float:
     return reduction + own * 2 * 2 * (shape.element_bytes + 16) / device.bytes_per_second
 
 
-def rough_seconds(shape: RunShape, device: Device, *, planned: bool = False) -> float:
-    """An iteration without simulation: the busiest rank's work, the formula's bubble, the rest.
-    For sorting many layouts before the good ones are simulated.
+def least_seconds(shape: RunShape, device: Device, *, planned: bool = False) -> float:
+    """What an iteration cannot take less than, without simulation: the busiest rank's work, which
+    begins when the first input has come to it, and what lies outside the pipeline. For simulating
+    the most promising of many layouts first, and none that cannot win.
 
     Args:
-        planned: layers will be laid out anew (``--dpp-plan``), as a rule in two chunks.
+        planned: layers will be laid out anew (``--dpp-plan``); then it is that of layers which are
+            dealt out evenly by what they cost, in as many chunks as serve best.
     """
     costs = model_costs(shape, device)
+    planner = Planner(costs, shape.pipeline, shape.num_microbatches)
+    layouts = [shape.layout]
     if planned:
-        planner = Planner(costs, shape.pipeline, shape.num_microbatches)
-        chunks = 2 if shape.num_layers >= 2 * shape.pipeline else 1
-        shape = dataclasses.replace(shape, layers=planner.balanced(chunks).layers)
-    times = [costs.stage_times(shape.layers, kind) for kind in Kind]
-    stages = [sum(each) for each in zip(*times, strict=True)]
-    busiest: float = max(sum(stages[rank :: shape.pipeline]) for rank in range(shape.pipeline))
-    passes = shape.num_microbatches + (shape.pipeline - 1) / shape.chunks
-    return busiest * passes + outside_seconds(shape, device)
+        chunks = [each for each in (1, 2, 4) if shape.num_layers >= each * shape.pipeline]
+        layouts = [planner.balanced(each) for each in chunks]
+    return min(map(planner.least_seconds, layouts)) + outside_seconds(shape, device)

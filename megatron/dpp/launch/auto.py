@@ -2,9 +2,10 @@
 
 The ways are the usual ones: data parallel while the model fits, tensor parallel within a node,
 pipeline across, shared-out optimizer or parameters and recompute for the rest. All that are
-possible are sorted by a rough time, the most promising are simulated, each with the flags that
-``--mode 3d`` would run it with: a pipeline whose layers are planned is planned here, too. Of those
-that fit, the fastest comes first; a more involved one has to gain a little for each further part.
+possible are sorted by the least time that they can take, and simulated in that order until no other
+can be among the best three, each with the flags that ``--mode 3d`` would run it with: a pipeline
+whose layers are planned is planned here, too. Of those that fit, the fastest comes first; a more
+involved one has to gain a little for each further part.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ import argparse
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import DppError
 from megatron.dpp.estimate import Estimate, RunShape, estimate, least_bytes
 from megatron.dpp.estimate.text import size
-from megatron.dpp.estimate.timing import rough_seconds
+from megatron.dpp.estimate.timing import least_seconds
 from megatron.dpp.launch.flags import Flags
 from megatron.dpp.launch.layout import Layout, nearest_multiple, possible_layouts
 from megatron.dpp.launch.resolve import Resolved, Setting, is_planned, resolve
-from megatron.dpp.launch.settle import plan_flags, shape_from, with_plan
+from megatron.dpp.launch.settle import checked, plan_flags, shape_from, with_plan
+from megatron.dpp.train.files import check_start
 
 _USABLE = 0.92
 """Share of a device's memory that a run may take: allocators and libraries need some too."""
@@ -29,25 +32,24 @@ _WORTH = 0.02
 """What each further part of a layout has to gain."""
 _MICRO_BATCHES = (16, 8, 4, 2, 1)
 _MOST_CHUNKS = 4
+_SHOWN = 3
+"""Layouts that are wanted, with their best micro batch each."""
 _MOST_SIMULATED = 40
-"""Layouts that are simulated, the most promising first, once three are found that fit."""
-_ROUGH = 1.15
-"""A layout is not simulated whose rough time is above the third best's by more than this factor."""
+"""Layouts that are simulated, the most promising first, once as many as wanted fit."""
 _MOST_PLANNED = 4
 """Pipelines whose layers are planned, which takes 0.1 to 2 s each."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A layout with its estimate. ``planned``: its layers lie where they cost the least time."""
+class Way:
+    """A layout to simulate. ``planned``: its layers lie where they cost the least time."""
 
     layout: Layout
     shard: str
     recompute: str
     micro_batch: int
     planned: bool
-    estimate: Estimate
-    resolved: Resolved
+    least_seconds: float
 
     @property
     def parts(self) -> int:
@@ -59,6 +61,19 @@ class Candidate:
             + ("none", "optimizer", "gradients", "parameters").index(self.shard)
             + (self.recompute != "none")
         )
+
+    @property
+    def least_cost(self) -> float:
+        """What its candidate's cost cannot be below."""
+        return self.least_seconds * (1 + _WORTH * self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate(Way):
+    """A layout with its estimate."""
+
+    estimate: Estimate
+    resolved: Resolved
 
     @property
     def cost(self) -> float:
@@ -85,124 +100,108 @@ class Candidate:
 def candidates(
     options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape
 ) -> list[Candidate]:
-    """Every layout that fits with its best micro batch, the best first.
+    """Layouts that fit, each with its best micro batch, the best first. There may be more that fit,
+    but none that is better than the third.
 
     Args:
         plain: the run on one device.
 
     Raises:
-        ConfigError: flags that go with no layout.
+        DppError: flags that go with no layout, or a checkpoint that no layout reads.
     """
     search = _Search(options, flags, setting, plain)
     found = search.run()
     if not found and search.problem is not None:
         raise search.problem
-    best: dict[tuple[Layout, str], Candidate] = {}
-    for each in sorted(found, key=lambda one: one.cost):
-        best.setdefault((each.layout, each.shard), each)
-    return list(best.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Way:
-    """A layout that has not been simulated yet."""
-
-    layout: Layout
-    shard: str
-    micro: int
-    planned: bool
-    rough_seconds: float
+    return found
 
 
 class _Search:
-    """Tries layouts, the most promising first. ``problem`` is the last that flags have with one."""
+    """Tries layouts, the most promising first. ``problem`` is the last that flags or a checkpoint
+    have with one.
+    """
 
     def __init__(
         self, options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape
     ) -> None:
         self._options, self._flags, self._setting, self._plain = options, flags, setting, plain
+        self._usable = _USABLE * setting.device.memory_bytes
         self._plans: dict[tuple[Layout, int], Flags] = {}
-        self.problem: ConfigError | None = None
+        self.problem: DppError | None = None
 
     def run(self) -> list[Candidate]:
-        found: list[Candidate] = []
-        ways = sorted(self._ways(), key=lambda way: way.rough_seconds)
+        """The best first."""
+        best: dict[tuple[Layout, str], Candidate] = {}
+        ways = sorted(self._ways(), key=lambda way: way.least_cost)
         for tried, way in enumerate(ways):
-            if len(found) >= 3:
-                third = sorted(each.estimate.seconds for each in found)[2]
-                if tried >= _MOST_SIMULATED or way.rough_seconds > _ROUGH * third:
-                    break
+            costs = sorted(each.cost for each in best.values())
+            enough = len(costs) >= _SHOWN
+            if enough and (tried >= _MOST_SIMULATED or way.least_cost >= costs[_SHOWN - 1]):
+                break
+            key = way.layout, way.shard
+            if key in best and way.least_cost >= best[key].cost:
+                continue
             one = self._try(way)
             if one is not None:
-                found.append(one)
-        return found
+                best[key] = min(best.get(key, one), one, key=_cost)
+        return sorted(best.values(), key=_cost)
 
-    def _ways(self) -> Iterator[_Way]:
+    def _ways(self) -> Iterator[Way]:
+        """What is possible, and may fit."""
         setting, plain, static = self._setting, self._plain, self._options.no_dpp
         for layout, planned in _layouts(self._options, self._flags, setting, plain):
-            for shard in _shards(layout, setting):
-                for micro in _MICRO_BATCHES:
-                    shape = shape_with(plain, setting, layout, shard, micro, "none", static=static)
-                    if shape is not None:
-                        rough = rough_seconds(shape, setting.device, planned=planned)
-                        yield _Way(
-                            layout=layout,
-                            shard=shard,
-                            micro=micro,
-                            planned=planned,
-                            rough_seconds=rough,
-                        )
+            shards = _shards(layout, setting)
+            for shard, micro, recompute in product(shards, _MICRO_BATCHES, ("none", "full")):
+                shape = shape_with(plain, setting, layout, shard, micro, recompute, static=static)
+                if shape is not None and least_bytes(shape) <= self._usable:
+                    yield Way(
+                        layout=layout,
+                        shard=shard,
+                        recompute=recompute,
+                        micro_batch=micro,
+                        planned=planned,
+                        least_seconds=least_seconds(shape, setting.device, planned=planned),
+                    )
 
-    def _try(self, way: _Way) -> Candidate | None:
-        """The layout without recompute, or where that does not fit with it; None when neither
-        does."""
-        setting, static = self._setting, self._options.no_dpp
-        usable = _USABLE * setting.device.memory_bytes
-        for recompute in ("none", "full"):
-            shape = shape_with(
-                self._plain, setting, way.layout, way.shard, way.micro, recompute, static=static
-            )
-            assert shape is not None
-            if least_bytes(shape) > usable:
-                continue
-            try:
-                resolved = self._resolved(way, recompute)
-                if resolved is None:
-                    return None
-                guess = estimate(shape_from(resolved, setting), setting.device)
-            except ConfigError as problem:
-                self.problem = problem
+    def _try(self, way: Way) -> Candidate | None:
+        """Its estimate; None where it does not fit."""
+        setting = self._setting
+        try:
+            resolved = self._resolved(way)
+            if resolved is None:
                 return None
-            if guess.peak_bytes <= usable:
-                return Candidate(
-                    layout=way.layout,
-                    shard=way.shard,
-                    recompute=recompute,
-                    micro_batch=way.micro,
-                    planned=way.planned,
-                    estimate=guess,
-                    resolved=resolved,
-                )
-        return None
+            if self._options.resume_from:  # not all layouts read each other's optimizer state
+                check_start(checked(resolved, setting))
+            guess = estimate(shape_from(resolved, setting), setting.device)
+        except DppError as problem:
+            self.problem = problem
+            return None
+        if guess.peak_bytes > self._usable:
+            return None
+        return Candidate(**vars(way), estimate=guess, resolved=resolved)
 
-    def _resolved(self, way: _Way, recompute: str) -> Resolved | None:
+    def _resolved(self, way: Way) -> Resolved | None:
         """The run's flags; None where its layers would be planned, and enough have been."""
         batch = self._plain.global_batch
         chosen = argparse.Namespace(**vars(self._options))
-        chosen.micro_batch_size, chosen.recompute = way.micro, recompute
+        chosen.micro_batch_size, chosen.recompute = way.micro_batch, way.recompute
         chosen.batch_size, chosen.engine = batch, None
-        sizes = {"--micro-batch-size": way.micro, "--global-batch-size": batch}
+        sizes = {"--micro-batch-size": way.micro_batch, "--global-batch-size": batch}
         resolved = resolve(
             chosen, self._flags | sizes, self._setting, layout=way.layout, shard=way.shard
         )
         if not way.planned:
             return resolved
-        key = way.layout, way.micro  # a plan depends on nothing else
+        key = way.layout, way.micro_batch  # a plan depends on nothing else
         if key not in self._plans:
             if len(self._plans) >= _MOST_PLANNED:
                 return None
             self._plans[key] = plan_flags(resolved, self._setting)
         return with_plan(resolved, self._plans[key])
+
+
+def _cost(candidate: Candidate) -> float:
+    return candidate.cost
 
 
 def _layouts(

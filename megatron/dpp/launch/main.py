@@ -282,18 +282,4 @@ def _best(options: argparse.Namespace, flags: Flags, setting: Setting) -> list[a
     found = auto.candidates(options, flags, setting, plain)
     if not found:
         raise ConfigError(auto.why_nothing_fits(options, flags, setting, plain))
-    return _resumable(found, setting) if options.resume_from else found
-
-
-def _resumable(found: list[auto.Candidate], setting: Setting) -> list[auto.Candidate]:
-    """Those that read the checkpoint, as not all read each other's optimizer state."""
-    good, problem = [], None
-    for each in found:
-        try:
-            check_start(checked(each.resolved, setting))
-            good.append(each)
-        except DppError as error:
-            problem = error
-    if problem is not None and not good:
-        raise problem
-    return good
+    return found

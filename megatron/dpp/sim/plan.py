@@ -149,19 +149,28 @@ class Planner:
             return None
         return Layout(self.num_ranks, (self.model.num_layers // num_stages,) * num_stages)
 
-    def best(self, chunks: Iterable[int], caps: Sequence[str] = CAPS) -> list[Prediction]:
+    def best(
+        self, chunks: Iterable[int], caps: Sequence[str] = CAPS, *, within: float = math.inf
+    ) -> list[Prediction]:
         """The best layout and cap for each number of chunks that fits, the fastest first.
 
         Args:
-            caps: some may be too small for some number of chunks, which is left out then.
+            caps: the smallest first; some may be too small for some number of chunks, which is left
+                out then.
+            within: a number of chunks is left out, too, if its balanced layout cannot come this
+                near to the fastest of the numbers before it, as a share of that.
 
         Raises:
             ConfigError: none fits; says what is missing.
         """
-        found, refused = [], []
+        found: list[Prediction] = []
+        refused = []
         for num_chunks in chunks:
             if self.model.num_layers < self.num_ranks * num_chunks - 2:
                 refused.append(f"{num_chunks} chunks need more layers")
+                continue
+            fastest = min((p.seconds for p in found), default=math.inf)
+            if self.least_seconds(self.balanced(num_chunks)) > fastest * (1 + within):
                 continue
             try:
                 tried = self._tried(num_chunks, caps)
@@ -184,11 +193,21 @@ class Planner:
         do not lead everywhere, and they do not look at memory.
         """
         layout = self.improve(self.balanced(num_chunks))
-        tried = [self.predict(layout, cap) for cap in caps]
+        tried = self._with_caps(layout, caps)
         default = self.default_layout(num_chunks)
         fastest = min((p.seconds for p in tried if self.fits(p)), default=math.inf)
         if default is not None and default != layout and self.least_seconds(default) < fastest:
-            tried += [self.predict(default, cap) for cap in caps]
+            tried += self._with_caps(default, caps)
+        return tried
+
+    def _with_caps(self, layout: Layout, caps: Sequence[str]) -> list[Prediction]:
+        """``layout`` with each cap, up to one that no higher cap can beat."""
+        tried = []
+        enough = self.least_seconds(layout) * (1 + _WORTH)
+        for cap in caps:
+            tried.append(self.predict(layout, cap))
+            if tried[-1].seconds <= enough:
+                break
         return tried
 
     def fits(self, prediction: Prediction) -> bool:
