@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 from torch.distributed import DistNetworkError, DistStoreError
@@ -45,3 +48,21 @@ def test_every_end_is_one_line(
     said = capsys.readouterr().err
     assert text in said
     assert len(said.splitlines()) == 1
+
+
+def test_torchruns_folder_is_gone_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "environ", {})
+    seen = []
+
+    def write() -> None:
+        folder = Path(os.environ["PET_LOG_DIR"])
+        (folder / "attempt_0").mkdir()
+        seen.append(folder)
+
+    monkeypatch.setattr(launch, "main", write)
+    assert launch.run() == 0
+    assert seen[0].parent == tmp_path
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""What the log of a training run says: memory, for every rank of the pipeline, and timers."""
+"""What a training run says, memory of every rank of the pipeline and timers, and leaves behind."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ DATA = REPOSITORY / "datasets_gpt"
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 "
-    "--train-iters 2 --eval-iters 0 --mock-data --transformer-impl local --device cpu "
-    "--pipeline-model-parallel-size 2 --use-dpp --num-workers 0 --dpp-activation-cap 1GiB "
-    "--timing-log-level 1 --log-timers-to-tensorboard --log-interval 1 "
+    "--train-iters 2 --eval-iters 1 --mock-data --transformer-impl local --device cpu "
+    "--pipeline-model-parallel-size 2 --use-dpp --num-workers 1 --dpp-activation-cap 1GiB "
+    "--eval-interval 1 --timing-log-level 1 --log-timers-to-tensorboard --log-interval 1 "
     f"--vocab-file {DATA / 'vocab.json'} --merge-file {DATA / 'merges.txt'}"
 )
 
@@ -26,9 +26,21 @@ def board(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def output(board: Path) -> str:
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("t")
+
+
+@pytest.fixture(scope="module")
+def output(board: Path, temporary: Path) -> str:
     words = [*shlex.split(FLAGS), "--tensorboard-dir", str(board)]
-    return run_ranks(Path(REPOSITORY / "pretrain_gpt.py"), 2, words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(temporary))
+        return run_ranks(Path(REPOSITORY / "pretrain_gpt.py"), 2, words)
+
+
+def test_the_loaders_workers_leave_no_folder(output: str, temporary: Path) -> None:
+    assert "validation loss" in output
+    assert not list(temporary.glob("pymp-*"))
 
 
 def test_the_log_says_what_each_rank_may_hold_and_held(output: str) -> None:

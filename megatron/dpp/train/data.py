@@ -32,6 +32,31 @@ class Iterators(NamedTuple):
     valid: Any
     test: Any
 
+    def close(self) -> None:
+        """End the loaders' workers, which clear their temporary folders away then. At Python's own
+        exit they would be killed: a schedule's cycles hold iterators until after that."""
+        for use in self:
+            for samples in use if isinstance(use, list) else [use]:
+                if samples is not None:
+                    samples.close()
+
+
+class Samples:
+    """A loader's iterator that can be let go, whoever else holds this."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+    def close(self) -> None:
+        """No further samples. A loader ends its workers when its last reference goes."""
+        self._iterator = iter(())
+
 
 def num_samples(args: Args) -> tuple[int, int | None, int]:
     """Samples of training, validation and test that the run will read.
@@ -96,7 +121,7 @@ def _chunk_iterators(run: Run, task: Task, vp_stage: int | None) -> Iterators:
         args.eval_iters = max(1, len(loaders[1]) // _batches_per_evaluation(args))
     # Iterators are made together at the end, since making one draws from the global generator.
     return Iterators(
-        *(loader and _endless(args, loader, use > 0) for use, loader in enumerate(loaders))
+        *(loader and Samples(_endless(args, loader, use > 0)) for use, loader in enumerate(loaders))
     )
 
 

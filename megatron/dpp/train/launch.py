@@ -1,5 +1,5 @@
 """torchrun, with one line in place of its traceback when a node does not come, a rank fails, or
-somebody presses Ctrl-C.
+somebody presses Ctrl-C, and without the folder that it leaves in the temporary directory.
 
 ``python -m megatron.dpp.train.launch`` takes torchrun's arguments; ``examples/launch.sh`` starts
 it.
@@ -7,7 +7,9 @@ it.
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -21,7 +23,9 @@ def run() -> int:
     """Run torchrun; 1 when the nodes do not meet in time or a rank fails, 128 and the signal when
     one ends it."""
     try:
-        main()
+        with tempfile.TemporaryDirectory(prefix="torchrun_", ignore_cleanup_errors=True) as folder:
+            os.environ.setdefault("PET_LOG_DIR", folder)  # as --log-dir, which wins
+            main()
     except DistStoreError as error:
         return _say(
             f"error: not all nodes came ({str(error).rstrip('.')}): start run_worker_*.sh with the "

@@ -131,7 +131,9 @@ def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
     kind = EngineCheckpointer if args.deepspeed_zero_stage else Checkpointer
     checkpointer = stack.enter_context(kind(run, trainee))
     checkpointer.load()
-    iterators = build_iterators(run, len(trainee.chunks), task)
+    iterators = stack.enter_context(
+        contextlib.closing(build_iterators(run, len(trainee.chunks), task))
+    )
     checkpointer.restore_random_state()
     metrics = stack.enter_context(MetricsFile(args.metrics_file if run.is_last else None))
     trainer = Trainer(
