@@ -259,6 +259,7 @@ def _plain(options: argparse.Namespace, flags: Flags, setting: Setting) -> RunSh
         batch = nearest_multiple(batch, setting.world_size)
     alone = dataclasses.replace(setting, per_node=1, num_nodes=1)
     flags = {**flags, "--global-batch-size": batch, "--micro-batch-size": 1}
+    flags.pop("--dpp-inject", None)  # it may name ranks of a pipeline
     return shape_from(resolve(plain, flags, alone, layout=Layout(), shard="none"), alone)
 
 

@@ -131,6 +131,7 @@ _OF_AUTO = (
     "--context-parallel-size",
     "--num-layers-per-virtual-pipeline-stage",
     "--dpp-plan",
+    "--dpp-replay",
     *_CUTS,
     "--recompute-granularity",
     "--recompute-activations",

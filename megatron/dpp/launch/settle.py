@@ -29,6 +29,7 @@ def checked(resolved: Resolved, setting: Setting) -> argparse.Namespace:
     args = parse_args(resolved.argv)
     args.tokenizer_type = args.tokenizer_type or preflight.TOKENIZERS[resolved.arch]
     validate(args, setting.world_size)
+    preflight.check_values(args)
     if args.use_dpp and not args.dpp_plan:  # else the number of chunks is not known yet
         preflight.check_schedule(args, setting.num_nodes == 1)
     return args

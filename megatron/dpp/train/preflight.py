@@ -38,6 +38,9 @@ from megatron.dpp.train.validate import validate
 BAD_INPUT = 2
 """Exit code of a process whose settings cannot work."""
 
+_MOST_ROOM = Geometry(num_ranks=1000, rank=0, num_chunks=1, num_microbatches=1)
+"""Here a cap that any run could have holds what it must."""
+
 TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
 
 
@@ -72,6 +75,7 @@ def check(
             f"--multi-node: all {world_size} processes are on this node; start the others "
             "(NUM_NODES, run_worker_*.sh), or leave the flag out"
         )
+    check_values(args)
     if args.use_dpp:
         _check_addresses(arguments.dpp_config(args), world_size)
     check_files(args, task_name)
@@ -88,6 +92,26 @@ def _all_here(world_size: int) -> bool:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
 
 
+def check_values(args: argparse.Namespace) -> None:
+    """``--dpp-*`` flags mean something, also in a run that does not heed them: else a wrong one
+    would be found out by the first run that does.
+
+    Raises:
+        ConfigError: the first that does not.
+    """
+    arguments.dpp_config(args)
+    find_policy(args.dpp_policy)
+    parse_cap(args.dpp_activation_cap, _MOST_ROOM)
+    if args.dpp_inject and not args.use_dpp:  # static schedules heed it
+        _check_injection(args)
+
+
+def _check_injection(args: argparse.Namespace) -> None:
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    for rank in range(args.pipeline_model_parallel_size):
+        Injector(args.dpp_inject, rank, args.pipeline_model_parallel_size, 0, num_chunks=chunks)
+
+
 def check_schedule(args: argparse.Namespace, one_node: bool) -> None:
     """The policy exists, every rank's cap is one that it can work with, ``--dpp-inject`` is
     understood, and ``--dpp-replay`` fits. On several nodes each rank looks for its own recording,
@@ -97,6 +121,8 @@ def check_schedule(args: argparse.Namespace, one_node: bool) -> None:
         ConfigError: the first that does not hold.
     """
     policy = find_policy(args.dpp_policy)
+    if args.dpp_inject:
+        _check_injection(args)
     ranks = args.pipeline_model_parallel_size
     for rank in range(ranks):
         geometry = Geometry(
@@ -107,8 +133,6 @@ def check_schedule(args: argparse.Namespace, one_node: bool) -> None:
             // (args.micro_batch_size * args.data_parallel_size),
             group=args.microbatch_group_size_per_vp_stage or None,
         )
-        if args.dpp_inject:
-            Injector(args.dpp_inject, rank, ranks, 0, num_chunks=geometry.num_chunks)
         cap = parse_cap(args.dpp_activation_cap, geometry)
         if not cap.needs_measuring:
             check_room(policy, geometry, cap.chunks, split_backward=args.dpp_split_backward)
