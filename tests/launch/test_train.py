@@ -271,7 +271,7 @@ def test_dry_run_prints_flags_and_command_without_importing_torch() -> None:
 )
 def test_models_have_the_sizes_that_they_are_named_for(name: str, millions: float) -> None:
     options, rest = cli.parse(f"--mode simple --procs 1 --model {name}".split())
-    flags = base_flags(options, [*rest, "--padded-vocab-size", "50304"], on_gpu=False)
+    flags = base_flags(options, [*rest, "--padded-vocab-size", "50304"], H200)
     flags |= prepare("gpt", None, flags).flags
     resolved = resolve(options, flags, H200, layout=Layout(), shard="none")
     assert model_parameters(shape_from(resolved, H200)) / 1e6 == pytest.approx(millions, abs=0.1)
@@ -280,7 +280,7 @@ def test_models_have_the_sizes_that_they_are_named_for(name: str, millions: floa
 def test_a_run_without_a_pipeline_is_replayed_on_gpus_unless_told_otherwise() -> None:
     def graphs(words: str, shard: str = "none") -> str | None:
         options, rest = cli.parse(f"--mode 3d {words}".split())
-        flags = base_flags(options, rest, on_gpu=True)
+        flags = base_flags(options, rest, H200)
         layout = Layout(tensor=options.tp or 1, pipeline=options.pp or 1)
         resolved = resolve(options, flags, H200, layout=layout, shard=shard)
         assert not warnings_of(parse_args(resolved.argv))
@@ -327,7 +327,7 @@ def test_what_is_handed_on_is_what_every_rank_would_plan() -> None:
     found = plan(model.split()).resolved
     options, rest = cli.parse(model.split())
     setting = Setting(per_node=2, num_nodes=1, on_gpu=False, device=H200.device)
-    flags = base_flags(options, [*rest], on_gpu=False)
+    flags = base_flags(options, [*rest], setting)
     flags |= prepare("gpt", None, flags).flags
     asked = resolve(options, flags, setting, layout=Layout(pipeline=2), shard="none")
     args = checked(asked, setting)
@@ -394,9 +394,28 @@ def test_samples_may_stand_for_iterations_and_uneven_cuts_for_even_ones() -> Non
 def best_for(words: str, setting: Setting = H200) -> list[auto.Candidate]:
     """What ``auto`` would consider on ``setting``."""
     options, rest = cli.parse(words.split())
-    flags = base_flags(options, [*rest, "--padded-vocab-size", "50304"], on_gpu=True)
+    flags = base_flags(options, [*rest, "--padded-vocab-size", "50304"], setting)
     flags |= prepare("gpt", None, flags).flags
     return auto.candidates(options, flags, setting, _plain(options, flags, setting))
+
+
+@pytest.mark.parametrize(
+    ("words", "precision"),
+    [
+        ("--gpu V100", "fp16"),
+        ("--gpu T4", "fp16"),
+        ("--gpu V100 --bf16", "bf16"),
+        ("--gpu V100 --fp32", None),
+        ("--gpu A100", "bf16"),
+        ("--gpu A100 --fp16", "fp16"),
+    ],
+)
+def test_gpus_train_in_the_16_bits_that_they_are_built_for(
+    words: str, precision: str | None
+) -> None:
+    args = args_of(f"--mode simple --gpus 2 --dry-run {words}")
+    assert (args.fp16, args.bf16) == (precision == "fp16", precision == "bf16")
+    assert args.initial_loss_scale == (65536 if args.fp16 else 2**32)
 
 
 def test_auto_takes_data_parallel_while_the_model_fits() -> None:
@@ -412,7 +431,7 @@ def test_what_auto_estimates_is_what_its_command_runs(model: str) -> None:
     words += "--tokenizer-type NullTokenizer --vocab-size 50303"
     options, rest = cli.parse(words.split())
     setting = find_setting(options, find_nodes({}))
-    flags = base_flags(options, rest, on_gpu=True)
+    flags = base_flags(options, rest, setting)
     flags |= prepare("gpt", None, flags).flags
     found = auto.candidates(options, flags, setting, _plain(options, flags, setting))
     assert any(each.planned for each in found) == (not options.no_dpp)

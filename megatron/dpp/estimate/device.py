@@ -7,6 +7,7 @@ a matrix product of a tenth of a second.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -30,6 +31,7 @@ class Device:
         launch: seconds that the host takes to start the forward of a layer (its backward takes as
             long, its weight gradients half of that); a smaller layer takes no less.
         between: seconds that the host takes from the end of one task to the next.
+        bf16: its matrix units take bf16; else it is emulated, several times as slow as fp16.
         queues: the host launches ahead of the device (a GPU), and its launches can be replayed.
         source: where ``flops`` comes from.
     """
@@ -43,6 +45,7 @@ class Device:
     collective: float
     launch: float
     between: float
+    bf16: bool
     queues: bool
     source: str
 
@@ -65,9 +68,12 @@ _KNOWN = {
     "A100": (2.2e14, 2.0e12, 2.4e11),
     "L40": (1.3e14, 8.6e11, 2e10),
     "V100": (9e13, 9e11, 1.2e11),
+    "T4": (4.7e13, 3.2e11, 1.2e10),
 }
 KNOWN_GPUS = tuple(_KNOWN)
-_MEMORY_GIB = {"B200": 179, "H200": 140, "H100": 80, "A100": 80, "L40": 45, "V100": 32}
+_MEMORY_GIB = {"B200": 179, "H200": 140, "H100": 80, "A100": 80, "L40": 45, "V100": 32, "T4": 15}
+_BEFORE_BF16 = ("P100", "V100", "T4", "TITAN", "GTX", "GeForce RTX 20", "Quadro RTX")
+"""In the names of GPUs older than Ampere."""
 _UNKNOWN_GPU = (3e13, 5e11, 1e10)
 _NETWORK = 4e10
 _GPU_LAUNCH, _GPU_BETWEEN, _GPU_COLLECTIVE = 1.2e-3, 1.2e-4, 4e-5
@@ -99,7 +105,7 @@ def find_machine(processes: int = 1, env: dict[str, str] | None = None) -> Machi
 
 def gpu_device(name: str, memory_bytes: float) -> Device:
     """The figures of a GPU by its name."""
-    known = next((each for each in _KNOWN if each in name), None)
+    known = next((each for each in _KNOWN if re.search(rf"{each}(?!\d)", name)), None)
     (flops, bandwidth, link) = _KNOWN[known] if known else _UNKNOWN_GPU
     source = f"72 % of the {known}'s peak" if known else "a guess: not in the table of GPUs"
     return Device(
@@ -112,6 +118,7 @@ def gpu_device(name: str, memory_bytes: float) -> Device:
         collective=_GPU_COLLECTIVE,
         launch=_GPU_LAUNCH,
         between=_GPU_BETWEEN,
+        bf16=not any(each in name for each in _BEFORE_BF16),
         queues=True,
         source=source,
     )
@@ -144,6 +151,7 @@ def cpu_device(processes: int = 1) -> Device:
         collective=_CPU_COLLECTIVE / share,
         launch=_CPU_LAUNCH / share,
         between=_CPU_BETWEEN / share,
+        bf16=True,
         queues=False,
         source="a matrix product of numpy's, measured now",
     )

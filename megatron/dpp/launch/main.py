@@ -124,7 +124,7 @@ def plan(words: Sequence[str]) -> Plan:
     options.batch_size = asked_batch(options, rest)
     nodes = find_nodes(os.environ)
     setting = find_setting(options, nodes)
-    flags = base_flags(options, rest, setting.on_gpu)
+    flags = base_flags(options, rest, setting)
     data = prepare(options.arch or "gpt", options.data, flags, options.skip_bad_lines)
     flags |= data.flags
     own_split = not {"--split", "--yaml-cfg"} & set(flags)

@@ -72,15 +72,15 @@ class Resolved:
         return to_argv(self.flags)
 
 
-def base_flags(options: argparse.Namespace, rest: Sequence[str], on_gpu: bool) -> Flags:
+def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Setting) -> Flags:
     """Model, batch, precision and what was given besides: everything but the layout.
 
     Raises:
         ConfigError: a model or a word that is not known.
         DataError: a file that is not there.
     """
-    name = options.model or ("small" if on_gpu else "sample")
-    flags = {**_common(on_gpu), **model_flags(name)}
+    name = options.model or ("small" if setting.on_gpu else "sample")
+    flags = {**_common(setting.on_gpu), **model_flags(name)}
     if options.arch == "bert":
         flags["--seq-length"] = min(512, whole(flags, "--seq-length"))
     if options.config and options.mode != "megatron":
@@ -96,14 +96,14 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], on_gpu: bool) -
     }
     spelled = {name: value for name, value in given.items() if value is not None}
     flags |= spelled
-    flags |= _precision(options, flags, on_gpu)
+    flags |= _precision(options, flags, setting)
     flags |= from_argv(rest)
     if "--train-samples" in flags and "--train-iters" not in spelled | from_argv(rest):
         del flags["--train-iters"]
     if options.mode == "megatron" and options.config:
         if options.model:
             raise ConfigError("--model and --config exclude each other in --mode megatron")
-        flags = _above_file(options, spelled | from_argv(rest), on_gpu)
+        flags = _above_file(options, spelled | from_argv(rest), setting)
     else:
         _refuse_layout(options.mode, flags)
     return _derived(flags)
@@ -174,22 +174,24 @@ def _common(on_gpu: bool) -> Flags:
     } | ({"--log-throughput": True} if on_gpu else {})
 
 
-def _above_file(options: argparse.Namespace, spelled: Flags, on_gpu: bool) -> Flags:
+def _above_file(options: argparse.Namespace, spelled: Flags, setting: Setting) -> Flags:
     """With a file of Megatron's own, only what the command line gives stands above it."""
     if options.fp16 or options.bf16 or options.fp32:
-        spelled |= _precision(options, spelled, on_gpu)
-    device = {"--device": "cuda" if on_gpu else "cpu", "--estimate": True}
+        spelled |= _precision(options, spelled, setting)
+    device = {"--device": "cuda" if setting.on_gpu else "cpu", "--estimate": True}
     return {"--yaml-cfg": options.config} | device | spelled
 
 
-def _precision(options: argparse.Namespace, flags: Flags, on_gpu: bool) -> Flags:
+def _precision(options: argparse.Namespace, flags: Flags, setting: Setting) -> Flags:
+    """What was asked for; else on GPUs 16 bits, in the format that they are built for."""
     asked = [name for name in ("fp16", "bf16", "fp32") if getattr(options, name)]
     if len(asked) > 1:
         raise ConfigError(f"--{' and --'.join(asked)} exclude each other")
+    if not asked and setting.on_gpu and not {"--fp16", "--bf16"} & set(flags):
+        asked = ["bf16" if setting.device.bf16 else "fp16"]
     if asked == ["fp16"]:
         return {"--fp16": True, "--initial-loss-scale": 65536}
-    half = asked == ["bf16"] or (not asked and on_gpu and "--fp16" not in flags)
-    return {"--bf16": True} if half else {}
+    return {"--bf16": True} if asked == ["bf16"] else {}
 
 
 def _derived(flags: Flags) -> Flags:
