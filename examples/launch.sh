@@ -9,6 +9,10 @@ die() {
   exit 2
 }
 
+is_dry_run() {
+  [[ ${DRY_RUN:-0} != 0 ]]
+}
+
 # setting NAME DEFAULT: the environment's value wins; every setting can be changed this way.
 setting() {
   local -n variable=$1
@@ -149,11 +153,19 @@ check_whole_numbers() {
   done
 }
 
+check_switches() {
+  local name
+  for name in "$@"; do
+    [[ ${!name} =~ ^[01]$ ]] || die "$name=${!name}: must be 0 or 1"
+  done
+}
+
 # Everything that can be wrong with the settings, found in milliseconds and before anything starts.
 check_settings() {
   check_layout
   check_nodes
   check_data
+  check_switches USE_DPP TRACE RECOMPUTE
   [[ $PRECISION =~ ^(fp32|bf16|fp16)$ ]] || die "PRECISION=$PRECISION: must be fp32, bf16 or fp16"
 }
 
@@ -293,7 +305,7 @@ meet_nodes() {
 
 # use_environment: the Python to run with, set up when something is missing.
 use_environment() {
-  [[ -n ${DRY_RUN:-} ]] && PYTHON=${PYTHON:-python3} && return
+  is_dry_run && PYTHON=${PYTHON:-python3} && return
   PYTHON=$(bash "$REPOSITORY/tools/setup.sh") || exit
 }
 
@@ -315,7 +327,7 @@ prepare_sample() {
   [[ -f $tokens.idx && -f $tokens.bin ]] && return
   local command=("$PYTHON" "$REPOSITORY/tools/preprocess_data.py" --input "${files[0]}"
     --output-prefix "$prefix" "$@")
-  if [[ -n ${DRY_RUN:-} ]]; then
+  if is_dry_run; then
     print_command "${command[@]}"
   else
     "${command[@]}" || die "the sample corpus could not be preprocessed"
@@ -325,7 +337,7 @@ prepare_sample() {
 # preflight gpt|bert|flags FLAG...: refuses, without importing PyTorch, what cannot work; "flags"
 # looks only whether the training script knows them, and needs nothing but Python.
 preflight() {
-  [[ -n ${DRY_RUN:-} ]] && return
+  is_dry_run && return
   PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} WORLD_SIZE=${WORLD_SIZE:-1} \
     LOCAL_WORLD_SIZE=${GPUS_PER_NODE:-1} \
     "${PYTHON:-python3}" -m megatron.dpp.train.preflight "$@" || exit
@@ -354,7 +366,7 @@ launch() {
   export PYTHONWARNINGS=${PYTHONWARNINGS:-$quiet}
   export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH}
   local command=("$PYTHON" -m megatron.dpp.train.launch "${distributed[@]}" "$@")
-  if [[ -n ${DRY_RUN:-} ]]; then
+  if is_dry_run; then
     print_command "${command[@]}"
     exit 0
   fi

@@ -47,9 +47,13 @@ PYTHON
   verdict "${losses%% *}" "$name" "${losses#* } in $((SECONDS - start)) s"
 }
 
-verdict ok environment "$("$PYTHON" -c 'import sys, torch, megatron.core as m
+if versions=$("$PYTHON" -c 'import sys, torch, megatron.core as m
 print(f"Python {sys.version.split()[0]}, PyTorch {torch.__version__}, megatron-core {m.__version__}")' \
-  2>/dev/null || echo 'packages are missing')"
+  2>"$logs/environment.log"); then
+  verdict ok environment "$versions"
+else
+  verdict FAILED environment "$(tail -n 1 "$logs/environment.log")"
+fi
 gpus=$(command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 gpus=${gpus:-0}
 verdict ok devices "$gpus GPUs, $(nproc) cores"
@@ -76,4 +80,5 @@ if ((count > 1)); then
 else
   verdict skipped "3d, zero" "need two GPUs"
 fi
+((failed)) || rm -r "$logs"
 exit "$failed"

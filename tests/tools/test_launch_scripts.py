@@ -136,6 +136,8 @@ REFUSED = {
     "MERGE_FILE=missing": {"MERGE_FILE": "missing"},
     "missing.bin is missing; tools/preprocess_data.py makes it": {"DATA_PATH": "0.3 missing"},
     "NODE_RANK=1: with NUM_NODES=1": {"NODE_RANK": "1"},
+    "USE_DPP=false: must be 0 or 1": {"USE_DPP": "false"},
+    "TRACE=yes: must be 0 or 1": {"TRACE": "yes", "DRY_RUN": "0"},
     "MASTER_PORT=70000": {"MASTER_PORT": "70000"},
     "expected one per node (1) or one per rank (4)": {"NODE_IPS": "10.0.0.1,10.0.0.2"},
     "'host-a' is not an IP address": {"NODE_IPS": "host-a"},
