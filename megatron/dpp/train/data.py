@@ -120,9 +120,13 @@ def _chunk_iterators(run: Run, task: Task, vp_stage: int | None) -> Iterators:
     if args.full_validation and loaders[1] is not None:
         args.eval_iters = max(1, len(loaders[1]) // _batches_per_evaluation(args))
     # Iterators are made together at the end, since making one draws from the global generator.
-    return Iterators(
-        *(loader and Samples(_endless(args, loader, use > 0)) for use, loader in enumerate(loaders))
-    )
+    return Iterators(*(_samples(args, loader, use > 0) for use, loader in enumerate(loaders)))
+
+
+def _samples(args: Args, loader: Any, evaluates: bool) -> Samples | None:
+    if loader is None:
+        return None
+    return Samples(_endless(args, loader, evaluates) if len(loader) else iter(()))
 
 
 def _sources(args: Args) -> str:
