@@ -62,7 +62,10 @@ class Name:
         if not torch.cuda.is_available() and match is not None:
             unknown |= bool(match[1]) or match[2] in ("eager", "graph")  # stages that sleep
         if match is None or unknown:
-            raise SystemExit(f"--schedules: {text!r} is none; see --help")
+            raise SystemExit(
+                f"--schedules {text}: expected static, fused or split and the number of chunks, "
+                "as in static2,split2 (prefixes: --help)"
+            )
         lookahead = float(match[5]) if match[5] else None
         return cls(text, bool(match[1]), match[2] or "", match[3], int(match[4]), lookahead)
 

@@ -1,13 +1,14 @@
 """``python -m megatron.dpp.doctor``: what this machine offers the transport, and what to do.
 
 Every probe is one function that returns a finding; none changes anything. The exit status is 1 when
-something that every machine needs (the C++ extension, shared memory) is missing. With ``--rdma``
-only RDMA devices are looked at, closely (``doctor_rdma.py``).
+something that every machine needs (PyTorch, the C++ extension, shared memory) is missing. With
+``--rdma`` only RDMA devices are looked at, closely (``doctor_rdma.py``).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import resource
 import shutil
@@ -39,6 +40,14 @@ def probe_extension() -> Finding:
     except TransportError as error:
         return Finding("C++ extension", "missing", str(error))
     return Finding("C++ extension", "ok", f"transport version {native.abi_version}")
+
+
+def probe_packages() -> Finding:
+    """PyTorch; the extension and the GPUs cannot be looked at without."""
+    if importlib.util.find_spec("torch") is not None:
+        return Finding("Python", "ok", f"{sys.executable}, with PyTorch")
+    advice = "bash tools/setup.sh prints the Python that has it, and installs what is missing"
+    return Finding("Python", "missing", f"{sys.executable} has no PyTorch", advice)
 
 
 def probe_memory() -> Finding:
@@ -142,6 +151,7 @@ PROBES: tuple[Callable[[], Finding], ...] = (
     probe_gpu_direct,
     probe_compiler,
 )
+_NEED_TORCH = (probe_extension, probe_gpus)
 
 
 def _meminfo() -> dict[str, int]:
@@ -161,7 +171,9 @@ def main(words: Sequence[str] = ()) -> int:
         findings = [probe_locked_memory(), probe_rdma()]
         findings += [Finding(*line) for line in doctor_rdma.findings()]
     else:
-        findings = [probe() for probe in PROBES]
+        packages = probe_packages()
+        probes = [probe for probe in PROBES if packages.state == "ok" or probe not in _NEED_TORCH]
+        findings = [packages, *(probe() for probe in probes)]
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         print(f"{finding.name:{width}}  {finding.state:7}  {finding.text}")

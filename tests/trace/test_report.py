@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,9 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-def report(*arguments: str) -> subprocess.CompletedProcess[str]:
+def report(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "profiling/report.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,20 @@ def test_the_numbers_are_json_and_a_broken_limit_is_status_2(made):
     assert numbers["what_if"][0]["name"].startswith("without slow-rank")
     assert numbers["baseline"]["run"]["schedule"] == "pp"
     assert numbers["fidelity"] == pytest.approx(1.0, abs=0.03)
+
+
+def test_plots_without_matplotlib_are_refused_in_a_line(made, tmp_path):
+    _, directory, _ = made
+    hidden = "import sys; sys.modules['matplotlib'] = None\n"  # importing it raises
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    done = report(
+        *("--benchmark_dir", str(directory), "--output", str(tmp_path / "report.html")),
+        *("--plots", str(tmp_path / "png")),
+        PYTHONPATH=str(tmp_path),
+    )
+    assert done.returncode == 1
+    assert done.stderr == "report.py: --plots needs matplotlib: pip install matplotlib\n"
+    assert not (tmp_path / "png").exists()
 
 
 def test_a_slow_link_that_costs_nothing_is_not_called_a_straggler(tmp_path):

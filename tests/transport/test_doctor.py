@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from megatron.dpp import doctor
@@ -26,3 +28,15 @@ def test_a_missing_extension_is_named_with_the_command(
     monkeypatch.setattr("megatron.dpp.transport.native.load_native", missing)
     assert doctor.main() == 1
     assert "setup.py build_ext" in capsys.readouterr().out
+
+
+def test_without_pytorch_the_rest_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it raises
+    assert doctor.main() == 1
+    printed = capsys.readouterr().out
+    assert f"{sys.executable} has no PyTorch" in printed
+    assert "bash tools/setup.sh" in printed
+    assert "shared memory" in printed and "C++ extension" not in printed

@@ -121,7 +121,10 @@ def check_model(args: argparse.Namespace, saved: Any, path: Path) -> None:
         there, here = getattr(saved, name, None), getattr(args, name)
         if there is not None and there != here:
             flag = "--" + name.replace("_", "-")
-            raise DataError(f"{path} was saved with {flag} {there}, this run has {here}")
+            raise DataError(
+                f"{path} was saved with {flag} {there}, this run has {here}: give the model's "
+                "flags as they were, or --use-checkpoint-args"
+            )
 
 
 def check_optimizer(args: argparse.Namespace, saved: Any, path: Path) -> None:

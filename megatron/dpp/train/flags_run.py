@@ -188,7 +188,7 @@ OURS = (
     Flag("--trace", True, False, "record what every rank does"),
     Flag("--trace-dir", str, "benchmark", "directory of traces"),
     Flag("--trace-interval", int, 1, "record every n-th iteration"),
-    Flag("--trace-iterations", str, None, "record these iterations only, like 3,10-12"),
+    Flag("--trace-iterations", str, None, "record these iterations only, like 3,10-12 (from 0)"),
     Flag("--trace-granularity", str, "full", "accepted for old scripts: one granularity exists"),
     Flag(
         "--continuous-trace-iterations",

@@ -52,8 +52,9 @@ def summary(args: Args, task_name: str) -> str:
         f"layout: {' x '.join(layout)} on {args.device}"
         f"{''.join(f', {name}' for name, on in used.items() if on)}; "
         f"{'dynamic' if args.use_dpp else 'static'} schedule\n"
-        f"training: {length} of {args.global_batch_size} samples = {microbatches} microbatches of "
-        f"{args.micro_batch_size}, {args.optimizer}, learning rate {args.lr} {args.lr_decay_style}"
+        f"training: {length} of {args.global_batch_size} samples = {microbatches} "
+        f"microbatch{'' if microbatches == 1 else 'es'} of {args.micro_batch_size}, "
+        f"{args.optimizer}, learning rate {args.lr} {args.lr_decay_style}"
     )
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron.dpp.errors import ConfigError
+
 COLOURS = {
     "F": "#4c8fd6",
     "B": "#e08a3c",
@@ -109,9 +111,16 @@ PLOTS: dict[str, Callable[[Any, Report], None]] = {
 
 
 def write_plots(report: Report, directory: Path) -> list[Path]:
-    """Draw every plot as a PNG file in ``directory``; returns their paths."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    """Draw every plot as a PNG file in ``directory``; returns their paths.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plots needs matplotlib: pip install matplotlib") from error
 
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
