@@ -29,7 +29,7 @@ _WORTH = 0.01
 """What a plan has to gain that takes more memory, or four chunks, whose tasks are short."""
 _NEAR = 0.04
 """A number of chunks is not searched whose balanced layout takes longer at least than the best plan
-by this share: of 288 plans none changed by that, and of them one of five seconds was saved."""
+by this share: of 288 plans none changed by that, and they took a fifth less time."""
 
 
 def take_plan(args: argparse.Namespace) -> None:
