@@ -29,21 +29,9 @@ def graphed(**more: Any) -> list[dict[str, Any]]:
             {"inject": LATE, **graphs}]  # fmt: skip
 
 
-def test_replayed_blocks_are_equal_too() -> None:
-    """A captured W puts its module's entry back; nothing may overwrite main_grad in a replay."""
-    cases: list[dict[str, Any]] = [
-        {"name": "graphs", "p": 2, "m": 5, "runs": graphed(), "layers": 4, "iterations": 4},
-        {"name": "graphs, main_grad", "p": 2, "v": 2, "m": 4, "fused_wgrad": True, "overlap": True,
-         "runs": graphed(), "layers": 4, "iterations": 4},
-        {"name": "eager", "p": 2, "m": 5, "runs": [{"inject": LATE}], "layers": 4},
-    ]  # fmt: skip
-    output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=240)
-    for case in cases:
-        assert f"CASE {case['name']} ok" in output
-
-
 def test_equal_to_the_static_schedule_bit_by_bit() -> None:
-    """Some B's run before the W's of earlier microbatches: the queues must keep their order."""
+    """Some B's run before the W's of earlier microbatches: the queues must keep their order. A
+    captured W puts its module's entry back."""
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
     cases: list[dict[str, Any]] = [
         {"name": "v1", "p": 2, "m": 5, "runs": [fused, late], "layers": 4},
@@ -53,6 +41,9 @@ def test_equal_to_the_static_schedule_bit_by_bit() -> None:
         {"name": "overlap", "p": 2, "v": 2, "m": 4, "overlap": True, "runs": [late],
          "fused_wgrad": True, "distributed_optimizer": True},
         {"name": "recompute", "p": 2, "m": 4, "runs": [late], "recompute": "selective"},
+        {"name": "graphs", "p": 2, "m": 5, "runs": graphed(), "layers": 4, "iterations": 4},
+        {"name": "graphs, main_grad", "p": 2, "v": 2, "m": 4, "fused_wgrad": True, "overlap": True,
+         "runs": graphed(), "layers": 4, "iterations": 4},
     ]  # fmt: skip
     output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=240)
     for case in cases:
@@ -172,31 +163,40 @@ def test_without_transformer_engine_the_reason_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "values", "reason"),
+    ("version", "cases"),
     [
-        ("2.6.0", {}, "Transformer Engine 2.6.0 is too old: 2.7.0 or newer is needed"),
-        ("2.8.0", {"fp8": "hybrid"}, "8- and 4-bit layers"),
-        ("2.8.0", {"tp_comm_overlap": True}, "--tp-comm-overlap"),
-        ("2.8.0", {"num_moe_experts": 4}, "experts"),
-        ("2.8.0", {}, "None"),
+        ("2.6.0", [({}, "Transformer Engine 2.6.0 is too old: 2.7.0 or newer is needed")]),
+        (
+            "2.8.0",
+            [
+                ({"fp8": "hybrid"}, "8- and 4-bit layers"),
+                ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
+                ({"num_moe_experts": 4}, "experts"),
+                ({}, "None"),
+            ],
+        ),
     ],
 )
-def test_what_stays_fused(version: str, values: dict[str, Any], reason: str) -> None:
+def test_what_stays_fused(version: str, cases: list[tuple[dict[str, Any], str]]) -> None:
     names = ("fp8", "fp4", "tp_comm_overlap", "num_moe_experts", "cpu_offloading",
              "fine_grained_activation_offloading")  # fmt: skip
-    config = {**dict.fromkeys(names), **values, "delay_wgrad_compute": False}
+    configs = [
+        {**dict.fromkeys(names), **values, "delay_wgrad_compute": False} for values, _ in cases
+    ]
     code = (
         "from tests.runtime import te_double\n"
         f"te_double.install({version!r})\n"
         "from types import SimpleNamespace\n"
         "from megatron.dpp.mcore.te import delay_weight_gradients\n"
-        f"config = SimpleNamespace(**{config!r})\n"
-        "print(delay_weight_gradients(config), config.delay_wgrad_compute)\n"
+        f"for values in {configs!r}:\n"
+        "    config = SimpleNamespace(**values)\n"
+        "    print(delay_weight_gradients(config), config.delay_wgrad_compute)\n"
     )
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert reason in result.stdout
-    assert result.stdout.split()[-1] == str(reason == "None")
+    for (_, reason), line in zip(cases, result.stdout.splitlines(), strict=True):
+        assert reason in line
+        assert line.split()[-1] == str(reason == "None")
