@@ -46,22 +46,23 @@ def _saved_tensors(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     reached = set(waiting)
     while waiting:
         function = waiting.pop()
-        yield from _tensors_in(getattr(function, "saved_tensors", ()))  # a Function of Python
+        yield from tensors_in(getattr(function, "saved_tensors", ()))  # a Function of Python
         for name in dir(function):
             if name.startswith("_saved_"):  # one of C++ has an attribute per tensor
-                yield from _tensors_in(getattr(function, name))
+                yield from tensors_in(getattr(function, name))
         for before, _ in function.next_functions:
             if before is not None and before not in reached:
                 reached.add(before)
                 waiting.append(before)
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a nest of lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
 
 
 def room() -> int | None:

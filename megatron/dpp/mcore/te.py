@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore.memory import tensors_in
 
 _SINCE = "2.7.0"
 """The first version whose modules take over DistributedDataParallel's hooks."""
@@ -111,7 +112,8 @@ class DelayedModules:
 
     def __init__(self, chunk: torch.nn.Module, layers: list[torch.nn.Module], ddp: Any) -> None:
         self._layers = [[_Delayed(m) for m in layer.modules() if is_delayed(m)] for layer in layers]
-        inside = {id(delayed.module) for row in self._layers for delayed in row}
+        self._inside = [delayed for row in self._layers for delayed in row]
+        inside = {id(delayed.module) for delayed in self._inside}
         self._others: list[Any] = [
             m for m in chunk.modules() if is_delayed(m) and id(m) not in inside
         ]
@@ -123,7 +125,7 @@ class DelayedModules:
             )
 
     def __bool__(self) -> bool:
-        return any(self._layers)
+        return bool(self._inside)
 
     def restart(self) -> None:
         """Before the first task of an iteration."""
@@ -137,11 +139,10 @@ class DelayedModules:
                 f"backward of microbatch {microbatch} where {self._next_backward} was due"
             )
         self._next_backward += 1
-        inside = [delayed for row in self._layers for delayed in row]
-        if not any(delayed.has_new_entry() for delayed in inside):
-            self._replayed.add(microbatch)
+        if self._inside and not self._inside[0].has_new_entry():
+            self._replayed.add(microbatch)  # all of the block
         else:
-            for delayed in inside:
+            for delayed in self._inside:
                 delayed.keep_gradients()
         for module in self._others:
             if not module.wgrad_store.context.empty():
@@ -161,7 +162,7 @@ class DelayedModules:
 
     def knows(self, parameter: torch.nn.Parameter) -> bool:
         """Whether a W adds this parameter's gradient."""
-        return any(delayed.knows(parameter) for row in self._layers for delayed in row)
+        return any(delayed.knows(parameter) for delayed in self._inside)
 
     def take(
         self, gradients: Mapping[torch.nn.Parameter, torch.Tensor | None]
@@ -179,15 +180,14 @@ class DelayedModules:
         """Memory that the layers' queues keep alive."""
         return sum(
             tensor.numel() * tensor.element_size()
-            for row in self._layers
-            for delayed in row
+            for delayed in self._inside
             for tensors, _ in list(delayed.queue.queue)
-            for tensor in _tensors_in(tensors)
+            for tensor in tensors_in(tensors)
         )
 
     def check_empty(self) -> None:
         """After the last task: nothing was left behind."""
-        left = sum(delayed.queue.qsize() for row in self._layers for delayed in row)
+        left = sum(delayed.queue.qsize() for delayed in self._inside)
         if left:
             raise AssertionError(f"{left} delayed weight gradients were not computed")
 
@@ -271,11 +271,3 @@ def real_gradient(parameter: Any) -> torch.Tensor | None:
     if gradient is not None and getattr(parameter, "grad_added_to_main_grad", False):
         return gradient.new_zeros(()).expand(gradient.shape)
     return gradient
-
-
-def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors_in(value)
