@@ -1,0 +1,57 @@
+"""``train``'s words: the guide's commands, help that fits a screen, completion."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from megatron.dpp.launch import cli
+from megatron.dpp.launch.flags import from_argv, to_argv
+from megatron.dpp.launch.main import plan
+from megatron.dpp.train.fields import core_fields
+from tests.launch.test_train import ROOT
+
+
+def guide_commands() -> list[str]:
+    """The guide's commands of several nodes, without what is set before them."""
+    text = (ROOT / "docs" / "USAGE_GUIDE.md").read_text(encoding="utf-8")
+    lines = [line.partition("#")[0] for line in text.splitlines()]
+    starts = ("NUM_NODES", "srun", "python train")
+    found = [line.partition("train ")[2] for line in lines if line.startswith(starts)]
+    return sorted({words for words in found if "--gpus" in words})
+
+
+@pytest.mark.parametrize("words", guide_commands())
+def test_the_guides_commands_resolve(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = {"NUM_NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node0"}
+    for name, value in nodes.items():
+        monkeypatch.setenv(name, value)
+    rest = words.split()
+    assert plan([*rest, "--gpu", "H200", *([] if "--dry-run" in rest else ["--dry-run"])]).nodes
+
+
+@pytest.mark.parametrize("mode", [None, *cli.MODES])
+def test_help_fits_a_screen(mode: str | None) -> None:
+    lines = cli.help_text(mode).splitlines()
+    assert len(lines) <= 40
+    assert max(len(line) for line in lines) <= 100
+
+
+def test_help_and_completion_know_every_option() -> None:
+    names = {name for action in cli.build_parser()._actions for name in action.option_strings} - {
+        "--mode"
+    }
+    shown = "\n".join(cli.help_text(mode) for mode in cli.MODES)
+    assert all(f"  {name}" in shown for name in names)
+    script = cli.completion("bash")
+    assert all(name in script for name in names)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    taken = {row["name"] for rows in core_fields().values() for row in rows}
+    assert not {"tp", "pp", "chunks", "mode"} & taken
+
+
+def test_flags_survive_the_way_to_words_and_back() -> None:
+    flags = {"--a": True, "--b": "1", "--c": ["1", "2"]}
+    assert from_argv(to_argv(flags)) == flags
+    assert from_argv(["--b=1"]) == {"--b": "1"}
