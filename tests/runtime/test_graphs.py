@@ -88,6 +88,40 @@ def test_other_arguments_than_the_first_run_eagerly_and_are_named_once(chunk: Ch
     assert len([line for line in said if "unlike" in line]) == 1
 
 
+def test_after_a_step_every_block_is_captured_in_every_slot(
+    chunk: Chunk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk took any free slot and was captured there when it first met it: tasks of 2 ms took
+    ten in the middle of later steps."""
+    captured: list[Any] = []
+
+    def capture(function: Any, pool: Any) -> Rerun:
+        captured.append(function)
+        return Rerun(function, pool)
+
+    other, said = Chunk(), list[str]()
+    made = graphs.ChunkGraphs([chunk, other], None, said.append, lambda: True, capture)
+
+    def forwards(*chunks: Chunk) -> list[torch.Tensor]:
+        inputs = [torch.arange(24.0).reshape(SHAPE).requires_grad_() for _ in chunks]
+        with made.bound(torch.empty(SHAPE)):
+            outputs = [c.decoder(hidden_states=h) for c, h in zip(chunks, inputs, strict=True)]
+            for output in outputs:
+                output.sum().backward()
+        return [hidden.grad for hidden in inputs]
+
+    forwards(chunk, chunk, other)
+    assert len(captured) == 2 * 3 * 2  # F and B of two blocks in three slots
+    one = forwards(chunk)[0]
+    assert all(torch.equal(each, one) for each in forwards(chunk, chunk, chunk))
+    forwards(other, other, chunk)
+    assert len(captured) == 2 * 3 * 2
+    assert said == ["CUDA graphs: memory for 3 chunk activations of 0 MiB"]
+    made._slots = None  # as a cap in bytes does once it knows what a slot takes
+    forwards(chunk, chunk, other)
+    assert len(captured) == 2 * 2 * 3 * 2
+
+
 def test_a_capture_that_fails_leaves_the_block_eager_and_says_why(chunk: Chunk) -> None:
     def refuse(function: Any, pool: Any) -> Any:
         raise RuntimeError("operation not permitted\nwhen stream is capturing")

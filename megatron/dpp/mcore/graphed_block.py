@@ -1,8 +1,8 @@
 """One chunk's transformer block as CUDA graphs, and the memory that they run over.
 
 Every activation in flight has a *slot*: a memory pool and buffers. The first forward of a chunk in
-a slot captures F, B and one W per layer over that pool; later ones replay them. ``graphs`` is the
-only caller.
+a slot captures F, B and one W per layer over that pool, or the end of the step in which the slot
+was made does; later ones replay them. ``graphs`` is the only caller.
 """
 
 from __future__ import annotations
@@ -50,16 +50,21 @@ class Slots:
         self._example = example.detach()
         self.grad_input = torch.empty_like(example, requires_grad=False)
         self._free: list[_Slot] = []
-        self.number = 0
+        self.made: list[_Slot] = []
+        """Slots that have graphs."""
         self.slot_bytes = 0
         """Device memory of a slot, the smallest seen: the first ones include libraries' needs."""
 
-    def take(self) -> _Slot:
+    def take(self, block: GraphedBlock) -> _Slot:
+        """A free slot, one that has graphs of this block if there is any; a new one if none is."""
+        for place in range(len(self._free) - 1, -1, -1):
+            if block in self._free[place].graphs:
+                return self._free.pop(place)
         return self._free.pop() if self._free else _Slot(self._example)
 
-    def made(self, num_bytes: int) -> None:
+    def add(self, slot: _Slot, num_bytes: int) -> None:
         """A slot has got its first graphs."""
-        self.number += 1
+        self.made.append(slot)
         self.slot_bytes = min(num_bytes, self.slot_bytes or num_bytes)
 
     def give_back(self, slot: _Slot) -> None:
@@ -79,7 +84,7 @@ class _Graphs:
         self, owner: GraphedBlock, slot: _Slot, slots: Slots, options: Mapping[str, Any]
     ) -> None:
         self._owner, self._slot, self._slots = owner, slot, slots
-        self._options = {
+        self.options = {
             name: torch.empty_like(value) if isinstance(value, torch.Tensor) else value
             for name, value in options.items()
         }
@@ -90,7 +95,7 @@ class _Graphs:
         self._deferred: dict[int, list[DeferredWork]] = {}
         self._given: list[torch.nn.Parameter] = []
         self._unfinished = 0
-        owner.prepare(partial(owner.run, slot.input, self._options))
+        owner.prepare(partial(owner.run, slot.input, self.options))
         self._forward = owner.capture(self._run_forward, slot.pool)
         self._backward = owner.capture(self._run_backward, slot.pool)
         layers = range(owner.num_layers - 1, -1, -1) if owner.store is not None else ()
@@ -98,7 +103,7 @@ class _Graphs:
 
     def _run_forward(self) -> None:
         with self._owner.using(self._aliases), self._owner.recomputable():
-            self._live = self._owner.run(self._slot.input, self._options)
+            self._live = self._owner.run(self._slot.input, self.options)
         self._slot.output.copy_(self._live.detach())
 
     def _run_backward(self) -> None:
@@ -158,7 +163,7 @@ class _Graphs:
         """Bring an argument in; one that stays the same (rotary embeddings) is copied once."""
         known = self._copied.get(name)
         if known is None or known[0] is not value or known[1] != value._version:
-            self._options[name].copy_(value)
+            self.options[name].copy_(value)
             self._copied[name] = (value, value._version)
 
     @torch.no_grad()
@@ -263,6 +268,17 @@ class GraphedBlock:
             self._block.forward = self._call
         else:
             del self._block.forward
+
+    def complete(self, slots: Slots) -> None:
+        """Between two steps: capture this block in the slots where it has not been run yet. In the
+        middle of a later step it would keep the whole pipeline waiting.
+        """
+        known = next((slot.graphs[self] for slot in slots.made if self in slot.graphs), None)
+        if known is None:
+            return
+        for slot in slots.made:
+            if self not in slot.graphs and not self._failed:
+                self._capture_in(slot, slots, known.options)
 
     @contextlib.contextmanager
     def not_reduced(self) -> Iterator[None]:
@@ -374,18 +390,25 @@ class GraphedBlock:
             return None
         if self._failed or not _alike(hidden, slots.grad_input):
             return None
-        slot = slots.take()
+        slot = slots.take(self)
         if self not in slot.graphs:
-            before = _reserved(hidden)
-            try:
-                slot.graphs[self] = _Graphs(self, slot, slots, options)
-            except (RuntimeError, TypeError) as error:
-                self._failed = True
-                self._say(f"runs without graphs: {' '.join(str(error).split())[:200]}")
+            before, fresh = _reserved(hidden), not slot.graphs
+            self._capture_in(slot, slots, options)
+            if self._failed:
+                if not fresh:
+                    slots.give_back(slot)
                 return None
-            if len(slot.graphs) == 1:
-                slots.made(_reserved(hidden) - before)
+            if fresh:
+                slots.add(slot, _reserved(hidden) - before)
         return slot.graphs[self]
+
+    def _capture_in(self, slot: _Slot, slots: Slots, options: Mapping[str, Any]) -> None:
+        """Add this block's graphs to a slot; where that fails, it runs eagerly from here on."""
+        try:
+            slot.graphs[self] = _Graphs(self, slot, slots, options)
+        except (RuntimeError, TypeError) as error:
+            self._failed = True
+            self._say(f"runs without graphs: {' '.join(str(error).split())[:200]}")
 
 
 def _taken(tensor: torch.Tensor) -> torch.Tensor:

@@ -125,8 +125,10 @@ class ChunkGraphs:
         finally:
             for block in self._blocks:
                 block.bind(None)
-        if self._slots is not None and self._slots.number != self._num_said:
-            self._num_said = self._slots.number
+        if self._slots is not None and len(self._slots.made) != self._num_said:
+            self._num_said = len(self._slots.made)
+            for block in self._blocks:
+                block.complete(self._slots)
             self._log(
                 f"CUDA graphs: memory for {self._num_said} chunk activations of "
                 f"{self._slots.slot_bytes / (1 << 20):.0f} MiB"
@@ -151,7 +153,7 @@ class ChunkGraphs:
             if example.is_cuda:
                 gc.collect()  # graphs and their slots know each other
                 torch.cuda.empty_cache()  # what was the eager steps' is theirs now
-            self._slots, self._addresses = Slots(example), addresses
+            self._slots, self._addresses, self._num_said = Slots(example), addresses, 0
 
 
 def why_not(chunk: torch.nn.Module) -> str | None:
