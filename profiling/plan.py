@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     shapes.add_argument("--micro-batch-size", type=int, default=1)
     shapes.add_argument("--swiglu", action="store_true")
     shapes.add_argument("--tensor-parallel", type=int, default=1)
+    shapes.add_argument("--sequence-parallel", action="store_true", help="with --tensor-parallel")
     shapes.add_argument("--cross-entropy-loss-fusion", action="store_true")
     tflops = "of matrix products on a GPU (default 710)"
     shapes.add_argument("--tflops", type=float, default=710.0, help=tflops)
@@ -166,6 +167,7 @@ def _shapes(args: argparse.Namespace) -> ModelShape | None:
         ffn_hidden_size=args.ffn_hidden_size,
         swiglu=args.swiglu,
         tensor_parallel=args.tensor_parallel,
+        sequence_parallel=args.sequence_parallel,
         fused_loss=args.cross_entropy_loss_fusion,
         flops=args.tflops * 1e12,
     )

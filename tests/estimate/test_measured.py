@@ -178,6 +178,29 @@ def test_what_train_runs(
     assert fullest / 2**30 == pytest.approx(measured_gib, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("model", "flags", "measured_ms", "measured_gib"),
+    [
+        ("345M", GRAPHS, 214.4, 10.38),
+        ("345M", GRAPHS + "--tensor-model-parallel-size 2 ", 309.9, 6.16),
+        ("345M", GRAPHS + "--tensor-model-parallel-size 2 --sequence-parallel ", 346.3, 5.37),
+        ("1.3B", GRAPHS, 1126.6, 16.58),
+        ("1.3B", GRAPHS + "--tensor-model-parallel-size 2 ", 1368.7, 10.05),
+        ("1.3B", GRAPHS + "--tensor-model-parallel-size 2 --sequence-parallel ", 1441.8, 8.48),
+        ("1.3B", "--use-dpp --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout "
+         "Ettt|tttt|ttt|ttt|ttt|ttt|ttt|ttL --dpp-activation-cap megatron ", 1250.0, 21.06),
+    ],
+)  # fmt: skip
+def test_what_train_runs_on_four(
+    model: str, flags: str, measured_ms: float, measured_gib: float
+) -> None:
+    """Nothing was fitted to these."""
+    found = estimate(shape_on(4, TRAIN + SIZES[model] + flags + "--overlap-grad-reduce "), H200)
+    assert found.seconds * 1e3 == pytest.approx(measured_ms, rel=0.08)
+    fullest = max(rank.activations + rank.workspace for rank in found.ranks)
+    assert fullest / 2**30 == pytest.approx(measured_gib, rel=0.1)
+
+
 @pytest.mark.parametrize(("flags", "measured_ms"), [("", 251.1), ("--sequence-parallel", 279.0)])
 def test_time_of_tensor_parallel_collectives(flags: str, measured_ms: float) -> None:
     """Hidden 2048, 16 layers, forward and backward only, before weight gradients were added within

@@ -31,6 +31,7 @@ from megatron.dpp.train.preflight import build_vocabulary
 from tests.train.test_preflight import WITHOUT_TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
+ARTIFICIAL = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50303"
 H200 = Setting(per_node=8, num_nodes=1, on_gpu=True, device=gpu_device("NVIDIA H200", 141 * 2**30))
 RESOLVED = {
     "--mode simple --procs 4": {"data_parallel": 4, "use_dpp": False, "bf16": False},
@@ -488,3 +489,15 @@ def test_a_wrong_word_is_refused_before_set_up(tmp_path: Path) -> None:
     result = subprocess.run(words, capture_output=True, text=True, timeout=60, env=bare)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "error: --max-steps 0: nearest possible: 1\n"
+
+
+@pytest.mark.parametrize(("micro_batch", "spread"), [(4, False), (64, True)])
+def test_sequence_parallelism_is_taken_where_memory_is_short(
+    micro_batch: int, spread: bool
+) -> None:
+    """It makes layers of these sizes 5 to 12 % slower on H200s."""
+    words = f"--mode 3d --tp 2 --model large --gpus 2 --gpu h200 --dry-run {ARTIFICIAL}"
+    found = plan(f"{words} --micro-batch-size {micro_batch}".split())
+    assert ("--sequence-parallel" in found.resolved.flags) == spread
+    asked = plan(f"{words} --sequence-parallel".split())
+    assert "--sequence-parallel" in asked.resolved.flags

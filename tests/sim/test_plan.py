@@ -1,5 +1,6 @@
 """The layout planner: parts of a model, balanced layouts, memory, and its command line."""
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -198,6 +199,23 @@ def test_shapes_count_operations():
     assert between == pytest.approx(2 * 3 * 34 * 64 * 32 / 4.8e12)
     assert weight < forward < backward
     assert wide.head.times[2] == pytest.approx(2 * small.head.times[2])
+
+
+def test_shapes_count_collectives():
+    """Without them the head of a tensor-parallel pipeline seemed worth more layers than it is."""
+    model = ModelShape(
+        num_layers=4, hidden_size=1024, seq_length=1024, vocab_size=51200, micro_batch_size=8
+    )
+    shared = dataclasses.replace(model, tensor_parallel=2)
+    alone, sums = from_shapes(model), from_shapes(shared)
+    each = 4e-5 + 2 * 8 * 1024 * 1024 / 3.4e11
+    assert sums.layer.times[0] == pytest.approx(alone.layer.times[0] / 2 + 2 * each)
+    assert sums.layer.times[2] == pytest.approx(alone.layer.times[2] / 2)
+    spread = from_shapes(dataclasses.replace(shared, sequence_parallel=True))
+    assert sum(spread.layer.times) > sum(sums.layer.times)
+    assert sum(sums.head.times) / sum(sums.layer.times) < 0.9 * (
+        sum(alone.head.times) / sum(alone.layer.times)
+    )
 
 
 def test_command_line_from_shapes(capsys):

@@ -14,7 +14,7 @@ from megatron.dpp.estimate.activations import layer_bytes
 from megatron.dpp.estimate.device import Device
 from megatron.dpp.estimate.shape import RunShape
 from megatron.dpp.schedule import Kind
-from megatron.dpp.sim import between_products, head_times
+from megatron.dpp.sim import between_products, collectives, head_times
 from megatron.dpp.sim.model_costs import Times
 
 GRAPHS_PAY_FROM = 0.75
@@ -53,15 +53,13 @@ class PartTimes:
 
 
 def forward_collectives(shape: RunShape) -> int:
-    """Tensor-parallel collectives of a layer's forward. Sequence parallelism halves each sum, into
-    gathering and scattering."""
-    return 0 if shape.tensor == 1 else 4 if shape.sequence_parallel else 2
+    """Tensor-parallel collectives of a layer's forward."""
+    return collectives(shape.tensor, shape.sequence_parallel)[0]
 
 
 def backward_collectives(shape: RunShape) -> int:
-    """Those of a layer's backward. With sequence parallelism the inputs of two linear layers are
-    gathered once more, for their weight gradients."""
-    return forward_collectives(shape) + (2 if shape.sequence_parallel else 0)
+    """Those of a layer's backward."""
+    return collectives(shape.tensor, shape.sequence_parallel)[1]
 
 
 def collective_bytes(shape: RunShape) -> float:

@@ -22,7 +22,7 @@ from megatron.dpp.estimate.text import size
 from megatron.dpp.estimate.timing import least_seconds
 from megatron.dpp.launch.flags import Flags
 from megatron.dpp.launch.layout import Layout, nearest_multiple, possible_layouts
-from megatron.dpp.launch.resolve import Resolved, Setting, is_planned, resolve
+from megatron.dpp.launch.resolve import Resolved, Setting, forms, is_planned, resolve
 from megatron.dpp.launch.settle import checked, plan_flags, shape_from, with_plan
 from megatron.dpp.train.files import check_start
 
@@ -42,13 +42,16 @@ _MOST_PLANNED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A layout to simulate. ``planned``: its layers lie where they cost the least time."""
+    """A layout to simulate. ``planned``: its layers lie where they cost the least time; ``spread``:
+    with sequence parallelism.
+    """
 
     layout: Layout
     shard: str
     recompute: str
     micro_batch: int
     planned: bool
+    spread: bool
     least_seconds: float
 
     @property
@@ -88,6 +91,7 @@ class Candidate(Way):
             static = self.layout.pipeline > 1 and "--use-dpp" not in self.resolved.flags
             words += " --no-dpp" if static else ""
             words += " --use-distributed-optimizer" if self.shard == "optimizer" else ""
+            words += " --sequence-parallel" if self.spread else ""
         elif self.shard != "none":
             words = f"--mode zero --zero-stage {stages[self.shard]}"
         else:
@@ -126,7 +130,7 @@ class _Search:
     ) -> None:
         self._options, self._flags, self._setting, self._plain = options, flags, setting, plain
         self._usable = _USABLE * setting.device.memory_bytes
-        self._plans: dict[tuple[Layout, int], Flags] = {}
+        self._plans: dict[tuple[Layout, int, bool], Flags] = {}
         self.problem: DppError | None = None
 
     def run(self) -> list[Candidate]:
@@ -151,8 +155,12 @@ class _Search:
         setting, plain, static = self._setting, self._plain, self._options.no_dpp
         for layout, planned in _layouts(self._options, self._flags, setting, plain):
             shards = _shards(layout, setting)
-            for shard, micro, recompute in product(shards, _MICRO_BATCHES, ("none", "full")):
-                shape = shape_with(plain, setting, layout, shard, micro, recompute, static=static)
+            spreads = (False, True) if layout.tensor > 1 and setting.on_gpu else (False,)
+            ways = product(shards, _MICRO_BATCHES, ("none", "full"), spreads)
+            for shard, micro, recompute, spread in ways:
+                shape = shape_with(
+                    plain, setting, layout, shard, micro, recompute, static=static, spread=spread
+                )
                 if shape is not None and least_bytes(shape) <= self._usable:
                     yield Way(
                         layout=layout,
@@ -160,6 +168,7 @@ class _Search:
                         recompute=recompute,
                         micro_batch=micro,
                         planned=planned,
+                        spread=spread,
                         least_seconds=least_seconds(shape, setting.device, planned=planned),
                     )
 
@@ -187,12 +196,13 @@ class _Search:
         chosen.micro_batch_size, chosen.recompute = way.micro_batch, way.recompute
         chosen.batch_size, chosen.engine = batch, None
         sizes = {"--micro-batch-size": way.micro_batch, "--global-batch-size": batch}
-        resolved = resolve(
+        plain = resolve(
             chosen, self._flags | sizes, self._setting, layout=way.layout, shard=way.shard
         )
+        resolved = forms(plain, self._setting)[-1 if way.spread else 0]
         if not way.planned:
             return resolved
-        key = way.layout, way.micro_batch  # a plan depends on nothing else
+        key = way.layout, way.micro_batch, way.spread  # a plan depends on nothing else
         if key not in self._plans:
             if len(self._plans) >= _MOST_PLANNED:
                 return None
@@ -232,6 +242,7 @@ def shape_with(
     recompute: str,
     *,
     static: bool,
+    spread: bool,
 ) -> RunShape | None:
     """``plain`` on all devices, in a layout; None when the batch does not come out."""
     data = setting.world_size // (layout.tensor * layout.pipeline)
@@ -252,7 +263,7 @@ def shape_with(
         data=data,
         micro_batch=micro,
         num_microbatches=microbatches,
-        sequence_parallel=plain.flash and layout.tensor > 1,
+        sequence_parallel=spread,
         shard=shard,
         gradient_bytes=plain.element_bytes if shard == "parameters" else plain.gradient_bytes,
         recompute=recompute,
@@ -325,8 +336,10 @@ def why_nothing_fits(
     least: tuple[float, Layout, str] | None = None
     for layout, _ in _layouts(options, flags, setting, plain):
         for shard in _shards(layout, setting):
-            static = options.no_dpp
-            shape = shape_with(plain, setting, layout, shard, 1, "full", static=static)
+            spread = layout.tensor > 1 and setting.on_gpu
+            shape = shape_with(
+                plain, setting, layout, shard, 1, "full", static=options.no_dpp, spread=spread
+            )
             if shape is not None:
                 need = least_bytes(shape)
                 if need <= usable:

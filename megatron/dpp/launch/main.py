@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from megatron.dpp.errors import ConfigError, DppError
 from megatron.dpp.estimate import (
+    Estimate,
     RunShape,
     cpu_device,
     estimate,
@@ -33,6 +34,7 @@ from megatron.dpp.launch.resolve import (
     asked_layout,
     base_flags,
     environment,
+    forms,
     resolve,
     shard_of,
 )
@@ -138,13 +140,8 @@ def plan(words: Sequence[str]) -> Plan:
         asked = resolve(
             options, flags, setting, layout=asked_layout(options, flags), shard=shard_of(options)
         )
-        least = least_bytes(shape_from(asked, setting, plan=False))
-        _refuse_what_does_not_fit(options, least, flags, setting)
-        resolved = settled(asked, setting)
-        shape = shape_from(resolved, setting)
-        found = estimate(shape, setting.device)
-        _refuse_what_does_not_fit(options, found.peak_bytes, flags, setting)
-        report = [f"mode {options.mode}{_planned(asked)}", *lines(found), *_warnings(shape)]
+        asked, resolved, found = _fitting(options, asked, flags, setting)
+        report = [f"mode {options.mode}{_planned(asked)}", *lines(found), *_warnings(found.shape)]
     _check_files(resolved, setting, tokens_exist=data.preparation is None)
     return Plan(
         options=options,
@@ -155,6 +152,28 @@ def plan(words: Sequence[str]) -> Plan:
         preparation=data.preparation,
         own_split=own_split,
     )
+
+
+def _fitting(
+    options: argparse.Namespace, asked: Resolved, flags: Flags, setting: Setting
+) -> tuple[Resolved, Resolved, Estimate]:
+    """The fastest form of a run that fits, as asked for and settled, with its estimate.
+
+    Raises:
+        ConfigError: none fits; names the nearest run that does.
+    """
+    memory, fitting, needs = setting.device.memory_bytes, [], []
+    for form in forms(asked, setting):
+        needs.append(least_bytes(shape_from(form, setting, plan=False)))
+        if needs[-1] <= memory:
+            resolved = settled(form, setting)
+            found = estimate(shape_from(resolved, setting), setting.device)
+            needs[-1] = found.peak_bytes
+            if needs[-1] <= memory:
+                fitting.append((form, resolved, found))
+    if not fitting:
+        raise _does_not_fit(options, min(needs), flags, setting)
+    return min(fitting, key=lambda each: each[2].seconds)
 
 
 def _planned(asked: Resolved) -> str:
@@ -263,18 +282,15 @@ def _plain(options: argparse.Namespace, flags: Flags, setting: Setting) -> RunSh
     return shape_from(resolve(plain, flags, alone, layout=Layout(), shard="none"), alone)
 
 
-def _refuse_what_does_not_fit(
+def _does_not_fit(
     options: argparse.Namespace, need_bytes: float, flags: Flags, setting: Setting
-) -> None:
-    memory = setting.device.memory_bytes
-    if need_bytes <= memory:
-        return
-    need = f"the fullest rank needs {size(need_bytes)} of {size(memory)}"
+) -> ConfigError:
+    need = f"the fullest rank needs {size(need_bytes)} of {size(setting.device.memory_bytes)}"
     plain = _plain(options, flags, setting)
     fitting = auto.candidates(options, flags, setting, plain)
     if fitting:
-        raise ConfigError(f"{need}; nearest that fits: {fitting[0].command()}")
-    raise ConfigError(f"{need}; {auto.why_nothing_fits(options, flags, setting, plain)}")
+        return ConfigError(f"{need}; nearest that fits: {fitting[0].command()}")
+    return ConfigError(f"{need}; {auto.why_nothing_fits(options, flags, setting, plain)}")
 
 
 def _best(options: argparse.Namespace, flags: Flags, setting: Setting) -> list[auto.Candidate]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -283,8 +284,6 @@ def _layout_flags(options: argparse.Namespace, layout: Layout, setting: Setting)
     flags: Flags = {}
     if layout.tensor > 1:
         flags["--tensor-model-parallel-size"] = layout.tensor
-        if setting.on_gpu:
-            flags["--sequence-parallel"] = True
     # The padded vocabulary must not depend on the layout, or losses and checkpoints would.
     if 1024 % layout.tensor == 0:
         flags["--make-vocab-size-divisible-by"] = 1024 // layout.tensor
@@ -297,6 +296,18 @@ def _layout_flags(options: argparse.Namespace, layout: Layout, setting: Setting)
     if layout.chunks > 1:
         flags["--num-virtual-stages-per-pipeline-rank"] = layout.chunks
     return flags
+
+
+def forms(resolved: Resolved, setting: Setting) -> list[Resolved]:
+    """The same run, and one with sequence parallelism, where that may be taken.
+
+    It needs less memory, but a layer has ten collectives instead of four: 345M and 1.3B take 5 to
+    12 % longer with it on H200s (docs/benchmarks/scaling-h200.md).
+    """
+    name = "--sequence-parallel"
+    if resolved.layout.tensor == 1 or not setting.on_gpu or name in resolved.flags:
+        return [resolved]
+    return [resolved, dataclasses.replace(resolved, flags=resolved.flags | {name: True})]
 
 
 def is_planned(options: argparse.Namespace, flags: Flags, layout: Layout, setting: Setting) -> bool:

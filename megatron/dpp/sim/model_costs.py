@@ -151,6 +151,8 @@ class ModelShape:
             H200. Layouts need the proportions only.
         bytes_per_second: memory bandwidth, which bounds the loss and what lies between products.
         fused_loss: ``--cross-entropy-loss-fusion``.
+        collective_seconds, collective_bytes_per_second: what a tensor-parallel collective takes
+            beside its bytes, and how fast these are.
         state_bytes_per_parameter: 18 for bf16 weights, fp32 gradients and Adam in fp32.
     """
 
@@ -162,10 +164,13 @@ class ModelShape:
     ffn_hidden_size: int | None = None
     swiglu: bool = False
     tensor_parallel: int = 1
+    sequence_parallel: bool = False
     fused_loss: bool = False
     flops: float = 7.1e14
     bytes_per_second: float = 4.8e12
     link_bytes_per_second: float = 2e11
+    collective_seconds: float = 4e-5
+    collective_bytes_per_second: float = 3.4e11
     state_bytes_per_parameter: float = 18.0
 
     def __post_init__(self) -> None:
@@ -179,8 +184,9 @@ def from_shapes(model: ModelShape, sigma: float = 0.0) -> ModelCosts:
     ``B`` and ``W``.
 
     The core of attention has no weights: 2 operations forward, 4 in ``B``. A causal mask halves
-    them. Activations are those of a layer without recompute, with flash attention, in 16 bits: 34
-    bytes per element (Korthikanti et al., "Reducing Activation Recomputation", 2022).
+    them. Nothing of tensor-parallel collectives is hidden. Activations are those of a layer without
+    recompute, with flash attention, in 16 bits: 34 bytes per element (Korthikanti et al., "Reducing
+    Activation Recomputation", 2022).
     """
     h, tokens = model.hidden_size, model.seq_length * model.micro_batch_size
     ffn = model.ffn_hidden_size or 4 * h
@@ -190,6 +196,9 @@ def from_shapes(model: ModelShape, sigma: float = 0.0) -> ModelCosts:
     share = model.state_bytes_per_parameter / model.tensor_parallel
     kept = 34 * h * tokens / model.tensor_parallel
     forward, backward = between_products(kept, model.bytes_per_second)
+    each = _collective(model)
+    sums, sums_backward = collectives(model.tensor_parallel, model.sequence_parallel)
+    forward, backward = forward + sums * each, backward + sums_backward * each
     layer = Part(
         (linear + core + forward, linear + 2 * core + backward, linear),
         activation_bytes=kept,
@@ -204,6 +213,27 @@ def from_shapes(model: ModelShape, sigma: float = 0.0) -> ModelCosts:
     embedding = Part(lookup, 2 * h * tokens, table * share)
     hop = 2 * h * tokens / model.link_bytes_per_second
     return ModelCosts(model.num_layers, layer, embedding, head, hop, sigma)
+
+
+def collectives(tensor: int, sequence_parallel: bool) -> tuple[int, int]:
+    """Tensor-parallel collectives of a layer's forward and backward.
+
+    Sequence parallelism halves each sum, into gathering and scattering, and gathers the inputs of
+    two linear layers once more, for their weight gradients.
+    """
+    if tensor == 1:
+        return 0, 0
+    return (4, 6) if sequence_parallel else (2, 2)
+
+
+def _collective(model: ModelShape) -> float:
+    """Seconds of one: to sum a hidden state in a ring the whole goes round twice, less a rank's
+    own share; to gather or scatter it, once.
+    """
+    tensor = model.tensor_parallel
+    once = 2 * model.hidden_size * model.seq_length * model.micro_batch_size * (tensor - 1) / tensor
+    passes = 1 if model.sequence_parallel else 2
+    return model.collective_seconds + passes * once / model.collective_bytes_per_second
 
 
 def between_products(kept: float, bytes_per_second: float) -> tuple[float, float]:

@@ -85,6 +85,7 @@ def _costs(args: argparse.Namespace) -> ModelCosts:
             ffn_hidden_size=args.ffn_hidden_size,
             swiglu=args.swiglu,
             tensor_parallel=args.tensor_model_parallel_size,
+            sequence_parallel=args.sequence_parallel,
             fused_loss=args.cross_entropy_loss_fusion,
         )
     )
