@@ -38,8 +38,10 @@ from bench_gpt import Model, reserved
 
 from megatron.dpp.errors import ConfigError
 
-_WARM_UP_STEPS = 4
-"""Two eager steps, one that captures graphs, one that replays them."""
+_WARM_UP_STEPS = 8
+"""Two eager steps, two that capture graphs (anew, once their memory is known), and some in which a
+dynamic schedule may still need one more.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,22 +54,24 @@ class Name:
     kind: str
     num_chunks: int
     lookahead: float | None
+    ahead: bool
 
     @classmethod
     def parse(cls, text: str) -> Name:
         match = re.fullmatch(
-            r"(laid)?(eager|graph|traced)?(static|fused|split)(\d+)(?:@([\d.]+))?", text
+            r"(laid)?(eager|graph|traced)?(late)?(static|fused|split)(\d+)(?:@([\d.]+))?", text
         )
-        unknown = match is None or (match[2] == "traced" and match[3] == "static")
+        unknown = match is None or (match[4] == "static" and bool(match[3] or match[2] == "traced"))
         if not torch.cuda.is_available() and match is not None:
-            unknown |= bool(match[1]) or match[2] in ("eager", "graph")  # stages that sleep
+            unknown |= bool(match[1] or match[3]) or match[2] in ("eager", "graph")  # they sleep
         if match is None or unknown:
             raise SystemExit(
                 f"--schedules {text}: expected static, fused or split and the number of chunks, "
                 "as in static2,split2 (prefixes: --help)"
             )
-        lookahead = float(match[5]) if match[5] else None
-        return cls(text, bool(match[1]), match[2] or "", match[3], int(match[4]), lookahead)
+        lookahead = float(match[6]) if match[6] else None
+        mode, laid, ahead = match[2] or "", bool(match[1]), not match[3]
+        return cls(text, laid, mode, match[4], int(match[5]), lookahead, ahead)
 
     @property
     def model(self) -> tuple[int, bool]:
@@ -92,8 +96,8 @@ def parse_arguments() -> argparse.Namespace:
         default="static1,static2,static4,fused2,split1,split2,split4",
         help="static, fused or split, followed by the number of chunks per rank; with a prefix, "
         "eagersplit2 never uses CUDA graphs, graphsplit2 and graphstatic2 always do, "
-        "tracedsplit2 writes a trace, laidsplit2 has --layout, and split2@1.5 has a --lookahead of "
-        "its own",
+        "tracedsplit2 writes a trace, laidsplit2 has --layout, latesplit2 launches no task ahead "
+        "of its input, and split2@1.5 has a --lookahead of its own",
     )
     parser.add_argument("--layout", help="as --pipeline-model-parallel-layout, for laid... ones")
     parser.add_argument("--inject", default="", help="variability, as --dpp-inject; none if empty")
@@ -179,6 +183,7 @@ def make_schedule(model: Model, name: Name) -> Any:
         transport=args.transport,
         lookahead=args.lookahead if name.lookahead is None else name.lookahead,
         slots=args.slots,
+        launch_ahead=name.ahead,
         inject=inject,
         timeout=120.0,
     )

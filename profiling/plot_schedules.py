@@ -74,7 +74,8 @@ def _draw(rows: list[Row], path: Path) -> None:
             ha="right" if side < 0 else "left",
         )  # fmt: skip
     axes.set_yticks(list(places), [row.label for row in rows])
-    axes.set_xlim(min(row.ratio for row in rows) - 0.03, max(1.05, *(row.ratio for row in rows)))
+    ratios = [row.ratio for row in rows]
+    axes.set_xlim(min(ratios) - 0.06, max(1.05, *ratios) + 0.03)
     axes.set_xlabel("step time, ours / best static schedule (left: faster)")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

@@ -202,12 +202,17 @@ Stream::Stream(DevicePtr device) : device_(std::move(device)) {
 }
 
 Stream::~Stream() {
-  if (!device_->usable()) return;
+  drain();
+  if (device_->usable()) static_cast<void>(device_->api().cuStreamDestroy(handle_));
+}
+
+void Stream::drain() {
+  if (stuck_ || !device_->usable()) return;
   const uint64_t deadline = monotonic_ns() + kDrainNs;
-  while (device_->api().cuStreamQuery(handle_) == kNotReady && monotonic_ns() < deadline) {
+  while (device_->api().cuStreamQuery(handle_) == kNotReady) {
+    if ((stuck_ = monotonic_ns() >= deadline)) return;
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
-  static_cast<void>(device_->api().cuStreamDestroy(handle_));
 }
 
 void Stream::wait_for(const Event& event) {

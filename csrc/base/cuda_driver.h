@@ -97,6 +97,8 @@ struct AccessDescription {
   X(cuStreamQuery, StreamHandle)                                                               \
   X(cuStreamSynchronize, StreamHandle)                                                         \
   X(cuStreamWaitEvent, StreamHandle, EventHandle, unsigned)                                    \
+  X(cuStreamWaitValue32, StreamHandle, Address, uint32_t, unsigned)                            \
+  X(cuStreamWriteValue32, StreamHandle, Address, uint32_t, unsigned)                           \
   X(cuEventCreate, EventHandle*, unsigned)                                                     \
   X(cuEventDestroy, EventHandle)                                                               \
   X(cuEventRecord, EventHandle, StreamHandle)                                                  \
@@ -187,14 +189,17 @@ class Stream {
   explicit Stream(DevicePtr device);
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
-  ~Stream();  // waits up to two seconds for its work: memory that it uses is freed after it
+  ~Stream();  // drains
   StreamHandle get() const { return handle_; }
+  // Waits up to two seconds, once, for its work: memory that it uses is freed after it.
+  void drain();
   void wait_for(const Event& event);
   void synchronize();
 
  private:
   DevicePtr device_;
   StreamHandle handle_ = nullptr;
+  bool stuck_ = false;
 };
 
 // Device memory: this process's own, in a form that another one can open, or such memory of another

@@ -97,15 +97,18 @@ bool put(Transport& self, size_t channel, uintptr_t data, uint64_t bytes, uint8_
   return self.put(channel, parcel) != dpp::Outgoing::Put::kDone;
 }
 
-py::list poll(Transport& self, size_t count) {
+py::list counted(Transport& self, size_t count, void (Transport::*look)(uint64_t*)) {
   std::array<uint64_t, 64> few;
   std::vector<uint64_t> many(count > few.size() ? count : 0);
-  uint64_t* arrived = many.empty() ? few.data() : many.data();
-  self.poll(arrived);
+  uint64_t* totals = many.empty() ? few.data() : many.data();
+  (self.*look)(totals);
   py::list result(count);
-  for (size_t i = 0; i < count; ++i) result[i] = arrived[i];
+  for (size_t i = 0; i < count; ++i) result[i] = totals[i];
   return result;
 }
+
+py::list poll(Transport& self, size_t count) { return counted(self, count, &Transport::poll); }
+py::list coming(Transport& self, size_t count) { return counted(self, count, &Transport::coming); }
 
 py::tuple head(Transport& self, size_t channel) {
   uint64_t arrived_ns = 0;
@@ -206,6 +209,7 @@ PYBIND11_MODULE(_native, module) {
       .def("done", &Transport::done)
       .def("pending", &Transport::pending)
       .def("poll", &poll)
+      .def("coming", &coming)
       .def("head", &head)
       .def("take", &take)
       .def("wait", &wait)

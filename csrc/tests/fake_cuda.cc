@@ -5,7 +5,9 @@
 //   g++ -std=c++17 -shared -fPIC csrc/tests/fake_cuda.cc -o libcuda.so.1
 //
 // FAKE_CUDA_REFUSE_IPC=1 refuses IPC handles, FAKE_CUDA_CORRUPT=1 loses what is written between
-// processes. FAKE_CUDA_DIRECT lists what the GPU has for GPUDirect: dmabuf, peermem, ordered,
+// processes, FAKE_CUDA_SLOW=N keeps events back for N queries, FAKE_CUDA_SILENT=1 never writes a
+// value from a stream. A stream that waits for a value waits in the call, for five seconds at most.
+// FAKE_CUDA_DIRECT lists what the GPU has for GPUDirect: dmabuf, peermem, ordered,
 // flush.
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -222,10 +224,23 @@ int cuStreamDestroy(void*) { return 0; }
 int cuStreamQuery(void*) { return 0; }
 int cuStreamSynchronize(void*) { return 0; }
 int cuStreamWaitEvent(void*, void*, unsigned) { return 0; }
+int cuStreamWriteValue32(void*, Address to, uint32_t value, unsigned) {
+  if (!flag("FAKE_CUDA_SILENT")) reinterpret_cast<std::atomic<uint32_t>*>(to)->store(value);
+  return 0;
+}
+int cuStreamWaitValue32(void*, Address from, uint32_t value, unsigned) {
+  for (int naps = 0; naps != 5000; ++naps) {
+    const uint32_t now = reinterpret_cast<std::atomic<uint32_t>*>(from)->load();
+    if (static_cast<int32_t>(now - value) >= 0) return 0;
+    usleep(1000);
+  }
+  return kInvalid;
+}
 int cuEventCreate(void** event, unsigned) { return *event = new FakeEvent, 0; }
 int cuEventDestroy(void* event) { return delete static_cast<FakeEvent*>(event), 0; }
 int cuEventRecord(void* event, void*) {
-  return static_cast<FakeEvent*>(event)->patience = kPatience, 0;
+  const char* slow = std::getenv("FAKE_CUDA_SLOW");
+  return static_cast<FakeEvent*>(event)->patience = slow ? std::atoi(slow) : kPatience, 0;
 }
 int cuEventQuery(void* event) {
   return static_cast<FakeEvent*>(event)->patience-- > 0 ? kNotReady : 0;

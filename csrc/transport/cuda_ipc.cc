@@ -1,13 +1,49 @@
 #include "transport/cuda_ipc.h"
 
+#include <chrono>
+#include <thread>
+
 namespace dpp {
+
+namespace {
+
+constexpr uint64_t kLetGoNs = 1'000'000'000;
+
+}  // namespace
+
+Written::Written(cuda::DevicePtr device, std::shared_ptr<ShmBlock> block)
+    : device_(std::move(device)),
+      block_(std::move(block)),
+      pinned_(device_, block_->controls().first, block_->controls().second),
+      address_(pinned_.address()) {}
+
+void Written::say(size_t channel, uint64_t sequence, cuda::StreamHandle stream) const {
+  // By default everything that the stream wrote before is visible, also to other GPUs, when this
+  // is.
+  device_->api().check(
+      device_->api().cuStreamWriteValue32(stream, of(channel), static_cast<uint32_t>(sequence), 0),
+      "cuStreamWriteValue32 on " + device_->name());
+}
+
+void Written::await(size_t channel, uint64_t sequence, cuda::StreamHandle stream) const {
+  constexpr unsigned kAtLeast = 0;  // as a difference, so that the number may wrap around
+  device_->api().check(device_->api().cuStreamWaitValue32(
+                           stream, of(channel), static_cast<uint32_t>(sequence), kAtLeast),
+                       "cuStreamWaitValue32 on " + device_->name());
+}
 
 CudaIpcSender::CudaIpcSender(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream,
                              DeviceSlots slots, std::unique_ptr<ShmSender> ring,
+                             std::shared_ptr<const Written> written, size_t channel,
                              uint32_t max_pending)
     : DeviceSender(std::move(device), std::move(stream), std::move(ring), max_pending),
       slots_(std::move(slots)),
-      written_(device_, slots_.depth) {}
+      written_(std::move(written)),
+      channel_(channel),
+      copied_(device_, slots_.depth) {}
+
+// What is queued writes into memory that is given up now.
+CudaIpcSender::~CudaIpcSender() { stream_->drain(); }
 
 void CudaIpcSender::begin(Parcel& parcel) {
   const cuda::Current current(*device_);
@@ -19,13 +55,47 @@ void CudaIpcSender::begin(Parcel& parcel) {
                                                           parcel.header.bytes, stream_->get()),
                          "copying into a peer's slot from " + device_->name());
   }
-  written_.set(sequence, stream_->get());
+  written_->say(channel_, sequence, stream_->get());
+  copied_.set(sequence, stream_->get());
+  // Only now: whoever waits for it waits for work that is queued.
+  ring_->show_begun();
 }
 
 Step CudaIpcSender::finished() {
-  if (!written_.passed(announced_ + 1)) return Step::kPoll;
+  if (!copied_.passed(announced_ + 1)) return Step::kPoll;
   announced_ = ring_->announce();
   return Step::kDone;
+}
+
+CudaIpcReceiver::CudaIpcReceiver(cuda::DevicePtr device, DeviceSlots slots,
+                                 std::unique_ptr<ShmReceiver> ring,
+                                 std::shared_ptr<const Written> written, size_t channel)
+    : DeviceReceiver(std::move(device), std::move(slots), std::move(ring)),
+      written_(std::move(written)),
+      channel_(channel) {}
+
+// A stream that waits for memory that is given up now has been let go.
+CudaIpcReceiver::~CudaIpcReceiver() {
+  const uint64_t deadline = monotonic_ns() + kLetGoNs;
+  while (!copied(awaited_.load()) && monotonic_ns() < deadline) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+}
+
+void CudaIpcReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) {
+  if (ring_->arrived() < sequence) {
+    awaited_.store(sequence);
+    const cuda::Current current(*device_);
+    written_->await(channel_, sequence, reinterpret_cast<cuda::StreamHandle>(stream));
+    if (gone_.load()) let_go();
+  }
+  DeviceReceiver::copy_out(sequence, to, bytes, stream);
+}
+
+void CudaIpcReceiver::let_go() {
+  gone_.store(true);
+  // What the sender may still write itself ends the wait as well.
+  if (const uint64_t sequence = awaited_.load()) ring_->pretend_written(sequence);
 }
 
 }  // namespace dpp

@@ -2,9 +2,12 @@
 // with peer access.
 //
 //   sender's thread   : record event on the current stream; our stream waits for it, copies into
-//   the slot, marks sender's progress : mark passed? header and sequence number into host memory,
-//   bell receiver's thread : take queues slot -> tensor on its current stream, marks receiver's
-//   progress: mark passed? the slot is the sender's again
+//   the slot, writes the message's number into host memory, marks; header and "begun" into host
+//   memory, bell
+//   sender's progress : mark passed? sequence number into host memory, bell
+//   receiver's thread : take queues slot -> tensor on its current stream, marks; for a message that
+//   is begun and has not arrived the stream first waits for its number
+//   receiver's progress: mark passed? the slot is the sender's again
 //
 // The copy engine writes over NVLink or PCIe; no multiprocessor takes part until take().
 #pragma once
@@ -13,17 +16,58 @@
 
 namespace dpp {
 
+// The host memory of one link in which the sender's GPU says what it has written, for both GPUs.
+class Written {
+ public:
+  Written(cuda::DevicePtr device, std::shared_ptr<ShmBlock> block);
+
+  // Queues on `stream`: say that message `sequence` is written.
+  void say(size_t channel, uint64_t sequence, cuda::StreamHandle stream) const;
+  // Queues on `stream`: wait until that was said.
+  void await(size_t channel, uint64_t sequence, cuda::StreamHandle stream) const;
+
+ private:
+  cuda::Address of(size_t channel) const { return address_ + ShmBlock::written_offset(channel); }
+
+  const cuda::DevicePtr device_;
+  const std::shared_ptr<ShmBlock> block_;  // outlives the pinning
+  const cuda::Pinned pinned_;
+  const cuda::Address address_;
+};
+
 class CudaIpcSender : public DeviceSender {
  public:
   CudaIpcSender(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream, DeviceSlots slots,
-                std::unique_ptr<ShmSender> ring, uint32_t max_pending);
+                std::unique_ptr<ShmSender> ring, std::shared_ptr<const Written> written,
+                size_t channel, uint32_t max_pending);
+  ~CudaIpcSender() override;
   void begin(Parcel& parcel) override;
   Step finished() override;
 
  private:
   const DeviceSlots slots_;  // the receiver's
-  Marks written_;
+  const std::shared_ptr<const Written> written_;
+  const size_t channel_;  // of the link
+  Marks copied_;
   uint64_t announced_ = 0;
+};
+
+class CudaIpcReceiver : public DeviceReceiver {
+ public:
+  CudaIpcReceiver(cuda::DevicePtr device, DeviceSlots slots, std::unique_ptr<ShmReceiver> ring,
+                  std::shared_ptr<const Written> written, size_t channel);
+  ~CudaIpcReceiver() override;
+  uint64_t coming() override { return ring_->begun(); }
+  void copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) override;
+  void let_go() override;
+
+ private:
+  const std::shared_ptr<const Written> written_;
+  const size_t channel_;  // of the link
+  // The last message that a stream was told to wait for. Written by the caller's thread, read by
+  // whichever meets a failure: either sees the other's store (both are sequentially consistent).
+  std::atomic<uint64_t> awaited_{0};
+  std::atomic<bool> gone_{false};
 };
 
 }  // namespace dpp

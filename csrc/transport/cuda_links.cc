@@ -39,11 +39,13 @@ CudaLinks::Offer CudaLinks::make_ipc_slots(int peer, const std::vector<size_t>& 
   auto memory =
       std::make_shared<cuda::Memory>(make(device_, std::max<size_t>(layout.total_bytes, 1)));
   const auto block = ShmBlock::create(without_payload(geometry));
+  const auto written = std::make_shared<const Written>(device_, block);
   for (size_t i = 0; i < channels.size(); ++i) {
     auto ring = std::make_unique<ShmReceiver>(block, i, transport_.find_peer(peer));
     const DeviceSlots slots(memory, layout.offsets[i], geometry[i]);
-    transport_.set_receiver(channels[i], peer,
-                            std::make_unique<DeviceReceiver>(device_, slots, std::move(ring)));
+    transport_.set_receiver(
+        channels[i], peer,
+        std::make_unique<CudaIpcReceiver>(device_, slots, std::move(ring), written, i));
   }
   Region& region = incoming_[peer];
   region = {memory, std::make_shared<cuda::Stream>(device_), layout.total_bytes, UniqueFd()};
@@ -61,12 +63,13 @@ void CudaLinks::use_ipc_slots(int peer, const std::vector<size_t>& channels, Uni
                                         : cuda::Memory::open(device_, handle));
   const auto stream = std::make_shared<cuda::Stream>(device_);
   const auto block = ShmBlock::adopt(std::move(control), without_payload(geometry));
+  const auto written = std::make_shared<const Written>(device_, block);
   for (size_t i = 0; i < channels.size(); ++i) {
     auto ring = std::make_unique<ShmSender>(block, i, transport_.find_peer(peer));
     const DeviceSlots slots(memory, layout.offsets[i], geometry[i]);
-    transport_.set_sender(
-        channels[i], peer,
-        std::make_unique<CudaIpcSender>(device_, stream, slots, std::move(ring), max_pending_));
+    transport_.set_sender(channels[i], peer,
+                          std::make_unique<CudaIpcSender>(device_, stream, slots, std::move(ring),
+                                                          written, i, max_pending_));
   }
   outgoing_[peer] = {memory, stream, layout.total_bytes, UniqueFd()};
 }

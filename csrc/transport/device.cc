@@ -98,6 +98,14 @@ void DeviceReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintp
   copied_.set(sequence, as_stream(stream));
 }
 
+bool DeviceReceiver::copied(uint64_t sequence) const noexcept {
+  try {
+    return sequence == 0 || !device_->usable() || copied_.passed(sequence);
+  } catch (const Error&) {
+    return true;  // the GPU has failed; nothing runs on it any more
+  }
+}
+
 uint32_t DeviceReceiver::checksum(const void* to, uint64_t bytes, uintptr_t stream) {
   return device_checksum(*device_, to, bytes, stream);
 }

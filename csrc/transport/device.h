@@ -2,9 +2,10 @@
 // memory, and both ends' common halves. Order, headers, credit and waking are those of "shm": a
 // block of host memory without payload.
 //
-// Nothing ever waits on the device for another process (no cuStreamWaitValue): a stream that waits
-// can hold up every other stream that shares its hardware queue, all of them with
-// CUDA_DEVICE_MAX_CONNECTIONS=1.
+// A stream that waits for another process can hold up every other stream that shares its hardware
+// queue, all of them with CUDA_DEVICE_MAX_CONNECTIONS=1. So a stream waits only for what is queued
+// already on the other GPU, behind work of which the same holds: such waits make no circle
+// (docs/decisions/0013-launching-ahead.md).
 #pragma once
 
 #include <atomic>
@@ -95,6 +96,9 @@ class DeviceReceiver : public Receiver {
   Step settle(bool& progressed) override;
 
  protected:
+  // Whether the last message copied out up to this one has been; true where that cannot be known.
+  bool copied(uint64_t sequence) const noexcept;
+
   const cuda::DevicePtr device_;
   const DeviceSlots slots_;
   const std::unique_ptr<ShmReceiver> ring_;

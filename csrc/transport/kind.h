@@ -62,6 +62,12 @@ class Receiver {
 
   // Messages that arrived in full since the start. Only grows.
   virtual uint64_t arrived() = 0;
+  // Messages that have arrived or are on their way: these may be taken as well, and the stream that
+  // copies them out waits for them. Only grows.
+  virtual uint64_t coming() { return arrived(); }
+  // Any thread. Nobody may wait any longer for what was taken before it had arrived; the data that
+  // stands in its place means nothing.
+  virtual void let_go() {}
   // Copies the header of message `sequence` out. Not validated yet.
   virtual Header header(uint64_t sequence) = 0;
   // Moves the payload of message `sequence` to `to`. On a GPU the copy is queued on `stream`.

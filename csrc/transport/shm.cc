@@ -48,6 +48,10 @@ size_t ShmBlock::total_bytes(const std::vector<Geometry>& channels) {
   return bytes;
 }
 
+std::pair<void*, size_t> ShmBlock::controls() const {
+  return {memory_.mapping.data(), round_up(channels_.size() * sizeof(Control), kPage)};
+}
+
 ShmBlock::Control& ShmBlock::control(size_t channel) const {
   return reinterpret_cast<Control*>(memory_.mapping.data())[channel];
 }
@@ -109,6 +113,11 @@ uint64_t ShmSender::announce() {
   return announced_;
 }
 
+void ShmSender::show_begun() {
+  control_.begun.store(claimed_, std::memory_order_release);
+  peer_->ring();
+}
+
 ShmReceiver::ShmReceiver(std::shared_ptr<ShmBlock> block, size_t channel,
                          std::shared_ptr<Peer> peer, const Copier& copier)
     : block_(std::move(block)),
@@ -119,18 +128,36 @@ ShmReceiver::ShmReceiver(std::shared_ptr<ShmBlock> block, size_t channel,
       copier_(copier) {}
 
 uint64_t ShmReceiver::arrived() {
-  const uint64_t tail = control_.tail.load(std::memory_order_acquire);
+  const uint64_t tail = checked(control_.tail.load(std::memory_order_acquire), "announced");
+  if (tail < seen_) {
+    throw Error(Fault::kProtocol, peer_->description() + " took back messages on " +
+                                      block_->channels_[channel_].text() +
+                                      "; it is not listened to any longer");
+  }
+  return seen_ = tail;
+}
+
+uint64_t ShmReceiver::begun() {
+  return checked(control_.begun.load(std::memory_order_acquire), "began");
+}
+
+void ShmReceiver::pretend_written(uint64_t sequence) {
+  control_.written.store(static_cast<uint32_t>(sequence), std::memory_order_release);
+}
+
+// A total that the sender has given. What was taken early may be released before it is announced.
+uint64_t ShmReceiver::checked(uint64_t total, const char* what) const {
   // Relaxed: whoever stored it did so before the sender could see `head`, and that before this
-  // tail.
+  // total.
   const uint64_t released = released_.load(std::memory_order_relaxed);
-  if (tail - released > depth_ || tail < seen_) {
-    throw Error(Fault::kProtocol, peer_->description() + " announced " + std::to_string(tail) +
+  if (total > released && total - released > depth_) {
+    throw Error(Fault::kProtocol, peer_->description() + " " + what + " " + std::to_string(total) +
                                       " messages on " + block_->channels_[channel_].text() +
                                       " where " + std::to_string(released) + " were taken and " +
                                       std::to_string(depth_) +
                                       " fit; it is not listened to any longer");
   }
-  return seen_ = tail;
+  return total;
 }
 
 Header ShmReceiver::header(uint64_t sequence) { return *block_->header(channel_, sequence); }

@@ -7,10 +7,16 @@
 //
 // The sender writes payload, header, then `tail` with release; the receiver acquires `tail`, copies
 // the header out and validates the copy. The receiver frees a slot by storing `head` with release.
+//
+// A GPU kind whose payload is still on its way may say so before: it stores `begun`, and its GPU
+// writes the message's number into `written` behind the payload, for which the receiver's GPU can
+// wait.
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "base/copy.h"
@@ -27,6 +33,12 @@ class ShmBlock {
 
   int fd() const { return memory_.fd.get(); }
 
+  // The part that GPUs write, and where in it a channel's `written` lies.
+  std::pair<void*, size_t> controls() const;
+  static size_t written_offset(size_t channel) {
+    return channel * sizeof(Control) + offsetof(Control, written);
+  }
+
  private:
   friend class ShmSender;
   friend class ShmReceiver;
@@ -36,6 +48,8 @@ class ShmBlock {
     alignas(64) std::atomic<uint64_t> head;  // messages released; written by the receiver
     alignas(
         64) std::atomic<uint32_t> hungry;  // 1: the sender waits for head to move and wants a note
+    alignas(64) std::atomic<uint64_t> begun;    // messages on their way; written by the sender
+    alignas(64) std::atomic<uint32_t> written;  // messages written, mod 2^32; by the sender's GPU
   };
   static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
@@ -64,6 +78,9 @@ class ShmSender : public Sender {
   // it. Returns its number.
   uint64_t claim(const Header& header);
   uint64_t announce();
+  // Between the two: the slots claimed so far are being written by a GPU, which will say when it
+  // has done so.
+  void show_begun();
 
  private:
   bool has_room(std::memory_order order);
@@ -87,7 +104,14 @@ class ShmReceiver : public Receiver {
   void copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) override;
   void release(uint64_t sequence) override;
 
+  // Messages whose header is there and whose payload a GPU has, or will have, written.
+  uint64_t begun();
+  // As if a GPU had written message `sequence`: ends a GPU's wait for it. Any thread.
+  void pretend_written(uint64_t sequence);
+
  private:
+  uint64_t checked(uint64_t total, const char* what) const;
+
   const std::shared_ptr<ShmBlock> block_;
   const size_t channel_;
   const std::shared_ptr<Peer> peer_;

@@ -129,7 +129,8 @@ void Transport::poll(uint64_t* arrived) {
   try {
     for (size_t i = 0; i < incoming_.size(); ++i) {
       Incoming& channel = incoming_[i];
-      arrived[i] = channel.receiver->arrived();
+      // What was taken while it was coming counts, though nothing may have been heard of it since.
+      arrived[i] = std::max(channel.receiver->arrived(), channel.taken);
       if (arrived[i] == channel.seen) continue;
       const uint64_t now = monotonic_ns();
       for (; channel.seen != arrived[i]; ++channel.seen) {
@@ -141,10 +142,21 @@ void Transport::poll(uint64_t* arrived) {
   }
 }
 
-Transport::Incoming& Transport::arrived_channel(size_t index) {
+void Transport::coming(uint64_t* total) {
+  check();
+  try {
+    for (size_t i = 0; i < incoming_.size(); ++i) {
+      total[i] = std::max(incoming_[i].receiver->coming(), incoming_[i].seen);
+    }
+  } catch (const Error& error) {
+    fail_and_throw(error);
+  }
+}
+
+Transport::Incoming& Transport::takeable_channel(size_t index) {
   check();
   Incoming& channel = incoming_.at(index);
-  if (channel.seen == channel.taken) {
+  if (channel.seen == channel.taken && channel.receiver->coming() <= channel.taken) {
     throw std::out_of_range("rank " + std::to_string(settings_.rank) + ": nothing has arrived on " +
                             channel.geometry.text());
   }
@@ -152,7 +164,7 @@ Transport::Incoming& Transport::arrived_channel(size_t index) {
 }
 
 const Header& Transport::head(size_t index, uint64_t& arrived_ns) {
-  Incoming& channel = arrived_channel(index);
+  Incoming& channel = takeable_channel(index);
   if (!channel.has_header) {
     channel.header = channel.receiver->header(channel.taken + 1);
     const std::string fault = header_fault(channel.header, channel.geometry, channel.taken + 1);
@@ -163,12 +175,13 @@ const Header& Transport::head(size_t index, uint64_t& arrived_ns) {
     }
     channel.has_header = true;
   }
-  arrived_ns = channel.arrived_ns[channel.taken % channel.arrived_ns.size()];
+  const bool arrived = channel.seen != channel.taken;
+  arrived_ns = arrived ? channel.arrived_ns[channel.taken % channel.arrived_ns.size()] : 0;
   return channel.header;
 }
 
 void Transport::take(size_t index, void* to, uint64_t bytes, uintptr_t stream) {
-  Incoming& channel = arrived_channel(index);
+  Incoming& channel = takeable_channel(index);
   if (!channel.has_header || bytes != channel.header.bytes) {
     throw std::invalid_argument("take() without head(), or with another number of bytes");
   }
@@ -183,6 +196,7 @@ void Transport::take(size_t index, void* to, uint64_t bytes, uintptr_t stream) {
   channel.receiver->release(sequence);
   if (channel.receiver->settles()) watch_.kick();
   channel.taken = sequence;
+  channel.seen = std::max(channel.seen, sequence);
   channel.has_header = false;
 }
 
@@ -249,8 +263,13 @@ void Transport::fail(Fault fault, const std::string& text) {
   fail(Error(fault, prefixed(text)), body);
 }
 
+void Transport::let_go() {
+  for (Receiver* receiver : settling_) receiver->let_go();
+}
+
 void Transport::fail(const Error& error, std::string_view body) {
   if (!failure_.keep(error)) return;
+  let_go();
   bell_.ring();
   // Ranks that are not linked to the culprit learn of it from us.
   for (const auto& peer : peers_) {
@@ -283,6 +302,7 @@ void Transport::close() {
     static_cast<void>(thread_.release());
     return;
   }
+  let_go();
   stop_.store(true, std::memory_order_release);
   watch_.kick();
   if (thread_) thread_->join();

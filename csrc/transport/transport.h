@@ -72,6 +72,8 @@ class Transport {
   uint64_t done(size_t channel) const { return outgoing_.at(channel)->done(); }
   uint64_t pending() const;
   void poll(uint64_t* arrived);
+  // As poll(), with what is on its way and may be taken (Receiver::coming).
+  void coming(uint64_t* total);
   const Header& head(size_t channel, uint64_t& arrived_ns);
   void take(size_t channel, void* to, uint64_t bytes, uintptr_t stream);
   bool wait(uint64_t nanoseconds);
@@ -111,7 +113,8 @@ class Transport {
   void drain_links();
   [[noreturn]] void throw_failure();
   std::string oldest_missing() const;
-  Incoming& arrived_channel(size_t channel);
+  Incoming& takeable_channel(size_t channel);
+  void let_go();
 
   // Progress thread.
   void run();
@@ -132,7 +135,7 @@ class Transport {
   std::vector<std::pair<int, std::shared_ptr<Link>>> links_;  // by peer
   std::vector<Geometry> outgoing_geometry_;
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
-  std::vector<Receiver*> settling_;  // of incoming_, for the progress thread
+  std::vector<Receiver*> settling_;  // of incoming_, for the progress thread and failures
   std::unique_ptr<Board> board_;
 
   // Caller's thread only.

@@ -86,6 +86,11 @@ class DppConfig:
         "on a GPU: milliseconds of the running task that may be left when the next task is "
         "chosen; -1 takes the time that launching a task takes",
     )
+    launch_ahead: bool = _option(
+        True,
+        "on GPUs of one host: where nothing else may run, launch the task whose input is on its "
+        "way, and let the device wait for it",
+    )
     cuda_graphs: str = _option(
         "auto",
         "on a GPU: capture each chunk's forward, backward and weight gradients once and replay "

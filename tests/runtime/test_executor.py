@@ -76,7 +76,7 @@ class Arithmetic:
 def run_pipeline(
     p: int, v: int, m: int, *, policy: str = "dynamic", cap: str = "auto", split: bool = True,
     delay: float = 0.0, seed: int = 0, timeout: float = 20.0, iterations: int = 1,
-    network: FakeNetwork | None = None, members: int = 1, tensors: int = 1,
+    network: FakeNetwork | None = None, members: int = 1, tensors: int = 1, ahead: bool = False,
 ) -> list[Arithmetic]:  # fmt: skip
     """Run every rank of a pipeline in a thread of its own; ``members`` ranks share each stage."""
     topologies = [
@@ -86,7 +86,7 @@ def run_pipeline(
     ]
     room = [64] * tensors
     specs = {s: None for top in topologies for s in top.channels(room, room, 2).specs}
-    network = network or FakeNetwork(list(specs), seed=seed, delay=delay)
+    network = network or FakeNetwork(list(specs), seed=seed, delay=delay, ahead=ahead)
     runners = [Arithmetic(top, tensors) for top in topologies]
     errors: dict[int, BaseException] = {}
 
@@ -154,16 +154,18 @@ def check_values(runners: list[Arithmetic], m: int, iterations: int = 1) -> None
     policy=st.sampled_from(["dynamic", "depth-first", "megatron"]),
     cap=st.sampled_from(["auto", "strict", "megatron"]),
     tensors=st.sampled_from([1, 1, 2, 3]),
+    ahead=st.booleans(),
     seed=st.integers(0, 1 << 20),
 )
 def test_any_timing_gives_the_same_values(
-    p: int, v: int, m: int, split: bool, policy: str, cap: str, tensors: int, seed: int
+    p: int, v: int, m: int, split: bool, policy: str, cap: str, tensors: int, ahead: bool, seed: int
 ) -> None:
     if p == 1:
         v = 1
     runners = run_pipeline(
-        p, v, m, policy=policy, cap=cap, split=split, delay=0.002, seed=seed, tensors=tensors
-    )
+        p, v, m, policy=policy, cap=cap, split=split, delay=0.002, seed=seed, tensors=tensors,
+        ahead=ahead,
+    )  # fmt: skip
     check_values(runners, m)
     for runner in runners:
         assert runner.complete == list(range(v - 1, -1, -1)), "gradients are reduced as v-1..0"
@@ -252,3 +254,21 @@ def test_shapes_that_are_no_shapes_are_refused() -> None:
     both.check_fits(both)
     with pytest.raises(ConfigError, match=r"would send 1 tensors of up to 128 bytes .* 2 of up"):
         boundaries((4, 2, 8), 2, None).check_fits(both)
+
+
+def test_one_coming_message_is_believed_and_gradients_come_first() -> None:
+    channels = Topology((0, 1), 0, 2).channels([64], [64], 2)
+    Links(FakeNetwork(list(channels.specs)).transport(0), channels)
+    scheduler = Scheduler(Geometry(2, 0, 2, 2), cap=8)
+    decider = decider_for(scheduler, channels.receiving, None)
+    index = {channel: place for place, channel in enumerate(channels.receiving)}
+    nothing, coming = [0] * len(index), [0] * len(index)
+    while decider.next(nothing):
+        pass
+    assert decider.next_coming([]) is None and decider.next_coming(coming) is None
+    coming[index[0, 1]] = 2
+    assert str(decider.next_coming(coming)) == "1F0"
+    assert decider.next(nothing) is None, "the second input is not here"
+    coming[index[1, 1]] = 1
+    assert str(decider.next_coming(coming)) == "1B0"
+    assert decider.next_coming(nothing) is None

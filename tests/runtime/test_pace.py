@@ -123,6 +123,22 @@ def test_a_task_runs_from_the_beginning_of_its_launch(device: Device) -> None:
     assert not pace.ready()
 
 
+def test_a_task_launched_ahead_of_its_input_begins_when_the_device_has_it(device: Device) -> None:
+    pace = learned(device, 0.25)
+    assert not pace.waiting()
+    device._free_at = device.now + 5.0  # the device waits for the input
+    pace.begin(ahead=True)
+    pace.launched(KEY)
+    device.now += 4.0
+    assert pace.waiting()
+    device.now += 1.1
+    assert not pace.waiting() and not pace.ready()
+    device.now += 0.8
+    assert pace.ready()
+    device.now += 1.0
+    assert pace.ready() and pace.durations[KEY] == pytest.approx(1.0)
+
+
 def test_one_launch_that_took_long_does_not_fill_the_queue(device: Device) -> None:
     pace = DevicePace(None)
     pace.begin()

@@ -128,6 +128,19 @@ def test_stalls_name_what_is_waited_for():
     assert stall.cause is Cause.COOLDOWN and "gradient 0 of chunk 0" in stall.text
 
 
+def test_messages_that_would_allow_a_task_at_once_are_told():
+    scheduler = Scheduler(Geometry(2, 0, 2, 4), cap=5)
+    assert drain(scheduler) == "0F0 0F1 0F2"
+    assert scheduler.wanted() == [(GRADIENT, 0), (FORWARD, 1)]
+    scheduler.arrived(FORWARD, 1, 2)
+    assert drain(scheduler) == "1F0 1F1"
+    assert scheduler.wanted() == [(GRADIENT, 0), (GRADIENT, 1)]  # no room for another input
+    evaluation = Scheduler(Geometry(2, 1, 1, 2, forward_only=True))
+    assert evaluation.wanted() == [(FORWARD, 0)]
+    evaluation.arrived(FORWARD, 0, 2)
+    assert drain(evaluation) == "0F0 0F1" and evaluation.wanted() == []
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

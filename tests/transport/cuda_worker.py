@@ -8,11 +8,13 @@ from __future__ import annotations
 import faulthandler
 import os
 import random
+import signal
 import sys
 import time
 
 import torch
 
+from megatron.dpp.errors import PeerDead
 from megatron.dpp.transport import (
     ChannelSpec,
     Direction,
@@ -178,6 +180,62 @@ def freed_storage(end):
     end.transport.flush(30)
 
 
+def taken_ahead(end):
+    """What a long kernel has yet to make is taken; the stream waits for it, and the host does not.
+    Other streams go on, and the next messages find their slots.
+    """
+    num_early = 0
+    for i in range(12):
+        if end.rank == 0:
+            torch.cuda._sleep(10 * BUSY_CYCLES)
+            end.put(0, torch.full((SLOT // 4,), float(i), device=end.device) + 1, i)
+            end.meet()
+        else:
+            end.meet()
+            begin = time.monotonic()
+            message = end.transport.take(0) if end.transport.coming() else end.take(0)
+            end.taken[0] = i + 1
+            early = message.arrived_ns == 0
+            assert time.monotonic() - begin < 0.05 or not early, "take waited"
+            beside = torch.cuda.Stream()
+            with torch.cuda.stream(beside):
+                total = torch.ones(1000, device=end.device).sum()
+            beside.synchronize()
+            assert total.item() == 1000
+            assert message.tensor.sum().item() == (i + 1) * (SLOT // 4), i
+            num_early += early
+    if end.rank == 1 and end.transport.links()[0].kind == "cuda_ipc":
+        assert num_early > 6  # the first ones wait for kernels to be loaded
+    end.transport.flush(30)
+
+
+def sender_dies(end):
+    """The stream of the rank that lives waits for a message of which its sender dies."""
+    if end.rank == 0:
+        tensor = torch.ones(1000, device=end.device)  # now: loading a kernel waits for the device
+        for _ in range(300):
+            torch.cuda._sleep(10 * BUSY_CYCLES)
+        end.put(0, tensor, 0)
+        end.meet()
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    end.meet()
+    assert (end.transport.poll()[0], end.transport.coming()[0]) == (0, 1)
+    end.transport.take(0)
+    begin = time.monotonic()
+    torch.cuda.synchronize()
+    assert time.monotonic() - begin < 5.0
+    try:
+        end.transport.poll()
+    except PeerDead as error:
+        print(error)
+    else:
+        raise AssertionError("the death went unnoticed")
+    end.transport.close()
+    print("ok", flush=True)
+    sys.exit()
+
+
 def refuse_first_offers():
     """As if the driver did not open IPC handles: slots are then exported as descriptors."""
     open_offer = gpu.GpuLinks._open
@@ -203,6 +261,8 @@ SCENARIOS = {
         slow_consumer,
         other_streams,
         freed_storage,
+        taken_ahead,
+        sender_dies,
     )
 }
 

@@ -2,7 +2,8 @@
 
 Run by test_cuda_fake.py as ``python fake_cuda_worker.py CASE...``, with that driver in
 LD_LIBRARY_PATH. A case is one string, ``KIND [checksum] [gpudirect=ONE,OTHER] [direct=ABILITY+...]
-[FAULT ...]``; abilities are the fake GPU's, faults the fake network card's. Prints for each case
+[FAULT ...]``; abilities are the fake GPU's, faults the fake network card's. ``KIND ahead`` and
+``KIND let-go`` try what is taken before it has arrived. Prints for each case
 its name, the links' reasons or the errors, and "ok" or "refused". CPU tensors play CUDA tensors:
 the fake driver's device memory is host memory.
 """
@@ -28,7 +29,7 @@ from megatron.dpp.transport import (
 )
 from tests.transport.kinds import cpu_as_gpu
 
-SLOT = 1 << 18
+SLOT = 1 << 19  # large enough for a take without the interpreter's lock
 CHUNKS = 3
 
 
@@ -95,6 +96,40 @@ def exchange(a, b) -> None:
     assert a.pending() == 0
 
 
+def take_ahead(a, b) -> None:
+    """What has been put and is not known to be there may be taken, in order, credit and all."""
+    for i in range(8):
+        a.put(1, torch.full((1000,), i), iteration=2, microbatch=i)
+        assert b.poll()[1] == i, "events are slow"
+        while b.coming()[1] == i:  # the slot of the message before last may not be free yet
+            a.wait(0.01)
+        message = b.take(1)
+        assert message.microbatch == i and message.arrived_ns == 0
+        assert torch.equal(message.tensor, torch.full((1000,), i))
+        assert b.poll()[1] == b.coming()[1] == i + 1
+    a.flush(20)
+    a.put(1, torch.ones(3), iteration=2, microbatch=8)
+    a.flush(20)
+    assert b.poll()[1] == 9 and b.take(1).arrived_ns > 0
+
+
+def let_go(a, b) -> None:
+    """A stream waits for what never comes, until its sender has given up."""
+    a.put(0, torch.zeros(SLOT // 4), iteration=2, microbatch=0)
+    waiting = threading.Thread(target=b.take, args=(0,))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    begin = time.monotonic()
+    a.abort("asked to")
+    waiting.join(4)
+    assert not waiting.is_alive() and time.monotonic() - begin < 2.0
+    try:
+        b.poll()
+    except DppError as error:
+        print(type(error).__name__, error)
+
+
 def run_case(case: str) -> None:
     kind, *words = case.split()
     gpudirect, faults = ("auto", "auto"), []
@@ -104,7 +139,7 @@ def run_case(case: str) -> None:
             gpudirect = tuple(value.split(","))
         elif name == "direct":
             os.environ["FAKE_CUDA_DIRECT"] = value
-        elif word != "checksum":
+        elif word not in ("checksum", "ahead", "let-go"):
             faults.append(word)
     card = ctypes.CDLL("libibverbs.so.1")
     for word in ("reset", *faults):
@@ -117,10 +152,15 @@ def run_case(case: str) -> None:
     assert [link.kind for link in a.links()] == [kind]
     for end in both:
         print(*(link.reason for link in end.links()))
-    exchange(a, b)
-    exchange_back = threading.Thread(target=exchange, args=(b, a))
-    exchange_back.start()
-    exchange_back.join()
+    if "ahead" in words:
+        take_ahead(a, b)
+    elif "let-go" in words:
+        let_go(a, b)
+    else:
+        exchange(a, b)
+        exchange_back = threading.Thread(target=exchange, args=(b, a))
+        exchange_back.start()
+        exchange_back.join()
     for end in (a, b, a):
         end.close()
     print("ok")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ SCENARIOS = (
     "slow_consumer",
     "other_streams",
     "freed_storage",
+    "taken_ahead",
 )
 KINDS = ("cuda_ipc", "staged")
 
@@ -28,8 +30,10 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def exchange(kind, devices=("cuda:0", "cuda:0"), names=SCENARIOS, settings=None, visible=None):
-    """Run both processes to their end; fail with what they printed."""
+def exchange(
+    kind, devices=("cuda:0", "cuda:0"), names=SCENARIOS, settings=None, visible=None, dies=None
+):
+    """Run both processes to their end; fail with what they printed. Rank ``dies`` is killed."""
     port = free_port()
     processes = []
     for rank, device in enumerate(devices):
@@ -51,7 +55,10 @@ def exchange(kind, devices=("cuda:0", "cuda:0"), names=SCENARIOS, settings=None,
     finally:
         for process in processes:
             process.kill()
-    for process, output in zip(processes, outputs, strict=True):
+    for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
+        if rank == dies:
+            assert process.returncode == -signal.SIGKILL, output
+            continue
         assert process.returncode == 0 and output.rstrip().endswith("ok"), "\n".join(outputs)
 
 
@@ -86,6 +93,11 @@ def test_exported_memory_where_handles_are_refused():
 def test_two_gpus(kind, connections):
     settings = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
     exchange(kind, devices=("cuda:0", "cuda:1"), settings=settings)
+
+
+@pytest.mark.multigpu
+def test_a_gpu_that_waits_for_a_dead_rank_is_let_go():
+    exchange("cuda_ipc", devices=("cuda:0", "cuda:1"), names=("sender_dies",), dies=0)
 
 
 @pytest.mark.multigpu

@@ -54,6 +54,17 @@ def test_slots_travel_as_descriptors_where_handles_are_refused(driver):
     assert said.endswith("\nok\n"), said
 
 
+def test_what_is_on_its_way_may_be_taken(driver):
+    (said,) = run(driver, "cuda_ipc ahead", FAKE_CUDA_SLOW="3000")
+    assert said.endswith("\nok\n"), said
+
+
+def test_a_stream_that_waits_for_a_dead_sender_is_let_go(driver):
+    settings = {"FAKE_CUDA_SLOW": "1000000", "FAKE_CUDA_SILENT": "1"}
+    (said,) = run(driver, "cuda_ipc let-go", **settings)
+    assert said.endswith("\nok\n") and "PeerDead" in said and "asked to" in said, said
+
+
 def test_a_link_that_loses_what_is_written_is_refused(driver):
     (said,) = run(driver, "cuda_ipc", FAKE_CUDA_CORRUPT="1")
     assert said.endswith("\nrefused\n") and "TransportUnavailable" in said

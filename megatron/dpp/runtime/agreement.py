@@ -25,6 +25,7 @@ class Decider:
         self._channels = channels
         self._base = [0] * len(channels)
         self._told = [0] * len(channels)
+        self._index_of = {channel: index for index, channel in enumerate(channels)}
         self._seen: Sequence[int] = ()
 
     def start(self, arrived_before: Sequence[int]) -> None:
@@ -43,17 +44,41 @@ class Decider:
         self._tell(arrived)
         return self.scheduler.next()
 
+    def next_coming(self, coming: Sequence[int]) -> Action | None:
+        """Where nothing may run: the task that one message which is on its way allows, gradients
+        first; None if none does.
+
+        One message only is believed to be here, so that no later choice is made for another.
+
+        Args:
+            coming: microbatches per incoming channel that have arrived or are on their way, as
+                :meth:`next` takes them; empty if unknown.
+        """
+        if not coming:
+            return None
+        for channel in self.scheduler.wanted():
+            index = self._index_of.get(channel)
+            if index is not None and self._counted(coming, index) > self._told[index]:
+                self._tell_one(index, self._told[index] + 1)
+                return self.scheduler.next()
+        return None
+
     def _tell(self, arrived: Sequence[int]) -> None:
         if arrived == self._seen:
             return
         self._seen = arrived
-        most = self.scheduler.geometry.num_microbatches
-        for index, (direction, chunk) in enumerate(self._channels):
-            # A neighbour may be ahead: what it sent for the next iteration does not count yet.
-            total = min(arrived[index] - self._base[index], most)
-            if total != self._told[index]:
-                self._told[index] = total
-                self.scheduler.arrived(direction, chunk, total)
+        for index in range(len(self._channels)):
+            total = self._counted(arrived, index)
+            if total > self._told[index]:
+                self._tell_one(index, total)
+
+    def _counted(self, totals: Sequence[int], index: int) -> int:
+        # A neighbour may be ahead: what it sent for the next iteration does not count yet.
+        return min(totals[index] - self._base[index], self.scheduler.geometry.num_microbatches)
+
+    def _tell_one(self, index: int, total: int) -> None:
+        self._told[index] = total
+        self.scheduler.arrived(*self._channels[index], total)
 
 
 class _Member(Decider):
@@ -65,6 +90,10 @@ class _Member(Decider):
         super().__init__(scheduler, channels)
         self._board = board
         self._posted: Sequence[int] = ()
+
+    def next_coming(self, coming: Sequence[int]) -> Action | None:
+        """Nothing: what is coming to one member may not be coming to the others."""
+        return None
 
     def _post(self, arrived: Sequence[int]) -> None:
         if arrived != self._posted:

@@ -76,6 +76,15 @@ class Links:
             return arrived
         return [total // parts for total, parts in zip(arrived, self._parts, strict=True)]
 
+    def coming(self) -> Sequence[int]:
+        """As :meth:`poll`, with microbatches that are on their way and may be taken; empty where
+        that is not known.
+        """
+        coming = self.transport.coming()
+        if self._whole or not coming:
+            return coming
+        return [total // parts for total, parts in zip(coming, self._parts, strict=True)]
+
     def consume(self, geometry: Geometry) -> None:
         """An iteration is over: its microbatches have all been taken."""
         for index, (direction, _) in enumerate(self.channels.receiving):
@@ -96,6 +105,7 @@ class Executor:
         split_backward: weight gradients are tasks of their own.
         iteration: number that every message of this iteration carries.
         timeout: seconds without any progress after which the rank gives up.
+        launch_ahead: launch a task before its input is there, where nothing else may run.
     """
 
     def __init__(
@@ -110,17 +120,22 @@ class Executor:
         split_backward: bool,
         iteration: int,
         timeout: float,
+        launch_ahead: bool = True,
     ) -> None:
         self._split_backward = split_backward
         self._runner, self._decider, self._recorder = runner, decider, recorder
         self._scheduler = decider.scheduler
         self._transport, self._channels = links.transport, links.channels
-        self._poll = links.poll
+        self._links = links
         self._kinds = {link.peer: link.kind for link in links.transport.links()}
         self._consumed = links.consumed
+        self._taken = list(links.consumed)
+        self._arrived: Sequence[int] = ()
+        self._awaited: tuple[int, int] | None = None
+        """Channel and microbatch of the input that the device waits for."""
         self._sources = {spec.source for spec in links.transport.incoming}
         self._pace, self._injector = pace, injector
-        self._iteration, self._timeout = iteration, timeout
+        self._iteration, self._timeout, self._launch_ahead = iteration, timeout, launch_ahead
         self._gap_start = 0
         self._gap_cause = ""
         self._gap_detail = ""
@@ -145,21 +160,33 @@ class Executor:
             TransferTimeout: nothing could run for ``timeout`` seconds; names what is missing.
             TransportError: a peer died or a link failed.
         """
-        scheduler, transport = self._scheduler, self._transport
+        scheduler, pace, poll = self._scheduler, self._pace, self._links.poll
         while not scheduler.done:
-            arrived = self._poll()
-            if not self._pace.ready():
+            self._arrived = poll()
+            if self._awaited is not None and not self._input_came():
+                continue
+            if not pace.ready():
                 self._open_gap("lookahead")
                 continue
             begin = time.perf_counter_ns()
-            action = self._decider.next(arrived)
+            action = self._decider.next(self._arrived) or self._next_coming()
             if action is None:
                 self._sleep()
                 continue
-            self._close_gap()
             self._run(action)
             self.overhead_ns += time.perf_counter_ns() - begin - self._runner_ns
-        transport.flush(self._timeout)
+        while self._awaited is not None and not self._input_came():
+            poll()  # what ends the wait may be a failure
+        self._transport.flush(self._timeout)
+
+    def _next_coming(self) -> Action | None:
+        """Nothing may run: the task whose input is on its way, to be launched ahead of it. The
+        device waits for the input then, and not for the host.
+        """
+        if not self._gap_cause or self._gap_cause == "lookahead":
+            self._close_gap()
+            self._describe_gap()
+        return self._decider.next_coming(self._links.coming()) if self._launch_ahead else None
 
     def _tasks_owed(self, chunk: int) -> int:
         """Tasks after which a chunk's gradients are complete: its W pieces, or its fused B's."""
@@ -170,14 +197,37 @@ class Executor:
         return int(geometry.num_microbatches * max(pieces, 1))
 
     def _run(self, action: Action) -> None:
-        kind, chunk, microbatch, piece = action
-        self._recorder.begin_task(_KIND_NAMES[kind], chunk, microbatch, piece)
-        self._pace.begin()
-        self._run_kind[kind](chunk, microbatch, piece)
+        self._run_kind[action.kind](action)
         self.actions.append(action)
 
-    def _forward(self, chunk: int, microbatch: int, piece: int) -> None:
-        received = self._take(Direction.FORWARD, chunk, microbatch)
+    def _begin(self, action: Action, ahead: bool = False) -> None:
+        kind, chunk, microbatch, piece = action
+        if not ahead:
+            self._close_gap()  # else it lasts until the device has got the task's input
+        self._recorder.begin_task(_KIND_NAMES[kind], chunk, microbatch, piece)
+        self._pace.begin(ahead)
+
+    def _receive(self, action: Action, direction: Direction) -> Tensors | None:
+        """Begin a task and take its input; one that has not arrived yet comes before the
+        beginning.
+        """
+        channel = self._channels.incoming(direction, action.chunk)
+        if channel is None:
+            self._begin(action)
+            return None
+        ahead = self._arrived[channel] <= self._taken[channel]
+        if not ahead:
+            self._begin(action)
+        self._taken[channel] += 1
+        received = self._take(channel, action.microbatch)
+        if ahead:
+            self._awaited = channel, action.microbatch
+            self._begin(action, ahead=True)
+        return received
+
+    def _forward(self, action: Action) -> None:
+        _, chunk, microbatch, _ = action
+        received = self._receive(action, Direction.FORWARD)
         begin = time.perf_counter_ns()
         output = self._runner.forward(chunk, microbatch, received)
         self._runner_ns = time.perf_counter_ns() - begin
@@ -185,8 +235,9 @@ class Executor:
         if self._put(Direction.FORWARD, chunk, microbatch, output):
             self._runner.free_output(chunk, microbatch)
 
-    def _backward(self, chunk: int, microbatch: int, piece: int) -> None:
-        received = self._take(Direction.BACKWARD, chunk, microbatch)
+    def _backward(self, action: Action) -> None:
+        _, chunk, microbatch, _ = action
+        received = self._receive(action, Direction.BACKWARD)
         begin = time.perf_counter_ns()
         gradient = self._runner.backward(chunk, microbatch, received)
         self._runner_ns = time.perf_counter_ns() - begin
@@ -195,7 +246,9 @@ class Executor:
         if not self._split_backward or not self._geometry.pieces(chunk):
             self._count_complete(chunk)
 
-    def _weight(self, chunk: int, microbatch: int, piece: int) -> None:
+    def _weight(self, action: Action) -> None:
+        _, chunk, microbatch, piece = action
+        self._begin(action)
         begin = time.perf_counter_ns()
         self._runner.weight(chunk, microbatch, piece)
         self._runner_ns = time.perf_counter_ns() - begin
@@ -223,10 +276,7 @@ class Executor:
             return once / pieces
         return once if kind == "F" or pieces else 2 * once
 
-    def _take(self, direction: Direction, chunk: int, microbatch: int) -> Tensors | None:
-        channel = self._channels.incoming(direction, chunk)
-        if channel is None:
-            return None
+    def _take(self, channel: int, microbatch: int) -> Tensors:
         num_parts = self._channels.tensors_in(channel)
         if num_parts == 1:
             return self._take_part(channel, microbatch, 0, 1)
@@ -235,6 +285,10 @@ class Executor:
     def _take_part(self, channel: int, microbatch: int, part: int, num_parts: int) -> torch.Tensor:
         message = self._transport.take(channel)
         spec = self._channels.spec_in(channel)
+        if (
+            not message.arrived_ns and self._recorder.enabled
+        ):  # it will have when the device is here
+            message = message._replace(arrived_ns=self._recorder.mark())
         self._recorder.taken(spec, message)
         expected = (self._iteration, microbatch, part, num_parts)
         if message[1:5] != expected:
@@ -287,21 +341,37 @@ class Executor:
 
     def _sleep(self) -> None:
         """Nothing may run: wait for an arrival, and give up after ``timeout`` seconds."""
-        if not self._gap_cause or self._gap_cause == "lookahead":
-            self._close_gap()
-            self._describe_gap()
         self._check_senders()
         waited = (time.monotonic_ns() - self._gap_start) * 1e-9
         if waited > self._timeout:
             raise TransferTimeout(self._timeout_text())
         self._transport.wait(min(_NAP_SECONDS, self._timeout - waited + 1e-3))
 
+    def _input_came(self) -> bool:
+        """Whether the device has got the input that it waits for, which ends the gap.
+
+        Raises:
+            TransferTimeout: it has waited for ``timeout`` seconds.
+        """
+        assert self._awaited is not None
+        if not self._pace.waiting():
+            self._awaited = None
+            self._close_gap()
+            return True
+        waited = (time.monotonic_ns() - self._gap_start) * 1e-9
+        if waited > self._timeout:
+            channel, microbatch = self._awaited
+            raise self._transport.overdue(
+                channel, waited, iteration=self._iteration, microbatch=microbatch
+            )
+        return False
+
     def _check_senders(self) -> None:
         """A message that is missing from a rank that has closed its links will never come."""
         left = {peer for peer in self._sources if self._transport.departed(peer)}
         if not left:
             return
-        arrived = self._poll()  # after the look at the peer: its last message is in it
+        arrived = self._links.poll()  # after the look at the peer: its last message is in it
         for way, chunk in self._scheduler.stall().channels:
             index = self._channels.incoming(way, chunk)
             if index is None or self._channels.spec_in(index).source not in left:

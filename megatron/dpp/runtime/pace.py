@@ -36,12 +36,18 @@ class Pace(Protocol):
         """Whether the next task may be chosen now."""
         ...
 
+    def waiting(self) -> bool:
+        """Whether the device still waits for the input of a task that was launched ahead of it."""
+        ...
+
     def launch_share(self) -> float:
         """The part of the tasks' time for which the host is busy launching them; 0 on a CPU."""
         ...
 
-    def begin(self) -> None:
-        """A task is about to be run."""
+    def begin(self, ahead: bool = False) -> None:
+        """A task is about to be run; ``ahead``: it starts when the device has got its input, for
+        which it was told to wait just now.
+        """
         ...
 
     def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
@@ -74,10 +80,13 @@ class HostPace:
     def ready(self) -> bool:
         return True
 
+    def waiting(self) -> bool:
+        return False
+
     def launch_share(self) -> float:
         return 0.0
 
-    def begin(self) -> None:
+    def begin(self, ahead: bool = False) -> None:
         self._began = time.monotonic()
 
     def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
@@ -132,12 +141,20 @@ class DevicePace:
         self.injected_seconds = 0.0
         self._delay: _Delay | None = None
         self._cycles_per_second = 0.0
+        self._launched_ahead = False
+        self._awaited: _Running | None = None
 
     def ready(self) -> bool:
         self._collect()
         if self._follow or not self._running:
             return True
         return self._left() <= self._ahead()
+
+    def waiting(self) -> bool:
+        task = self._awaited
+        if task is not None and task.start.query():
+            task.began, self._awaited = time.monotonic(), None
+        return self._awaited is not None
 
     def _ahead(self) -> float:
         """Seconds of queued work at which the next task is chosen. One launch that took long (a
@@ -167,8 +184,8 @@ class DevicePace:
         launch = sum(self._least_launch[key] for key in self._least_took)
         return min(1.0, launch / took) if took else 0.0
 
-    def begin(self) -> None:
-        self._began = time.monotonic()
+    def begin(self, ahead: bool = False) -> None:
+        self._began, self._launched_ahead = time.monotonic(), ahead
         self._start = self._event()
         self._start.record()
 
@@ -190,6 +207,8 @@ class DevicePace:
         _least(self._least_launch, key, now - self._began)
         self._running.append(_Running(key, self._start, end, self._began, self._delay))
         self._delay = None
+        if self._launched_ahead:
+            self._awaited = self._running[-1]
         if self._follow:
             self._collect()
 

@@ -140,6 +140,7 @@ class DppSchedule(Replacement):
             split_backward=split,
             iteration=iteration,
             timeout=self.config.timeout,
+            launch_ahead=self.config.launch_ahead,
         )
         executor.run()
         links.consume(geometry)

@@ -230,6 +230,25 @@ class Scheduler:
             )
         state.apply(action)
 
+    def wanted(self) -> list[tuple[int, int]]:
+        """Channels, as ``(direction, chunk)``, whose next message would allow a task at once where
+        :meth:`next` returned None: gradients, and inputs for which there is room.
+        """
+        state, chunks = self._state, range(self.geometry.num_chunks)
+        gradients = [
+            (GRADIENT, c)
+            for c in chunks
+            if not self.geometry.forward_only
+            and state.gradients_arrived[c] == state.backwards_run[c] < state.forwards_run[c]
+        ]
+        inputs = [
+            (FORWARD, c)
+            for c in chunks
+            if state.forwards_arrived[c] == state.forwards_run[c] < self.geometry.num_microbatches
+            and state.forward_fits(c)
+        ]
+        return gradients + inputs
+
     def stall(self) -> Stall:
         """Why :meth:`next` returned None, and whose arrival would change that."""
         state = self._state

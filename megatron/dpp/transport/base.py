@@ -65,8 +65,8 @@ class Message(NamedTuple):
     ``part``/``num_parts``: a stage boundary that carries several tensors sends one message per
         tensor.
     ``sent_ns`` is the sender's ``CLOCK_MONOTONIC`` when ``put`` was called and ``arrived_ns`` the
-    receiver's when the message was first seen to be complete; two hosts' clocks are not the same
-    clock.
+    receiver's when the message was first seen to be complete, 0 if it was taken before it was; two
+    hosts' clocks are not the same clock.
     """
 
     tensor: torch.Tensor
@@ -154,8 +154,17 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def poll(self) -> Sequence[int]:
         """Messages that have arrived in full on each incoming channel since the transport was
-        opened. Cheap; drops tensors whose copy is done.
+        opened, or were taken while they were coming. Cheap; drops tensors whose copy is done.
         """
+
+    def coming(self) -> Sequence[int]:
+        """Messages on each incoming channel that may be taken: those that have arrived, and those
+        whose sender's GPU has all the work queued that makes and sends them. Empty where a kind
+        cannot tell.
+
+        ``take`` of one that has not arrived returns at once; the current stream waits for it.
+        """
+        return ()
 
     @abc.abstractmethod
     def take(self, channel: int) -> Message:
@@ -163,7 +172,8 @@ class Transport(abc.ABC):
         and free its slot.
 
         Work queued on the current stream afterwards sees the data. Raises ``ProtocolError`` when
-        the header does not fit the channel, and ``IndexError`` when nothing has arrived.
+        the header does not fit the channel, and ``IndexError`` when nothing has arrived or is
+        coming. After a failure the data of what was still coming means nothing.
         """
 
     @abc.abstractmethod

@@ -107,6 +107,7 @@ class FakeNetwork:
             each other.
         clock: a :class:`VirtualClock`, or None for real time.
         stepping: with a virtual clock, one thread drives all ranks, so any ``wait`` may move time.
+        ahead: messages may be taken on their way; ``take`` waits then, as a GPU would.
     """
 
     def __init__(
@@ -117,7 +118,9 @@ class FakeNetwork:
         delay: Delay = 0.0,
         clock: VirtualClock | None = None,
         stepping: bool = False,
+        ahead: bool = False,
     ) -> None:
+        self._ahead = ahead
         self._channels = [_Channel(spec) for spec in channels]
         self._random = random.Random(seed)
         self._delay = delay
@@ -294,10 +297,21 @@ class FakeTransport(Transport):
             self._seen = self._network._version[self.rank]
             return [channel.num_arrived for channel in self._incoming]
 
+    def coming(self) -> Sequence[int]:
+        with self._network._changed:
+            self._check()
+            if not self._network._ahead:
+                return ()
+            return [channel.num_arrived + len(channel.flying) for channel in self._incoming]
+
     def take(self, channel: int) -> Message:
         source = self._incoming[channel]
         with self._network._changed:
             self._check()
+            there = bool(source.arrived)
+            while not source.arrived and source.flying and self._network._ahead:
+                self._network._wait(self.rank, self._network._version[self.rank], 1.0)
+                self._check()
             if not source.arrived:
                 raise IndexError(f"rank {self.rank}: nothing has arrived on {source.spec}")
             if source.corrupt:
@@ -307,7 +321,7 @@ class FakeTransport(Transport):
             self._network._launch(source)
             self._network._deliver()
             self._network._touch(source.spec.source)
-        sent_ns, arrived_ns = int(parcel.sent * 1e9), int(parcel.arrives * 1e9)
+        sent_ns, arrived_ns = int(parcel.sent * 1e9), int(parcel.arrives * 1e9) if there else 0
         return Message(tensor, *parcel.labels, sent_ns, arrived_ns)
 
     def wait(self, seconds: float) -> bool:

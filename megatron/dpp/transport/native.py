@@ -152,6 +152,10 @@ class NativeTransport(Transport):
         arrived: list[int] = self._native.poll(self._num_incoming)
         return arrived
 
+    def coming(self) -> Sequence[int]:
+        coming: list[int] = self._native.coming(self._num_incoming)
+        return coming
+
     def _drop_sent(self) -> None:
         for channel, kept in enumerate(self._kept):
             if kept:
