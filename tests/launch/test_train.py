@@ -21,7 +21,7 @@ from megatron.dpp.launch.flags import MODELS, model_flags, to_argv
 from megatron.dpp.launch.layout import Layout, nearest_layout, possible_layouts
 from megatron.dpp.launch.main import main, plan
 from megatron.dpp.launch.nodes import find_nodes
-from megatron.dpp.launch.resolve import Setting, base_flags, resolve
+from megatron.dpp.launch.resolve import Setting, base_flags, environment, resolve
 from megatron.dpp.launch.settle import checked, shape_from
 from megatron.dpp.launch.start import prepare
 from megatron.dpp.train.arguments import parse_args, warnings_of
@@ -501,3 +501,17 @@ def test_sequence_parallelism_is_taken_where_memory_is_short(
     assert ("--sequence-parallel" in found.resolved.flags) == spread
     asked = plan(f"{words} --sequence-parallel".split())
     assert "--sequence-parallel" in asked.resolved.flags
+
+
+@pytest.mark.parametrize(
+    ("words", "queues"),
+    [("--pp 4", "8"), ("--tp 2 --pp 2", None), ("--tp 2", None), ("--pp 4 --no-dpp", "8")],
+)
+def test_a_pipeline_without_tensor_parallelism_has_several_queues(
+    words: str, queues: str | None
+) -> None:
+    """With one, a rank sent nothing while its GPU waited for an input."""
+    found = plan(f"--mode 3d {words} --gpus 4 --gpu h200 --dry-run {ARTIFICIAL}".split())
+    assert environment(found.resolved, {}).get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
+    asked = environment(found.resolved, {"CUDA_DEVICE_MAX_CONNECTIONS": "3"})
+    assert asked.get("CUDA_DEVICE_MAX_CONNECTIONS") == (queues and "3")

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, PeerDead, TransferTimeout
 from megatron.dpp.mcore.boundary import boundaries
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.executor import Executor, Links, Tensors
+from megatron.dpp.runtime.links import why_not_ahead
 from megatron.dpp.runtime.pace import HostPace
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Action, Geometry, Scheduler, View, parse_cap
 from megatron.dpp.trace import NullRecorder
+from megatron.dpp.transport.base import LinkInfo
 from megatron.dpp.transport.fake import FakeNetwork
 
 
@@ -272,3 +277,27 @@ def test_one_coming_message_is_believed_and_gradients_come_first() -> None:
     coming[index[1, 1]] = 1
     assert str(decider.next_coming(coming)) == "1B0"
     assert decider.next_coming(nothing) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "board", "connections", "config", "said"),
+    [
+        ("cuda_ipc", None, "1", {}, True),
+        ("cuda_ipc", None, "8", {}, False),
+        ("cuda_ipc", None, None, {}, False),
+        ("cuda_ipc", None, "1", {"launch_ahead": False}, False),
+        ("cuda_ipc", object(), "1", {}, False),
+        ("shm", None, "1", {}, False),
+    ],
+)
+def test_one_hardware_queue_launches_nothing_ahead(
+    monkeypatch: pytest.MonkeyPatch, kind: str, board: object, connections: str | None,
+    config: dict[str, bool], said: bool,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if connections:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    transport: Any = SimpleNamespace(board=board, links=lambda: [LinkInfo(1, kind, "")])
+    reason = why_not_ahead(DppConfig(**config), transport)
+    assert (reason is not None) == said
+    assert reason is None or "CUDA_DEVICE_MAX_CONNECTIONS=1" in reason

@@ -401,8 +401,11 @@ def _resume(folder: str) -> Flags:
 
 def environment(resolved: Resolved, env: Mapping[str, str]) -> dict[str, str]:
     """Variables that the run needs beside those of ``examples/launch.sh``."""
-    values = {}
-    if resolved.shard in ("gradients", "parameters"):
-        # One hardware queue would put FSDP2's gathers behind the products that wait for them.
+    values, layout = {}, resolved.layout
+    # One hardware queue, on which megatron-core's tensor parallelism relies, would put FSDP2's
+    # gathers behind the products that wait for them, and what a pipeline's rank sends behind what
+    # it waits for.
+    waits = layout.pipeline > 1 and layout.tensor == 1
+    if waits or resolved.shard in ("gradients", "parameters"):
         values["CUDA_DEVICE_MAX_CONNECTIONS"] = env.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     return values

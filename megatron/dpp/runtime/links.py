@@ -16,6 +16,7 @@ from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.transport import TransportOptions, open_transport
 from megatron.dpp.transport.base import ChannelSpec, Transport
 
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ABANDON_SECONDS = 3.0
 """A rank that has not noticed a lost peer by then waits in a collective that will not end."""
 
@@ -73,6 +74,16 @@ def open_links(
         board_ranks=(stage_ranks or None) if specs else None,
         board_counters=sum(spec.destination == rank for spec in specs),
     )
+
+
+def why_not_ahead(config: DppConfig, transport: Transport) -> str | None:
+    """Why tasks are not launched ahead of their inputs though ``config`` asks for it; None where
+    they are, or where that makes no difference.
+    """
+    waits = any(link.kind == "cuda_ipc" for link in transport.links()) and transport.board is None
+    if config.launch_ahead and waits and os.environ.get(_CONNECTIONS) == "1":
+        return f"with {_CONNECTIONS}=1 a GPU that waits would hold up what it has to send"
+    return None
 
 
 def pace_for(config: DppConfig, follow: bool) -> Pace:

@@ -35,7 +35,7 @@ from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.runtime.executor import Executor, Links
 from megatron.dpp.runtime.inject import Injector
-from megatron.dpp.runtime.links import open_links, pace_for, pipeline_of
+from megatron.dpp.runtime.links import open_links, pace_for, pipeline_of, why_not_ahead
 from megatron.dpp.runtime.pace import Pace
 from megatron.dpp.runtime.replacement import Replacement
 from megatron.dpp.runtime.topology import Topology
@@ -59,6 +59,7 @@ class _Session:
     injector: Injector | None
     rng: TaskRng
     decisions: Decisions
+    launch_ahead: bool
 
 
 class DppSchedule(Replacement):
@@ -140,7 +141,7 @@ class DppSchedule(Replacement):
             split_backward=split,
             iteration=iteration,
             timeout=self.config.timeout,
-            launch_ahead=self.config.launch_ahead,
+            launch_ahead=session.launch_ahead,
         )
         executor.run()
         links.consume(geometry)
@@ -286,6 +287,9 @@ class DppSchedule(Replacement):
             self._log(
                 f"dynamic pipeline: rank {ranks[rank]} -> {link.peer}: {link.kind} ({link.reason})"
             )
+        reason = why_not_ahead(self.config, links.transport)
+        if reason is not None:
+            self._log(f"dynamic pipeline: no task is launched ahead of its input: {reason}")
         board = links.transport.board
         follow = board is not None and board.index > 0
         return _Session(
@@ -296,6 +300,7 @@ class DppSchedule(Replacement):
             injector=injector,
             rng=TaskRng(self._seed, topology.num_ranks, rank),
             decisions=Decisions(self.config, self._log, _replica_of(call), not follow),
+            launch_ahead=self.config.launch_ahead and reason is None,
         )
 
     @staticmethod
