@@ -301,3 +301,28 @@ def test_one_hardware_queue_launches_nothing_ahead(
     reason = why_not_ahead(DppConfig(**config), transport)
     assert (reason is not None) == said
     assert reason is None or "CUDA_DEVICE_MAX_CONNECTIONS=1" in reason
+
+
+class NeverStarts(HostPace):
+    """A device that never gets the input of the task that was launched ahead."""
+
+    def waiting(self) -> bool:
+        return True
+
+
+def test_a_device_that_waits_is_not_waited_for_longer_than_the_timeout() -> None:
+    """Also when the iteration has no other task left."""
+    channels = Topology((0, 1), 1, 1).channels([64], [64], 2)
+    network = FakeNetwork(list(channels.specs), delay=lambda *_: 0.2, ahead=True)
+    links = Links(network.transport(1), channels)
+    network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=0)
+    scheduler = Scheduler(Geometry(2, 1, 1, 1, forward_only=True))
+    decider = decider_for(scheduler, channels.receiving, None)
+    executor = Executor(
+        runner=Arithmetic(Topology((0, 1), 1, 1)), decider=decider, links=links,
+        recorder=NullRecorder(), pace=NeverStarts(), injector=None, split_backward=False,
+        iteration=0, timeout=0.5,
+    )  # fmt: skip
+    with pytest.raises(TransferTimeout, match="microbatch 0 of iteration 0 .*rank 0 -> 1"):
+        executor.run()
+    assert scheduler.done
