@@ -21,7 +21,7 @@ from megatron.dpp.launch.flags import MODELS, model_flags, to_argv
 from megatron.dpp.launch.layout import Layout, nearest_layout, possible_layouts
 from megatron.dpp.launch.main import main, plan
 from megatron.dpp.launch.nodes import find_nodes
-from megatron.dpp.launch.resolve import Setting, base_flags, environment, resolve
+from megatron.dpp.launch.resolve import Setting, base_flags, resolve
 from megatron.dpp.launch.settle import checked, shape_from
 from megatron.dpp.launch.start import prepare
 from megatron.dpp.train.arguments import parse_args, warnings_of
@@ -31,7 +31,6 @@ from megatron.dpp.train.preflight import build_vocabulary
 from tests.train.test_preflight import WITHOUT_TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
-ARTIFICIAL = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50303"
 H200 = Setting(per_node=8, num_nodes=1, on_gpu=True, device=gpu_device("NVIDIA H200", 141 * 2**30))
 RESOLVED = {
     "--mode simple --procs 4": {"data_parallel": 4, "use_dpp": False, "bf16": False},
@@ -489,29 +488,3 @@ def test_a_wrong_word_is_refused_before_set_up(tmp_path: Path) -> None:
     result = subprocess.run(words, capture_output=True, text=True, timeout=60, env=bare)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "error: --max-steps 0: nearest possible: 1\n"
-
-
-@pytest.mark.parametrize(("micro_batch", "spread"), [(4, False), (64, True)])
-def test_sequence_parallelism_is_taken_where_memory_is_short(
-    micro_batch: int, spread: bool
-) -> None:
-    """It makes layers of these sizes 5 to 12 % slower on H200s."""
-    words = f"--mode 3d --tp 2 --model large --gpus 2 --gpu h200 --dry-run {ARTIFICIAL}"
-    found = plan(f"{words} --micro-batch-size {micro_batch}".split())
-    assert ("--sequence-parallel" in found.resolved.flags) == spread
-    asked = plan(f"{words} --sequence-parallel".split())
-    assert "--sequence-parallel" in asked.resolved.flags
-
-
-@pytest.mark.parametrize(
-    ("words", "queues"),
-    [("--pp 4", "8"), ("--tp 2 --pp 2", None), ("--tp 2", None), ("--pp 4 --no-dpp", "8")],
-)
-def test_a_pipeline_without_tensor_parallelism_has_several_queues(
-    words: str, queues: str | None
-) -> None:
-    """With one, a rank sent nothing while its GPU waited for an input."""
-    found = plan(f"--mode 3d {words} --gpus 4 --gpu h200 --dry-run {ARTIFICIAL}".split())
-    assert environment(found.resolved, {}).get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
-    asked = environment(found.resolved, {"CUDA_DEVICE_MAX_CONNECTIONS": "3"})
-    assert asked.get("CUDA_DEVICE_MAX_CONNECTIONS") == (queues and "3")

@@ -1,0 +1,36 @@
+"""What ``train`` resolves a layout to on GPUs that this machine need not have."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.dpp.launch.main import plan
+from megatron.dpp.launch.resolve import environment
+
+ARTIFICIAL = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50303"
+
+
+@pytest.mark.parametrize(("micro_batch", "spread"), [(4, False), (64, True)])
+def test_sequence_parallelism_is_taken_where_memory_is_short(
+    micro_batch: int, spread: bool
+) -> None:
+    """It makes layers of these sizes 5 to 12 % slower on H200s."""
+    words = f"--mode 3d --tp 2 --model large --gpus 2 --gpu h200 --dry-run {ARTIFICIAL}"
+    found = plan(f"{words} --micro-batch-size {micro_batch}".split())
+    assert ("--sequence-parallel" in found.resolved.flags) == spread
+    asked = plan(f"{words} --sequence-parallel".split())
+    assert "--sequence-parallel" in asked.resolved.flags
+
+
+@pytest.mark.parametrize(
+    ("words", "queues"),
+    [("--pp 4", "8"), ("--tp 2 --pp 2", None), ("--tp 2", None), ("--pp 4 --no-dpp", "8")],
+)
+def test_a_pipeline_without_tensor_parallelism_has_several_queues(
+    words: str, queues: str | None
+) -> None:
+    """With one, a rank sent nothing while its GPU waited for an input."""
+    found = plan(f"--mode 3d {words} --gpus 4 --gpu h200 --dry-run {ARTIFICIAL}".split())
+    assert environment(found.resolved, {}).get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
+    asked = environment(found.resolved, {"CUDA_DEVICE_MAX_CONNECTIONS": "3"})
+    assert asked.get("CUDA_DEVICE_MAX_CONNECTIONS") == (queues and "3")
