@@ -323,6 +323,6 @@ def test_a_device_that_waits_is_not_waited_for_longer_than_the_timeout() -> None
         recorder=NullRecorder(), pace=NeverStarts(), injector=None, split_backward=False,
         iteration=0, timeout=0.5,
     )  # fmt: skip
-    with pytest.raises(TransferTimeout, match="microbatch 0 of iteration 0 .*rank 0 -> 1"):
+    with pytest.raises(TransferTimeout, match=r"microbatch 0 of iteration 0 .*rank 0 -> 1"):
         executor.run()
     assert scheduler.done
