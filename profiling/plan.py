@@ -200,13 +200,18 @@ def _print_plans(planner: Planner, plans: list[Prediction]) -> None:
         print(
             f"{plan.layout.num_chunks:6d} {plan.cap:>9s} {plan.seconds * 1e3:9.2f} "
             f"{plan.busiest_seconds * 1e3:9.2f} {plan.seconds / plan.busiest_seconds:6.3f} "
-            f"{max(plan.peak_bytes) / 2**30:7.2f}  {plan.layout.text()}"
+            f"{_gib(max(plan.peak_bytes)):>7s}  {plan.layout.text()}"
         )
     best = plans[0]
     print("\nFlags of the first:")
     print(f"  --pipeline-model-parallel-size {planner.num_ranks}")
     print(f"  --pipeline-model-parallel-layout '{best.layout.text()}'")
     print(f"  --use-dpp --dpp-activation-cap {best.cap}")
+
+
+def _gib(num_bytes: float) -> str:
+    """A trace without memory and without shapes beside it says nothing about it."""
+    return f"{num_bytes / 2**30:.2f}" if num_bytes else "-"
 
 
 def _print_baselines(planner: Planner, best: Prediction, chunks: Sequence[int]) -> None:

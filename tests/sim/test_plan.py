@@ -238,6 +238,16 @@ def test_command_line_from_a_cost_file(capsys, tmp_path):
     assert status == 1 and "--layers" in err
 
 
+def test_memory_that_a_trace_does_not_tell_is_not_printed_as_none(capsys, tmp_path):
+    costs = measured([4, 4, 4, 4], 4)
+    for stage in costs["stages"]:
+        stage.pop("activation_bytes", None)
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(costs))
+    status, out, _ = command_line(capsys, str(path), "--num-layers", "16", "--chunks", "1")
+    assert status == 0 and " -  Et" in out and "0.00  E" not in out
+
+
 def test_a_run_with_another_layout_is_refused(capsys, tmp_path):
     """A planned run has fewer layers beside the head: as if they lay evenly, it had no head."""
     path = tmp_path / "costs.json"

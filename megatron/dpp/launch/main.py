@@ -9,9 +9,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
-from megatron.dpp.errors import ConfigError, DppError
+from megatron.dpp.errors import ConfigError, DataError, DppError
 from megatron.dpp.estimate import (
     Estimate,
     RunShape,
@@ -123,6 +124,8 @@ def plan(words: Sequence[str]) -> Plan:
     """
     options, rest = cli.parse(words)
     check_known(rest, cli.NAMES)
+    if options.config and not Path(options.config).is_file():
+        raise DataError(f"--config {options.config}: No such file or directory")
     options.batch_size = asked_batch(options, rest)
     nodes = find_nodes(os.environ)
     setting = find_setting(options, nodes)
