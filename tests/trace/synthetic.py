@@ -117,7 +117,7 @@ class _Pipeline:
         if source is not None:
             sent, arrived, number = self.waiting[source].popleft()
             assert number == microbatch
-            what = (source, microbatch, sent, run.num_bytes, 0)
+            what = (source, microbatch, sent, run.num_bytes, 0, False)
             self.events[rank].append(("A", arrived, self.now, self.iteration, *what))
         length = run.task_ns(self.iteration, rank, kind.name, chunk, microbatch)
         length = round(length * self.factor(rank, kind.name, chunk, microbatch))

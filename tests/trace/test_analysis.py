@@ -14,8 +14,16 @@ from megatron.dpp.sim import load_costs
 from megatron.dpp.sim.whatif import WhatIf, cost_file, other_plans, plan_of, recorded, removal
 from megatron.dpp.trace.analysis.decisions import differing_decisions
 from megatron.dpp.trace.analysis.limits import Limit
-from megatron.dpp.trace.analysis.links import LinkSamples
-from megatron.dpp.trace.analysis.model import RankIteration, Task
+from megatron.dpp.trace.analysis.links import LinkSamples, link_samples
+from megatron.dpp.trace.analysis.model import (
+    Arrival,
+    Iteration,
+    MessageId,
+    RankIteration,
+    Send,
+    Task,
+    Wait,
+)
 from megatron.dpp.trace.analysis.stragglers import Culprit
 from megatron.dpp.trace.analysis.summary import summary
 from megatron.dpp.trace.analysis.times import length, subtract, union
@@ -250,3 +258,24 @@ def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
     (found,) = StragglerSearch(shape, works, [slow] * 3, dict.fromkeys(range(4), 0)).find()
     assert (found.name, found.factor) == ("link 1-2", 55.0)
     assert _hop_delay(slow, range(4), 1) == pytest.approx(11e-3)
+
+
+def test_a_message_taken_ahead_is_timed_only_where_the_device_was_idle():
+    """The device came to it after its own task: a link of 80 us seemed to take a millisecond."""
+
+    def sampled(previous_end: int) -> LinkSamples:
+        message = MessageId(0, 1, 0, "forward", 0)
+        sender = RankIteration(0, 4, sends=[Send(1_000_000, message, 1 << 20, "cuda_ipc")])
+        receiver = RankIteration(
+            1, 4,
+            tasks=[
+                Task(0, previous_end, "B", 0, 0, 0), Task(1_950_000, 3_000_000, "F", 0, 0, 0),
+            ],
+            waits=[Wait(100_000, 1_960_000, "message", "F0")],
+            arrivals=[Arrival(900_000, 1_940_000, 1_945_000, message, 1 << 20, ahead=True)],
+        )  # fmt: skip
+        iteration = Iteration(4, {0: sender, 1: receiver})
+        return link_samples(iteration)[0, 1]
+
+    assert sampled(previous_end=1_900_000).clean == []
+    assert sampled(previous_end=950_000).clean == [940_000]

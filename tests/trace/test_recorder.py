@@ -38,7 +38,7 @@ def record_iteration(recorder: Recorder, iteration: int) -> None:
     recorder.begin_task("F", 1, 2)
     recorder.put(CHANNEL, 2, 4096, "shm")
     recorder.end_task()
-    recorder.taken(CHANNEL, Taken(start - 500, start - 200))
+    recorder.taken(CHANNEL, Taken(start - 500, start - 200), ahead=True)
     recorder.counter("held", 3)
     with recorder.span("optimizer", group="world"):
         pass
@@ -74,6 +74,7 @@ def test_every_kind_of_event_is_written_and_read_back(tmp_path):
     assert events["wait"]["dur"] == 1.0
     assert events["send"]["args"]["destination"] == 1
     assert events["send"]["args"]["bytes"] == 4096
+    assert events["arrival"]["args"]["ahead"] is True
     assert events["arrival"]["args"]["sent_ns"] == file.time_ns(events["arrival"]) - 300
     assert events["counter"]["args"] == {"value": 3}
     assert events["span"]["args"]["group"] == "world"

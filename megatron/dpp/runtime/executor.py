@@ -285,11 +285,10 @@ class Executor:
     def _take_part(self, channel: int, microbatch: int, part: int, num_parts: int) -> torch.Tensor:
         message = self._transport.take(channel)
         spec = self._channels.spec_in(channel)
-        if (
-            not message.arrived_ns and self._recorder.enabled
-        ):  # it will have when the device is here
+        ahead = not message.arrived_ns
+        if ahead and self._recorder.enabled:
             message = message._replace(arrived_ns=self._recorder.mark())
-        self._recorder.taken(spec, message)
+        self._recorder.taken(spec, message, ahead)
         expected = (self._iteration, microbatch, part, num_parts)
         if message[1:5] != expected:
             names = "iteration {}, microbatch {}, tensor {} of {}"

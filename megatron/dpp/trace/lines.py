@@ -154,11 +154,11 @@ class EventLines:
         return self._head(f"send {microbatch}", "send", SEND_TRACK, iteration, args)
 
     def _arrival(self, event: tuple[Any, ...]) -> str:
-        _, _, _, iteration, channel, microbatch, sent_ns, num_bytes, part = event
+        _, _, _, iteration, channel, microbatch, sent_ns, num_bytes, part, ahead = event
         sent = "" if sent_ns is None else f',"sent_ns":{sent_ns}'
         args = (
             f',{self._link(channel)},"microbatch":{microbatch},"bytes":{num_bytes},'
-            f'"part":{part}{sent}'
+            f'"part":{part}{sent}' + (',"ahead":true' if ahead else "")
         )
         return self._head(f"arrival {microbatch}", "arrival", ARRIVAL_TRACK, iteration, args)
 

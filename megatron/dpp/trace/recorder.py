@@ -89,9 +89,10 @@ class Recorder(abc.ABC):
         """A message was handed to the transport; ``kind`` is the transport's, such as ``shm``."""
 
     @abc.abstractmethod
-    def taken(self, channel: object, message: TakenMessage) -> None:
+    def taken(self, channel: object, message: TakenMessage, ahead: bool = False) -> None:
         """A message was taken. Its ``sent_ns`` is on the sender's clock, its ``arrived_ns`` on this
-        one.
+        one; ``ahead``: it was taken before it had arrived, and ``arrived_ns`` marks when the device
+        had come to it and had it.
         """
 
     @abc.abstractmethod
@@ -162,7 +163,7 @@ class NullRecorder(Recorder):
     def put(self, channel: object, microbatch: int, num_bytes: int, kind: str) -> None:
         pass
 
-    def taken(self, channel: object, message: TakenMessage) -> None:
+    def taken(self, channel: object, message: TakenMessage, ahead: bool = False) -> None:
         pass
 
     def span(self, name: str, group: str = "") -> contextlib.AbstractContextManager[None]:
@@ -245,13 +246,14 @@ class FileRecorder(Recorder):
             called, ready = time.monotonic_ns(), self._clock.mark()
             self._append("P", called, ready, self.iteration, channel, microbatch, num_bytes, kind)
 
-    def taken(self, channel: object, message: TakenMessage) -> None:
+    def taken(self, channel: object, message: TakenMessage, ahead: bool = False) -> None:
         if self._recording:
             arrived = message.arrived_ns
             taken = time.monotonic_ns() if isinstance(arrived, int) else self._clock.mark()
             num_bytes = getattr(getattr(message, "tensor", None), "nbytes", 0)
             what = (channel, message.microbatch, message.sent_ns, num_bytes)
-            self._append("A", arrived, taken, message.iteration, *what, getattr(message, "part", 0))
+            part = getattr(message, "part", 0)
+            self._append("A", arrived, taken, message.iteration, *what, part, ahead)
 
     @contextlib.contextmanager
     def _timed(self, name: str, group: str) -> Iterator[None]:

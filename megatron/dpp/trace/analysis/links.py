@@ -47,8 +47,10 @@ def _waited_for(rank: RankIteration, arrival: Arrival, start: int, kind: str) ->
     """Whether the receiver was looking when the message came, so that its delay is the link's.
 
     A static schedule looks at the end of its wait only; there the wait must have begun before the
-    send.
+    send. A device that was told to wait sees a message of its own accord, once its tasks are over.
     """
+    if arrival.ahead:
+        return all(t.end <= start or t.start >= arrival.arrived for t in rank.tasks)
     for wait in rank.waits:
         if wait.cause == "lookahead" or not wait.start <= arrival.arrived <= wait.end + _LOOK_NS:
             continue

@@ -69,13 +69,16 @@ class Send(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A message received: when it was sent (None: unknown), seen complete, and taken."""
+    """A message received: when it was sent (None: unknown), seen complete, and taken. ``ahead``: it
+    was taken before that, and ``arrived`` is when the receiver's device had come to it and had it.
+    """
 
     sent: int | None
     arrived: int
     taken: int
     message: MessageId
     num_bytes: int
+    ahead: bool = False
 
 
 @dataclass(slots=True)
@@ -178,7 +181,8 @@ class IterationBuilder:
         sent = args.get("sent_ns")
         if sent is not None and self._alignment and message.source in self._alignment.clocks:
             sent = self._alignment.to_global(message.source, sent)
-        current.arrivals.append(Arrival(sent, start, end, message, args["bytes"]))
+        ahead = args.get("ahead", False)
+        current.arrivals.append(Arrival(sent, start, end, message, args["bytes"], ahead))
 
 
 def _iterations(file: TraceFile, alignment: Alignment) -> Iterator[RankIteration]:
