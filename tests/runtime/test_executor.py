@@ -27,7 +27,7 @@ from megatron.dpp.runtime.pace import HostPace
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Action, Geometry, Scheduler, View, parse_cap
 from megatron.dpp.trace import NullRecorder
-from megatron.dpp.transport.base import LinkInfo
+from megatron.dpp.transport.base import Direction, LinkInfo
 from megatron.dpp.transport.fake import FakeNetwork
 
 
@@ -78,6 +78,20 @@ class Arithmetic:
         self.complete.append(chunk)
 
 
+class StartsLater(HostPace):
+    """A device that is seen to start a task launched ahead at the second look."""
+
+    _looks = 0
+
+    def begin(self, ahead: bool = False) -> None:
+        super().begin(ahead)
+        self._looks = 2 if ahead else 0
+
+    def waiting(self) -> bool:
+        self._looks -= 1
+        return self._looks > 0
+
+
 def run_pipeline(
     p: int, v: int, m: int, *, policy: str = "dynamic", cap: str = "auto", split: bool = True,
     delay: float = 0.0, seed: int = 0, timeout: float = 20.0, iterations: int = 1,
@@ -114,8 +128,8 @@ def run_pipeline(
                 decider.start(links.consumed)
                 Executor(
                     runner=runner, decider=decider, links=links, recorder=NullRecorder(),
-                    pace=HostPace(), injector=None, split_backward=split, iteration=iteration,
-                    timeout=timeout,
+                    pace=StartsLater(), injector=None, split_backward=split,
+                    iteration=iteration, timeout=timeout,
                 ).run()  # fmt: skip
                 links.consume(geometry)
                 assert scheduler.peak_held <= cap_chunks
@@ -326,3 +340,22 @@ def test_a_device_that_waits_is_not_waited_for_longer_than_the_timeout() -> None
     with pytest.raises(TransferTimeout, match=r"microbatch 0 of iteration 0 .*rank 0 -> 1"):
         executor.run()
     assert scheduler.done
+
+
+def test_the_deadline_counts_from_when_the_device_began_to_wait() -> None:
+    """A task that was believed possible earlier, and is chosen between two others, has no gap
+    before it: its wait seemed as old as the machine."""
+    channels = Topology((0, 1), 1, 1).channels([64], [64], 2)
+    network = FakeNetwork(list(channels.specs), delay=lambda *_: 0.05, ahead=True)
+    links = Links(network.transport(1), channels)
+    network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=0)
+    scheduler = Scheduler(Geometry(2, 1, 1, 1, forward_only=True))
+    executor = Executor(
+        runner=Arithmetic(Topology((0, 1), 1, 1)),
+        decider=decider_for(scheduler, channels.receiving, None), links=links,
+        recorder=NullRecorder(), pace=NeverStarts(), injector=None, split_backward=False,
+        iteration=0, timeout=100.0,
+    )  # fmt: skip
+    executor._arrived = links.poll()
+    executor._receive(Action.parse("0F0"), Direction.FORWARD)
+    assert not executor._input_came()

@@ -209,7 +209,7 @@ class Executor:
 
     def _receive(self, action: Action, direction: Direction) -> Tensors | None:
         """Begin a task and take its input; one that has not arrived yet comes before the
-        beginning.
+        beginning, and a gap lasts until it has.
         """
         channel = self._channels.incoming(direction, action.chunk)
         if channel is None:
@@ -222,6 +222,9 @@ class Executor:
         received = self._take(channel, action.microbatch)
         if ahead:
             self._awaited = channel, action.microbatch
+            if not self._gap_cause or self._gap_cause == "lookahead":  # chosen without an idle look
+                self._close_gap()
+                self._open_gap("message")
             self._begin(action, ahead=True)
         return received
 
