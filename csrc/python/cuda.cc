@@ -61,7 +61,8 @@ void bind_cuda(py::module_& module) {
           },
           "Owns the descriptors from here on.")
       .def("write_pattern", &CudaLinks::write_pattern, no_gil)
-      .def("pattern_fault", &CudaLinks::pattern_fault, no_gil);
+      .def("pattern_fault", &CudaLinks::pattern_fault, no_gil)
+      .def("ahead_fault", &CudaLinks::ahead_fault);
 }
 
 }  // namespace dpp

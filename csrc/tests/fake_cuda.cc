@@ -6,9 +6,9 @@
 //
 // FAKE_CUDA_REFUSE_IPC=1 refuses IPC handles, FAKE_CUDA_CORRUPT=1 loses what is written between
 // processes, FAKE_CUDA_SLOW=N keeps events back for N queries, FAKE_CUDA_SILENT=1 never writes a
-// value from a stream. A stream that waits for a value waits in the call, for five seconds at most.
-// FAKE_CUDA_DIRECT lists what the GPU has for GPUDirect: dmabuf, peermem, ordered,
-// flush.
+// value from a stream, FAKE_CUDA_NO_VALUES=1 refuses to. A stream that waits for a value waits in
+// the call, for five seconds at most. FAKE_CUDA_DIRECT lists what the GPU has for GPUDirect:
+// dmabuf, peermem, ordered, flush.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -225,6 +225,7 @@ int cuStreamQuery(void*) { return 0; }
 int cuStreamSynchronize(void*) { return 0; }
 int cuStreamWaitEvent(void*, void*, unsigned) { return 0; }
 int cuStreamWriteValue32(void*, Address to, uint32_t value, unsigned) {
+  if (flag("FAKE_CUDA_NO_VALUES")) return kNotSupported;
   if (!flag("FAKE_CUDA_SILENT")) reinterpret_cast<std::atomic<uint32_t>*>(to)->store(value);
   return 0;
 }

@@ -3,6 +3,8 @@
 #include <chrono>
 #include <thread>
 
+#include "base/error.h"
+
 namespace dpp {
 
 namespace {
@@ -11,11 +13,20 @@ constexpr uint64_t kLetGoNs = 1'000'000'000;
 
 }  // namespace
 
-Written::Written(cuda::DevicePtr device, std::shared_ptr<ShmBlock> block)
-    : device_(std::move(device)),
-      block_(std::move(block)),
-      pinned_(device_, block_->controls().first, block_->controls().second),
-      address_(pinned_.address()) {}
+Written::Written(cuda::DevicePtr device, std::shared_ptr<ShmBlock> block, cuda::Stream& stream)
+    : device_(std::move(device)), block_(std::move(block)) {
+  try {
+    const auto [data, bytes] = block_->controls();
+    pinned_ = std::make_unique<cuda::Pinned>(device_, data, bytes);
+    address_ = pinned_->address();
+    const cuda::Current current(*device_);
+    say(0, 0, stream.get());
+    await(0, 0, stream.get());
+    stream.synchronize();
+  } catch (const Error& error) {
+    fault_ = error.what();
+  }
+}
 
 void Written::say(size_t channel, uint64_t sequence, cuda::StreamHandle stream) const {
   // By default everything that the stream wrote before is visible, also to other GPUs, when this
@@ -55,10 +66,10 @@ void CudaIpcSender::begin(Parcel& parcel) {
                                                           parcel.header.bytes, stream_->get()),
                          "copying into a peer's slot from " + device_->name());
   }
-  written_->say(channel_, sequence, stream_->get());
+  if (written_->fault().empty()) written_->say(channel_, sequence, stream_->get());
   copied_.set(sequence, stream_->get());
   // Only now: whoever waits for it waits for work that is queued.
-  ring_->show_begun();
+  if (written_->fault().empty()) ring_->show_begun();
 }
 
 Step CudaIpcSender::finished() {

@@ -17,10 +17,14 @@
 namespace dpp {
 
 // The host memory of one link in which the sender's GPU says what it has written, for both GPUs.
+// Where this GPU cannot use it, messages may be taken once they have arrived, and not before.
 class Written {
  public:
-  Written(cuda::DevicePtr device, std::shared_ptr<ShmBlock> block);
+  // Tries it, on a stream that is idle.
+  Written(cuda::DevicePtr device, std::shared_ptr<ShmBlock> block, cuda::Stream& stream);
 
+  // Empty, or why this GPU cannot use it.
+  const std::string& fault() const { return fault_; }
   // Queues on `stream`: say that message `sequence` is written.
   void say(size_t channel, uint64_t sequence, cuda::StreamHandle stream) const;
   // Queues on `stream`: wait until that was said.
@@ -31,8 +35,9 @@ class Written {
 
   const cuda::DevicePtr device_;
   const std::shared_ptr<ShmBlock> block_;  // outlives the pinning
-  const cuda::Pinned pinned_;
-  const cuda::Address address_;
+  std::unique_ptr<cuda::Pinned> pinned_;
+  cuda::Address address_ = 0;
+  std::string fault_;
 };
 
 class CudaIpcSender : public DeviceSender {
@@ -57,7 +62,7 @@ class CudaIpcReceiver : public DeviceReceiver {
   CudaIpcReceiver(cuda::DevicePtr device, DeviceSlots slots, std::unique_ptr<ShmReceiver> ring,
                   std::shared_ptr<const Written> written, size_t channel);
   ~CudaIpcReceiver() override;
-  uint64_t coming() override { return ring_->begun(); }
+  uint64_t coming() override { return written_->fault().empty() ? ring_->begun() : arrived(); }
   void copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) override;
   void let_go() override;
 

@@ -39,7 +39,8 @@ CudaLinks::Offer CudaLinks::make_ipc_slots(int peer, const std::vector<size_t>& 
   auto memory =
       std::make_shared<cuda::Memory>(make(device_, std::max<size_t>(layout.total_bytes, 1)));
   const auto block = ShmBlock::create(without_payload(geometry));
-  const auto written = std::make_shared<const Written>(device_, block);
+  const auto stream = std::make_shared<cuda::Stream>(device_);
+  const auto written = std::make_shared<const Written>(device_, block, *stream);
   for (size_t i = 0; i < channels.size(); ++i) {
     auto ring = std::make_unique<ShmReceiver>(block, i, transport_.find_peer(peer));
     const DeviceSlots slots(memory, layout.offsets[i], geometry[i]);
@@ -48,7 +49,7 @@ CudaLinks::Offer CudaLinks::make_ipc_slots(int peer, const std::vector<size_t>& 
         std::make_unique<CudaIpcReceiver>(device_, slots, std::move(ring), written, i));
   }
   Region& region = incoming_[peer];
-  region = {memory, std::make_shared<cuda::Stream>(device_), layout.total_bytes, UniqueFd()};
+  region = {memory, stream, layout.total_bytes, UniqueFd(), written->fault()};
   if (legacy) return {block->fd(), memory->handle(), -1};
   region.exported = memory->descriptor();
   return {block->fd(), "", region.exported.get()};
@@ -63,7 +64,7 @@ void CudaLinks::use_ipc_slots(int peer, const std::vector<size_t>& channels, Uni
                                         : cuda::Memory::open(device_, handle));
   const auto stream = std::make_shared<cuda::Stream>(device_);
   const auto block = ShmBlock::adopt(std::move(control), without_payload(geometry));
-  const auto written = std::make_shared<const Written>(device_, block);
+  const auto written = std::make_shared<const Written>(device_, block, *stream);
   for (size_t i = 0; i < channels.size(); ++i) {
     auto ring = std::make_unique<ShmSender>(block, i, transport_.find_peer(peer));
     const DeviceSlots slots(memory, layout.offsets[i], geometry[i]);
@@ -71,7 +72,17 @@ void CudaLinks::use_ipc_slots(int peer, const std::vector<size_t>& channels, Uni
                           std::make_unique<CudaIpcSender>(device_, stream, slots, std::move(ring),
                                                           written, i, max_pending_));
   }
-  outgoing_[peer] = {memory, stream, layout.total_bytes, UniqueFd()};
+  outgoing_[peer] = {memory, stream, layout.total_bytes, UniqueFd(), written->fault()};
+}
+
+std::string CudaLinks::ahead_fault(int peer) const {
+  for (const auto* regions : {&incoming_, &outgoing_}) {
+    const auto found = regions->find(peer);
+    if (found != regions->end() && !found->second.ahead_fault.empty()) {
+      return found->second.ahead_fault;
+    }
+  }
+  return "";
 }
 
 std::pair<int, int> CudaLinks::make_staged_slots(int peer, const std::vector<size_t>& channels,

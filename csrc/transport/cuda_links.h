@@ -42,6 +42,9 @@ class CudaLinks {
   void write_pattern(int peer, uint64_t seed);
   // Receiver's side: empty, or what differs.
   std::string pattern_fault(int peer, uint64_t seed);
+  // For "cuda_ipc". Why messages of a peer cannot be taken before they have arrived, or ours by it;
+  // else empty.
+  std::string ahead_fault(int peer) const;
 
  private:
   struct Piece {
@@ -54,6 +57,7 @@ class CudaLinks {
     std::shared_ptr<cuda::Stream> stream;
     size_t bytes = 0;
     UniqueFd exported;
+    std::string ahead_fault;
     std::vector<Piece> pieces() const;
   };
 

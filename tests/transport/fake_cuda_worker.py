@@ -2,8 +2,8 @@
 
 Run by test_cuda_fake.py as ``python fake_cuda_worker.py CASE...``, with that driver in
 LD_LIBRARY_PATH. A case is one string, ``KIND [checksum] [gpudirect=ONE,OTHER] [direct=ABILITY+...]
-[FAULT ...]``; abilities are the fake GPU's, faults the fake network card's. ``KIND ahead`` and
-``KIND let-go`` try what is taken before it has arrived. Prints for each case
+[FAULT ...]``; abilities are the fake GPU's, faults the fake network card's. ``KIND ahead``,
+``KIND not-ahead`` and ``KIND let-go`` try what is taken before it has arrived. Prints for each case
 its name, the links' reasons or the errors, and "ok" or "refused". CPU tensors play CUDA tensors:
 the fake driver's device memory is host memory.
 """
@@ -113,6 +113,15 @@ def take_ahead(a, b) -> None:
     assert b.poll()[1] == 9 and b.take(1).arrived_ns > 0
 
 
+def not_ahead(a, b) -> None:
+    """Where the driver writes no values, only what has arrived may be taken."""
+    for i in range(4):
+        a.put(1, torch.full((1000,), i), iteration=2, microbatch=i)
+        assert b.coming() == b.poll() == [0, i, 0]
+        assert torch.equal(take(b, 1, [0, i, 0]).tensor, torch.full((1000,), i))
+    a.flush(20)
+
+
 def let_go(a, b) -> None:
     """A stream waits for what never comes, until its sender has given up."""
     a.put(0, torch.zeros(SLOT // 4), iteration=2, microbatch=0)
@@ -139,7 +148,7 @@ def run_case(case: str) -> None:
             gpudirect = tuple(value.split(","))
         elif name == "direct":
             os.environ["FAKE_CUDA_DIRECT"] = value
-        elif word not in ("checksum", "ahead", "let-go"):
+        elif word not in ("checksum", "ahead", "not-ahead", "let-go"):
             faults.append(word)
     card = ctypes.CDLL("libibverbs.so.1")
     for word in ("reset", *faults):
@@ -154,6 +163,8 @@ def run_case(case: str) -> None:
         print(*(link.reason for link in end.links()))
     if "ahead" in words:
         take_ahead(a, b)
+    elif "not-ahead" in words:
+        not_ahead(a, b)
     elif "let-go" in words:
         let_go(a, b)
     else:

@@ -59,6 +59,13 @@ def test_what_is_on_its_way_may_be_taken(driver):
     assert said.endswith("\nok\n"), said
 
 
+def test_without_values_written_by_streams_nothing_is_taken_ahead(driver):
+    settings = {"FAKE_CUDA_SLOW": "3000", "FAKE_CUDA_NO_VALUES": "1"}
+    (said,) = run(driver, "cuda_ipc not-ahead", **settings)
+    assert said.endswith("\nok\n"), said
+    assert said.count("nothing is launched ahead: cuStreamWriteValue32 on Fake GPU") == 2, said
+
+
 def test_a_stream_that_waits_for_a_dead_sender_is_let_go(driver):
     settings = {"FAKE_CUDA_SLOW": "1000000", "FAKE_CUDA_SILENT": "1"}
     (said,) = run(driver, "cuda_ipc let-go", **settings)

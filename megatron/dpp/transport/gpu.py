@@ -64,8 +64,11 @@ class GpuLinks:
         self._workload = options.workload
         self._links = library.CudaLinks(native, device_index(device), options.max_pending)
 
-    def join(self, links: Sequence[GpuLink]) -> None:
+    def join(self, links: Sequence[GpuLink]) -> dict[int, str]:
         """Make our slots, open the peers', and try every link.
+
+        Returns:
+            By peer, why its messages cannot be taken before they have arrived, or ours by it.
 
         Raises:
             SetupError: memory ran out, or the driver lets no peer open it.
@@ -87,7 +90,10 @@ class GpuLinks:
                     f"{link.refused}; {again}. Containers must share the IPC and PID namespaces "
                     "(--ipc=host --pid=host); --dpp-transport staged does without"
                 )
-        self._try([link for link in links if link.kind == "cuda_ipc"])
+        direct = [link for link in links if link.kind == "cuda_ipc"]
+        self._try(direct)
+        faults = {link.peer: self._links.ahead_fault(link.peer) for link in direct}
+        return {peer: fault for peer, fault in faults.items() if fault}
 
     def _offer(self, link: GpuLink, legacy: bool) -> None:
         message, fds = {"handle": ""}, []

@@ -84,7 +84,7 @@ class _Opening:
         self._choices: dict[int, Choice] = {}
         self._place: Place | None = None
         self._gpu = -1  # the GPU whose tensors our links can read and write
-        self._gpu_ways: dict[int, str] = {}  # how RDMA links reach it, for their reasons
+        self._gpu_ways: dict[int, str] = {}  # how links reach it, for their reasons
 
     def run(self, store: Store) -> NativeTransport:
         """Open the transport, or leave nothing behind."""
@@ -263,8 +263,11 @@ class _Opening:
             for peer, control in controls.items()
             if self._choices[peer].kind in GPU_KINDS
         ]
-        if links:
-            GpuLinks(self._library, native, self._rank, self._device, self._options).join(links)
+        if not links:
+            return
+        gpu = GpuLinks(self._library, native, self._rank, self._device, self._options)
+        for peer, fault in gpu.join(links).items():
+            self._gpu_ways[peer] = f"; nothing is launched ahead: {fault}"
 
     def _join_rdma(self, native: Any, controls: dict[int, Connection]) -> None:
         peers = [
@@ -284,7 +287,7 @@ class _Opening:
             )
         if peers and self._place:
             join_rdma(self._library, native, self._place, self._options, peers, self._gpu)
-            self._gpu_ways = {p.peer: f"; {p.link.gpu_way}" for p in peers if p.link.gpu_way}
+            self._gpu_ways |= {p.peer: f"; {p.link.gpu_way}" for p in peers if p.link.gpu_way}
 
     def _add_peer(self, native: Any, peer: int, control: Connection, fds: list[int]) -> None:
         facts, kind = self._facts[peer], self._choices[peer].kind
