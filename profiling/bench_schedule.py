@@ -27,7 +27,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -121,12 +121,17 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.names = [Name.parse(text) for text in args.schedules.split(",")]
     if any(name.laid for name in args.names) and not args.layout:
-        parser.error("--schedules has laid... ones: --layout says how")
+        _refuse("--schedules has laid... ones: --layout says how")
     try:
         check(args)
     except ConfigError as error:
-        parser.error(str(error).replace("--dpp-activation-cap", "--cap"))
+        _refuse(str(error).replace("--dpp-activation-cap", "--cap"))
     return args
+
+
+def _refuse(text: str) -> NoReturn:
+    print(f"bench_schedule.py: {text}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 class Traced:

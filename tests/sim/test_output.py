@@ -125,6 +125,15 @@ def test_pictures(capsys, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_simulation(
+    capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("megatron.dpp.sim.cli.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron.dpp.sim.cli._runner", lambda *_: pytest.fail("simulated"))
+    status, out, err = run(capsys, "--png", str(tmp_path / "step.png"))
+    assert status == 2 and not out and "--png needs matplotlib" in err
+
+
 def test_uniform_is_the_designs_unit():
     costs = uniform(Shape(4, 2, 3))
     assert costs.durations[0][7] == [0.5] * 3

@@ -33,4 +33,5 @@ def test_refusals_are_one_line(
     with pytest.raises(SystemExit) as ended:
         parse_arguments()
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line

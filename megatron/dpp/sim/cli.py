@@ -10,6 +10,7 @@ The form of a cost file is in ``measured.py``.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import random
 import re
 import statistics
@@ -22,6 +23,7 @@ from megatron.dpp.sim import conditions
 from megatron.dpp.sim.clock import Result
 from megatron.dpp.sim.conditions import CONDITIONS, Change, chain, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Shape
+from megatron.dpp.sim.draw import NO_MATPLOTLIB, draw
 from megatron.dpp.sim.grid import format_grid
 from megatron.dpp.sim.measured import MeasuredCosts, load_costs
 from megatron.dpp.sim.schedules import STATIC, find_plan, run_static
@@ -138,6 +140,8 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
+    if args.png and importlib.util.find_spec("matplotlib") is None:  # before minutes of simulation
+        raise ConfigError(NO_MATPLOTLIB)
     measured = load_costs(args.costs) if args.costs else None
     if measured is None:
         shape = Shape(args.pp, args.chunks, args.microbatches)
@@ -291,8 +295,6 @@ def _report(
         if args.grid or (args.grid is None and narrow and name in (args.policy or ["dynamic"])):
             print(f"\n{name}\n{grid}")
     if args.png:
-        from megatron.dpp.sim.draw import draw
-
         try:
             draw({name: runs[0] for name, runs in results.items()}, args.png, unit)
         except OSError as error:

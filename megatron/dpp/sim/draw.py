@@ -13,6 +13,7 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.clock import Result
 
+NO_MATPLOTLIB = "--png needs matplotlib: pip install matplotlib"
 _COLOURS = {
     Kind.F: ("#1f5fa8", "#6fa8dc", "#a9cdf0", "#d3e6f8"),
     Kind.B: ("#2c7a3f", "#7bbf86", "#aedbb5", "#d6efd9"),
@@ -36,7 +37,7 @@ def draw(results: Mapping[str, Result], path: str | Path, unit: str = "") -> Non
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--png needs matplotlib: pip install matplotlib") from error
+        raise ConfigError(NO_MATPLOTLIB) from error
     ranks = max(len(result.slots) for result in results.values())
     figure = Figure(figsize=(14, (0.8 + 0.32 * ranks) * len(results) + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
