@@ -193,3 +193,28 @@ def count_states(p, v, m):
         assert options or all(scheduler.done for scheduler in pipeline.ranks), moves
         todo += [(*moves, option) for option in options]
     return len(seen)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_wanted_message_allows_a_task_at_once_and_something_is_always_wanted(data):
+    """So a task may be launched ahead of any of them, and a rank that may run nothing waits for
+    one of them."""
+    p, v = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
+    m, rank = data.draw(st.integers(1, 6)), data.draw(st.integers(0, p - 1))
+    split = data.draw(st.booleans())
+    geometry = Geometry(p, rank, v, m, w_pieces=(2,) * v if split else None)
+    cap = parse_cap(data.draw(st.sampled_from(["auto", "strict", "megatron", "2p"])), geometry)
+    policy = data.draw(st.sampled_from(["dynamic", "depth-first"]))
+    scheduler = Scheduler(geometry, policy=policy, cap=cap.chunks, split_backward=split)
+    arrived: dict[tuple[int, int], int] = {}
+    inside = {(FORWARD, 0)} if geometry.is_first else set()
+    inside |= {(GRADIENT, v - 1)} if geometry.is_last else set()
+    while not scheduler.done:
+        if scheduler.next() is not None:
+            continue
+        wanted = [channel for channel in scheduler.wanted() if channel not in inside]
+        channel = data.draw(st.sampled_from(wanted))
+        arrived[channel] = arrived.get(channel, 0) + 1
+        scheduler.arrived(*channel, arrived[channel])
+        assert scheduler.next() is not None
