@@ -260,7 +260,8 @@ wait_for_master() {
     left=$((end - SECONDS))
     ((left > 0)) ||
       die "no master at $MASTER_ADDR:$MASTER_PORT within WAIT_SECONDS=$WAIT_SECONDS: start" \
-        "run_master_*.sh there (or train with NODE_RANK=0), check MASTER_ADDR and MASTER_PORT and the firewall in between"
+        "run_master_*.sh there (or train with NODE_RANK=0), check MASTER_ADDR and MASTER_PORT and" \
+        "the firewall in between"
     if ((said < 0 || said - left >= 5)); then
       echo "waiting for the master at $MASTER_ADDR:$MASTER_PORT, $left s left"
       said=$left

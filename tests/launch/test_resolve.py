@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.launch.main import plan
 from megatron.dpp.launch.resolve import environment
 
@@ -20,6 +21,13 @@ def test_sequence_parallelism_is_taken_where_memory_is_short(
     assert ("--sequence-parallel" in found.resolved.flags) == spread
     asked = plan(f"{words} --sequence-parallel".split())
     assert "--sequence-parallel" in asked.resolved.flags
+
+
+def test_a_length_that_cannot_be_spread_runs_without() -> None:
+    words = f"--mode 3d --tp 2 --gpus 2 --gpu h200 --dry-run --seq-length 1023 {ARTIFICIAL}"
+    assert "--sequence-parallel" not in plan(words.split()).resolved.flags
+    with pytest.raises(ConfigError, match="1023 is not divisible"):
+        plan([*words.split(), "--sequence-parallel"])
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,12 @@ def _fitting(
     """
     memory, fitting, needs = setting.device.memory_bytes, [], []
     for form in forms(asked, setting):
-        needs.append(least_bytes(shape_from(form, setting, plan=False)))
+        try:
+            needs.append(least_bytes(shape_from(form, setting, plan=False)))
+        except ConfigError:
+            if form is asked:
+                raise
+            continue  # what was asked for may run, in no other form
         if needs[-1] <= memory:
             resolved = settled(form, setting)
             found = estimate(shape_from(resolved, setting), setting.device)
