@@ -209,22 +209,30 @@ def test_members_of_a_stage_run_the_same_order() -> None:
         assert leader.log == follower.log
 
 
+LAST = Topology((0, 1), 1, 1)
+"""The second of two ranks."""
+
+
+def last_rank(
+    network: FakeNetwork, scheduler: Scheduler, pace: HostPace, timeout: float
+) -> Executor:
+    """Its executor, to be looked at alone."""
+    channels = LAST.channels([64], [64], 2)
+    links = Links(network.transport(1), channels)
+    return Executor(
+        runner=Arithmetic(LAST), decider=decider_for(scheduler, channels.receiving, None),
+        links=links, recorder=NullRecorder(), pace=pace, injector=None, split_backward=False,
+        iteration=0, timeout=timeout,
+    )  # fmt: skip
+
+
 def test_a_peer_that_left_is_named_at_once() -> None:
     """It would otherwise be waited for until --dpp-timeout."""
-    specs = list(Topology((0, 1), 1, 1).channels([64], [64], 2).specs)
-    network = FakeNetwork(specs)
+    network = FakeNetwork(list(LAST.channels([64], [64], 2).specs))
     network.transport(0).close()
-    channels = Topology((0, 1), 1, 1).channels([64], [64], 2)
-    links = Links(network.transport(1), channels)
     scheduler = Scheduler(Geometry(2, 1, 1, 2), split_backward=False)
-    decider = decider_for(scheduler, channels.receiving, None)
-    executor = Executor(
-        runner=Arithmetic(Topology((0, 1), 1, 1)), decider=decider, links=links,
-        recorder=NullRecorder(), pace=HostPace(), injector=None, split_backward=False,
-        iteration=0, timeout=600.0,
-    )  # fmt: skip
     with pytest.raises(PeerDead, match="rank 0 has closed its transport"):
-        executor.run()
+        last_rank(network, scheduler, HostPace(), timeout=600.0).run()
 
 
 def test_missing_message_ends_in_a_named_timeout() -> None:
@@ -324,19 +332,18 @@ class NeverStarts(HostPace):
         return True
 
 
+def on_its_way(seconds: float) -> FakeNetwork:
+    """A network with the last rank's first input."""
+    specs = list(LAST.channels([64], [64], 2).specs)
+    network = FakeNetwork(specs, delay=lambda *_: seconds, ahead=True)
+    network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=0)
+    return network
+
+
 def test_a_device_that_waits_is_not_waited_for_longer_than_the_timeout() -> None:
     """Also when the iteration has no other task left."""
-    channels = Topology((0, 1), 1, 1).channels([64], [64], 2)
-    network = FakeNetwork(list(channels.specs), delay=lambda *_: 0.2, ahead=True)
-    links = Links(network.transport(1), channels)
-    network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=0)
     scheduler = Scheduler(Geometry(2, 1, 1, 1, forward_only=True))
-    decider = decider_for(scheduler, channels.receiving, None)
-    executor = Executor(
-        runner=Arithmetic(Topology((0, 1), 1, 1)), decider=decider, links=links,
-        recorder=NullRecorder(), pace=NeverStarts(), injector=None, split_backward=False,
-        iteration=0, timeout=0.5,
-    )  # fmt: skip
+    executor = last_rank(on_its_way(0.2), scheduler, NeverStarts(), timeout=0.5)
     with pytest.raises(TransferTimeout, match=r"microbatch 0 of iteration 0 .*rank 0 -> 1"):
         executor.run()
     assert scheduler.done
@@ -345,17 +352,8 @@ def test_a_device_that_waits_is_not_waited_for_longer_than_the_timeout() -> None
 def test_the_deadline_counts_from_when_the_device_began_to_wait() -> None:
     """A task that was believed possible earlier, and is chosen between two others, has no gap
     before it: its wait seemed as old as the machine."""
-    channels = Topology((0, 1), 1, 1).channels([64], [64], 2)
-    network = FakeNetwork(list(channels.specs), delay=lambda *_: 0.05, ahead=True)
-    links = Links(network.transport(1), channels)
-    network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=0)
     scheduler = Scheduler(Geometry(2, 1, 1, 1, forward_only=True))
-    executor = Executor(
-        runner=Arithmetic(Topology((0, 1), 1, 1)),
-        decider=decider_for(scheduler, channels.receiving, None), links=links,
-        recorder=NullRecorder(), pace=NeverStarts(), injector=None, split_backward=False,
-        iteration=0, timeout=100.0,
-    )  # fmt: skip
-    executor._arrived = links.poll()
+    executor = last_rank(on_its_way(0.05), scheduler, NeverStarts(), timeout=100.0)
+    executor._arrived = [0]
     executor._receive(Action.parse("0F0"), Direction.FORWARD)
     assert not executor._input_came()

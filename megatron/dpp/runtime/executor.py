@@ -183,8 +183,7 @@ class Executor:
         """Nothing may run: the task whose input is on its way, to be launched ahead of it. The
         device waits for the input then, and not for the host.
         """
-        if not self._gap_cause or self._gap_cause == "lookahead":
-            self._close_gap()
+        if self._gap_cause in ("", "lookahead"):
             self._describe_gap()
         return self._decider.next_coming(self._links.coming()) if self._launch_ahead else None
 
@@ -222,9 +221,7 @@ class Executor:
         received = self._take(channel, action.microbatch)
         if ahead:
             self._awaited = channel, action.microbatch
-            if not self._gap_cause or self._gap_cause == "lookahead":  # chosen without an idle look
-                self._close_gap()
-                self._open_gap("message")
+            self._open_gap("message")  # if it was chosen without an idle look
             self._begin(action, ahead=True)
         return received
 
@@ -394,6 +391,8 @@ class Executor:
         self._open_gap(_TRACE_CAUSES.get(stall.cause, "message"), waiting)
 
     def _open_gap(self, cause: str, detail: str = "") -> None:
+        if self._gap_cause == "lookahead" != cause:
+            self._close_gap()
         if not self._gap_cause:
             self._gap_start = time.monotonic_ns()
             self._gap_cause, self._gap_detail = cause, detail

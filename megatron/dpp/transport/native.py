@@ -94,6 +94,7 @@ class NativeTransport(Transport):
         self._device = device
         self._gpu = device_index(device) if device.type == "cuda" else -1
         self._links = links
+        self._tells_what_comes = any(link.kind == "cuda_ipc" for link in links)
         self._takes_in_place = [spec.source in in_place for spec in incoming]
         self._sends_in_place = [spec.destination in in_place for spec in outgoing]
         self._num_incoming = len(incoming)
@@ -153,8 +154,7 @@ class NativeTransport(Transport):
         return arrived
 
     def coming(self) -> Sequence[int]:
-        coming: list[int] = self._native.coming(self._num_incoming)
-        return coming
+        return self._native.coming(self._num_incoming) if self._tells_what_comes else ()
 
     def _drop_sent(self) -> None:
         for channel, kept in enumerate(self._kept):
