@@ -75,7 +75,7 @@ def _draw(rows: list[Row], path: Path) -> None:
         )  # fmt: skip
     axes.set_yticks(list(places), [row.label for row in rows])
     ratios = [row.ratio for row in rows]
-    axes.set_xlim(min(ratios) - 0.06, max(1.05, *ratios) + 0.03)
+    axes.set_xlim(min(ratios) - 0.08, max(1.05, *ratios) + 0.03)
     axes.set_xlabel("step time, ours / best static schedule (left: faster)")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

@@ -8,6 +8,7 @@ back, so a message that is lost, doubled or swapped shows in the numbers.
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -323,6 +324,34 @@ def test_one_hardware_queue_launches_nothing_ahead(
     reason = why_not_ahead(DppConfig(**config), transport)
     assert (reason is not None) == said
     assert reason is None or "CUDA_DEVICE_MAX_CONNECTIONS=1" in reason
+
+
+class Busy(HostPace):
+    """A device that is busy for 30 ms and then has the input of a task that was launched ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._free_at = time.monotonic() + 0.03
+        self.looks = 0
+
+    def pause(self) -> float:
+        self.looks += 1
+        return max(0.0, self._free_at - time.monotonic())
+
+    def begin(self, ahead: bool = False) -> None:
+        super().begin(ahead)
+        self._free_at = time.monotonic() + 0.03
+
+    def waiting(self) -> bool:
+        return self.pause() > 0.0
+
+
+def test_a_busy_device_leaves_the_interpreter_to_other_threads() -> None:
+    """A loop that only looked kept a data loader's thread from it, and batches came late."""
+    scheduler, pace = Scheduler(Geometry(2, 1, 1, 1, forward_only=True)), Busy()
+    last_rank(on_its_way(0.0), scheduler, pace, timeout=20.0).run()
+    assert scheduler.done
+    assert pace.looks < 2 * 30 / 0.05, "it looks every 50 us at most"
 
 
 class NeverStarts(HostPace):

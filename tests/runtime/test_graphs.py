@@ -6,7 +6,7 @@ That replayed numbers are the eager ones is test_equality.py's matter.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +55,7 @@ def graphs_of(
     chunk: Chunk, capture: Callable[..., Any] = Rerun
 ) -> tuple[graphs.ChunkGraphs, list[str]]:
     said: list[str] = []
-    return graphs.ChunkGraphs([chunk], None, said.append, lambda: True, capture), said
+    return graphs.ChunkGraphs([chunk], None, said.append, lambda chunks: True, capture), said
 
 
 def step(made: graphs.ChunkGraphs, chunk: Chunk, **options: Any) -> torch.Tensor:
@@ -100,7 +100,7 @@ def test_after_a_step_every_block_is_captured_in_every_slot(
         return Rerun(function, pool)
 
     other, said = Chunk(), list[str]()
-    made = graphs.ChunkGraphs([chunk, other], None, said.append, lambda: True, capture)
+    made = graphs.ChunkGraphs([chunk, other], None, said.append, lambda chunks: True, capture)
 
     def forwards(*chunks: Chunk) -> list[torch.Tensor]:
         inputs = [torch.arange(24.0).reshape(SHAPE).requires_grad_() for _ in chunks]
@@ -195,6 +195,23 @@ def test_graphs_are_taken_where_launching_is_the_bottleneck() -> None:
     assert why_no_graphs("on", 0.1) is None
     assert "recompute-granularity full" in (why_no_graphs("auto", 0.9, recomputes_all=True) or "")
     assert why_no_graphs("on", 0.1, recomputes_all=True) is None
+
+
+def test_only_chunks_that_can_be_captured_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks: list[torch.nn.Module] = [Chunk(), Chunk(), Chunk()]
+    monkeypatch.setattr(graphs, "why_not", lambda chunk: "no" if chunk is chunks[1] else None)
+    monkeypatch.setattr(graphs, "_WARM_UP_STEPS", 0)
+    asked: list[list[int]] = []
+
+    def wanted(numbers: Sequence[int]) -> bool:
+        asked.append(list(numbers))
+        return False
+
+    made = graphs.ChunkGraphs(chunks, None, lambda line: None, wanted, Rerun)
+    for _ in range(2):
+        with made.bound(torch.empty(SHAPE)):
+            pass
+    assert asked == [[0, 2]]
 
 
 def test_graphs_are_left_where_memory_is_short() -> None:

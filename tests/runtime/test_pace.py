@@ -74,37 +74,37 @@ def learned(device: Device, lookahead: float) -> DevicePace:
     pace = DevicePace(lookahead)
     launch(pace)
     device.now += 10.0
-    assert pace.ready() and pace.durations[KEY] == pytest.approx(1.0)
+    assert pace.pause() == 0.0 and pace.durations[KEY] == pytest.approx(1.0)
     return pace
 
 
 def test_the_next_task_is_chosen_so_long_before_the_end_of_the_running_one(device: Device) -> None:
     pace = learned(device, 0.25)
     launch(pace)
-    assert not pace.ready()
+    assert pace.pause() > 0.0
     device.now += 0.7
-    assert not pace.ready()
+    assert pace.pause() > 0.0
     device.now += 0.1
-    assert pace.ready()
+    assert pace.pause() == 0.0
 
 
 def test_short_tasks_are_queued_until_they_last_as_long(device: Device) -> None:
     """A queue of two tasks at most left the device idle where tasks are shorter than launches."""
     pace = learned(device, 2.5)
     launch(pace, 2)
-    assert pace.ready()
+    assert pace.pause() == 0.0
     launch(pace)
-    assert not pace.ready()
+    assert pace.pause() > 0.0
     device.now += 0.6
-    assert pace.ready()
+    assert pace.pause() == 0.0
 
 
 def test_of_tasks_never_seen_only_one_is_queued_ahead(device: Device) -> None:
     pace = DevicePace(100.0)
     launch(pace)
-    assert pace.ready()
+    assert pace.pause() == 0.0
     launch(pace)
-    assert not pace.ready()
+    assert pace.pause() > 0.0
 
 
 def test_a_task_runs_from_the_beginning_of_its_launch(device: Device) -> None:
@@ -115,12 +115,12 @@ def test_a_task_runs_from_the_beginning_of_its_launch(device: Device) -> None:
     pace.begin()
     device.now += 0.8
     pace.launched(KEY)
-    assert pace.ready()
+    assert pace.pause() == 0.0
     device.now += 5.0
     pace.begin()
     device.now += 0.5
     pace.launched(KEY)
-    assert not pace.ready()
+    assert pace.pause() > 0.0
 
 
 def test_a_task_launched_ahead_of_its_input_begins_when_the_device_has_it(device: Device) -> None:
@@ -132,11 +132,11 @@ def test_a_task_launched_ahead_of_its_input_begins_when_the_device_has_it(device
     device.now += 4.0
     assert pace.waiting()
     device.now += 1.1
-    assert not pace.waiting() and not pace.ready()
+    assert not pace.waiting() and pace.pause() > 0.0
     device.now += 0.8
-    assert pace.ready()
+    assert pace.pause() == 0.0
     device.now += 1.0
-    assert pace.ready() and pace.durations[KEY] == pytest.approx(1.0)
+    assert pace.pause() == 0.0 and pace.durations[KEY] == pytest.approx(1.0)
 
 
 def test_one_launch_that_took_long_does_not_fill_the_queue(device: Device) -> None:
@@ -145,9 +145,28 @@ def test_one_launch_that_took_long_does_not_fill_the_queue(device: Device) -> No
     device.now += 100.0  # a graph was captured
     pace.launched(KEY)
     device.now += 10.0
-    assert pace.ready()
+    assert pace.pause() == 0.0
     pace.durations[KEY] = 1.0
     launch(pace)
-    assert pace.ready()
+    assert pace.pause() == 0.0
     launch(pace)
-    assert not pace.ready()
+    assert pace.pause() > 0.0
+
+
+def test_launching_is_judged_by_the_chunk_that_waits_for_it_most(device: Device) -> None:
+    """Beside an output layer of long kernels the rank's layers seemed to need no graphs, in one run
+    and not in the next: 235 or 280 ms a step."""
+    device.overlaps = True
+    pace = DevicePace(None)
+    for chunk, launch_seconds, seconds in ((0, 1.0, 1.0), (1, 1.0, 9.0)):
+        device.seconds = seconds
+        for kind in ("F", "B"):
+            pace.begin()
+            device.now += launch_seconds
+            pace.launched((kind, chunk))
+            device.now += 20.0
+            pace.pause()
+    assert pace.launch_share([0, 1]) == pytest.approx(1.0)
+    assert pace.launch_share([1]) == pytest.approx(1 / 9)
+    assert pace.launch_share([]) == 0.0
+    assert pace.launch_share([2]) == 0.0, "it has run nothing yet"

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -45,7 +45,8 @@ class ChunkGraphs:
         chunks: in chunk order, each wrapped by megatron-core's DistributedDataParallel.
         store: the deferred weight gradients of the same chunks; None with a fused backward.
         log: called with a line per reason and per change of size.
-        wanted: asked once, after the first steps, whether to capture at all.
+        wanted: asked once, after the first steps, with the numbers of the chunks that can be
+            captured, whether to capture at all.
         capture: how work is captured; None captures CUDA graphs on the current device.
     """
 
@@ -54,11 +55,12 @@ class ChunkGraphs:
         chunks: list[torch.nn.Module],
         store: WeightGradients | None,
         log: Callable[[str], None],
-        wanted: Callable[[], bool],
+        wanted: Callable[[Sequence[int]], bool],
         capture: Capture | None = None,
     ) -> None:
         self._log, self._said, self._wanted = log, set[str](), wanted
         self._blocks: list[GraphedBlock] = []
+        self._numbers: list[int] = []
         self._slots: Slots | None = None
         self._slot_bytes: int | None = None
         self._addresses: list[list[int]] = []
@@ -73,6 +75,7 @@ class ChunkGraphs:
             reason = why_not(chunk)
             if reason is None:
                 delayed = store.delayed_by_modules(number) if store is not None else None
+                self._numbers.append(number)
                 self._blocks.append(
                     GraphedBlock(chunk, store, delayed, capture, rng if draws else None, say)
                 )
@@ -112,7 +115,7 @@ class ChunkGraphs:
         """
         self._num_steps += 1
         deciding = self._num_steps == _WARM_UP_STEPS + 1 and self._blocks
-        if deciding and not (self._wanted() and self._attends(example)):
+        if deciding and not (self._wanted(self._numbers) and self._attends(example)):
             self._blocks.clear()
         if self._num_steps <= _WARM_UP_STEPS or not self._blocks:
             yield

@@ -28,6 +28,15 @@ from megatron.dpp.transport.base import Direction, Transport
 _NAP_SECONDS = 0.05
 """Longest sleep between two looks at the world; an arrival ends it at once."""
 
+_REST_SECONDS = 1e-3
+"""Longest sleep beside a busy device, whose tasks may be shorter than expected."""
+
+_WAKE_SECONDS = 2e-4
+"""A rest ends so long before a decision is due, as sleeps take longer than they are asked to."""
+
+_LOOK_SECONDS = 5e-5
+"""Rest between two looks at a device that waits for an input."""
+
 _TRACE_CAUSES = {
     Cause.WARMUP: "warm-up",
     Cause.MEMORY_CAP: "memory-cap",
@@ -165,8 +174,10 @@ class Executor:
             self._arrived = poll()
             if self._awaited is not None and not self._input_came():
                 continue
-            if not pace.ready():
+            pause = pace.pause()
+            if pause > 0.0:
                 self._open_gap("lookahead")
+                self._rest(pause - _WAKE_SECONDS)
                 continue
             begin = time.perf_counter_ns()
             action = self._decider.next(self._arrived) or self._next_coming()
@@ -338,6 +349,13 @@ class Executor:
             self._runner.chunk_complete(self._next_complete)
             self._next_complete -= 1
 
+    def _rest(self, seconds: float) -> None:
+        """Leave the interpreter to other threads while the device is busy. A loop that only looked
+        would keep it from a data loader's thread, and the next batch would come milliseconds late.
+        """
+        if seconds > 0.0:
+            self._transport.wait(min(seconds, _REST_SECONDS))
+
     def _sleep(self) -> None:
         """Nothing may run: wait for an arrival, and give up after ``timeout`` seconds."""
         self._check_senders()
@@ -363,6 +381,7 @@ class Executor:
             raise self._transport.overdue(
                 channel, waited, iteration=self._iteration, microbatch=microbatch
             )
+        self._rest(_LOOK_SECONDS)
         return False
 
     def _check_senders(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,16 +33,18 @@ class Pace(Protocol):
     injected_seconds: float
     """By how much tasks were prolonged so far, as measured."""
 
-    def ready(self) -> bool:
-        """Whether the next task may be chosen now."""
+    def pause(self) -> float:
+        """Seconds until the next task may be chosen, as tasks have taken so far; 0: now."""
         ...
 
     def waiting(self) -> bool:
         """Whether the device still waits for the input of a task that was launched ahead of it."""
         ...
 
-    def launch_share(self) -> float:
-        """The part of the tasks' time for which the host is busy launching them; 0 on a CPU."""
+    def launch_share(self, chunks: Sequence[int]) -> float:
+        """The part of a chunk's tasks' time for which the host is busy launching them, in the one
+        of ``chunks`` where it is largest; 0 on a CPU.
+        """
         ...
 
     def begin(self, ahead: bool = False) -> None:
@@ -77,13 +80,13 @@ class HostPace:
         self._began = 0.0
         self._injected = 0.0
 
-    def ready(self) -> bool:
-        return True
+    def pause(self) -> float:
+        return 0.0
 
     def waiting(self) -> bool:
         return False
 
-    def launch_share(self) -> float:
+    def launch_share(self, chunks: Sequence[int]) -> float:
         return 0.0
 
     def begin(self, ahead: bool = False) -> None:
@@ -144,11 +147,11 @@ class DevicePace:
         self._launched_ahead = False
         self._awaited: _Running | None = None
 
-    def ready(self) -> bool:
+    def pause(self) -> float:
         self._collect()
         if self._follow or not self._running:
-            return True
-        return self._left() <= self._ahead()
+            return 0.0
+        return max(0.0, self._left() - self._ahead())
 
     def waiting(self) -> bool:
         task = self._awaited
@@ -178,11 +181,14 @@ class DevicePace:
         delay = task.delay.seconds if task.delay is not None else 0.0
         return self.durations.get(task.key, unknown) + delay
 
-    def launch_share(self) -> float:
+    def launch_share(self, chunks: Sequence[int]) -> float:
         """From the shortest times of each kind of task: the first ones include initialisation."""
-        took = sum(self._least_took.values())
-        launch = sum(self._least_launch[key] for key in self._least_took)
-        return min(1.0, launch / took) if took else 0.0
+        return max(map(self._launch_share_of, chunks), default=0.0)
+
+    def _launch_share_of(self, chunk: int) -> float:
+        keys = [key for key in self._least_took if key[1] == chunk]
+        took = sum(self._least_took[key] for key in keys)
+        return min(1.0, sum(self._least_launch[key] for key in keys) / took) if took else 0.0
 
     def begin(self, ahead: bool = False) -> None:
         self._began, self._launched_ahead = time.monotonic(), ahead

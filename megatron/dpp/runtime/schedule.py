@@ -222,13 +222,13 @@ class DppSchedule(Replacement):
         pays = partial(self._graphs_pay, call)
         return ChunkGraphs(call.model, self._weight_gradients, self._log, pays, self._capture)
 
-    def _graphs_pay(self, call: StepCall) -> bool:
-        """Whether to capture, now that the first steps have shown how long launching takes; all
-        ranks that compute this stage together say the same.
+    def _graphs_pay(self, call: StepCall, chunks: Sequence[int]) -> bool:
+        """Whether to capture ``chunks``, now that the first steps have shown how long launching
+        takes; all ranks that compute this stage together say the same.
         """
         assert self._session is not None
         share, filled = _most_of_stage(
-            call, self._session.pace.launch_share(), self._filled_by_graphs(self._session)
+            call, self._session.pace.launch_share(chunks), self._filled_by_graphs(self._session)
         )
         recomputes = call.config.recompute_granularity == "full"
         reason = why_no_graphs(self.config.cuda_graphs, share, filled, recomputes)
@@ -334,7 +334,9 @@ def why_no_graphs(
 
     Args:
         setting: ``auto`` or ``on``.
-        launch_share: the part of the tasks' time for which the host is busy launching them.
+        launch_share: the part of the time of a chunk's tasks for which the host is busy launching
+            them; that of the most launch-bound chunk that has layers. Beside an output layer
+            launching may seem to take little, but those chunks' devices wait for it all the same.
         filled: the part of the memory left for activations that graphs may need.
         recomputes_all: whole layers are recomputed, so memory is short.
     """

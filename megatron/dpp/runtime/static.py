@@ -105,7 +105,7 @@ class StaticSchedule(Replacement):
 
     def _graphs_of(self, call: StepCall) -> ChunkGraphs:
         if self._graphs is None or self._graphed != call.model:
-            self._graphs = ChunkGraphs(call.model, None, self._log, lambda: True, self._capture)
+            self._graphs = ChunkGraphs(call.model, None, self._log, lambda _: True, self._capture)
             self._graphed = list(call.model)
         return self._graphs
 
