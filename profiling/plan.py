@@ -33,7 +33,7 @@ from megatron.dpp.sim import (  # noqa: E402
     Prediction,
     costs_of_run,
     even_layers,
-    from_measured,
+    from_run,
     from_shapes,
 )
 
@@ -106,7 +106,7 @@ def _run(args: argparse.Namespace) -> None:
     _check(args)
     chunks = _numbers("--chunks", args.chunks, 1)
     measured = costs_of_run(args.run, _ROOT) if args.run else None
-    model = _model(args, measured)
+    model, lengthened = _model(args, measured)
     num_ranks = args.pp or (measured.num_ranks if measured else 0)
     if not num_ranks:
         raise ConfigError("--pp: how many pipeline ranks?")
@@ -119,11 +119,18 @@ def _run(args: argparse.Namespace) -> None:
     )
     plans = planner.best(chunks)
     _print_parts(model, "measured" if measured else "from shapes")
+    if measured and measured.run:
+        print(
+            f"  the run took {measured.run.seconds * 1e3:.2f} ms; simulated "
+            f"{measured.run.seconds / lengthened * 1e3:.2f} ms: all times are {lengthened:.3f} "
+            "times as long as traced"
+        )
     _print_plans(planner, plans)
     _print_baselines(planner, plans[0], chunks)
 
 
-def _model(args: argparse.Namespace, measured: MeasuredCosts | None) -> ModelCosts:
+def _model(args: argparse.Namespace, measured: MeasuredCosts | None) -> tuple[ModelCosts, float]:
+    """The parts, and by how much they were lengthened to explain the run's time."""
     shapes = _shapes(args)
     if measured is None:
         if shapes is None:
@@ -131,15 +138,15 @@ def _model(args: argparse.Namespace, measured: MeasuredCosts | None) -> ModelCos
                 "give a run, or --num-layers --hidden-size --seq-length --vocab-size for a plan "
                 "from shapes"
             )
-        return from_shapes(shapes, args.jitter)
+        return from_shapes(shapes, args.jitter), 1.0
     layers = _layers(args, len(measured.tasks))
-    model = from_measured(measured, layers)
+    model, lengthened = from_run(measured, layers)
     if shapes is None and args.memory:
         raise ConfigError(
             "--memory: a trace does not tell how large weights and optimizer are; give "
             "--num-layers --hidden-size --seq-length --vocab-size, too"
         )
-    return model.with_memory_of(from_shapes(shapes)) if shapes else model
+    return model.with_memory_of(from_shapes(shapes)) if shapes else model, lengthened
 
 
 def _layers(args: argparse.Namespace, num_stages: int) -> list[int]:

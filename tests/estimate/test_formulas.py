@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.estimate import (
     Device,
     RunShape,
+    cpu_device,
     estimate,
     flops_per_token,
     gpu_device,
@@ -31,6 +33,7 @@ from megatron.dpp.estimate.layer_times import (
     backward_collectives,
     collective_bytes,
     forward_collectives,
+    part_times,
 )
 from megatron.dpp.estimate.timing import bubble_formula, least_seconds, traffic
 from megatron.dpp.train.arguments import parse_args
@@ -263,7 +266,7 @@ def test_what_spans_nodes_travels_over_the_network() -> None:
     assert (mapped.replicas_per_node, mapped.pipeline_per_node) == (2, 2)
     assert run(16, 1, 1).tensor_per_node == 8
     assert run(1, 1, 16).replicas_per_node == 8
-    slow = dataclasses.replace(H200, network=1e9)
+    slow = dataclasses.replace(H200, network=1e7)  # no launch hides it
     for spread in (across, mapped, run(16, 1, 1), run(1, 1, 16)):
         near = dataclasses.replace(spread, per_node=16)
         assert estimate(spread, slow).seconds > estimate(near, slow).seconds
@@ -306,3 +309,23 @@ def test_an_estimate_knows_nodes(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([*words, *more]) == 0
         times.append(capsys.readouterr().out.splitlines()[-1])
     assert times[0] != times[1]
+
+
+def test_a_cpu_is_measured_by_the_library_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy's products may be twice as fast as PyTorch's: runs took twice as long as estimated."""
+    pytest.importorskip("torch")
+    by_torch = cpu_device()
+    assert by_torch.source == "a matrix product of PyTorch's, measured now"
+    monkeypatch.delitem(sys.modules, "torch")
+    by_numpy = cpu_device()
+    assert by_numpy.source == "a matrix product of numpy's, measured now"
+    assert min(by_torch.flops, by_numpy.flops) > 1e8
+
+
+def test_sharded_layers_wait_for_their_gathers_on_a_cpu() -> None:
+    slow = dataclasses.replace(cpu_device(), collective=1.0)
+    plain, gradients, parameters = (
+        sum(part_times(shape(data=2, shard=shard), slow).layer)
+        for shard in ("none", "gradients", "parameters")
+    )
+    assert (gradients - plain, parameters - plain) == pytest.approx((2.0, 3.0), rel=1e-3)

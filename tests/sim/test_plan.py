@@ -14,10 +14,11 @@ from megatron.dpp.sim import (
     ModelShape,
     Part,
     Planner,
-    from_measured,
+    from_run,
     from_shapes,
     parse_costs,
 )
+from megatron.dpp.sim.model_costs import from_measured
 from megatron.dpp.train.validate_layout import layout_stages
 
 LAYER = Part((1.0, 1.0, 1.0), activation_bytes=10.0, state_bytes=100.0)
@@ -195,10 +196,10 @@ def test_shapes_count_operations():
     wide = from_shapes(ModelShape(num_layers=4, hidden_size=64, seq_length=32, vocab_size=2000))
     forward, backward, weight = small.layer.times
     assert weight == pytest.approx(2 * 12 * 64 * 64 * 32 / 7.1e14)
-    between = forward - weight - 2 * 32 * 32 * 64 / 7.1e14
-    assert between == pytest.approx(2 * 3 * 34 * 64 * 32 / 4.8e12)
+    between = forward - weight - 1.5 * 2 * 32 * 32 * 64 / 7.1e14
+    assert between == pytest.approx(4.2 * 34 * 64 * 32 / 4.8e12)
     assert weight < forward < backward
-    assert wide.head.times[2] == pytest.approx(2 * small.head.times[2])
+    assert wide.head.times == pytest.approx([2 * seconds for seconds in small.head.times])
 
 
 def test_shapes_count_collectives():
@@ -236,6 +237,30 @@ def test_command_line_from_a_cost_file(capsys, tmp_path):
     assert status == 1 and "how many layers" in err
     status, _, err = command_line(capsys, str(path), "--num-layers", "15")
     assert status == 1 and "--layers" in err
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_predictions_are_as_long_as_the_run_was(capsys, tmp_path, dynamic):
+    """A run takes longer than its tasks and hops explain; a plan for it will, too."""
+    layers, data = [4, 4, 4, 4], measured([4, 4, 4, 4], 4, head=3.0)
+    plain, alone = from_run(parse_costs(data, "run"), layers)
+    assert alone == 1.0
+    planner = Planner(plain, 4, 8, split_backward=dynamic)
+    words = ("auto", "dynamic") if dynamic else ("megatron", "megatron")
+    simulated = planner.predict(Layout(4, tuple(layers)), *words).seconds
+    seconds = [9.0, 1.1 * simulated]
+    data["run"] = {"seconds": seconds, "num_microbatches": 8, "dynamic": dynamic}
+    longer, factor = from_run(parse_costs(data, "run"), layers)
+    assert factor == pytest.approx(1.1)
+    assert longer.head.times == pytest.approx([1.1 * each for each in plain.head.times])
+    assert longer.hop == pytest.approx(1.1 * plain.hop)
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(data))
+    status, out, _ = command_line(capsys, str(path), "--num-layers", "16", "--chunks", "1")
+    assert status == 0 and "all times are 1.100 times as long as traced" in out
+    data["run"]["num_microbatches"] = 0
+    with pytest.raises(DataError, match="run of 0 microbatches"):
+        parse_costs(data, "run")
 
 
 def test_memory_that_a_trace_does_not_tell_is_not_printed_as_none(capsys, tmp_path):

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 
@@ -77,7 +78,7 @@ _BEFORE_BF16 = ("P100", "V100", "T4", "TITAN", "GTX", "GeForce RTX 20", "Quadro 
 _UNKNOWN_GPU = (3e13, 5e11, 1e10)
 _NETWORK = 4e10
 _GPU_LAUNCH, _GPU_BETWEEN, _GPU_COLLECTIVE = 1.2e-3, 1.2e-4, 4e-5
-_CPU_LAUNCH, _CPU_BETWEEN, _CPU_COLLECTIVE = 1.5e-3, 2e-4, 3e-4
+_CPU_LAUNCH, _CPU_BETWEEN, _CPU_COLLECTIVE = 1.5e-3, 2e-4, 2e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +142,10 @@ def cpu_device(processes: int = 1) -> Device:
     it."""
     cores = len(os.sched_getaffinity(0))
     share = min(1.0, cores / processes)
+    flops, library = _measured_flops()
     return Device(
         name="CPU",
-        flops=_measured_flops() * share,
+        flops=flops * share,
         memory_bytes=_host_memory() / processes,
         bytes_per_second=1e10 * share,
         link=2e9 * share,
@@ -153,7 +155,7 @@ def cpu_device(processes: int = 1) -> Device:
         between=_CPU_BETWEEN / share,
         bf16=True,
         queues=False,
-        source="a matrix product of numpy's, measured now",
+        source=f"a matrix product of {library}'s, measured now",
     )
 
 
@@ -171,19 +173,27 @@ def _host_memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _measured_flops() -> float:
-    """Of one core, by the processor time of this thread, so that others' work does not count.
+def _measured_flops() -> tuple[float, str]:
+    """Of one core, and whose: PyTorch's where it is loaded, as in a run, else numpy's, whose BLAS
+    may be twice as fast. By the processor time of this thread, so that others' work does not count.
 
-    The products are too small for a BLAS to share them out over threads, whose waiting would count
-    too. Half of the rate: the rest of a layer, and products of awkward sizes, do not reach more.
+    numpy's products are too small for a BLAS to share them out over threads, whose waiting would
+    count too; PyTorch's take the threads that training takes, one in each process of a launcher's.
+    A part of the rate: the rest of a layer, and products of awkward sizes, do not reach more.
     """
-    import numpy as np
-
     size, batch, count = 64, 64, 0
-    left = np.ones((batch, size, size), dtype=np.float32)
+    if torch := sys.modules.get("torch"):
+        library, share = "PyTorch", 0.9
+        left = torch.ones((batch, size, size), dtype=torch.float32)
+    else:
+        import numpy as np
+
+        library, share = "numpy", 0.5
+        left = np.ones((batch, size, size), dtype=np.float32)
     left @ left  # pages are there after the first
     start = time.thread_time()
     while count < 3 or time.thread_time() - start < 0.05:
         left @ left
         count += 1
-    return 0.5 * count * batch * 2 * size**3 / (time.thread_time() - start)
+    seconds = (time.thread_time() - start) / count
+    return share * batch * 2 * size**3 / seconds, library

@@ -14,7 +14,13 @@ from megatron.dpp.estimate.activations import layer_bytes
 from megatron.dpp.estimate.device import Device
 from megatron.dpp.estimate.shape import RunShape
 from megatron.dpp.schedule import Kind
-from megatron.dpp.sim import between_products, collectives, head_times
+from megatron.dpp.sim import (
+    attention_times,
+    between_products,
+    collectives,
+    embedding_times,
+    head_times,
+)
 from megatron.dpp.sim.model_costs import Times
 
 GRAPHS_PAY_FROM = 0.75
@@ -31,8 +37,8 @@ _WEIGHTS = 0.5
 them, at no cost that shows."""
 _GATHERS = {"gradients": 0.97, "parameters": 1.25}
 """What FSDP2 launches around a layer in each pass (gathers, copies, hooks), in layers' forwards."""
-_REPLAY = 1 / 3
-"""What passes between two tasks that are replayed, against two that are launched."""
+_SHARDED = {"gradients": (1, 1), "parameters": (1, 2)}
+"""FSDP2's collectives in a layer's forward and backward; a GPU has them beside its work."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,12 +47,15 @@ class PartTimes:
 
     Args:
         layer: one transformer layer.
+        lookup: the embedding, and
         head: final norm, output layer and loss, as far as they are not hidden behind launching.
-        between: what the host needs from the end of a task to the next while the device waits.
+        between: what passes from the end of a task to the next: the host's part of it while the
+            device waits, and copies of what is received and sent.
         replayed: layers run as CUDA graphs.
     """
 
     layer: Times
+    lookup: Times
     head: Times
     between: float
     replayed: bool
@@ -80,26 +89,38 @@ def collective_seconds(shape: RunShape, device: Device) -> float:
 def part_times(shape: RunShape, device: Device) -> PartTimes:
     """How long the parts of the model take as they will be run."""
     layer, head = _layer_on_device(shape, device), _head_on_device(shape, device)
+    lookup = _lookup_on_device(shape, device)
     if replays(shape, device, layer, head):
-        between = device.between * _REPLAY
-        return PartTimes(layer=layer, head=head, between=between, replayed=True)
+        between = device.between
+        return PartTimes(layer=layer, lookup=lookup, head=head, between=between, replayed=True)
     least = _launches(shape, device)
     paced = _paced(shape, layer, least)
     waits = paced != layer and (shape.dynamic or not device.queues)
+    if device.queues and (shape.dynamic or shape.pipeline == 1):
+        gained = sum(paced) - sum(layer)
+        lookup = _exposed(lookup, shape.layout.rank_layers(0) * gained)
+        last = shape.layout.rank_layers(shape.pipeline - 1)
+        loss = device.launch if gained else 0.0  # it has as many kernels as a layer
+        head = _exposed(head, last * gained, loss)
     return PartTimes(
         layer=paced,
-        head=_exposed(shape, device, layer, paced, head),
+        lookup=lookup,
+        head=head,
         between=device.between if waits else 0.0,
         replayed=False,
     )
 
 
 def replays(shape: RunShape, device: Device, layer: Times, head: Times) -> bool:
-    """Whether training will replay CUDA graphs, by its own rule (``--dpp-cuda-graphs``)."""
+    """Whether training will replay CUDA graphs, by its own rule (``--dpp-cuda-graphs``): of each
+    rank's chunks the most launch-bound one counts, which has no head if there are several stages.
+    """
     if shape.graphs != "auto":
         return shape.graphs == "on"
     least = _launches(shape, device)
-    took = shape.num_layers * sum(_paced(shape, layer, least)) + sum(head)
+    took = shape.num_layers * sum(_paced(shape, layer, least))
+    if shape.pipeline * shape.chunks == 1:
+        took += sum(head)
     return shape.num_layers * sum(least) >= GRAPHS_PAY_FROM * took
 
 
@@ -110,14 +131,17 @@ def _layer_on_device(shape: RunShape, device: Device) -> Times:
     weights += h * shape.ffn_hidden_size * (3 if shape.gated else 2)
     linear = 2 * weights * tokens / t / device.flops
     scores = (2 if shape.arch == "gpt" else 4) * shape.seq_length * shape.queries * tokens
-    core = scores / t / device.flops
+    core, core_backward = attention_times(scores / t, device.flops)
     kept = layer_bytes(dataclasses.replace(shape, recompute="none"))
     before, after = between_products(kept, device.bytes_per_second)
     each = collective_seconds(shape, device)
     forward = linear + core + forward_collectives(shape) * each + before
+    if not device.queues:
+        gathers, back = _SHARDED.get(shape.shard, (0, 0))
+        forward, after = forward + gathers * device.collective, after + back * device.collective
     again = {"none": 0.0, "selective": core, "full": forward}[shape.recompute]
     reduced = backward_collectives(shape) * each
-    return forward, linear + 2 * core + reduced + after + again, linear
+    return forward, linear + core_backward + reduced + after + again, linear
 
 
 def _head_on_device(shape: RunShape, device: Device) -> Times:
@@ -149,18 +173,23 @@ def _paced(shape: RunShape, layer: Times, least: Times) -> Times:
     return max(forward, least[Kind.F]), max(backward + weight, least[Kind.B]) - weight, weight
 
 
-def _exposed(shape: RunShape, device: Device, layer: Times, paced: Times, head: Times) -> Times:
-    """What of the head lengthens the last rank's work.
+def _lookup_on_device(shape: RunShape, device: Device) -> Times:
+    table = shape.vocab_size * shape.hidden_size / shape.tensor
+    looked_up = 2 * shape.element_bytes * shape.elements
+    forward, backward, weight = embedding_times(table, looked_up, device.bytes_per_second)
+    each = collective_seconds(shape, device)  # the sum of the tables' parts, gathered in backward
+    return forward + each, backward + each * shape.sequence_parallel, weight
 
-    While the device computes the head, the host goes on launching, and the layers that follow run
-    as fast as the device can; so the device may gain back what it has waited for launches before.
-    Megatron's static pipelines wait for the device at each exchange, a CPU queues nothing.
+
+def _exposed(part: Times, gained: float, least: float = 0.0) -> Times:
+    """What of the head or the embedding lengthens its rank's work, where the rank's layers wait for
+    their launches for ``gained`` seconds and the host needs ``least`` to launch a pass of the part.
+
+    While the device computes it, the host goes on launching, and the layers that follow run as fast
+    as the device can; so the device may gain back what it has waited for before. Megatron's static
+    pipelines wait for the device at each exchange, a CPU queues nothing.
     """
-    if not device.queues or (shape.pipeline > 1 and not shape.dynamic):
-        return head
-    layers = shape.layout.rank_layers(shape.pipeline - 1)
-    gained = layers * (sum(paced) - sum(layer))
-    total = sum(head)
+    total = sum(part)
     share = max(0.0, total - gained) / total if total else 0.0
-    least = device.launch if gained else 0.0  # a loss has as many kernels as a layer
-    return max(least, share * head[Kind.F]), max(least, share * head[Kind.B]), share * head[Kind.W]
+    forward, backward, weight = (share * seconds for seconds in part)
+    return max(least, forward), max(least, backward), weight

@@ -14,7 +14,6 @@ from megatron.dpp.estimate.device import Device
 from megatron.dpp.estimate.layer_times import (
     backward_collectives,
     collective_bytes,
-    collective_seconds,
     forward_collectives,
     part_times,
 )
@@ -25,7 +24,6 @@ from megatron.dpp.sim import (
     Part,
     Planner,
     Prediction,
-    embedding_times,
 )
 
 _SIMULATED = (6, 3)
@@ -95,18 +93,12 @@ def model_costs(shape: RunShape, device: Device) -> ModelCosts:
     layer = Part(times.layer, layer_bytes(shape), deferred_bytes=deferred_bytes(shape))
     slots = times.replayed and shape.pipeline > 1
     head = Part(times.head, head_bytes(shape))
-    table = shape.vocab_size * shape.hidden_size / shape.tensor
-    looked_up = 2 * shape.element_bytes * shape.elements
-    forward, backward, weight = embedding_times(table, looked_up, device.bytes_per_second)
-    each = collective_seconds(shape, device)  # the sum of the tables' parts, gathered in backward
-    backward += each if shape.sequence_parallel else 0.0
-    lookup = Part((forward + each, backward, weight))
     near = shape.pipeline_per_node == shape.pipeline
     hop = shape.element_bytes * shape.outside / (device.link if near else device.network)
     return ModelCosts(
         shape.num_layers,
         layer,
-        lookup,
+        Part(times.lookup),
         head,
         hop,
         between=times.between,

@@ -15,14 +15,14 @@ from megatron.dpp.sim.model_costs import (
     ModelCosts,
     ModelShape,
     Part,
+    attention_times,
     between_products,
     collectives,
     embedding_times,
-    from_measured,
     from_shapes,
     head_times,
 )
-from megatron.dpp.sim.plan import Layout, Planner, Prediction
+from megatron.dpp.sim.plan import Layout, Planner, Prediction, from_run
 from megatron.dpp.sim.run_costs import costs_of_run, even_layers
 from megatron.dpp.sim.schedules import STATIC, Plan, find_plan, run_static
 
@@ -44,6 +44,7 @@ __all__ = [
     "Shape",
     "Slot",
     "SlowTimes",
+    "attention_times",
     "between_products",
     "collectives",
     "condition_costs",
@@ -53,7 +54,7 @@ __all__ = [
     "even_layers",
     "find_plan",
     "format_grid",
-    "from_measured",
+    "from_run",
     "from_shapes",
     "head_times",
     "interleaved_placement",

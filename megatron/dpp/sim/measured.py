@@ -5,12 +5,14 @@ entry::
 
     {"format": "dpp-costs", "version": 1, "num_ranks": 4, "num_chunks": 2,
      "stages": [{"F": [...], "B": [...], "W": [...], "activation_bytes": 1234}, ...],
-     "hops": [[...], ...]}
+     "hops": [[...], ...],
+     "run": {"seconds": [...], "num_microbatches": 8, "dynamic": true}}
 
 ``stages`` has ``num_ranks * num_chunks`` entries in Megatron's order of virtual stages, ``hops``
 one fewer (stage ``s`` to ``s + 1``). ``W`` is empty where the run had a fused backward; only a
-fused schedule can be simulated then. ``activation_bytes`` is optional. Written by the trace tools;
-read by the command line and the planner.
+fused schedule can be simulated then. ``activation_bytes`` is optional, and so is ``run``: what the
+pipeline's part of each iteration took, and whether its schedule was dynamic. Written by the trace
+tools; read by the command line and the planner.
 """
 
 from __future__ import annotations
@@ -30,6 +32,21 @@ _FORMAT, _VERSION = "dpp-costs", 1
 
 
 @dataclass(frozen=True)
+class MeasuredRun:
+    """The run that the samples are of.
+
+    Args:
+        seconds: of the pipeline's part of an iteration, the median; of two the shorter, as one of
+            them may have a hiccup.
+        dynamic: its schedule; otherwise Megatron's own.
+    """
+
+    seconds: float
+    num_microbatches: int
+    dynamic: bool
+
+
+@dataclass(frozen=True)
 class MeasuredCosts:
     """Samples of times in seconds.
 
@@ -37,6 +54,7 @@ class MeasuredCosts:
         tasks: ``tasks[stage][kind]`` are samples; ``W`` may be empty.
         hops: ``hops[s]`` are samples of the way from stage ``s`` to ``s + 1``.
         activation_bytes: of each stage's activation for one microbatch, where known.
+        run: what it took as a whole, where known.
     """
 
     num_ranks: int
@@ -44,6 +62,7 @@ class MeasuredCosts:
     tasks: list[tuple[list[float], list[float], list[float]]]
     hops: list[list[float]]
     activation_bytes: list[float | None]
+    run: MeasuredRun | None = None
 
     @property
     def split(self) -> bool:
@@ -117,7 +136,17 @@ def _parse(data: dict[str, Any]) -> MeasuredCosts:
     ]
     sizes = [_size(stage.get("activation_bytes")) for stage in stages]
     named = [_samples({f"hop {s}": hop}, f"hop {s}") for s, hop in enumerate(hops)]
-    return MeasuredCosts(num_ranks, num_chunks, tasks, named, sizes)
+    return MeasuredCosts(num_ranks, num_chunks, tasks, named, sizes, _run(data.get("run")))
+
+
+def _run(given: Any) -> MeasuredRun | None:
+    if given is None:
+        return None
+    seconds = statistics.median_low(_samples(given, "seconds"))
+    num_microbatches = int(given["num_microbatches"])
+    if num_microbatches < 1 or not seconds:
+        raise ValueError(f"run of {num_microbatches} microbatches in {seconds} s: both are above 0")
+    return MeasuredRun(seconds, num_microbatches, bool(given["dynamic"]))
 
 
 def _size(given: Any) -> float | None:

@@ -56,7 +56,8 @@ class ModelCosts:
         head: after the last layer: final norm, output layer, loss.
         hop: seconds between neighbouring stages.
         sigma: spread of task times (of their logarithm).
-        between: seconds that the host needs between two tasks of a rank.
+        between: seconds from the end of a rank's task to the next: what the host needs, copies of
+            what is received and sent, hiccups.
         slot_layers: layers are replayed as CUDA graphs (docs/decisions/0008-graphs.md): an
             activation in flight has a slot with room for the rank's largest chunk and this many
             layers more. None: they are not.
@@ -95,6 +96,22 @@ class ModelCosts:
         assert self.slot_layers is not None
         return (
             (max(layers) + self.slot_layers) * self.layer.activation_bytes if any(layers) else 0.0
+        )
+
+    def lengthened(self, factor: float) -> ModelCosts:
+        """All times ``factor`` as long."""
+
+        def longer(part: Part) -> Part:
+            forward, backward, weight = (factor * seconds for seconds in part.times)
+            return dataclasses.replace(part, times=(forward, backward, weight))
+
+        return dataclasses.replace(
+            self,
+            layer=longer(self.layer),
+            embedding=longer(self.embedding),
+            head=longer(self.head),
+            hop=factor * self.hop,
+            between=factor * self.between,
         )
 
     def without_layers(self) -> ModelCosts:
@@ -153,6 +170,7 @@ class ModelShape:
         fused_loss: ``--cross-entropy-loss-fusion``.
         collective_seconds, collective_bytes_per_second: what a tensor-parallel collective takes
             beside its bytes, and how fast these are.
+        between_seconds: from the end of a task to the next, as on H200s with CUDA graphs.
         state_bytes_per_parameter: 18 for bf16 weights, fp32 gradients and Adam in fp32.
     """
 
@@ -171,6 +189,7 @@ class ModelShape:
     link_bytes_per_second: float = 2e11
     collective_seconds: float = 4e-5
     collective_bytes_per_second: float = 3.4e11
+    between_seconds: float = 1.2e-4
     state_bytes_per_parameter: float = 18.0
 
     def __post_init__(self) -> None:
@@ -192,7 +211,8 @@ def from_shapes(model: ModelShape, sigma: float = 0.0) -> ModelCosts:
     ffn = model.ffn_hidden_size or 4 * h
     weights = 4 * h * h + (3 if model.swiglu else 2) * h * ffn
     linear = 2 * weights * tokens / model.tensor_parallel / model.flops
-    core = 2 * model.seq_length * h * tokens / model.tensor_parallel / model.flops
+    core = 2 * model.seq_length * h * tokens / model.tensor_parallel
+    core_forward, core_backward = attention_times(core, model.flops)
     share = model.state_bytes_per_parameter / model.tensor_parallel
     kept = 34 * h * tokens / model.tensor_parallel
     forward, backward = between_products(kept, model.bytes_per_second)
@@ -200,7 +220,7 @@ def from_shapes(model: ModelShape, sigma: float = 0.0) -> ModelCosts:
     sums, sums_backward = collectives(model.tensor_parallel, model.sequence_parallel)
     forward, backward = forward + sums * each, backward + sums_backward * each
     layer = Part(
-        (linear + core + forward, linear + 2 * core + backward, linear),
+        (linear + core_forward + forward, linear + core_backward + backward, linear),
         activation_bytes=kept,
         state_bytes=weights * share,
     )
@@ -212,7 +232,8 @@ def from_shapes(model: ModelShape, sigma: float = 0.0) -> ModelCosts:
     lookup = embedding_times(table / model.tensor_parallel, 4 * h * tokens, model.bytes_per_second)
     embedding = Part(lookup, 2 * h * tokens, table * share)
     hop = 2 * h * tokens / model.link_bytes_per_second
-    return ModelCosts(model.num_layers, layer, embedding, head, hop, sigma)
+    between = model.between_seconds
+    return ModelCosts(model.num_layers, layer, embedding, head, hop, sigma, between)
 
 
 def collectives(tensor: int, sequence_parallel: bool) -> tuple[int, int]:
@@ -240,12 +261,19 @@ def between_products(kept: float, bytes_per_second: float) -> tuple[float, float
     """What a layer's forward and backward take between matrix products: norms, biases, activation
     functions, sums.
 
-    A forward writes and reads the bytes that it keeps; a backward reads them, and writes and reads
-    as many gradients. Each passes over memory three times, as these are kernels of their own:
-    fitted to the 345M and 1.3B models on H200s (docs/benchmarks/scaling-h200.md).
+    Passes over the bytes that a forward keeps, in kernels of their own: fitted to the 345M and 1.3B
+    models and to traced tasks on H200s (docs/benchmarks/scaling-h200.md).
     """
-    once = 3 * kept / bytes_per_second
-    return 2 * once, 3 * once
+    once = kept / bytes_per_second
+    return 4.2 * once, 7.4 * once
+
+
+def attention_times(operations: float, flops: float) -> tuple[float, float]:
+    """The core of attention, whose forward does ``operations`` and whose backward twice as many:
+    at two thirds and half of the rate of matrix products, as on H200s.
+    """
+    once = operations / flops
+    return 1.5 * once, 4 * once
 
 
 def head_times(
@@ -259,12 +287,11 @@ def head_times(
     """Output layer and loss of one microbatch. Its weight gradient is not deferred: ``B`` has it.
 
     The bytes are those of megatron-core's vocabulary-parallel cross entropy (a conversion, maximum,
-    difference, exponential and sum in fp32, each a kernel), as an H200 takes them: 4.0 ms forward
-    and 3.5 ms backward for 4096 tokens of 50304 words at hidden size 2048. With megatron-core's
-    fusion (``--cross-entropy-loss-fusion``) a loss takes 2.05 ms less for 8192 tokens of 51200
-    words.
+    difference, exponential and sum in fp32, each a kernel), as H200s take them: 3.9 ms forward and
+    3.2 ms backward for 4096 tokens of 50304 words at hidden size 2048, and with megatron-core's
+    fusion (``--cross-entropy-loss-fusion``) 4.4 and 3.9 ms for 8192 tokens of 51200 words at 1024.
     """
-    forward, backward = (22, 8) if fused_loss else (40, 14)
+    forward, backward = (36, 16) if fused_loss else (62, 14)
     product = 2 * parameters * tokens / flops
     adding = 10 * parameters / bytes_per_second
     return (
@@ -275,8 +302,13 @@ def head_times(
 
 
 def embedding_times(parameters: float, num_bytes: float, bytes_per_second: float) -> Times:
-    """Looking ``num_bytes`` up; the gradient is as large as the table, whatever was looked up."""
-    return num_bytes / bytes_per_second, 14 * parameters / bytes_per_second, 0.0
+    """Looking ``num_bytes`` up; the gradient is as large as the table, whatever was looked up.
+
+    Its bytes are fitted to two tables on H200s: 0.59 ms for 51200 words at hidden size 1024, 0.87
+    for 50304 at 2048, 16 MiB looked up in both.
+    """
+    backward = 26 * parameters + 44 * num_bytes
+    return num_bytes / bytes_per_second, backward / bytes_per_second, 0.0
 
 
 def from_measured(measured: MeasuredCosts, layers: Sequence[int]) -> ModelCosts:

@@ -17,7 +17,8 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import Kind, Memory, head_room
 from megatron.dpp.sim.clock import Result
 from megatron.dpp.sim.costs import Shape
-from megatron.dpp.sim.model_costs import ModelCosts
+from megatron.dpp.sim.measured import MeasuredCosts
+from megatron.dpp.sim.model_costs import ModelCosts, from_measured
 from megatron.dpp.sim.schedules import Plan
 
 CAPS = ("strict", "megatron", "1.5p", "2p")
@@ -68,6 +69,30 @@ class Prediction:
     busiest_seconds: float
     peak_bytes: tuple[float, ...]
     bubble: float
+
+
+def from_run(measured: MeasuredCosts, layers: Sequence[int]) -> tuple[ModelCosts, float]:
+    """The parts of a model whose run had ``layers[s]`` layers on stage ``s``, and by how much they
+    were lengthened: so much that the run, simulated with its own layout and the default cap, takes
+    as long as it did. What a simulation does not know (hiccups, launches, how late a schedule
+    decides) then counts in its predictions, too. 1.0 where the run's time is not known.
+
+    Raises:
+        DataError: as :func:`~megatron.dpp.sim.model_costs.from_measured`.
+    """
+    model, run = from_measured(measured, layers), measured.run
+    if run is None:
+        return model, 1.0
+    planner = Planner(
+        model,
+        measured.num_ranks,
+        run.num_microbatches,
+        split_backward=run.dynamic and measured.split,
+    )
+    layout = Layout(measured.num_ranks, tuple(layers))
+    words = ("auto", "dynamic") if run.dynamic else ("megatron", "megatron")
+    factor = run.seconds / planner.predict(layout, *words).seconds
+    return model.lengthened(factor), factor
 
 
 class Planner:

@@ -47,6 +47,8 @@ class Recorded:
         delays: per hop and direction, each microbatch's own where it was waited for.
         orders: each rank's tasks as they ran.
         overhead: by place, what the host needed after each of them.
+        dynamic: the schedule, or Megatron's own.
+        window, tail: what the pipeline took, and what followed it.
     """
 
     shape: Shape
@@ -56,6 +58,7 @@ class Recorded:
     orders: list[list[Action]]
     overhead: list[float]
     split: bool
+    dynamic: bool
     window: float
     tail: float
 
@@ -160,6 +163,7 @@ def recorded(
         [[Action(Kind[k], *rest) for k, *rest in work_.orders[rank]] for rank in ranks],
         [_host_per_task(times, rank, len(work_.orders[rank])) for rank in ranks],
         split=any(any(row) for row in tables[2]),
+        dynamic=job.schedule == "dpp",
         window=times.window / _SECOND,
         tail=(times.total - times.window) / _SECOND,
     )
@@ -486,4 +490,9 @@ def cost_file(runs: Sequence[Recorded]) -> dict[str, object]:
         "num_chunks": shape.num_chunks,
         "stages": stages,
         "hops": hops,
+        "run": {
+            "seconds": [run.window for run in runs],
+            "num_microbatches": shape.num_microbatches,
+            "dynamic": runs[0].dynamic,
+        },
     }

@@ -12,7 +12,7 @@ from megatron.dpp.sim import (
     Planner,
     costs_of_run,
     even_layers,
-    from_measured,
+    from_run,
     from_shapes,
 )
 from megatron.dpp.sim.plan import CAPS
@@ -102,4 +102,4 @@ def _costs(args: argparse.Namespace) -> ModelCosts:
         "profiling/plan.py --layers takes others"
     )
     layers = even_layers(args.num_layers, len(measured.tasks), remedy)
-    return from_measured(measured, layers).with_memory_of(shapes)
+    return from_run(measured, layers)[0].with_memory_of(shapes)
