@@ -11,3 +11,12 @@ def test_a_cpu_has_no_persistent_checkpoint_worker() -> None:
     args = parse_args(["--device", "cpu", "--async-save", "--use-persistent-ckpt-worker"])
     choose_device(args)
     assert args.distributed_backend == "gloo" and not args.use_persistent_ckpt_worker
+
+
+def test_a_cpu_has_no_use_for_settings_of_nccl() -> None:
+    """megatron-core makes options of NCCL from them, which PyTorch without CUDA does not have."""
+    groups = "--high-priority-stream-groups tp dp --nccl-communicator-config-path nccl.yaml"
+    args = parse_args(["--device", "cpu", *groups.split()])
+    assert args.high_priority_stream_groups == ["tp", "dp"]
+    choose_device(args)
+    assert not args.high_priority_stream_groups and args.nccl_communicator_config_path is None

@@ -153,3 +153,15 @@ def test_a_broken_tracker_is_refused(tmp_path: Path) -> None:
     (tmp_path / files.TRACKER).write_text("soon")
     with pytest.raises(DataError, match="holds 'soon'"):
         files.find(str(tmp_path))
+
+
+def test_settings_of_communicators_are_read_before_processes_start(tmp_path: Path) -> None:
+    path = tmp_path / "nccl.yaml"
+    args = parse_args(["--mock-data", "--nccl-communicator-config-path", str(path)])
+    with pytest.raises(DataError, match=r"--nccl-communicator-config-path .*: No such file"):
+        check_files(args, "gpt")
+    path.write_text("tp: 8\n")
+    with pytest.raises(DataError, match="settings for each process group"):
+        check_files(args, "gpt")
+    path.write_text("tp: {min_ctas: 8}\n")
+    check_files(args, "gpt")

@@ -14,6 +14,7 @@ from typing import Any
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.train.checkpoint_args import check_model, check_optimizer, saved_args
 from megatron.dpp.train.checkpoint_files import Found, check_engine, check_whole, find_start
+from megatron.dpp.train.yaml_file import read_mapping
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _SETS = ("training", "validation", "test")
@@ -32,6 +33,7 @@ def check_files(args: argparse.Namespace, task_name: str) -> None:
         DataError: the first of them, and what is wrong with it.
     """
     check_start(args)
+    _check_communicators(args.nccl_communicator_config_path)
     check_data(args, task_name)
     check_outputs(args)
 
@@ -49,6 +51,16 @@ def check_start(args: argparse.Namespace) -> None:
         else:
             check_whole(found, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
             _check_saved(args, found)
+
+
+def _check_communicators(given: str | None) -> None:
+    if given is not None:
+        settings = read_mapping("--nccl-communicator-config-path", given)
+        if not all(isinstance(each, dict) for each in settings.values()):
+            raise DataError(
+                f"--nccl-communicator-config-path {given}: expected settings for each process "
+                "group, as in tp: {min_ctas: 8}"
+            )
 
 
 def _check_saved(args: argparse.Namespace, found: Found) -> None:

@@ -327,6 +327,13 @@ DISTRIBUTED = (
         dest="enable_gloo_process_groups",
     ),
     Flag("--nccl-communicator-config-path", str, None, "YAML file of NCCL communicator settings"),
+    Flag(
+        "--high-priority-stream-groups",
+        str,
+        (),
+        "process groups (tp, dp, ...) whose NCCL kernels come first on a GPU",
+        nargs="*",
+    ),
     Flag("--local-rank", int, None, "rank on this host; torchrun's LOCAL_RANK wins"),
 )
 

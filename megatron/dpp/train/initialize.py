@@ -118,6 +118,8 @@ def choose_device(args: Args) -> None:
     if args.device == "cpu":
         args.distributed_backend = "gloo"
         args.use_persistent_ckpt_worker = False  # it takes a GPU first; each save starts its own
+    if args.distributed_backend == "gloo":  # they are NCCL's
+        args.nccl_communicator_config_path, args.high_priority_stream_groups = None, []
     if args.device == "cpu" or not _can_fuse_weight_gradients():
         args.gradient_accumulation_fusion = False
     kernel = "scaled_upper_triang_masked_softmax_cuda"
@@ -171,6 +173,7 @@ def initialize(
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         nccl_communicator_config_path=args.nccl_communicator_config_path,
+        high_priority_stream_groups=list(args.high_priority_stream_groups),
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         create_gloo_process_groups=args.enable_gloo_process_groups,
         **groups,

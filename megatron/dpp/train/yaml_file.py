@@ -27,7 +27,7 @@ def defaults_from_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, 
     by_dest = {action.dest: action for action in parser._actions}
     by_flag = {name.lstrip("-"): action for name, action in parser._option_string_actions.items()}
     values: dict[str, Any] = {}
-    for key, value in _items(_load(path)):
+    for key, value in _items(read_mapping("--yaml-cfg", path)):
         flag = key.replace("_", "-")
         if flag in by_flag and key not in by_dest:
             action = by_flag[flag]
@@ -41,18 +41,23 @@ def defaults_from_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, 
     return values
 
 
-def _load(path: str) -> dict[str, Any]:
+def read_mapping(flag: str, path: str) -> dict[str, Any]:
+    """What the YAML file that ``flag`` names says.
+
+    Raises:
+        DataError: it cannot be read or is no YAML mapping.
+    """
     import yaml
 
     try:
         loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"--yaml-cfg {path}: {error.strerror}") from error
+        raise DataError(f"{flag} {path}: {error.strerror}") from error
     except yaml.YAMLError as error:
         one_line = " ".join(str(error).split())
-        raise DataError(f"--yaml-cfg {path}: not YAML ({one_line})") from error
+        raise DataError(f"{flag} {path}: not YAML ({one_line})") from error
     if not isinstance(loaded, dict):
-        raise DataError(f"--yaml-cfg {path}: expected a mapping of settings")
+        raise DataError(f"{flag} {path}: expected a mapping of settings")
     return loaded
 
 
