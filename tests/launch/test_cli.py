@@ -1,4 +1,4 @@
-"""``train``'s words: the guide's commands, help that fits a screen, completion."""
+"""``train``'s words and what it says: the guide's commands, help that fits a screen, completion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from megatron.dpp.launch import cli
 from megatron.dpp.launch.flags import from_argv, to_argv
-from megatron.dpp.launch.main import plan
+from megatron.dpp.launch.main import main, plan
 from megatron.dpp.train.fields import core_fields
 from tests.launch.test_train import ROOT
 
@@ -55,3 +55,20 @@ def test_flags_survive_the_way_to_words_and_back() -> None:
     flags = {"--a": True, "--b": "1", "--c": ["1", "2"]}
     assert from_argv(to_argv(flags)) == flags
     assert from_argv(["--b=1"]) == {"--b": "1"}
+
+
+def test_an_estimate_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a run ``train`` printed what the run then printed, too."""
+    started: list[bool] = []
+    monkeypatch.setattr("megatron.dpp.launch.main.find_python", lambda dry_run: "python")
+    monkeypatch.setattr(
+        "megatron.dpp.launch.main.hand_over", lambda *args, dry_run: started.append(not dry_run)
+    )
+    for more, by_us in (([], False), (["--dry-run"], True)):
+        main(["--mode", "zero", "--procs", "1", "--mock-data", *more])
+        out = capsys.readouterr().out
+        assert ("per rank" in out) == by_us
+        assert out.startswith("mode zero\n") and "warning: there is one replica" in out
+    assert started == [True, False]

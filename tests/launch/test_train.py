@@ -227,7 +227,7 @@ def test_zero_counts_replicas_beside_tensor_parallelism() -> None:
     assert args.data_parallel == 2
     assert args.make_vocab_size_divisible_by == 512
     alone = plan(["--mode", "zero", "--procs", "1"])
-    assert alone.report[-1].startswith("warning: there is one replica")
+    assert alone.warnings[-1].startswith("warning: there is one replica")
 
 
 def test_every_mode_pads_the_vocabulary_alike() -> None:
@@ -303,7 +303,7 @@ def test_a_pipeline_on_gpus_is_laid_out_by_what_its_parts_cost() -> None:
         layers = shape_from(found.resolved, found.setting).layers
         assert "--dpp-plan" not in found.resolved.flags  # or every rank would plan again
         by_us = "--pipeline-model-parallel-layout" in found.resolved.flags
-        assert by_us == ("layers laid out by what they cost" in found.report[0])
+        assert by_us == ("layers laid out by what they cost" in found.heading[0])
         return by_us, layers
 
     by_us, layers = planned("--mode 3d --pp 2 --gpus 2")

@@ -102,6 +102,9 @@ class Plan:
     """A resolved command line, and what it is estimated to need.
 
     Args:
+        heading: what was chosen, in lines.
+        estimate: of the whole.
+        warnings: lines that follow it.
         preparation: the command that makes the token files first; None when they are there.
         own_split: ``--split`` is ours to choose, again when there are tokens to count.
     """
@@ -110,7 +113,9 @@ class Plan:
     resolved: Resolved
     setting: Setting
     nodes: Nodes
-    report: list[str]
+    heading: list[str]
+    estimate: Estimate
+    warnings: list[str]
     preparation: list[str] | None
     own_split: bool
 
@@ -138,20 +143,22 @@ def plan(words: Sequence[str]) -> Plan:
     if options.mode == "auto":
         best = _best(options, flags, setting)
         resolved, found = best[0].resolved, best[0].estimate
-        report = [*auto.report(best[:3], setting), "", *lines(found)]
+        heading, warnings = [*auto.report(best[:3], setting), ""], []
     else:
         asked = resolve(
             options, flags, setting, layout=asked_layout(options, flags), shard=shard_of(options)
         )
         asked, resolved, found = _fitting(options, asked, flags, setting)
-        report = [f"mode {options.mode}{_planned(asked)}", *lines(found), *_warnings(found.shape)]
+        heading, warnings = [f"mode {options.mode}{_planned(asked)}"], _warnings(found.shape)
     _check_files(resolved, setting, tokens_exist=data.preparation is None)
     return Plan(
         options=options,
         resolved=resolved,
         setting=setting,
         nodes=nodes,
-        report=report,
+        heading=heading,
+        estimate=found,
+        warnings=warnings,
         preparation=data.preparation,
         own_split=own_split,
     )
@@ -195,7 +202,10 @@ def _planned(asked: Resolved) -> str:
 def _start(found: Plan) -> NoReturn:
     """Set up, preprocess, and become torchrun."""
     options, resolved = found.options, found.resolved
-    print("\n".join(found.report), flush=True)
+    # The run that follows says it itself, unless a preparation keeps it waiting.
+    says_itself = "--estimate" in resolved.flags and not (options.dry_run or found.preparation)
+    needs = [] if says_itself else lines(found.estimate)
+    print("\n".join([*found.heading, *needs, *found.warnings]), flush=True)
     python = find_python(options.dry_run)
     if found.preparation:
         preparation = [python, *found.preparation]
