@@ -17,15 +17,20 @@ import multiprocessing
 import os
 import socket
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
 
-from megatron.dpp.runtime.agreement import Decider, decider_for
-from megatron.dpp.schedule import Geometry, Scheduler
-from megatron.dpp.transport import open_transport
-from megatron.dpp.transport.base import ChannelSpec, Direction, Transport
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(_ROOT))
+
+from megatron.dpp.runtime.agreement import Decider, decider_for  # noqa: E402
+from megatron.dpp.schedule import Geometry, Scheduler  # noqa: E402
+from megatron.dpp.transport import open_transport  # noqa: E402
+from megatron.dpp.transport.base import ChannelSpec, Direction, Transport  # noqa: E402
 
 _CHANNELS = [(0, 0), (0, 1), (1, 0), (1, 1)]
 """(direction, chunk) of what a stage in the middle of a pipeline with two chunks receives."""

@@ -12,11 +12,23 @@ import concurrent.futures
 import dataclasses
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
-from megatron.dpp.sim import CONDITIONS, Costs, Plan, Result, Shape, condition_costs, run_static
-from megatron.dpp.sim.conditions import FIXED_CONDITIONS
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(_ROOT))
+
+from megatron.dpp.sim import (  # noqa: E402
+    CONDITIONS,
+    Costs,
+    Plan,
+    Result,
+    Shape,
+    condition_costs,
+    run_static,
+)
+from megatron.dpp.sim.conditions import FIXED_CONDITIONS  # noqa: E402
 
 SHAPES = [(p, k * p) for p in (4, 8, 16) for k in (2, 4, 8)]
 COLUMNS = ("unif", "jit.1", "jit.3", "str1.5", "tr1", "trN", "lnk2", "lnkR", "head", "len")

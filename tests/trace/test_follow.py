@@ -52,6 +52,20 @@ def test_a_new_run_takes_the_place_of_the_old(tmp_path):
     assert [i.number for i in run.iterations()] == [0]
 
 
+def test_a_new_run_that_is_longer_already_is_noticed(tmp_path):
+    """The writer truncates in place: the file is the same one, and long again when looked at."""
+    directory = write(Run(ranks=1, iterations=2), tmp_path)
+    run = FollowedRun(tmp_path)
+    run.poll()
+    write(Run(ranks=1, iterations=6), tmp_path)
+    (path,) = directory.iterdir()
+    text = path.read_text()
+    path.write_text(text.replace('"start_unix_ns":17', '"start_unix_ns":18').rsplit("\n", 2)[0])
+    run.poll()
+    assert [i.number for i in run.iterations()] == list(range(6))
+    assert not run.files[path].ended
+
+
 def test_a_directory_without_traces_is_an_error(tmp_path):
     with pytest.raises(DataError, match="no trace"):
         FollowedRun(tmp_path)

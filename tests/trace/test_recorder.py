@@ -31,6 +31,49 @@ class Taken:
         self.sent_ns, self.arrived_ns = sent_ns, arrived_ns
 
 
+class Pool:
+    """A device's clock with few events."""
+
+    def __init__(self, size: int) -> None:
+        self.free = list(range(size))
+
+    def mark(self) -> tuple[int, int] | None:
+        return (self.free.pop(), 1) if self.free else None
+
+    def resolve(self, mark: tuple[int, int]) -> int:
+        self.free.append(mark[0])
+        return 5
+
+    def discard(self, mark: tuple[int, int]) -> None:
+        self.free.append(mark[0])
+
+    def peak_memory(self) -> int:
+        return 0
+
+
+def test_events_that_are_dropped_give_their_marks_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one long stall every later task was lost, too: no event was left to time it."""
+    pool = Pool(10)
+    monkeypatch.setattr("megatron.dpp.trace.recorder.clock_for", lambda device: pool)
+    monkeypatch.setattr("megatron.dpp.trace.recorder.QUEUE_EVENTS", 0)
+    recorder = open_recorder(tmp_path, rank=0, layout=LAYOUT)
+    recorder.begin_iteration(0)
+    for microbatch in range(20):
+        recorder.begin_task("F", 0, microbatch)
+        recorder.end_task()
+    assert len(pool.free) == 9, "the iteration's start is marked"
+    monkeypatch.setattr("megatron.dpp.trace.recorder.QUEUE_EVENTS", 100)
+    recorder.begin_task("F", 0, 20)
+    recorder.end_task()
+    recorder.end_iteration()
+    recorder.close()
+    assert len(pool.free) == 10
+    (file,) = open_run(tmp_path)
+    assert [event["args"]["microbatch"] for event in read_events(file, ("task",))] == [20]
+
+
 def record_iteration(recorder: Recorder, iteration: int) -> None:
     recorder.begin_iteration(iteration)
     start = time.monotonic_ns()

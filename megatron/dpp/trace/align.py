@@ -15,8 +15,10 @@ smallest. Both extremes are consistent as a whole and so is their middle, which 
 distance is the uncertainty that remains. Nothing is assumed about the delays.
 
 Clocks drift, so a long trace is cut into windows that are solved one by one; between the middles of
-two windows the offset runs along a straight line. Ranks of one host read one clock and need no
-estimate. A clock that is not bounded from both sides is refused by name.
+two windows the offset runs along a straight line. What happened in one window is told by the hosts'
+wall clocks, and by how far they were apart at the first iteration that both began. Ranks of one
+host read one clock and need no estimate. A clock that is not bounded from both sides is refused by
+name.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from megatron.dpp.trace.reader import Event, TraceFile, read_events
 
 WINDOW_NS = 10 * 10**9
 """Within a window clocks are taken to run at one rate; 1 ppm of drift makes 10 us of error."""
+_PIECE_NS = WINDOW_NS // 8
+"""Evidence is collected in so short pieces, as the windows are known when all files are read."""
 _LARGEST_SLACK_NS = 1_000_000
 _SAMPLED_MICROBATCHES = 8
 _WITHIN, _ACROSS = ("arrival",), ("arrival", "send", "span", "iteration")
@@ -112,18 +116,14 @@ class _Collective:
 
 @dataclass
 class _Evidence:
-    """What has been seen in the files, per window of the reference's unix time."""
+    """What has been seen in the files: bounds per receiving clock and piece of its host's time."""
 
-    bounds: dict[int, Bounds] = field(default_factory=dict)
+    bounds: dict[tuple[str, int], Bounds] = field(default_factory=dict)
     sends: dict[tuple[Any, ...], tuple[int, str]] = field(default_factory=dict)
-    arrivals: dict[tuple[Any, ...], tuple[int, str, int]] = field(default_factory=dict)
+    arrivals: dict[tuple[Any, ...], tuple[int, str]] = field(default_factory=dict)
     collectives: dict[tuple[Any, ...], _Collective] = field(default_factory=dict)
-
-    def bound(self, window: int, a: str, b: str, delay_ns: int) -> None:
-        if a == b:
-            return
-        known = self.bounds.setdefault(window, {})
-        known[a, b] = min(delay_ns, known.get((a, b), delay_ns))
+    iterations: dict[str, dict[int, int]] = field(default_factory=dict)
+    """Per clock, when each iteration began in its host's unix time."""
 
 
 def message_key(event: Event) -> tuple[Any, ...] | None:
@@ -154,12 +154,18 @@ class _Scan:
     def __init__(self, files: list[TraceFile]) -> None:
         self.clocks = {file.rank: file.clock for file in files}
         self.evidence = _Evidence()
-        self._first_unix_ns = min(file.start_unix_ns for file in files)
+        self.reference = files[0].clock
+        self._unix_less_own = {file.clock: file.start_unix_ns - file.start_ns for file in files}
         self._cross = len(set(self.clocks.values())) > 1
 
-    def _window(self, file: TraceFile, event: Event) -> int:
-        unix = file.start_unix_ns + file.time_ns(event) - file.start_ns
-        return (unix - self._first_unix_ns) // WINDOW_NS
+    def _bound(self, sender: str, receiver: str, sent_ns: int, arrived_ns: int) -> None:
+        """``arrived_ns`` on the receiver's clock is no earlier than ``sent_ns`` on the sender's."""
+        if sender == receiver:
+            return
+        piece = (arrived_ns + self._unix_less_own[receiver]) // _PIECE_NS
+        known = self.evidence.bounds.setdefault((receiver, piece), {})
+        delay = arrived_ns - sent_ns
+        known[sender, receiver] = min(delay, known.get((sender, receiver), delay))
 
     def read(self, file: TraceFile) -> None:
         """Add what one file knows."""
@@ -178,7 +184,7 @@ class _Scan:
         source = self.clocks.get(args.get("source", -1))
         if source is None:
             return
-        arrived, window = file.time_ns(event), self._window(file, event)
+        arrived = file.time_ns(event)
         if source == file.clock and arrived < args.get("sent_ns", arrived):
             raise DataError(
                 f"{file.path}: {event['name']} from rank {args['source']} arrived "
@@ -186,11 +192,11 @@ class _Scan:
                 "read one clock; the files are not of one run or the host's clock is broken"
             )
         if "sent_ns" in args:
-            self.evidence.bound(window, source, file.clock, arrived - args["sent_ns"])
+            self._bound(source, file.clock, args["sent_ns"], arrived)
         elif source != file.clock and args["microbatch"] < _SAMPLED_MICROBATCHES:
             key = message_key(event)
             if key is not None:
-                self.evidence.arrivals[key] = (arrived, file.clock, window)
+                self.evidence.arrivals[key] = (arrived, file.clock)
 
     def _send(self, file: TraceFile, event: Event) -> None:
         args, key = event["args"], message_key(event)
@@ -207,27 +213,41 @@ class _Scan:
             return
         own = (name, shared, args["iteration"])
         occurrence = seen[own] = seen.get(own, 0) + 1
-        group = _group_of(file, shared)
-        window = self._window(file, event)
-        key = (window, name, group, args["iteration"], occurrence)
+        key = (name, _group_of(file, shared), args["iteration"], occurrence)
         collective = self.evidence.collectives.setdefault(key, _Collective())
-        start = file.time_ns(event)
+        start, clock = file.time_ns(event), file.clock
         end = start + file.duration_ns(event)
-        clock = file.clock
+        if event["cat"] == "iteration":
+            began = start + file.start_unix_ns - file.start_ns
+            self.evidence.iterations.setdefault(clock, {}).setdefault(args["iteration"], began)
         collective.entered[clock] = max(start, collective.entered.get(clock, start))
         collective.left[clock] = min(end, collective.left.get(clock, end))
 
     def finish(self) -> dict[int, Bounds]:
-        """All bounds per window."""
-        for key, (arrived, receiver, window) in self.evidence.arrivals.items():
+        """All bounds, per window of the unix time of the reference's host."""
+        for key, (arrived, receiver) in self.evidence.arrivals.items():
             if key in self.evidence.sends:
                 sent, sender = self.evidence.sends[key]
-                self.evidence.bound(window, sender, receiver, arrived - sent)
-        for (window, *_), collective in self.evidence.collectives.items():
+                self._bound(sender, receiver, sent, arrived)
+        for collective in self.evidence.collectives.values():
             for a, entered in collective.entered.items():
                 for b, left in collective.left.items():
-                    self.evidence.bound(window, a, b, left - entered)
-        return self.evidence.bounds
+                    self._bound(a, b, entered, left)
+        windows: dict[int, Bounds] = {}
+        for (receiver, piece), bounds in self.evidence.bounds.items():
+            window = (piece * _PIECE_NS - self._ahead(receiver)) // WINDOW_NS
+            known = windows.setdefault(window, {})
+            for pair, delay in bounds.items():
+                known[pair] = min(delay, known.get(pair, delay))
+        return windows
+
+    def _ahead(self, clock: str) -> int:
+        """By how much the wall clock of this clock's host is ahead of the reference's: exact to
+        what lies between the beginnings of one iteration, enough to tell windows."""
+        began = self.evidence.iterations.get(clock, {})
+        other = self.evidence.iterations.get(self.reference, {})
+        common = next((number for number in began if number in other), None)
+        return 0 if common is None else began[common] - other[common]
 
 
 def _shortest(start: str, edges: dict[str, list[tuple[str, int]]]) -> dict[str, int] | None:
@@ -319,9 +339,8 @@ def align(
         scan.read(file)
         progress(file)
     per_window = scan.finish()
-    starts = {file.clock: (file.start_ns, file.start_unix_ns) for file in files}
-    first_unix = min(file.start_unix_ns for file in files)
-    reference, clocks = files[0].clock, list(starts)
+    reference, clocks = scan.reference, list(dict.fromkeys(scan.clocks.values()))
+    unix_less_own = files[0].start_unix_ns - files[0].start_ns
     points: dict[str, list[tuple[int, int, int]]] = {clock: [] for clock in clocks}
     lost: list[str] = []
     for window in sorted(per_window) or [0]:
@@ -330,10 +349,9 @@ def align(
         except LookupError as error:
             lost = error.args[0]
             continue
+        middle = window * WINDOW_NS + WINDOW_NS // 2 - unix_less_own
         for clock, (offset, uncertainty) in solved.items():
-            start, unix = starts[clock]
-            middle = start + first_unix + window * WINDOW_NS + WINDOW_NS // 2 - unix
-            points[clock].append((middle, offset, uncertainty))
+            points[clock].append((middle - offset, offset, uncertainty))
     if not points[reference]:
         raise _refuse(scan.clocks, lost)
     offsets = {clock: ClockOffset(tuple(points[clock])) for clock in clocks}

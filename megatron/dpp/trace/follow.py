@@ -8,7 +8,6 @@ skew of that start. ``tools/monitor.py`` is the caller.
 from __future__ import annotations
 
 import dataclasses
-import os
 import socket
 from collections import deque
 from pathlib import Path
@@ -26,23 +25,20 @@ class FollowedFile:
     """
 
     def __init__(self, path: Path, keep: int) -> None:
-        self.header: TraceFile = read_header(path)
+        self.header = read_header(path)
         self.iterations: deque[RankIteration] = deque(maxlen=keep)
         self.ended = False
         self._builder = IterationBuilder(self.header)
         self._offset = 0
         self._rest = b""
-        self._identity = self._stat()
-
-    def _stat(self) -> int:
-        return os.stat(self.header.path).st_ino
 
     @property
     def replaced(self) -> bool:
         """Whether a new run has written another file under this name."""
         try:
-            return self._stat() != self._identity or self.header.size < self._offset
-        except OSError:
+            other = _began(read_header(self.header.path)) != _began(self.header)
+            return other or self.header.size < self._offset
+        except (DataError, OSError):
             return True
 
     @property
@@ -73,6 +69,10 @@ class FollowedFile:
         whole = self._builder.feed(event)
         if whole is not None:
             self.iterations.append(_from_own_start(whole))
+
+
+def _began(file: TraceFile) -> tuple[int, int, int]:
+    return file.process, file.start_ns, file.start_unix_ns
 
 
 def _from_own_start(whole: RankIteration) -> RankIteration:

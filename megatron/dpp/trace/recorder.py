@@ -209,7 +209,7 @@ class FileRecorder(Recorder):
         if len(self._queue) < QUEUE_EVENTS:
             self._queue.append(event)
         else:
-            self._writer.dropped += 1
+            self._writer.drop(event)
 
     def begin_iteration(self, iteration: int) -> None:
         self.iteration = iteration

@@ -93,22 +93,23 @@ class TraceWriter:
         """
         start, end = event[1], event[2]
         if start is None or end is None:
-            self._discard(start, end)
-            self.dropped += 1
+            self.drop(event)
             return ""
         end_ns = end if isinstance(end, int) else self._clock.resolve(end)
         if end_ns is None:
             return None
         start_ns = start if isinstance(start, int) else self._clock.resolve(start)
         if start_ns is None:
-            self.dropped += 1
+            self.drop((event[0], start, end_ns))  # the end's mark is used up
             return ""
         resolved = (event[0], start_ns, end_ns, *event[3:])
         self.scalars.add(resolved)
         return self._lines.line(resolved)
 
-    def _discard(self, *marks: Any) -> None:
-        for mark in marks:
+    def drop(self, event: tuple[Any, ...]) -> None:
+        """Count an event that is lost, and give its marks back: there are only so many."""
+        self.dropped += 1
+        for mark in event[1:3]:
             if mark is not None and not isinstance(mark, int):
                 self._clock.discard(mark)
 
