@@ -65,6 +65,7 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
     ddp_config = DistributedDataParallelConfig(
         overlap_grad_reduce=case.get("overlap", False),
         use_distributed_optimizer=case.get("distributed_optimizer", False),
+        num_distributed_optimizer_instances=case.get("instances", 1),
     )
     chunks = []
     for chunk in range(v):
@@ -74,13 +75,15 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
         spec = block_spec(config, implementation=case.get("spec", "torch"), vp_stage=stage)
         model = GPTModel(
             config, spec, VOCABULARY, SEQUENCE, pre_process=pre, post_process=post, vp_stage=stage,
-            share_embeddings_and_output_weights=True,
+            share_embeddings_and_output_weights=not case.get("untied"),
             position_embedding_type="none" if config.mtp_num_layers else "learned_absolute",
             mtp_block_spec=prediction_spec(
                 config, implementation=case.get("spec", "torch"), vp_stage=stage
             ),
         )  # fmt: skip
         model.model_type = 1
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in case.get("frozen", ())))
         if SUPPORT is None:
             model.cuda()
         if dtype == torch.bfloat16:
@@ -88,7 +91,9 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
         chunks.append(
             DistributedDataParallel(config, ddp_config, model, disable_bucketing=chunk > 0)
         )
-    config.no_sync_func = [c.no_sync for c in chunks] if case.get("overlap") else None
+        chunks[-1].force_all_reduce = case.get("everywhere", False)
+    connected = case.get("overlap") and case.get("no_sync", True)
+    config.no_sync_func = [c.no_sync for c in chunks] if connected else None
     if config.no_sync_func and v == 1:
         config.no_sync_func = config.no_sync_func[0]
     config.finalize_model_grads_func = finalize_model_grads
@@ -143,14 +148,26 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
         out = schedule(
             forward_step_func=forward_step, data_iterator=iterators, model=chunks,
             num_microbatches=case["m"], seq_length=SEQUENCE, micro_batch_size=MICRO_BATCH,
-            forward_only=evaluating,
+            forward_only=evaluating, force_all_reduce=case.get("everywhere", False),
         )  # fmt: skip
+        if case.get("everywhere") and not evaluating:
+            check_reduced_everywhere(chunks)
         losses += [entry["lm loss"].item() for entry in out]
         if not evaluating:
             _, norm, _ = optimizer.step()
             norms.append(norm)
     weights = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
     return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def check_reduced_everywhere(chunks: list[Any]) -> None:
+    """Every replica has all of the gradients, not only what its optimizer needs."""
+    for chunk in chunks:
+        own = chunk.buffers[0].grad_data
+        replicas = parallel_state.get_data_parallel_group()
+        first = own.clone()
+        dist.broadcast(first, dist.get_global_rank(replicas, 0), group=replicas)
+        assert torch.equal(own, first), "replicas have different gradients"
 
 
 def compare(expected: dict[str, Any], got: dict[str, Any], what: str) -> None:
@@ -165,6 +182,7 @@ def run_case(case: dict[str, Any]) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.get("tp", 1), pipeline_model_parallel_size=case["p"],
         virtual_pipeline_model_parallel_size=case["v"] if case.get("v", 1) > 1 else None,
+        num_distributed_optimizer_instances=case.get("instances", 1),
     )  # fmt: skip
     with StaticSchedule(seed=1234) as schedule:
         expected = train(case, schedule)

@@ -66,6 +66,9 @@ class _LinearFunction(torch.autograd.Function):
             return dw, db
 
         wgrad = grad_bias = None
+        if not ctx.needs_input_grad[0]:
+            grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
+            return None, grad_output.matmul(weight), grad_bias if has_bias else None, None, None
         if module.wgrad_store.delay_wgrad_compute():
             module.wgrad_store.put([inp.detach(), grad_output], wgrad_gemm)
         else:

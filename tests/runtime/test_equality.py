@@ -163,6 +163,34 @@ def test_tensor_and_data_parallel() -> None:
     )  # fmt: skip
 
 
+def test_frozen_parameters() -> None:
+    """Where nothing before a layer is trained its input needs no gradient, and autograd asked for
+    none of what came behind: those chunks trained on nothing."""
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    graphs = [{**run, "cuda_graphs": "on"} for run in ({"static": True}, fused, late)]
+    table, all_but_products = ["embedding"], ["embedding", "layernorm", "bias"]
+    two = {"layers": 2, "untied": True, "iterations": 4}
+    check(
+        2,
+        case("embedding", 2, 3, late, *graphs, frozen=table, **two),
+        case("all but products", 2, 3, fused, late, *graphs, frozen=all_but_products, **two),
+        case("all layers", 2, 3, fused, late, frozen=["embedding", "layers.0"], **two),
+    )
+
+
+def test_reduction_that_overlaps() -> None:
+    """In a user's own loop: without no_sync_func, with force_all_reduce, between several optimizer
+    instances, which were reduced twice."""
+    late = {"inject": LATE}
+    both = {"overlap": True, "distributed_optimizer": True, "layers": 2, "iterations": 3}
+    check(
+        4,
+        case("no no_sync_func", 2, 3, late, **both, no_sync=False),
+        case("everywhere", 2, 3, late, **both, everywhere=True),
+        case("two instances", 1, 2, late, **both, instances=2),
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["depth-first", "breadth-first", "megatron"])
 def test_every_policy(policy: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.mcore import graphs
+from megatron.dpp.mcore import graphed_block, graphs
 from megatron.dpp.runtime.schedule import why_no_graphs
 from tests.runtime.rerun import Rerun
 
@@ -150,6 +150,22 @@ def test_parameters_that_moved_are_captured_anew(chunk: Chunk) -> None:
     layer.weight.data = torch.eye(4)
     assert torch.equal(step(made, chunk), torch.ones(SHAPE))
     assert len(captured) == 4
+
+
+def test_a_buffer_that_graphs_gather_into_outlives_its_successor(
+    chunk: Chunk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A longer eager call frees megatron-core's buffer of gathered inputs; replays write to it."""
+    buffers = {"mpu": torch.zeros(8)}
+    monkeypatch.setattr(graphed_block, "gather_buffers", lambda: list(buffers.values()))
+    made, _ = graphs_of(chunk)
+    step(made, chunk)
+    before = weakref.ref(buffers["mpu"])
+    buffers["mpu"] = torch.zeros(16)
+    step(made, chunk)
+    assert before() is not None
+    made.close()
+    assert before() is None
 
 
 @pytest.mark.parametrize(("rows", "replays"), [(128, 2), (64, 0)])

@@ -9,6 +9,7 @@ import torch
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore.steps import StepCall
+from megatron.dpp.mcore.wgrad import WeightGradients
 
 
 class FakeGroup:
@@ -54,3 +55,10 @@ def test_settings_that_need_a_static_order_are_refused_by_name(
 
 def test_a_plain_model_is_not_refused() -> None:
     call_with(expert_model_parallel_size=1, cuda_graph_impl="none").refuse_ordered()
+
+
+def test_weight_gradients_outside_of_autocast_are_refused_by_name() -> None:
+    chunk = torch.nn.Module()
+    chunk.config = SimpleNamespace(enable_autocast=True)
+    with pytest.raises(ConfigError, match=r"enable_autocast.*--no-dpp-split-backward"):
+        WeightGradients([chunk])

@@ -41,6 +41,8 @@ def test_equal_to_the_static_schedule_bit_by_bit() -> None:
         {"name": "overlap", "p": 2, "v": 2, "m": 4, "overlap": True, "runs": [late],
          "fused_wgrad": True, "distributed_optimizer": True},
         {"name": "recompute", "p": 2, "m": 4, "runs": [late], "recompute": "selective"},
+        {"name": "frozen", "p": 2, "m": 4, "runs": [late], "layers": 4, "untied": True,
+         "frozen": ["linear_qkv"]},
         {"name": "graphs", "p": 2, "m": 5, "runs": graphed(), "layers": 4, "iterations": 4},
         {"name": "graphs, main_grad", "p": 2, "v": 2, "m": 4, "fused_wgrad": True, "overlap": True,
          "runs": graphed(), "layers": 4, "iterations": 4},
@@ -200,3 +202,12 @@ def test_what_stays_fused(version: str, cases: list[tuple[dict[str, Any], str]])
     for (_, reason), line in zip(cases, result.stdout.splitlines(), strict=True):
         assert reason in line
         assert line.split()[-1] == str(reason == "None")
+
+
+def test_a_frozen_weight_with_a_trained_bias_is_refused() -> None:
+    layer = layer_of(te_double, return_bias=False, delay=True)
+    layer.fc.weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match="would lose the bias's gradient"):
+        DelayedModules(layer, [layer], with_hooks(layer))
+    layer.fc.bias.requires_grad_(False)
+    assert not DelayedModules(layer, [layer], with_hooks(layer))

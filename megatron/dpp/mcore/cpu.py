@@ -129,11 +129,6 @@ class _CpuMesh:
         return DeviceMesh.from_group(group, "cpu")
 
 
-@contextlib.contextmanager
-def _no_context(*args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
-
-
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
@@ -149,7 +144,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
         yield torch.cuda, name, _NoStream
     for name in ("current_stream", "default_stream"):
         yield torch.cuda, name, _NoStream
-    yield torch.cuda, "stream", _no_context
+    yield torch.cuda, "stream", contextlib.nullcontext
     # tensor_parallel/random.py:41-113, checkpoints of the random state
     yield torch.cuda, "default_generators", _CpuGenerators()
     for holder in (torch.cuda, torch.cuda.random):

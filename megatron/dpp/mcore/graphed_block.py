@@ -24,6 +24,7 @@ from megatron.dpp.mcore.wgrad import (
     DeferredWork,
     WeightGradients,
     decoder_block,
+    gather_buffers,
     gradient_accumulator,
 )
 
@@ -100,6 +101,7 @@ class _Graphs:
         self._backward = owner.capture(self._run_backward, slot.pool)
         layers = range(owner.num_layers - 1, -1, -1) if owner.store is not None else ()
         self._weights = {n: owner.capture(partial(self._run_weight, n), slot.pool) for n in layers}
+        self._gathered_into = gather_buffers()  # kept: a replay writes there
 
     def _run_forward(self) -> None:
         with self._owner.using(self._aliases), self._owner.recomputable():
@@ -376,6 +378,12 @@ class GraphedBlock:
             return self._original(*args, **kwargs)
         options = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
+        if isinstance(hidden, torch.Tensor) and not hidden.requires_grad:
+            if not self.accumulators:
+                return self._original(**kwargs)
+            # What lies before it is frozen. The parameters are no inputs of the replay: without
+            # one that needs a gradient autograd would never ask for theirs.
+            hidden = hidden.detach().requires_grad_()
         graphs = self._graphs(self._slots, hidden, options)
         if graphs is None:
             return self._original(**kwargs)

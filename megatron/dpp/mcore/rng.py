@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_model_config
 
 
 class TaskRng:
@@ -33,18 +32,27 @@ class TaskRng:
     def __init__(self, seed: int, num_ranks: int, rank: int) -> None:
         self._seed, self._num_ranks, self._rank = seed, num_ranks, rank
 
-    def wrap(self, forward_step_func: Callable[..., Any], iteration: int) -> Callable[..., Any]:
+    def wrap(
+        self,
+        forward_step_func: Callable[..., Any],
+        chunks: Sequence[torch.nn.Module],
+        iteration: int,
+    ) -> Callable[..., Any]:
         """``forward_step_func`` with seeding before it; counts each chunk's microbatches, which run
         in order.
-        """
-        run_so_far: dict[int, int] = defaultdict(int)
 
-        def seeded(data_iterator: Any, model: torch.nn.Module, *rest: Any) -> Any:
-            chunk = _chunk_of(model)
+        Args:
+            chunks: the rank's model, as its forwards get it, in chunk order.
+        """
+        numbers = {id(chunk): number for number, chunk in enumerate(chunks)}
+        run_so_far = [0] * len(chunks)
+
+        def seeded(data_iterator: Any, model: torch.nn.Module, *rest: Any, **options: Any) -> Any:
+            chunk = numbers[id(model)]
             stage = chunk * self._num_ranks + self._rank
             self._enter(iteration, run_so_far[chunk], stage)
             run_so_far[chunk] += 1
-            return forward_step_func(data_iterator, model, *rest)
+            return forward_step_func(data_iterator, model, *rest, **options)
 
         return seeded
 
@@ -78,10 +86,3 @@ def _derive(*numbers: int, name: str = "") -> int:
     unsigned = [number & (1 << 64) - 1 for number in numbers]  # PyTorch's initial seed has no sign
     packed = struct.pack(f"<{len(numbers)}Q", *unsigned) + name.encode()
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
-
-
-def _chunk_of(model: torch.nn.Module) -> int:
-    try:
-        return get_attr_wrapped_model(model, "vp_stage", allow_none=False) or 0
-    except RuntimeError:
-        return 0

@@ -163,12 +163,18 @@ class Stage:
     Args:
         call: the iteration's arguments.
         rank, num_ranks: place in the pipeline and its size.
+        window: activations that Megatron's own order would hold at most on this rank.
         weight_gradients: where backward passes defer weight gradients to; None for a fused
             backward.
     """
 
     def __init__(
-        self, call: StepCall, rank: int, num_ranks: int, weight_gradients: WeightGradients | None
+        self,
+        call: StepCall,
+        rank: int,
+        num_ranks: int,
+        window: int,
+        weight_gradients: WeightGradients | None,
     ) -> None:
         self.call = call
         self.forward_data_store: list[Any] = []
@@ -176,6 +182,7 @@ class Stage:
         self._weight_gradients = weight_gradients
         self._num_chunks = len(call.model)
         self._is_first_rank, self._is_last_rank = rank == 0, rank == num_ranks - 1
+        self._window = window
         self._model_type = get_model_type(call.model[0])
         self._kept: dict[tuple[int, int], tuple[Tensors | None, Tensors]] = {}
         self._num_tokens = torch.zeros([], dtype=torch.int, device=_device())
@@ -204,9 +211,10 @@ class Stage:
                 barrier=self._config.barrier_with_L1_time
             )
         functions = self._config.no_sync_func
+        if functions is None:  # DDP would start reductions by itself, in the order of its hooks
+            functions = [chunk.no_sync for chunk in self.call.model if _reduces_early(chunk)]
         for function in functions if isinstance(functions, list) else [functions]:
-            if function is not None:
-                self._no_sync.enter_context(function())
+            self._no_sync.enter_context(function())
 
     def measure(self) -> None:
         """Measure the memory of each chunk's first forward and backward (costs them some time);
@@ -301,11 +309,18 @@ class Stage:
         if chunk != self._num_chunks - 1 - self._num_synced:
             raise AssertionError(f"chunk {chunk} is complete before chunk {chunk + 1}")
         self._num_synced += 1
-        model, sync = self.call.model[chunk], self._config.grad_sync_func
+        model: Any = self.call.model[chunk]
+        sync = self._config.grad_sync_func
         if sync is not None:
             (sync[chunk] if isinstance(sync, list) else sync)(model.parameters())
-        elif isinstance(model, DistributedDataParallel) and model.ddp_config.overlap_grad_reduce:
-            model.start_grad_sync()
+        elif _reduces_early(model):
+            everywhere = self.call.force_all_reduce or model.force_all_reduce
+            for group in model.bucket_groups + model.expert_parallel_bucket_groups:
+                # In the first step DDP starts it once more at the end, unless a handle tells that
+                # it has begun; between several optimizer instances there is none.
+                instances = model.ddp_config.num_distributed_optimizer_instances
+                if instances == 1 or not group.is_first_batch:
+                    group.start_grad_sync(force_all_reduce=everywhere)
 
     def finish(self) -> list[Any]:
         """After the last task: finalise gradients; returns what the whole call returns."""
@@ -326,14 +341,13 @@ class Stage:
         return self.forward_data_store
 
     def _checkpointed(self) -> bool | None:
-        """Whether the next forward recomputes all layers (partial activation checkpoints), as in
-        Megatron.
+        """Whether the next forward recomputes all layers (partial activation checkpoints): as many
+        in a row keep their activations as in Megatron's order of this rank.
         """
         partial = self._config.num_microbatches_with_partial_activation_checkpoints
         if partial is None:
             return None
-        window = 2 * parallel_state.get_pipeline_model_parallel_world_size() * self._num_chunks
-        return bool(self._num_forwards % window >= partial)
+        return bool(self._num_forwards % self._window >= partial)
 
     def _sync_params(self, chunk: int) -> None:
         """Start gathering parameters up to the chunk after this one (overlapped parameter
@@ -347,6 +361,10 @@ class Stage:
             function = sync[index] if isinstance(sync, list) else sync
             function(self.call.model[index].parameters())
             self._num_param_synced += 1
+
+
+def _reduces_early(chunk: torch.nn.Module) -> bool:
+    return isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_grad_reduce
 
 
 def _device() -> torch.device:

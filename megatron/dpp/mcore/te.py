@@ -84,6 +84,26 @@ def is_delayed(module: Any) -> bool:
     return store is not None and hasattr(module, "backward_dw") and store.delay_wgrad_compute()
 
 
+def _has_trained_weight(module: torch.nn.Module) -> bool:
+    """A module whose weight is frozen leaves nothing in its queue.
+
+    Raises:
+        ConfigError: its bias is not frozen, whose gradient comes with the weight's.
+    """
+    trained = [
+        parameter
+        for parameter in module.parameters(recurse=False)
+        if getattr(parameter, "skip_backward_post_hook", False) and parameter.requires_grad
+    ]
+    if trained and all(parameter.dim() == 1 for parameter in trained):
+        raise ConfigError(
+            f"--dpp-split-backward: a {type(module).__name__} of Transformer Engine with a frozen "
+            "weight and a trained bias would lose the bias's gradient; freeze both or neither, or "
+            "use --no-dpp-split-backward"
+        )
+    return bool(trained)
+
+
 def refuse_delayed(chunks: list[torch.nn.Module], why: str) -> None:
     """A schedule that runs no W tasks would lose the gradients of such modules.
 
@@ -111,7 +131,10 @@ class DelayedModules:
     """
 
     def __init__(self, chunk: torch.nn.Module, layers: list[torch.nn.Module], ddp: Any) -> None:
-        self._layers = [[_Delayed(m) for m in layer.modules() if is_delayed(m)] for layer in layers]
+        self._layers = [
+            [_Delayed(m) for m in layer.modules() if is_delayed(m) and _has_trained_weight(m)]
+            for layer in layers
+        ]
         self._inside = [delayed for row in self._layers for delayed in row]
         inside = {id(delayed.module) for delayed in self._inside}
         self._others: list[Any] = [

@@ -29,7 +29,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.utils import get_attr_wrapped_model, prepare_input_tensors_for_wgrad_compute
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_model_config,
+    prepare_input_tensors_for_wgrad_compute,
+)
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore import fused_wgrad
@@ -149,6 +153,15 @@ def _gather(input_: torch.Tensor, group: torch.distributed.ProcessGroup | None) 
     return full
 
 
+def gather_buffers() -> list[torch.Tensor]:
+    """What sequence-parallel inputs are gathered into. megatron-core replaces such a buffer by a
+    larger one when more is asked for.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        return []
+    return list(parallel_state.get_global_memory_buffer().buffer.values())
+
+
 class WeightGradients:
     """The deferred weight gradients of one rank's model chunks.
 
@@ -180,6 +193,12 @@ class WeightGradients:
         """Find a chunk's linear layers; returns its number of pieces (transformer layers), 0 if
         none of them can be deferred.
         """
+        if getattr(get_model_config(chunk), "enable_autocast", False):
+            raise ConfigError(
+                "--dpp-split-backward computes weight gradients outside of autocast (the model's "
+                "enable_autocast): use --no-dpp-split-backward, or parameters of the dtype that is "
+                "computed with"
+            )
         block = decoder_block(chunk)
         layers = list(block.layers) if block is not None else []
         self._delayed.append(DelayedModules(chunk, layers, _ddp_of(chunk)))
@@ -203,6 +222,11 @@ class WeightGradients:
         )
 
         def forward_impl(input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+            if torch.is_grad_enabled() and not (input.requires_grad or _wants(options["bias"])):
+                # All before it is frozen: of the inputs below none would need a gradient, and
+                # autograd would not ask for the weight's. It is computed within B.
+                own: torch.Tensor = type(module)._forward_impl(module, input, weight, **options)
+                return own
             sequence_parallel = options["sequence_parallel"]
             output: torch.Tensor = _InputGradientNow.apply(  # type: ignore[no-untyped-call]
                 input,
@@ -271,6 +295,10 @@ class WeightGradients:
             if waiting:
                 raise AssertionError(f"weight gradients left over: {sorted(waiting)}")
             del self._waiting[chunk, microbatch]
+
+
+def _wants(bias: torch.Tensor | None) -> bool:
+    return bias is not None and bias.requires_grad
 
 
 def gradient_accumulator(

@@ -40,6 +40,7 @@ from megatron.dpp.runtime.pace import Pace
 from megatron.dpp.runtime.replacement import Replacement
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Memory, head_room
+from megatron.dpp.schedule.reference import num_warmup
 from megatron.dpp.transport.base import Transport
 
 _GRAPHS_PAY_FROM = 0.75
@@ -97,16 +98,18 @@ class DppSchedule(Replacement):
         topology, iteration = session.topology, self.iteration
         self.iteration += 1
         if not call.forward_only and self._wants_rng(call.model, topology.num_ranks):
-            function = session.rng.wrap(call.forward_step_func, iteration)
+            function = session.rng.wrap(call.forward_step_func, call.model, iteration)
             call = StepCall(**{**call.__dict__, "forward_step_func": function})
         weights = self._weight_gradients if split else None
-        stage = Stage(call, topology.rank, topology.num_ranks, weights)
+        geometry = self._geometry(call, topology, split)
+        window = num_warmup(geometry) + 1
+        stage = Stage(call, topology.rank, topology.num_ranks, window, weights)
         measure = session.decisions.wants_measuring and not call.forward_only
         if measure:
             stage.measure()
         stage.open()
         with self._bound(call):
-            self._execute(session, stage, self._geometry(call, topology, split), split, iteration)
+            self._execute(session, stage, geometry, split, iteration)
         self._account(session.decisions, stage if measure else None)
         with self._recorder.span("grad-sync"):
             return stage.finish()

@@ -68,7 +68,7 @@ class StaticSchedule(Replacement):
         if self._wants_rng(chunks, topology.num_ranks) and not keywords.get("forward_only"):
             rng = TaskRng(self._seed, topology.num_ranks, topology.rank)
             function = keywords["forward_step_func"]
-            keywords["forward_step_func"] = rng.wrap(function, iteration)
+            keywords["forward_step_func"] = rng.wrap(function, chunks, iteration)
         with contextlib.ExitStack() as around:
             self._enter(around, keywords, topology, iteration)
             function = get_forward_backward_func()

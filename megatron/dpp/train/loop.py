@@ -103,7 +103,8 @@ class Trainer:
 
         if args.overlap_grad_reduce:
             config.no_sync_func = each("no_sync")
-            if args.align_grad_reduce:
+            # With several optimizer instances DDP would reduce once more at the end.
+            if args.align_grad_reduce and args.num_distributed_optimizer_instances == 1:
                 config.grad_sync_func = each("start_grad_sync")
         if args.overlap_param_gather and args.align_param_gather:
             config.param_sync_func = each("start_param_sync")

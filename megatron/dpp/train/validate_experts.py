@@ -33,6 +33,11 @@ def check_experts(args: Args) -> None:
         return
     if args.moe_ffn_hidden_size is None:
         args.moe_ffn_hidden_size = args.ffn_hidden_size
+    _refuse(
+        args.overlap_moe_expert_parallel_comm,
+        "--overlap-moe-expert-parallel-comm is not supported here: it runs layers of two "
+        "microbatches in turns, by a schedule of its own; leave it out",
+    )
     _expert_layers(args)
     _router(args)
     _expert_layout(args)
