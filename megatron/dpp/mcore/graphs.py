@@ -62,7 +62,7 @@ class ChunkGraphs:
         self._blocks: list[GraphedBlock] = []
         self._numbers: list[int] = []
         self._slots: Slots | None = None
-        self._slot_bytes: int | None = None
+        self._slot_bytes = 0.0
         self._addresses: list[list[int]] = []
         self._num_steps = 0
         self._num_said = 0
@@ -82,15 +82,23 @@ class ChunkGraphs:
             else:
                 say(f"runs without graphs: {reason}")
 
-    def take_slot_bytes(self) -> int | None:
-        """Bytes of one chunk activation; once, after the step in which they were measured.
-
-        The slots of that step are given up: a cap in bytes allows fewer of them.
+    @property
+    def awaits_size(self) -> bool:
+        """Whether chunks may be captured, and :meth:`keep_size` was not told yet how large an
+        activation is then.
         """
-        if self._slots is None or self._slot_bytes or not self._slots.slot_bytes:
-            return None
-        self._slot_bytes, self._slots = self._slots.slot_bytes, None
-        return self._slot_bytes
+        return bool(self._blocks) and not self._slot_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one chunk activation in the slots that there are; 0 where there are none."""
+        return self._slots.slot_bytes if self._slots is not None else 0
+
+    def keep_size(self, slot_bytes: float) -> None:
+        """An activation's bytes were settled. The slots of this step are given up: a cap in bytes
+        allows fewer of them.
+        """
+        self._slot_bytes, self._slots = slot_bytes, None
 
     def close(self) -> None:
         """Free what was captured: NCCL's communicators cannot be destroyed while graphs use them,

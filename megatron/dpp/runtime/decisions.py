@@ -23,6 +23,9 @@ from megatron.dpp.schedule import (
     replica_path,
 )
 
+_MOST_SCHEDULERS = 4
+"""Shapes of call that are kept ready; a batch size that ramps up has many, one after the other."""
+
 
 class Decisions:
     """Makes schedulers, and records or replays what they decide.
@@ -64,6 +67,11 @@ class Decisions:
         """What the LM head takes on the last rank, in chunk activations, as measured."""
         return self._measured.head_room if self._measured else 1.0
 
+    def renew(self) -> None:
+        """Another model, or longer sequences: what was measured means nothing any more."""
+        self._measured = None
+        self._schedulers.clear()
+
     def measured(self, measured: Memory) -> None:
         """Take over what was measured; schedulers are rebuilt with it."""
         self._measured = measured
@@ -90,6 +98,8 @@ class Decisions:
             return self._build(geometry, split, self._next_replay(self._replay, geometry, split))
         key = (geometry, split)
         if key not in self._schedulers:
+            while len(self._schedulers) >= _MOST_SCHEDULERS:
+                del self._schedulers[next(iter(self._schedulers))]
             self._schedulers[key] = self._build(geometry, split, self._config.policy)
         else:
             self._schedulers[key].restart()

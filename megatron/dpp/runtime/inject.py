@@ -3,8 +3,10 @@
 A specification such as ``jitter:0.3,transient:2x:20%,slow-link:0-1:5ms`` (flag ``--dpp-inject``)
 becomes an :class:`Injector`, which says by which factor a task is to take longer and by how many
 seconds a message is to be late. Every answer is a pure function of the seed and of what the task or
-message is, so all schedules meet the same trouble. The executor, and the wrapper around
-megatron-core's static schedules, carry the answers out.
+message is, so all schedules meet the same trouble; a message is known by its number on its channel,
+of which dynamic schedules have one per chunk and static ones one for all, so theirs are late by
+other draws of the same kind. The executor, and the wrapper around megatron-core's static schedules,
+carry the answers out.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Replacement(abc.ABC):
         trace: TracebackType | None,
     ) -> None:
         try:
-            if error is not None:
+            if error is not None and not _in_good_order(error):
                 self._leave_by(error)
         finally:
             self.close()
@@ -106,3 +106,8 @@ class Replacement(abc.ABC):
         tell(cause)
         if cause is not error:
             raise cause from error
+
+
+def _in_good_order(error: BaseException) -> bool:
+    """A script that ends by ``sys.exit()``: what it has sent is on its way, and nothing failed."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)

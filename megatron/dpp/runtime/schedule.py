@@ -59,7 +59,6 @@ class _Session:
     pace: Pace
     injector: Injector | None
     rng: TaskRng
-    decisions: Decisions
     launch_ahead: bool
 
 
@@ -76,6 +75,8 @@ class DppSchedule(Replacement):
     host_us_per_task = 0.0
     """Host microseconds per task of the last call, PyTorch's own launches not counted."""
     _session: _Session | None = None
+    _decisions: Decisions | None = None
+    _injected_before = 0.0
     _weight_gradients: WeightGradients | None = None
     _graphs: ChunkGraphs | None = None
     _prepared_model: Sequence[torch.nn.Module] = ()
@@ -104,13 +105,15 @@ class DppSchedule(Replacement):
         geometry = self._geometry(call, topology, split)
         window = num_warmup(geometry) + 1
         stage = Stage(call, topology.rank, topology.num_ranks, window, weights)
-        measure = session.decisions.wants_measuring and not call.forward_only
+        assert self._decisions is not None
+        measure = self._decisions.wants_measuring and not call.forward_only
         if measure:
             stage.measure()
         stage.open()
         with self._bound(call):
-            self._execute(session, stage, geometry, split, iteration)
-        self._account(session.decisions, stage if measure else None)
+            self._execute(session, self._decisions, stage, geometry, split, iteration)
+        if not call.forward_only:
+            self._account(call, self._decisions, stage if measure else None)
         with self._recorder.span("grad-sync"):
             return stage.finish()
 
@@ -126,12 +129,19 @@ class DppSchedule(Replacement):
 
     @property
     def injected_seconds(self) -> float:
-        return self._session.pace.injected_seconds if self._session else 0.0
+        now = self._session.pace.injected_seconds if self._session else 0.0
+        return self._injected_before + now
 
     def _execute(
-        self, session: _Session, stage: Stage, geometry: Geometry, split: bool, iteration: int
+        self,
+        session: _Session,
+        decisions: Decisions,
+        stage: Stage,
+        geometry: Geometry,
+        split: bool,
+        iteration: int,
     ) -> None:
-        links, scheduler = session.links, session.decisions.scheduler(geometry, split)
+        links, scheduler = session.links, decisions.scheduler(geometry, split)
         decider = decider_for(scheduler, links.channels.receiving, links.transport.board)
         decider.start(links.consumed)
         executor = Executor(
@@ -148,25 +158,31 @@ class DppSchedule(Replacement):
         )
         executor.run()
         links.consume(geometry)
-        session.decisions.ran(geometry, split, executor.actions)
+        decisions.ran(geometry, split, executor.actions)
         self.peak_held = max(self.peak_held, scheduler.peak_held)
         self.num_out_of_order = scheduler.num_out_of_order
         self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
 
-    def _account(self, decisions: Decisions, measured: Stage | None) -> None:
-        """Tell what an activation was measured to take: eagerly first, in a graph's slot later."""
+    def _account(self, call: StepCall, decisions: Decisions, measured: Stage | None) -> None:
+        """Tell what an activation was measured to take: eagerly first, in a graph's slot later. The
+        ranks of a stage go by the largest of theirs, as one of them decides for all.
+        """
         if measured is not None:
-            activation = max(measured.activation_bytes.values(), default=0)
-            deferred = max(measured.deferred_bytes.values(), default=0)
-            decisions.measured(
-                Memory(
-                    activation_bytes=activation,
-                    deferred_bytes=deferred,
-                    head_room=self._head_room(measured.activation_bytes),
-                )
+            activation, deferred, head = _most_of_stage(
+                call,
+                max(measured.activation_bytes.values(), default=0),
+                max(measured.deferred_bytes.values(), default=0),
+                self._head_room(measured.activation_bytes),
             )
-        slot_bytes = self._graphs.take_slot_bytes() if self._graphs else None
+            decisions.measured(
+                Memory(activation_bytes=activation, deferred_bytes=deferred, head_room=head)
+            )
+        graphs = self._graphs
+        if graphs is None or not graphs.awaits_size:
+            return
+        (slot_bytes,) = _most_of_stage(call, graphs.slot_bytes)
         if slot_bytes:
+            graphs.keep_size(slot_bytes)
             # All of it until the last W.
             room = decisions.head_room
             decisions.measured(
@@ -195,6 +211,8 @@ class DppSchedule(Replacement):
     def _prepare(self, call: StepCall) -> bool:
         """Get ready for this model's backwards; whether they are split."""
         if self._prepared_model != call.model:
+            if self._prepared_model and self._decisions is not None:
+                self._decisions.renew()
             self._forget_model()
             if self.config.split_backward:
                 self._weight_gradients = WeightGradients(call.model)
@@ -231,7 +249,7 @@ class DppSchedule(Replacement):
         """
         assert self._session is not None
         share, filled = _most_of_stage(
-            call, self._session.pace.launch_share(chunks), self._filled_by_graphs(self._session)
+            call, self._session.pace.launch_share(chunks), self._filled_by_graphs()
         )
         recomputes = call.config.recompute_granularity == "full"
         reason = why_no_graphs(self.config.cuda_graphs, share, filled, recomputes)
@@ -239,11 +257,12 @@ class DppSchedule(Replacement):
             self._log(f"CUDA graphs: not used, {reason}")
         return not reason
 
-    def _filled_by_graphs(self, session: _Session) -> float:
+    def _filled_by_graphs(self) -> float:
         """The part of the memory left beside model and optimizer that graphs' pools may need."""
         left = room()
-        needed = _GRAPH_POOL * self.peak_held * session.decisions.activation_bytes
-        return 0.0 if left is None else needed / max(left, 1)
+        if left is None or self._decisions is None:
+            return 0.0
+        return _GRAPH_POOL * self.peak_held * self._decisions.activation_bytes / max(left, 1)
 
     @contextlib.contextmanager
     def _bound(self, call: StepCall) -> Iterator[None]:
@@ -264,18 +283,19 @@ class DppSchedule(Replacement):
 
     def _open_session(self, call: StepCall) -> _Session:
         wanted = call.boundaries()
+        topology = pipeline_of(call.model, call.pg_collection)
+        self._check_chunks(call, topology)
         if self._session is not None:
-            if wanted.usual_bytes <= self._session.boundaries.usual_bytes:
-                wanted.check_fits(self._session.boundaries)
+            opened = self._session.boundaries
+            if topology == self._session.topology and wanted.usual_bytes <= opened.usual_bytes:
+                wanted.check_fits(opened)
                 return self._session
-            self._close_links()  # longer sequences, on all ranks alike
-        self._session = self._connect(call, wanted)
+            self._close_links()  # longer sequences or another model, on all ranks alike
+        self._session = self._connect(call, topology, wanted)
         return self._session
 
-    def _connect(self, call: StepCall, boundaries: Boundaries) -> _Session:
-        topology = pipeline_of(call.model, call.pg_collection)
+    def _connect(self, call: StepCall, topology: Topology, boundaries: Boundaries) -> _Session:
         ranks, rank = topology.ranks, topology.rank
-        self._check_chunks(call, topology)
         injector = None
         if self.config.inject:
             injector = Injector(
@@ -295,6 +315,8 @@ class DppSchedule(Replacement):
             self._log(f"dynamic pipeline: no task is launched ahead of its input: {reason}")
         board = links.transport.board
         follow = board is not None and board.index > 0
+        if self._decisions is None:  # recordings and replays go on when links are opened anew
+            self._decisions = Decisions(self.config, self._log, _replica_of(call), not follow)
         return _Session(
             topology=topology,
             links=links,
@@ -302,7 +324,6 @@ class DppSchedule(Replacement):
             pace=pace_for(self.config, follow),
             injector=injector,
             rng=TaskRng(self._seed, topology.num_ranks, rank),
-            decisions=Decisions(self.config, self._log, _replica_of(call), not follow),
             launch_ahead=self.config.launch_ahead and reason is None,
         )
 
@@ -318,12 +339,17 @@ class DppSchedule(Replacement):
 
     def _close_links(self) -> None:
         if self._session is not None:
-            self._session.decisions.close()
+            if self._decisions is not None:
+                self._decisions.renew()
+            self._injected_before += self._session.pace.injected_seconds
             self._session.links.transport.close()
             self._session = None
 
     def close(self) -> None:
         self._close_links()
+        if self._decisions is not None:
+            self._decisions.close()
+            self._decisions = None
         self._forget_model()
 
     def _links(self) -> Transport | None:
@@ -375,7 +401,7 @@ def _most_of_stage(call: StepCall, *values: float) -> list[float]:
     group = _stage_group(call)
     if group is None:
         return list(values)
-    most = torch.tensor(values, device=call.boundary_example().device)
+    most = torch.tensor(values, dtype=torch.float64, device=call.boundary_example().device)
     torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
     return [float(value) for value in most]
 

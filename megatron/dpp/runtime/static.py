@@ -50,6 +50,7 @@ class StaticSchedule(Replacement):
 
     _transport: Transport | None = None
     _exchange: ChannelExchange | None = None
+    _slot_bytes = 0
     _injector: Injector | None = None
     _graphs: ChunkGraphs | None = None
     _graphed: Sequence[torch.nn.Module] = ()
@@ -105,6 +106,7 @@ class StaticSchedule(Replacement):
 
     def _graphs_of(self, call: StepCall) -> ChunkGraphs:
         if self._graphs is None or self._graphed != call.model:
+            self._close_graphs()
             self._graphs = ChunkGraphs(call.model, None, self._log, lambda _: True, self._capture)
             self._graphed = list(call.model)
         return self._graphs
@@ -139,10 +141,12 @@ class StaticSchedule(Replacement):
         return self._injector
 
     def _open(self, keywords: dict[str, Any], topology: Topology) -> ChannelExchange:
+        found = StepCall.checked(**keywords).boundaries()
+        slot_bytes = max(*found.receives, *found.sends)
+        if slot_bytes > self._slot_bytes:
+            self._close_links()  # longer sequences, on all ranks alike
         if self._exchange is None:
-            call = StepCall.checked(**keywords)
-            found = call.boundaries()
-            slot_bytes = max(*found.receives, *found.sends)
+            self._slot_bytes = slot_bytes
             specs = ring_channels(topology.ranks, topology.rank, slot_bytes, self.config.slots)
             self._transport = open_links(specs, self.config)
             if self.config.inject and self._injector_of(topology).delays_messages:
@@ -154,12 +158,19 @@ class StaticSchedule(Replacement):
         return self._exchange
 
     def close(self) -> None:
+        self._close_graphs()
+        self._close_links()
+
+    def _close_graphs(self) -> None:
         if self._graphs is not None:
             self._graphs.close()
         self._graphs, self._graphed = None, ()
+
+    def _close_links(self) -> None:
         if self._transport is not None:
             self._transport.close()
-            self._transport = self._exchange = None
+        self._transport = self._exchange = None
+        self._slot_bytes = 0
 
     def _links(self) -> Transport | None:
         return self._transport

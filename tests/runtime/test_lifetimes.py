@@ -1,0 +1,13 @@
+"""A schedule may outlive the sequence length and the model that it began with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.runtime.launcher import run_ranks
+
+WORKER = Path(__file__).with_name("lifetimes_worker.py")
+
+
+def test_a_schedule_outlives_what_it_began_with(tmp_path: Path) -> None:
+    assert run_ranks(WORKER, 2, [str(tmp_path)]).count("ok ") == 2 * 6
