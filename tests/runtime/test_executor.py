@@ -29,7 +29,7 @@ from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Action, Geometry, Scheduler, View, parse_cap
 from megatron.dpp.trace import NullRecorder
 from megatron.dpp.transport.base import Direction, LinkInfo
-from megatron.dpp.transport.fake import FakeNetwork
+from megatron.dpp.transport.fake import FakeNetwork, FakeTransport
 
 
 @dataclass
@@ -40,12 +40,15 @@ class Arithmetic:
 
     topology: Topology
     num_tensors: int = 1
+    late: float = 0.0
+    """Seconds that a forward takes."""
     log: list[tuple[str, int, int, int]] = field(default_factory=list)
     results: dict[tuple[str, int, int], float] = field(default_factory=dict)
     complete: list[int] = field(default_factory=list)
 
     def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
         self.log.append(("F", chunk, microbatch, 0))
+        time.sleep(self.late)
         value = torch.tensor([float(microbatch)]) if received is None else self.same(received)
         output = 2 * value + self.topology.stage(chunk)
         self.results["F", chunk, microbatch] = output.item()
@@ -97,8 +100,11 @@ def run_pipeline(
     p: int, v: int, m: int, *, policy: str = "dynamic", cap: str = "auto", split: bool = True,
     delay: float = 0.0, seed: int = 0, timeout: float = 20.0, iterations: int = 1,
     network: FakeNetwork | None = None, members: int = 1, tensors: int = 1, ahead: bool = False,
+    forward_only: bool = False, late: float = 0.0,
 ) -> list[Arithmetic]:  # fmt: skip
-    """Run every rank of a pipeline in a thread of its own; ``members`` ranks share each stage."""
+    """Run every rank of a pipeline in a thread of its own; ``members`` ranks share each stage. The
+    last stage's forwards take ``late`` seconds.
+    """
     topologies = [
         Topology(tuple(range(t, p * members, members)), r, v)
         for r in range(p)
@@ -107,7 +113,7 @@ def run_pipeline(
     room = [64] * tensors
     specs = {s: None for top in topologies for s in top.channels(room, room, 2).specs}
     network = network or FakeNetwork(list(specs), seed=seed, delay=delay, ahead=ahead)
-    runners = [Arithmetic(top, tensors) for top in topologies]
+    runners = [Arithmetic(top, tensors, late * (top.rank == p - 1)) for top in topologies]
     errors: dict[int, BaseException] = {}
 
     def body(index: int) -> None:
@@ -120,7 +126,7 @@ def run_pipeline(
         )
         links = Links(transport, channels)
         pieces = (2,) * v if split else None
-        geometry = Geometry(p, top.rank, v, m, w_pieces=pieces)
+        geometry = Geometry(p, top.rank, v, m, w_pieces=pieces, forward_only=forward_only)
         cap_chunks = parse_cap(cap, geometry).chunks
         try:
             for iteration in range(iterations):
@@ -210,6 +216,9 @@ def test_members_of_a_stage_run_the_same_order() -> None:
         assert leader.log == follower.log
 
 
+FIRST = Topology((0, 1), 0, 1)
+"""The first of two ranks."""
+
 LAST = Topology((0, 1), 1, 1)
 """The second of two ranks."""
 
@@ -246,10 +255,56 @@ def test_missing_message_ends_in_a_named_timeout() -> None:
         run_pipeline(2, 1, 2, network=network, timeout=0.3)
 
 
+@pytest.mark.parametrize(("p", "v", "members"), [(3, 1, 1), (3, 2, 1), (2, 3, 2)])
+def test_an_evaluation_keeps_few_outputs(
+    monkeypatch: pytest.MonkeyPatch, p: int, v: int, members: int
+) -> None:
+    """A first stage that is faster than the last kept the outputs of all microbatches."""
+    pending: list[int] = []
+    put = FakeTransport.put
+
+    def watched(own: FakeTransport, *given: Any, **options: Any) -> None:
+        put(own, *given, **options)
+        pending.append(own.pending())
+
+    monkeypatch.setattr(FakeTransport, "put", watched)
+    runners = run_pipeline(
+        p, v, 60, policy="depth-first", split=False, forward_only=True, late=0.002, members=members
+    )
+    assert all(len(runner.log) == 60 * v for runner in runners)
+    assert max(pending) <= 8 + 1 + v
+
+
+def test_a_backlog_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it shrinks: the timeout is for what makes no progress."""
+    monkeypatch.setattr("megatron.dpp.runtime.executor._MOST_PENDING", 1000)
+    runners = run_pipeline(
+        2, 1, 20, policy="depth-first", split=False, forward_only=True, late=0.05, timeout=0.3
+    )
+    assert len(runners[1].log) == 20
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "megatron"])
+def test_a_first_rank_notices_that_its_receiver_left(policy: str) -> None:
+    """With Megatron's order a forward may run, but the next task is a backward: nobody looked."""
+    channels = FIRST.channels([64], [64], 2)
+    network = FakeNetwork(list(channels.specs))
+    network.transport(1).close()
+    links = Links(network.transport(0), channels)
+    scheduler = Scheduler(Geometry(2, 0, 1, 8), policy=policy, split_backward=False)
+    executor = Executor(
+        runner=Arithmetic(FIRST), decider=decider_for(scheduler, channels.receiving, None),
+        links=links, recorder=NullRecorder(), pace=HostPace(), injector=None,
+        split_backward=False, iteration=0, timeout=60.0,
+    )  # fmt: skip
+    with pytest.raises(PeerDead, match="rank 1 has closed its transport"):
+        executor.run()
+
+
 def test_policies_that_wait_for_each_other_are_blamed() -> None:
     """Rank 1 runs no backward, so rank 0 waits for a gradient and rank 1 for the input after it."""
     timid = f"{__name__}:_one_at_a_time"
-    with pytest.raises(TransferTimeout, match="--dpp-policy waits for messages"):
+    with pytest.raises(TransferTimeout, match="or --dpp-policy waits for messages"):
         run_pipeline(2, 1, 2, policy=timid, timeout=0.3)
 
 

@@ -121,6 +121,14 @@ def test_what_a_refusal_advises_is_accepted(p, v, m):
     assert Scheduler(where, policy="breadth-first", cap=room)
 
 
+def test_an_advised_cap_is_not_refused_for_rounding():
+    """1.18 x 10 x 5 is a little less than 59."""
+    where = Geometry(10, 0, 5, 100)
+    assert peak_in_flight(where) == 59
+    cap = parse_cap("1.18p", where)
+    assert Scheduler(where, cap=cap.chunks).next() is not None
+
+
 def test_breadth_first_with_bytes_begins_when_an_activation_is_measured():
     decisions = pytest.importorskip("megatron.dpp.runtime.decisions")
     config = DppConfig(policy="breadth-first", activation_cap="1MiB")

@@ -97,6 +97,21 @@ def test_searching_never_makes_it_worse():
     assert planner.predict(improved, "auto").seconds <= planner.predict(start, "auto").seconds
 
 
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_a_search_keeps_to_its_bound(monkeypatch, seeds):
+    """With several seeds it simulated as many times more."""
+    parts, start = model(head=2.5, num_layers=18, sigma=0.1), Layout(4, (2, 2, 2, 2, 2, 2, 3, 3))
+    once = Planner(parts, 4, 8)._num_simulated * (2 * 8 + 18)
+    planner = Planner(parts, 4, 8, seeds=seeds, max_tasks=6 * once)
+    tried = []
+    predict = Planner.predict
+    monkeypatch.setattr(
+        Planner, "predict", lambda own, *given: tried.append(given) or predict(own, *given)
+    )
+    planner.improve(start)
+    assert len(tried) == 1 + 6 // seeds
+
+
 @pytest.mark.parametrize("layers", [(4, 4, 4, 4), (1, 7, 5, 3), (2, 2, 2, 2, 3, 2, 2, 1)])
 @pytest.mark.parametrize("split", [True, False])
 def test_no_schedule_beats_what_the_search_prunes_by(layers, split):

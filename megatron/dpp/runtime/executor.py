@@ -37,6 +37,9 @@ _WAKE_SECONDS = 2e-4
 _LOOK_SECONDS = 5e-5
 """Rest between two looks at a device that waits for an input."""
 
+_MOST_PENDING = 8
+"""Messages that may wait for a free slot while no cap bounds them, in an evaluation."""
+
 _TRACE_CAUSES = {
     Cause.WARMUP: "warm-up",
     Cause.MEMORY_CAP: "memory-cap",
@@ -170,8 +173,11 @@ class Executor:
             TransportError: a peer died or a link failed.
         """
         scheduler, pace, poll = self._scheduler, self._pace, self._links.poll
+        bounded = self._geometry.forward_only and not self._decider.followed
         while not scheduler.done:
             self._arrived = poll()
+            if bounded:
+                scheduler.hold_back(self._transport.pending() > _MOST_PENDING)
             if self._awaited is not None and not self._input_came():
                 continue
             pause = pace.pause()
@@ -188,7 +194,23 @@ class Executor:
             self.overhead_ns += time.perf_counter_ns() - begin - self._runner_ns
         while self._awaited is not None and not self._input_came():
             poll()  # what ends the wait may be a failure
-        self._transport.flush(self._timeout)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Wait until all that was sent is on its way, as long as it goes on.
+
+        Raises:
+            TransferTimeout: nothing of it was taken for ``timeout`` seconds.
+        """
+        while True:
+            left = self._transport.pending()
+            try:
+                self._transport.flush(self._timeout)
+            except TransferTimeout:
+                if self._transport.pending() >= left:
+                    raise
+            else:
+                return
 
     def _next_coming(self) -> Action | None:
         """Nothing may run: the task whose input is on its way, to be launched ahead of it. The
@@ -273,7 +295,9 @@ class Executor:
             cost = self._cost(kind, chunk)
             task = Task(self._iteration, kind, chunk, microbatch, self._work, cost)
             self._work += cost
+            begin = time.perf_counter_ns()
             self._pace.prolong(key, self._injector.factor(task), self._injector.seconds(task))
+            self._runner_ns += time.perf_counter_ns() - begin
         self._pace.launched(key)
         self._recorder.end_task()
         if self._recorder.enabled:
@@ -360,9 +384,13 @@ class Executor:
         """Nothing may run: wait for an arrival, and give up after ``timeout`` seconds."""
         self._check_senders()
         waited = (time.monotonic_ns() - self._gap_start) * 1e-9
+        held_back = self._geometry.forward_only and self._transport.pending() > _MOST_PENDING
         if waited > self._timeout:
+            if held_back:
+                self._transport.flush(0.0)  # says whose receivers take nothing
             raise TransferTimeout(self._timeout_text())
-        self._transport.wait(min(_NAP_SECONDS, self._timeout - waited + 1e-3))
+        nap = _REST_SECONDS if held_back else _NAP_SECONDS  # a slot that falls free wakes nobody
+        self._transport.wait(min(nap, self._timeout - waited + 1e-3))
 
     def _input_came(self) -> bool:
         """Whether the device has got the input that it waits for, which ends the gap.
@@ -429,10 +457,6 @@ class Executor:
             f"rank {self._transport.rank} could run nothing for {self._timeout:g} s in iteration "
             f"{self._iteration} ({stall.text})"
         )
-        if stall.cause is Cause.POLICY and not self._decider.followed:
-            return (
-                f"{begin}: --dpp-policy waits for messages that its neighbours do not send either"
-            )
         specs = [
             self._channels.spec_in(index)
             for way, chunk in stall.channels
@@ -441,7 +465,12 @@ class Executor:
         sources: Sequence[str] = sorted({str(spec) for spec in specs}) or [
             "the leader of this stage"
         ]
+        either = (
+            ", or --dpp-policy waits for messages that its neighbours do not send either"
+            if stall.cause is Cause.POLICY and not self._decider.followed
+            else ""
+        )
         return (
             f"{begin}; missing from: {', '.join(sources)}. Every peer's process is alive: one is "
-            "stopped or stuck, or slower than --dpp-timeout allows"
+            f"stopped or stuck, or slower than --dpp-timeout allows{either}"
         )

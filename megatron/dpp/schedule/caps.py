@@ -20,6 +20,9 @@ from megatron.dpp.schedule.reference import peak_in_flight
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FLAG = "--dpp-activation-cap"
+ROUNDING = 1e-6
+"""Caps and shares of an activation are products and sums of fractions; a difference this small is
+no memory."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ def _number(digits: str, text: str) -> float:
 
 def _checked(chunks: float, geometry: Geometry, why: str) -> Cap:
     least = peak_in_flight(geometry)
-    if chunks < least:
+    if chunks < least - ROUNDING:
         raise ConfigError(
             f"{_FLAG}: {why} is {chunks:g} chunk activations on pipeline rank {geometry.rank}, but "
             f"Megatron's own order needs {least} there; less could stop the pipeline. Give at "

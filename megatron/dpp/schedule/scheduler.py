@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError, DppError, ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.caps import default_cap
+from megatron.dpp.schedule.caps import ROUNDING, default_cap
 from megatron.dpp.schedule.policies import BUILT_IN, Policy, check_room, find_policy
 from megatron.dpp.schedule.reference import peak_in_flight
 from megatron.dpp.schedule.refusals import may_arrive, refusal
@@ -80,7 +80,7 @@ class Scheduler:
         if cap is None:
             cap = default_cap(geometry).chunks
         least = peak_in_flight(geometry)
-        if cap < least:
+        if cap < least - ROUNDING:
             raise ConfigError(
                 f"pipeline rank {geometry.rank} may hold {cap:g} chunk activations, but Megatron's "
                 f"own order needs {least}; raise --dpp-activation-cap"
@@ -130,6 +130,13 @@ class Scheduler:
     def peak_held(self) -> float:
         """Most chunk activations held so far; never above the cap."""
         return self._state.peak_held
+
+    def hold_back(self, held: bool) -> None:
+        """Whether no microbatch may enter this rank's first chunk for now; only when
+        ``forward_only``, where no cap bounds what is under way. The other chunks run on, so what
+        is under way drains.
+        """
+        self._state.held_back = held and self.geometry.forward_only and self._is_built_in
 
     @property
     def num_out_of_order(self) -> int:
@@ -256,8 +263,6 @@ class Scheduler:
             return Stall(Cause.DONE, "all tasks have run")
         chunks = range(self.geometry.num_chunks)
         ready = [state.forward(c) or state.backward(c) for c in chunks] + [state.weight()]
-        if any(ready):
-            return Stall(Cause.POLICY, f"{next(a for a in ready if a)} may run; the policy waits")
         total = self.geometry.num_microbatches
         inputs = [
             (FORWARD, c)
@@ -270,8 +275,11 @@ class Scheduler:
         ]
         if self.geometry.forward_only:
             gradients = []
-        cause = self._cause(inputs, blocked)
         channels = tuple(inputs + gradients)
+        if any(ready):
+            text = f"{next(a for a in ready if a)} may run; the policy waits"
+            return Stall(Cause.POLICY, text, channels)
+        cause = self._cause(inputs, blocked)
         names = ", ".join(
             f"{'gradient' if way else 'input'} "
             f"{state.backwards_run[c] if way else state.forwards_run[c]} of chunk {c}"

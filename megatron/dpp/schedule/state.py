@@ -13,11 +13,8 @@ from typing import Protocol
 
 from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
+from megatron.dpp.schedule.caps import ROUNDING
 from megatron.dpp.schedule.reference import reference_order
-
-_SLACK = 1e-6
-"""Shares of an activation are sums of fractions; a difference this small is rounding, not memory.
-"""
 
 
 class View(Protocol):
@@ -124,7 +121,9 @@ class RankState:
         self._kept = 0.0
         self._deferred: deque[tuple[int, int]] = deque()
         self._next_piece = 0
-        self._left = geometry.num_microbatches * v * (1 if geometry.forward_only else 2)
+        self._forwards_left = geometry.num_microbatches * v
+        self._left = self._forwards_left * (1 if geometry.forward_only else 2)
+        self.held_back = False
         # The unrun tasks of the reference as a doubly linked list; the last entry is its head and
         # tail.
         end = len(reference.order)
@@ -165,7 +164,7 @@ class RankState:
         return Action(Kind.W, chunk, microbatch, self._next_piece)
 
     def first_forward(self) -> Action | None:
-        if self.in_flight + self._kept + 1 > self.cap + _SLACK and not self.geometry.forward_only:
+        if self.in_flight + self._kept + 1 > self.cap + ROUNDING and not self.geometry.forward_only:
             return None
         best, best_index = -1, -1
         arrived, indices = self.forwards_arrived, self._reference.depth_first
@@ -205,10 +204,12 @@ class RankState:
         none on the way of Megatron's order, a few away from it.
         """
         if self.geometry.forward_only:
-            return True
-        limit = self.cap + _SLACK
+            return chunk > 0 or not self.held_back
+        limit = self.cap + ROUNDING
         if self.in_flight + self._kept + 1 > limit:
             return False
+        if self.in_flight + self._forwards_left <= limit:  # no walk past all that breadth-first ran
+            return True
         target = self._reference.places[0][chunk][self.forwards_run[chunk]]
         after, steps = self._after, self._reference.steps
         held, place = self.in_flight + 1, after[-1]
@@ -255,6 +256,7 @@ class RankState:
 
     def _apply_forward(self, chunk: int) -> None:
         self.forwards_run[chunk] += 1
+        self._forwards_left -= 1
         if self.geometry.forward_only:
             return
         if self.geometry.is_last and chunk == self.geometry.num_chunks - 1:

@@ -170,7 +170,8 @@ def _check(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | Non
         value = getattr(args, flag)
         if value is not None and not 0 <= value <= most:
             raise ConfigError(f"--{flag} {value:g}: must be a number from 0 to {most:g}")
-    if parse_cap(args.cap, Geometry(shape.num_ranks, 0, shape.num_chunks, 1)).needs_measuring:
+    first = Geometry(shape.num_ranks, 0, shape.num_chunks, shape.num_microbatches)
+    if parse_cap(args.cap, first).needs_measuring:
         raise ConfigError(
             f"--cap {args.cap}: bytes mean nothing to the simulator; give chunk activations as a "
             "multiple of the pipeline size like 1.5p, megatron or strict"

@@ -264,7 +264,8 @@ class Planner:
 
     def improve(self, layout: Layout, cap: str = "auto") -> Layout:
         """Move single layers between stages as long as the simulated iteration gets shorter."""
-        tasks = self._num_simulated * (2 * len(layout.layers) + self.model.num_layers)
+        once = self._num_simulated * (2 * len(layout.layers) + self.model.num_layers)
+        tasks = once * len(self._seeds)
         left = self._max_tasks // tasks
         best = self.predict(layout, cap)
         while left > 0:
