@@ -15,6 +15,7 @@ from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.launch.flags import ROOT, Flags, nearest_path, to_argv
 from megatron.dpp.train.arguments import parse_args
 from megatron.dpp.train.files import check_index
+from megatron.dpp.train.preflight import TOKENIZERS
 
 _TEXT = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
@@ -54,20 +55,23 @@ def prepare(arch: str, path: str | None, flags: Flags, skip_bad_lines: bool = Fa
     if not text.is_file():
         raise DataError(f"--data {text}: no such file{nearest_path(text)}")
     level = "document" if arch == "gpt" else "sentence"
-    prefix = _output(text, vocabulary, sample=path is None)
+    tokenizer = _tokenizer(arch, flags)
+    own = [] if tokenizer == [TOKENIZERS[arch]] else tokenizer
+    files = [str(vocabulary[name]) for name in _FILES if name in vocabulary]
+    prefix = _output(text, files, own, sample=path is None)
     tokens = f"{prefix}_text_{level}"
     found = {**vocabulary, "--data-path": tokens}
     if all(Path(tokens + suffix).is_file() for suffix in (".bin", ".idx")):
         return Data(found, None)
     command = [str(ROOT / "tools" / "preprocess_data.py"), "--input", str(text)]
-    command += ["--output-prefix", str(prefix), "--tokenizer-type", _TOKENIZER[arch]]
-    for name in ("--vocab-file", "--merge-file"):
+    command += ["--output-prefix", str(prefix), "--tokenizer-type", *tokenizer]
+    for name in _FILES:
         command += [name, str(vocabulary[name])] if name in vocabulary else []
     command += _PREPROCESSING[arch] + (["--skip-bad-lines"] if skip_bad_lines else [])
     return Data(found, command)
 
 
-_TOKENIZER = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
+_FILES = ("--vocab-file", "--merge-file")
 _PREPROCESSING = {
     "gpt": ["--append-eod"],
     "bert": ["--split-sentences", "--sentence-splitter", "rules"],
@@ -77,7 +81,7 @@ _PREPROCESSING = {
 def _data_of_file(flags: Flags) -> Flags:
     """What a ``--yaml-cfg`` file says about data and vocabulary, as flags."""
     args = parse_args(to_argv(flags))
-    names = ("--mock-data", *_LOADERS, "--tokenizer-type", "--vocab-file", "--merge-file")
+    names = ("--mock-data", *_LOADERS, "--tokenizer-type", "--vocab-size", *_FILES)
     found = {name: getattr(args, name[2:].replace("-", "_")) for name in names}
     return {name: value for name, value in found.items() if value}
 
@@ -85,7 +89,7 @@ def _data_of_file(flags: Flags) -> Flags:
 def _vocabulary(arch: str, flags: Flags) -> Flags:
     """The tokenizer's flags: those given, or the sample's vocabulary."""
     if "--tokenizer-type" in flags or "--vocab-file" in flags:
-        names = ("--tokenizer-type", "--vocab-file", "--merge-file")
+        names = ("--tokenizer-type", *_FILES)
         return {name: flags[name] for name in names if name in flags}
     folder = ROOT / f"datasets_{arch}"
     if arch == "bert":
@@ -94,6 +98,13 @@ def _vocabulary(arch: str, flags: Flags) -> Flags:
         "--vocab-file": str(folder / "vocab.json"),
         "--merge-file": str(folder / "merges.txt"),
     }
+
+
+def _tokenizer(arch: str, flags: Flags) -> list[str]:
+    """The type that the run will have, and what else ``preprocess_data.py`` needs to build it."""
+    kind = str(flags.get("--tokenizer-type", TOKENIZERS[arch]))
+    size = flags.get("--vocab-size") if kind == "NullTokenizer" else None
+    return [kind] if size is None else [kind, "--vocab-size", str(size)]
 
 
 def _prefix(path: str) -> str:
@@ -108,18 +119,23 @@ def _prefix(path: str) -> str:
     return prefix
 
 
-def _output(text: Path, vocabulary: Flags, *, sample: bool) -> Path:
-    """A prefix whose name holds a hash of text and vocabulary, so that new text never meets old
-    tokens. For the sample it is the launch scripts' name too."""
-    names = [value for name, value in vocabulary.items() if name != "--tokenizer-type"]
+def _output(text: Path, vocabulary: list[str], tokenizer: list[str], *, sample: bool) -> Path:
+    """A prefix whose name holds a hash of what tokens are made from, so that new text never meets
+    old tokens. For the sample it is the launch scripts' name too.
+
+    Args:
+        vocabulary: files.
+        tokenizer: words that ask for it; none for the architecture's own.
+    """
     digest = hashlib.sha256()
-    for name in [text, *names]:
+    for name in [str(text), *vocabulary]:
         try:
             with open(name, "rb") as file:
                 while block := file.read(1 << 20):
                     digest.update(block)
         except OSError as error:
             raise DataError(f"{name}: {error.strerror}{nearest_path(Path(name))}") from error
+    digest.update(" ".join(tokenizer).encode())
     stem = "sample" if sample else text.name.split(".")[0]
     folder = text.parent if os.access(text.parent, os.W_OK) else Path.cwd()
     return folder / f"{stem}-{digest.hexdigest()[:12]}"

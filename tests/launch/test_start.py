@@ -1,0 +1,69 @@
+"""``train``'s data: which token files are taken or made, and with which tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.dpp.launch.flags import ROOT, Flags
+from megatron.dpp.launch.start import prepare
+
+BERT_VOCAB = {"--vocab-file": str(ROOT / "datasets_bert" / "vocab.txt")}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """One line of JSON."""
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"text": "a"}) + "\n")
+    return path
+
+
+def made_with(arch: str, text: Path, flags: Flags) -> list[str]:
+    """The words behind ``--tokenizer-type`` in the command that makes the token files."""
+    command = prepare(arch, str(text), flags).preparation or []
+    return command[command.index("--tokenizer-type") + 1 :]
+
+
+def test_text_is_tokenised_with_the_tokenizer_of_the_run(text: Path) -> None:
+    """``--tokenizer-type`` reached the run alone, which read another tokenizer's ids."""
+    cased = {**BERT_VOCAB, "--tokenizer-type": "BertWordPieceCase"}
+    assert made_with("bert", text, cased)[0] == "BertWordPieceCase"
+    null = {"--tokenizer-type": "NullTokenizer", "--vocab-size": "99"}
+    assert made_with("gpt", text, null)[:3] == ["NullTokenizer", "--vocab-size", "99"]
+    assert made_with("gpt", text, {})[0] == "GPT2BPETokenizer"
+    assert "--vocab-size" not in made_with("gpt", text, {"--vocab-size": "99"})
+
+
+def test_a_file_of_megatrons_own_names_the_tokenizer_of_its_text(
+    text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "megatron.yaml"
+    path.write_text("tokenizer_type: NullTokenizer\nvocab_size: 99\n")
+    words = made_with("gpt", text, {"--yaml-cfg": str(path)})
+    assert words[:3] == ["NullTokenizer", "--vocab-size", "99"]
+
+
+def test_each_tokenizer_has_token_files_of_its_own(text: Path) -> None:
+    given = [
+        {**BERT_VOCAB},
+        {**BERT_VOCAB, "--tokenizer-type": "BertWordPieceCase"},
+        {"--tokenizer-type": "NullTokenizer", "--vocab-size": "99"},
+        {"--tokenizer-type": "NullTokenizer", "--vocab-size": "98"},
+    ]
+    paths = {prepare("bert", str(text), flags).flags["--data-path"] for flags in given}
+    assert len(paths) == len(given)
+
+
+def test_the_default_tokenizers_token_files_keep_their_name(text: Path) -> None:
+    """It is the launch scripts' too: a hash of the text and the vocabulary's files."""
+    for path in (str(text), None):
+        source = text if path else ROOT / "datasets_bert" / "dataset.json"
+        parts = source.read_bytes() + Path(BERT_VOCAB["--vocab-file"]).read_bytes()
+        stem = f"{'mine' if path else 'sample'}-{hashlib.sha256(parts).hexdigest()[:12]}"
+        for more in ({}, {"--tokenizer-type": "BertWordPieceLowerCase"}):
+            found = prepare("bert", path, {**BERT_VOCAB, **more}).flags["--data-path"]
+            assert Path(found).name == f"{stem}_text_sentence"
