@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron.dpp.errors import ConfigError
@@ -42,3 +44,26 @@ def test_a_pipeline_without_tensor_parallelism_has_several_queues(
     assert environment(found.resolved, {}).get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
     asked = environment(found.resolved, {"CUDA_DEVICE_MAX_CONNECTIONS": "3"})
     assert asked.get("CUDA_DEVICE_MAX_CONNECTIONS") == (queues and "3")
+
+
+@pytest.mark.parametrize("said", ["bf16", "fp16"])
+@pytest.mark.parametrize("asked", ["--fp32", "--bf16", "--fp16"])
+def test_a_precision_that_is_asked_for_wins_over_a_files(
+    said: str, asked: str, tmp_path: Path
+) -> None:
+    """``--fp32`` has no flag of Megatron's, and was lost."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"{said}: true\n")
+    for more in ("--procs 1", "--gpus 1 --gpu h200"):
+        words = f"--mode simple {more} --dry-run --config {path} {ARTIFICIAL}".split()
+        flags = plan([*words, asked]).resolved.flags
+        assert {"--fp16", "--bf16"} & set(flags) == {asked} - {"--fp32"}
+        assert f"--{said}" in plan(words).resolved.flags
+
+
+def test_a_precision_that_a_file_of_megatrons_own_forbids_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "megatron.yaml"
+    path.write_text("bf16: true\nmicro_batch_size: 1\n")
+    for asked in ("--fp32", "--fp16"):
+        with pytest.raises(ConfigError, match=f"^{asked}: {path} says bf16, "):
+            plan(f"--mode megatron --procs 1 --config {path} {asked}".split())

@@ -24,6 +24,7 @@ from megatron.dpp.launch.flags import (
     whole,
 )
 from megatron.dpp.launch.layout import Layout, check_layout, nearest_multiple
+from megatron.dpp.train.arguments import parse_args
 from megatron.dpp.train.planned import SHAPES
 from megatron.dpp.train.validate_layout import NOT_PLANNED
 
@@ -97,6 +98,8 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Settin
     }
     spelled = {name: value for name, value in given.items() if value is not None}
     flags |= spelled
+    if _asked_precision(options):
+        flags = {name: value for name, value in flags.items() if name not in _HALF}
     flags |= _precision(options, flags, setting)
     flags |= from_argv(rest)
     if "--train-samples" in flags and "--train-iters" not in spelled | from_argv(rest):
@@ -177,22 +180,39 @@ def _common(on_gpu: bool) -> Flags:
 
 def _above_file(options: argparse.Namespace, spelled: Flags, setting: Setting) -> Flags:
     """With a file of Megatron's own, only what the command line gives stands above it."""
-    if options.fp16 or options.bf16 or options.fp32:
+    if asked := _asked_precision(options):
+        file = parse_args(["--yaml-cfg", options.config])
+        for name in _HALF:
+            if name != asked and getattr(file, name[2:]):
+                raise ConfigError(
+                    f"{asked}: {options.config} says {name[2:]}, which no flag can undo; change it "
+                    f"there, or leave {asked} out"
+                )
         spelled |= _precision(options, spelled, setting)
     device = {"--device": "cuda" if setting.on_gpu else "cpu", "--estimate": True}
     return {"--yaml-cfg": options.config} | device | spelled
 
 
+_HALF = ("--fp16", "--bf16")
+"""Megatron's flags for another precision than fp32, which has none."""
+
+
+def _asked_precision(options: argparse.Namespace) -> str | None:
+    """``--fp16``, ``--bf16``, ``--fp32`` or none of them."""
+    asked = [name for name in (*_HALF, "--fp32") if getattr(options, name[2:])]
+    if len(asked) > 1:
+        raise ConfigError(f"{' and '.join(asked)} exclude each other")
+    return asked[0] if asked else None
+
+
 def _precision(options: argparse.Namespace, flags: Flags, setting: Setting) -> Flags:
     """What was asked for; else on GPUs 16 bits, in the format that they are built for."""
-    asked = [name for name in ("fp16", "bf16", "fp32") if getattr(options, name)]
-    if len(asked) > 1:
-        raise ConfigError(f"--{' and --'.join(asked)} exclude each other")
-    if not asked and setting.on_gpu and not {"--fp16", "--bf16"} & set(flags):
-        asked = ["bf16" if setting.device.bf16 else "fp16"]
-    if asked == ["fp16"]:
+    asked = _asked_precision(options)
+    if asked is None and setting.on_gpu and not set(_HALF) & set(flags):
+        asked = "--bf16" if setting.device.bf16 else "--fp16"
+    if asked == "--fp16":
         return {"--fp16": True, "--initial-loss-scale": 65536}
-    return {"--bf16": True} if asked == ["bf16"] else {}
+    return {"--bf16": True} if asked == "--bf16" else {}
 
 
 def _derived(flags: Flags) -> Flags:
