@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -276,6 +277,39 @@ def test_what_spans_nodes_travels_over_the_network() -> None:
         assert estimate(near, slow).seconds == estimate(near, H200).seconds
     assert H200.group_link(4, 4) == H200.link
     assert H200.group_link(16, 2) == 2 * H200.network  # a ring through the adapters of both
+
+
+def test_groups_that_do_not_lie_evenly_on_nodes_have_their_least_there() -> None:
+    """A group of 4 on nodes of 6 was taken to lie on one, though ranks 4 to 7 lie on two."""
+    run = shape(tensor=4, pipeline=3, layers=(3, 3, 2), data=1, per_node=6)
+    assert (run.tensor_per_node, run.replicas_per_node, run.pipeline_per_node) == (2, 1, 1)
+    slow = dataclasses.replace(H200, network=1e7)
+    near = dataclasses.replace(run, per_node=12)
+    assert estimate(run, slow).seconds > 2 * estimate(near, slow).seconds
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.tuples(*[st.sampled_from([1, 2, 3, 4, 6, 8])] * 3),
+    per_node=st.integers(1, 16),
+    mapped=st.booleans(),
+)
+def test_a_nodes_share_of_a_group_is_the_least_that_there_is(
+    sizes: tuple[int, int, int], per_node: int, mapped: bool
+) -> None:
+    tensor, data, pipeline = sizes
+    run = shape(
+        tensor=tensor, data=data, pipeline=pipeline, per_node=per_node, mapped=mapped,
+        layers=(1,) * pipeline,
+    )  # fmt: skip
+    order = {"tensor": tensor, "pipeline": pipeline, "replicas": data}
+    if not mapped:
+        order = {"tensor": tensor, "replicas": data, "pipeline": pipeline}
+    ranks = np.arange(run.world_size).reshape(list(order.values())[::-1])
+    for axis, name in enumerate(reversed(order)):
+        groups = np.moveaxis(ranks, axis, -1).reshape(-1, order[name])
+        least = min(np.unique(group // per_node, return_counts=True)[1].min() for group in groups)
+        assert getattr(run, f"{name}_per_node") == least
 
 
 def test_collectives_of_a_layer_are_those_that_are_sent() -> None:

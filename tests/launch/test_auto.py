@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megatron.dpp.estimate import estimate
@@ -74,3 +76,14 @@ def test_auto_shares_out_what_does_not_fit() -> None:
     assert all(each.layout != Layout() or each.shard == "parameters" for each in best)
     for each in best[:3]:
         shape_from(each.resolved, H200)  # its flags are possible
+
+
+def test_auto_lays_no_tensor_parallel_group_across_nodes() -> None:
+    """Groups of 4 do not lie within nodes of 6."""
+    two_of_six = dataclasses.replace(H200, per_node=6, num_nodes=2)
+    options, rest = cli.parse(["--mode", "auto", "--model", "large", "--hidden-size", "12288"])
+    flags = base_flags(options, [*rest, "--padded-vocab-size", "49152"], two_of_six)
+    flags |= prepare("gpt", None, flags).flags
+    plain = dataclasses.replace(_plain(options, flags, two_of_six), num_heads=96)
+    layouts = [layout for layout, _ in auto._layouts(options, flags, two_of_six, plain)]
+    assert {layout.tensor for layout in layouts} == {1, 2, 3, 6}

@@ -8,6 +8,7 @@ number is stored in.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,23 +144,37 @@ class RunShape:
 
     @property
     def tensor_per_node(self) -> int:
-        """Ranks of a tensor-parallel group that share a node."""
+        """Ranks of a tensor-parallel group that share a node, where these are fewest."""
         return self._on_a_node(self.tensor, 1)
 
     @property
     def replicas_per_node(self) -> int:
-        """Ranks of a group that reduces gradients that share a node."""
+        """Ranks of a group that reduces gradients that share a node, where these are fewest."""
         inner = self.tensor * (self.pipeline if self.mapped else 1)
         return self._on_a_node(self.data * self.context, inner)
 
     @property
     def pipeline_per_node(self) -> int:
-        """Stages of a pipeline that share a node; megatron-core lays it across nodes last."""
+        """Stages of a pipeline that share a node, where these are fewest; megatron-core lays it
+        across nodes last."""
         inner = self.tensor * self.context * (1 if self.mapped else self.data)
         return self._on_a_node(self.pipeline, inner)
 
     def _on_a_node(self, size: int, stride: int) -> int:
-        return max(1, min(size, self.per_node // stride))
+        """The least that a node has of a group, of all groups of ``size`` ranks ``stride`` apart:
+        where they do not lie evenly, the slowest is waited for."""
+        node, block = self.per_node, size * stride
+        whole = node % stride == 0 and (node % block == 0 or block % node == 0)
+        if whole or stride % node == 0:  # nearly always, and ``auto`` asks thousands of times
+            return max(1, min(size, node // stride))
+        starts = range(0, self.world_size, block)
+        firsts = {(start + lane) % node for start in starts for lane in range(stride)}
+        members = range(0, block, stride)
+        return min(
+            count
+            for first in firsts
+            for count in Counter((first + each) // node for each in members).values()
+        )
 
 
 def shape_of(

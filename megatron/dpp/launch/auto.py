@@ -222,7 +222,8 @@ def _layouts(
         stages = layout.pipeline * layout.chunks
         planned = is_planned(options, flags, layout, setting)
         fits = plain.num_layers >= stages if planned else plain.num_layers % stages == 0
-        if fits and layout.chunks <= _MOST_CHUNKS and layout.tensor <= setting.per_node:
+        near = setting.per_node % layout.tensor == 0  # else some group lies on two nodes
+        if fits and layout.chunks <= _MOST_CHUNKS and near:
             yield layout, planned
 
 
