@@ -17,8 +17,6 @@ from megatron.dpp.estimate.activations import stage_bytes, workspace_bytes
 from megatron.dpp.estimate.parameters import layer_parameters, rank_parameters
 from megatron.dpp.estimate.shape import RunShape
 
-_ADAM = 8
-"""Bytes of Adam's two moments for one parameter."""
 _MASTER = 4
 """Bytes of a parameter's fp32 copy where the parameter itself has 16 bits."""
 
@@ -53,9 +51,8 @@ class RankMemory:
 def rank_memory(shape: RunShape, rank: int, activations: float) -> RankMemory:
     """The memory of pipeline rank ``rank`` when its activations take ``activations`` bytes."""
     count = rank_parameters(shape, rank)
-    replicas = shape.data * shape.context
-    own = count / replicas
-    optimizer = _ADAM + (_MASTER if shape.element_bytes == 2 else 0)
+    own = count / shape.sharers
+    optimizer = shape.moment_bytes + (_MASTER if shape.element_bytes == 2 else 0)
     held: float = count
     gathered = 0.0
     if shape.shard in ("gradients", "parameters"):
@@ -64,7 +61,7 @@ def rank_memory(shape: RunShape, rank: int, activations: float) -> RankMemory:
         parameters=count,
         weights=held * shape.element_bytes,
         gradients=held * shape.gradient_bytes,
-        optimizer=(count if shape.shard == "none" else own) * optimizer,
+        optimizer=own * optimizer,
         activations=activations,
         workspace=workspace_bytes(shape, rank) + gathered,
     )

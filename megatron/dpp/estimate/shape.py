@@ -30,8 +30,10 @@ class RunShape:
         norm_vectors: parameters of a norm in units of the hidden size: 2 LayerNorm, 1 RMSNorm.
         element_bytes: of a parameter and an activation: 4 in fp32, else 2.
         gradient_bytes: of an element of the gradient buffer.
+        moment_bytes: what the optimizer keeps of a parameter beside its fp32 copy.
         shard: what data-parallel ranks share out: ``none``, ``optimizer`` (stage 1 of ZeRO),
             ``gradients`` (2) or ``parameters`` (3).
+        instances: groups of replicas that share out an optimizer each, with ``optimizer``.
         recompute: ``none``, ``selective`` (the core of attention) or ``full``.
         flash: attention without its s*s matrices.
         fused_loss: ``--cross-entropy-loss-fusion``.
@@ -69,7 +71,9 @@ class RunShape:
     num_microbatches: int
     element_bytes: int
     gradient_bytes: int
+    moment_bytes: int
     shard: str
+    instances: int
     recompute: str
     recompute_num_layers: int
     flash: bool
@@ -113,6 +117,18 @@ class RunShape:
         return self.tensor * self.pipeline * self.data * self.context
 
     @property
+    def replicas(self) -> int:
+        """Ranks that reduce a gradient between them."""
+        return self.data * self.context
+
+    @property
+    def sharers(self) -> int:
+        """Those of them that share out an optimizer's state."""
+        if self.shard == "optimizer":
+            return self.replicas // self.instances
+        return 1 if self.shard == "none" else self.replicas
+
+    @property
     def tokens(self) -> int:
         """Of one microbatch on one rank."""
         return self.micro_batch * self.seq_length // self.context
@@ -151,7 +167,7 @@ class RunShape:
     def replicas_per_node(self) -> int:
         """Ranks of a group that reduces gradients that share a node, where these are fewest."""
         inner = self.tensor * (self.pipeline if self.mapped else 1)
-        return self._on_a_node(self.data * self.context, inner)
+        return self._on_a_node(self.replicas, inner)
 
     @property
     def pipeline_per_node(self) -> int:
@@ -263,6 +279,7 @@ def _numbers(args: argparse.Namespace) -> dict[str, Any]:
     half = args.fp16 or args.bf16
     wide = not half or args.accumulate_allreduce_grads_in_fp32
     shard = "optimizer" if args.use_distributed_optimizer else "none"
+    instances = args.num_distributed_optimizer_instances if shard == "optimizer" else 1
     if args.use_torch_fsdp2:
         shard = "parameters" if args.torch_fsdp2_reshard_after_forward else "gradients"
         wide = not half
@@ -272,8 +289,17 @@ def _numbers(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "element_bytes": 2 if half else 4,
         "gradient_bytes": 4 if wide else 2,
+        "moment_bytes": _moment_bytes(args),
         "shard": shard,
+        "instances": instances,
     }
+
+
+def _moment_bytes(args: argparse.Namespace) -> int:
+    """Adam's two moments, or the momentum of gradient descent, each in fp32."""
+    if args.optimizer == "adam":
+        return 8
+    return 4 if args.sgd_momentum else 0
 
 
 def _layers(args: argparse.Namespace) -> tuple[int, ...]:

@@ -77,12 +77,13 @@ def traffic(shape: RunShape) -> Traffic:
 
 
 def _data_parallel_bytes(shape: RunShape) -> float:
-    replicas = shape.data * shape.context
     count = max(rank_parameters(shape, rank) for rank in range(shape.pipeline))
-    one_way = (replicas - 1) / replicas * count
+    one_way = (shape.sharers - 1) / shape.sharers * count
     gradients, weights = one_way * shape.gradient_bytes, one_way * shape.element_bytes
     if shape.shard in ("none", "optimizer"):
-        return gradients + (gradients if shape.shard == "none" else weights)
+        others = shape.replicas // shape.sharers  # which hold the same share, and sum it
+        shares = 2 * (others - 1) / others * count / shape.sharers * shape.gradient_bytes
+        return gradients + weights + shares
     gathers = 2 if shape.shard == "parameters" else 1
     return shape.num_microbatches * (gradients + gathers * weights)
 
@@ -128,13 +129,13 @@ def bubble_formula(shape: RunShape) -> float:
 
 def outside_seconds(shape: RunShape, device: Device) -> float:
     """Gradient reduction and the optimizer's pass over its state, neither of them overlapped."""
-    replicas = shape.data * shape.context
-    link = device.group_link(replicas, shape.replicas_per_node)
-    reduction = traffic(shape).data / link if replicas > 1 else 0.0
+    link = device.group_link(shape.replicas, shape.replicas_per_node)
+    reduction = traffic(shape).data / link if shape.replicas > 1 else 0.0
     count = max(rank_parameters(shape, rank) for rank in range(shape.pipeline))
-    own = count if shape.shard == "none" else count / replicas
-    # Read and write weights, gradients and both moments, in passes that are not all fused.
-    return reduction + own * 2 * 2 * (shape.element_bytes + 16) / device.bytes_per_second
+    own = count / shape.sharers
+    touched = shape.element_bytes + 8 + shape.moment_bytes
+    # Read and write weights, gradients and moments, in passes that are not all fused.
+    return reduction + own * 2 * 2 * touched / device.bytes_per_second
 
 
 def least_seconds(shape: RunShape, device: Device, *, planned: bool = False) -> float:
