@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.launch.main import plan
+from megatron.dpp.launch.main import main, plan
 from megatron.dpp.launch.resolve import environment
 
 ARTIFICIAL = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50303"
@@ -59,6 +59,17 @@ def test_a_precision_that_is_asked_for_wins_over_a_files(
         flags = plan([*words, asked]).resolved.flags
         assert {"--fp16", "--bf16"} & set(flags) == {asked} - {"--fp32"}
         assert f"--{said}" in plan(words).resolved.flags
+
+
+@pytest.mark.parametrize("mode", ["simple", "megatron", "auto"])
+def test_a_file_that_is_no_text_is_an_error_of_one_line(
+    mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"lr: 0.1\nsave: \xe9t\xe9\n")
+    assert main(["--mode", mode, "--procs", "1", "--config", str(path), "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert error == f"error: {path}: not UTF-8: invalid continuation byte at byte 14\n"
 
 
 def test_a_precision_that_a_file_of_megatrons_own_forbids_is_refused(tmp_path: Path) -> None:

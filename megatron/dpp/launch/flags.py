@@ -34,9 +34,7 @@ def read_flags(path: Path) -> Flags:
     import yaml
 
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}{nearest_path(path)}") from error
+        loaded = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
         one_line = " ".join(str(error).split())
         raise DataError(f"{path}: not YAML ({one_line})") from error
@@ -51,6 +49,20 @@ def read_flags(path: Path) -> Flags:
         if name in known and known[name].nargs == 0 and not isinstance(value, bool | None):
             raise ConfigError(f"{path}: {name[2:]} is a switch, not {value!r}")
     return {name: value for name, value in named.items() if value not in (None, False)}
+
+
+def read_text(path: Path) -> str:
+    """What the file says.
+
+    Raises:
+        DataError: it cannot be read, or is no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}{nearest_path(path)}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def model_flags(name: str) -> Flags:

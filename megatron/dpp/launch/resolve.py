@@ -20,6 +20,7 @@ from megatron.dpp.launch.flags import (
     from_argv,
     model_flags,
     read_flags,
+    read_text,
     to_argv,
     whole,
 )
@@ -107,6 +108,7 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Settin
     if options.mode == "megatron" and options.config:
         if options.model:
             raise ConfigError("--model and --config exclude each other in --mode megatron")
+        read_text(Path(options.config))  # whoever reads it takes it for text
         flags = _above_file(options, spelled | from_argv(rest), setting)
     else:
         _refuse_layout(options.mode, flags)
