@@ -27,6 +27,8 @@ class BuildWithCompiler(build_ext):
     """Says in one line what is missing, instead of a traceback."""
 
     def run(self) -> None:
+        if not os.environ.get("CXX", "").strip():
+            os.environ.pop("CXX", None)  # setuptools would run a compiler of no name
         compiler = os.environ.get("CXX", "g++").split()[0]
         if shutil.which(compiler) is None:
             sys.exit(

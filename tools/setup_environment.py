@@ -186,7 +186,7 @@ def _stamp_path(environment: Environment) -> Path:
 
 def check_compiler(environment: Environment) -> None:
     """Raises :class:`SetupFailed` when the extension could not be built."""
-    compiler = (os.environ.get("CXX") or "g++").split()[0]
+    compiler = (os.environ.get("CXX", "").split() or ["g++"])[0]
     if shutil.which(compiler) is None:
         raise SetupFailed(
             f"no C++ compiler: '{compiler}' is not in PATH, and the extension in csrc/ has to be "

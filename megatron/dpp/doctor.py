@@ -134,7 +134,7 @@ def probe_gpu_direct() -> Finding:
 
 def probe_compiler() -> Finding:
     """Needed to build the extension, not to run it."""
-    path = shutil.which(os.environ.get("CXX", "g++").split()[0])
+    path = shutil.which((os.environ.get("CXX", "").split() or ["g++"])[0])
     advice = "" if path else "apt-get install g++"
     return Finding("C++ compiler", "ok" if path else "note", path or "none", advice)
 

@@ -14,6 +14,8 @@ import pytest
 import setup_environment
 from setup_environment import Environment, SetupFailed
 
+from megatron.dpp import doctor
+
 ROOT = Path(__file__).resolve().parents[2]
 SETUP_PY = """
 import pathlib, sysconfig
@@ -89,6 +91,15 @@ def test_without_a_compiler_it_says_so_at_once(repository: Path) -> None:
     assert result.returncode == 2
     assert "no C++ compiler: 'no-such-compiler' is not in PATH" in result.stderr
     assert not (repository / "build" / "setup.log").exists()
+
+
+def test_an_empty_compiler_is_none_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``CXX=`` was an IndexError, in the doctor too."""
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    for empty in ("", " "):
+        monkeypatch.setenv("CXX", empty)
+        setup_environment.check_compiler(environment())
+        assert doctor.probe_compiler().text == "/usr/bin/g++"
 
 
 def test_no_compiler_is_needed_when_nothing_has_to_be_built(repository: Path) -> None:

@@ -104,9 +104,13 @@ def find_machine(processes: int = 1, env: dict[str, str] | None = None) -> Machi
     return Machine(num_gpus=0, device=cpu_device(processes))
 
 
+def _known_name(name: str) -> str | None:
+    return next((each for each in _KNOWN if re.search(rf"{each}(?!\d)", name)), None)
+
+
 def gpu_device(name: str, memory_bytes: float) -> Device:
     """The figures of a GPU by its name."""
-    known = next((each for each in _KNOWN if re.search(rf"{each}(?!\d)", name)), None)
+    known = _known_name(name)
     (flops, bandwidth, link) = _KNOWN[known] if known else _UNKNOWN_GPU
     source = f"72 % of the {known}'s peak" if known else "a guess: not in the table of GPUs"
     return Device(
@@ -160,13 +164,25 @@ def cpu_device(processes: int = 1) -> Device:
 
 
 def _gpus() -> list[tuple[str, float]]:
-    """Name and bytes of every GPU that ``nvidia-smi`` lists."""
+    """Name and bytes of every GPU that ``nvidia-smi`` lists; it may say something else besides."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     result = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    rows = [line.rsplit(",", 1) for line in result.stdout.splitlines() if line.count(",")]
-    return [(name.strip(), float(size) * 2**20) for name, size in rows]
+    rows = re.findall(r"^(.+?), *(\d+|\[.+\]) *$", result.stdout, re.MULTILINE)
+    return [
+        (name, int(size) * 2.0**20) if size.isdecimal() else _without_a_size(name)
+        for name, size in rows
+    ]
+
+
+def _without_a_size(name: str) -> tuple[str, float]:
+    """Name, with what is assumed, and bytes of a GPU whose size is ``[N/A]``: that of its kind (the
+    GPU behind MIG), else the host's, which integrated GPUs share."""
+    known = _known_name(name)
+    if known:
+        return f"{name}, its memory taken for a whole {known}'s", _MEMORY_GIB[known] * 2.0**30
+    return f"{name}, its memory taken for the host's", _host_memory()
 
 
 def _host_memory() -> float:
