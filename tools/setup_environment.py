@@ -22,10 +22,9 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"
@@ -99,13 +98,19 @@ def inspect(python: str, requirement_files: list[str]) -> Environment:
     return Environment(**json.loads(result.stdout))
 
 
+def existing_environment(at_hand: Environment, requirement_files: list[str]) -> Environment | None:
+    """The one to use if it is there: that at hand, or ``.venv``."""
+    if at_hand.torch and (at_hand.is_writable or not at_hand.missing):
+        return at_hand
+    return inspect(str(VENV_PYTHON), requirement_files) if VENV_PYTHON.exists() else None
+
+
 def choose_environment(requirement_files: list[str]) -> tuple[Environment, list[str]]:
     """The environment to use, made when needed, and what was done for it."""
     at_hand = describe(requirement_files)
-    if at_hand.torch and (at_hand.is_writable or not at_hand.missing):
-        return at_hand, []
-    if VENV_PYTHON.exists():
-        return inspect(str(VENV_PYTHON), requirement_files), []
+    found = existing_environment(at_hand, requirement_files)
+    if found:
+        return found, []
     command = [sys.executable, "-m", "venv", str(VENV_PYTHON.parents[1])]
     if at_hand.torch:
         command.append("--system-site-packages")
@@ -172,6 +177,8 @@ def source_digest(environment: Environment) -> str:
 
 def extension_is_stale(environment: Environment) -> bool:
     """Whether sources or settings differ from those of the last build, or its files are gone."""
+    if not (ROOT / "setup.py").is_file():
+        return False
     try:
         stamp = json.loads(_stamp_path(environment).read_text())
     except (OSError, ValueError):
@@ -226,16 +233,41 @@ def _run_logged(command: list[str], complaint: str) -> None:
         raise SetupFailed(f"{complaint}; the end of {LOG}:\n{tail}")
 
 
-@contextmanager
-def only_one() -> Iterator[None]:
-    """Waits until no other set-up of this clone runs. The lock goes away with its process."""
-    with (BUILD / "setup.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("set-up: waiting for another set-up of this clone", file=sys.stderr, flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def take_lock() -> IO[str]:
+    """Waits until no other set-up of this clone runs. The lock goes away with its process.
+
+    Raises:
+        OSError: the clone cannot be written to.
+    """
+    BUILD.mkdir(exist_ok=True)
+    lock = (BUILD / "setup.lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("set-up: waiting for another set-up of this clone", file=sys.stderr, flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def check_ready(requirement_files: list[str], why: OSError) -> Environment:
+    """The environment of a clone that cannot be written to, where everything is there already.
+
+    Raises:
+        SetupFailed: there is something to do.
+    """
+    environment = existing_environment(describe(requirement_files), requirement_files)
+    if environment is None:
+        to_do = "make .venv"
+    elif environment.missing:
+        to_do = f"install {', '.join(environment.missing)}"
+    elif extension_is_stale(environment):
+        to_do = "build the C++ extension"
+    else:
+        return environment
+    raise SetupFailed(
+        f"{why.filename or BUILD}: {why.strerror}, and set-up has to {to_do}: run tools/setup.sh "
+        "where the clone can be written to"
+    )
 
 
 def set_up(requirement_files: list[str]) -> tuple[Environment, list[str]]:
@@ -245,14 +277,23 @@ def set_up(requirement_files: list[str]) -> tuple[Environment, list[str]]:
         SetupFailed: a compiler, a package or an environment cannot be had.
     """
     environment, done = choose_environment(requirement_files)
-    has_extension = (ROOT / "setup.py").is_file()
-    is_stale = has_extension and extension_is_stale(environment)
+    is_stale = extension_is_stale(environment)
     if is_stale:
         check_compiler(environment)  # before minutes of downloads
     done += install(environment)
     if is_stale:
         done += build_extension(environment)
     return inspect(environment.python, requirement_files), done
+
+
+def set_up_alone(requirement_files: list[str]) -> tuple[Environment, list[str]]:
+    """:func:`set_up` under the lock; where none can be had, only looks."""
+    try:
+        lock = take_lock()
+    except OSError as error:
+        return check_ready(requirement_files, error), []
+    with lock:
+        return set_up(requirement_files)
 
 
 def main() -> int:
@@ -264,11 +305,9 @@ def main() -> int:
     if args.describe:
         print(json.dumps(asdict(describe(args.describe))))
         return 0
-    BUILD.mkdir(exist_ok=True)
     files = ["requirements.txt", *(["requirements-dev.txt"] if args.dev else [])]
     try:
-        with only_one():
-            environment, done = set_up(files)
+        environment, done = set_up_alone(files)
     except SetupFailed as error:
         print(f"error: set-up: {error}", file=sys.stderr)
         return 2

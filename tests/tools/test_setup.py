@@ -120,6 +120,23 @@ def test_an_interpreter_that_is_not_there(repository: Path) -> None:
     assert "'no-such-python' is not there" in result.stderr
 
 
+def test_a_clone_that_cannot_be_written_to_is_used_when_all_is_there(repository: Path) -> None:
+    """A read-only file system ended in a traceback, though nothing had to be done."""
+    set_up(repository)
+    lock = repository / "build" / "setup.lock"
+    lock.unlink()
+    lock.mkdir()  # which cannot be opened, by root neither
+    result = set_up(repository)
+    assert (result.returncode, result.stdout.strip()) == (0, sys.executable)
+    assert "nothing to do" in result.stderr
+    (repository / "csrc" / "a.cc").write_text("two")
+    result = set_up(repository)
+    assert result.returncode == 2
+    reason = f"error: set-up: {lock}: Is a directory, and set-up has to build the C++ extension"
+    assert result.stderr.startswith(reason)
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_two_at_once_take_turns(repository: Path) -> None:
     (repository / "build").mkdir()
     with (repository / "build" / "setup.lock").open("w") as lock:
