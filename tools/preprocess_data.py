@@ -137,10 +137,11 @@ class Encoder:
         if ids and self._options.append_eod:
             ids.append(self._tokenizer.eod)
             lengths[-1] += 1
-        array = np.asarray(ids, dtype=np.int32)
-        if array.size and not 0 <= array.min() <= array.max() < self.vocab_size:
-            raise BadLine(f"token {array.max()} is outside a vocabulary of {self.vocab_size}")
-        return Encoded(array, lengths)
+        size = min(self.vocab_size, 1 << 31)  # ids are stored in 32 bits
+        if ids and not 0 <= min(ids) <= max(ids) < size:
+            outside = min(ids) if min(ids) < 0 else max(ids)
+            raise BadLine(f"token {outside} is outside a vocabulary of {size}")
+        return Encoded(np.asarray(ids, dtype=np.int32), lengths)
 
     def _sentences(self, text: str | list[str]) -> list[str]:
         if isinstance(text, list):

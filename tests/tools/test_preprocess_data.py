@@ -145,13 +145,22 @@ def test_old_output_survives_a_failed_run(tmp_path: Path) -> None:
     assert len(documents_of(tmp_path / "out_text_document")) == 1
 
 
+@pytest.mark.parametrize(
+    ("token", "vocab_size"),
+    [(70000, 100), (-1, 100), (1 << 31, 100), (-(1 << 40), 100), (1 << 31, 1 << 40)],
+)
 def test_a_token_outside_the_vocabulary_is_a_bad_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    token: int, vocab_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = corpus(tmp_path, {"text": "1 2 70000"})
-    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--workers", "1"]
+    """One that 32 bits do not hold was an OverflowError, with ``--skip-bad-lines`` too."""
+    source = corpus(tmp_path, {"text": "1 2"}, {"text": f"1 2 {token}"})
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size)]
+    flags += ["--workers", "1"]
     assert run(source, tmp_path / "out", *flags) == 1
-    assert "token 70000 is outside a vocabulary of 101" in capsys.readouterr().err
+    bad = f"{source}, line 2: token {token} is outside a vocabulary of "
+    assert bad in capsys.readouterr().err
+    assert run(source, tmp_path / "out", *flags, "--skip-bad-lines") == 0
+    assert documents_of(tmp_path / "out_text_document") == [[[1, 2]]]
 
 
 WRONG_ARGUMENTS = {
