@@ -219,7 +219,8 @@ def test_a_worker_goes_on_when_the_master_listens() -> None:
 def test_slurm_starts_one_node_of_each_rank(tmp_path: Path) -> None:
     stubs = {
         "scontrol": 'printf "node-a\\nnode-b\\n"',
-        "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
+        "srun": 'while [[ $1 == --* ]]; do echo "srun $1"; shift; done\n'
+        'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
     }
     for name, body in stubs.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
@@ -229,6 +230,7 @@ def test_slurm_starts_one_node_of_each_rank(tmp_path: Path) -> None:
         "SLURM_JOB_NODELIST": "node-[a-b]",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_JOB_ID": "77",
+        "SLURM_CPUS_PER_TASK": "48",
         "SLURM_GPUS_ON_NODE": "8",
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
     }
@@ -236,6 +238,7 @@ def test_slurm_starts_one_node_of_each_rank(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     commands = [line for line in result.stdout.splitlines() if "pretrain_gpt.py" in line]
     assert len(commands) == 2
+    assert "srun --cpus-per-task=48\n" in result.stdout  # newer ones do not take it from the job
     for rank, command in enumerate(commands):
         assert f"--nnodes 2 --node_rank {rank} --master_addr node-a --master_port 20077" in command
         assert "--log-throughput" in command
