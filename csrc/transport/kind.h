@@ -96,6 +96,9 @@ class Link {
   // Progress thread. False: do not watch this descriptor any longer.
   virtual bool on_ready(size_t index) = 0;
   virtual void on_credit(std::string_view note) = 0;
+  // Progress thread, before it sleeps: whether a descriptor has ended and the peer may yet turn out
+  // to have left in good order, so that this is asked again soon. Throws once that is unlikely.
+  virtual bool in_doubt() { return false; }
   // Closing thread, after the progress thread: wait until what was begun has left this process's
   // memory.
   virtual void drain(uint64_t deadline_ns) { static_cast<void>(deadline_ns); }

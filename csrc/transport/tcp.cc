@@ -19,6 +19,10 @@ struct CreditNote {
   uint64_t released;
 };
 
+// How much later than the end of a data connection a goodbye may come: it may have to be sent
+// again.
+constexpr uint64_t kGoodbyeNs = 1'000'000'000;
+
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 }  // namespace
@@ -186,9 +190,14 @@ void TcpLink::pump(Connection& connection) {
     message.msg_iovlen = static_cast<size_t>(count);
     const ssize_t sent = ::sendmsg(connection.socket.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0 && errno == EINTR) continue;
-    // EAGAIN: the edge of EPOLLOUT wakes the progress thread. Any other error is reported where we
-    // read.
-    if (sent < 0) return;
+    if (sent < 0) {
+      // EAGAIN: the edge of EPOLLOUT wakes the progress thread. Any other error is reported where
+      // we read, which no longer sees it: the kernel tells an error once.
+      if (errno == EAGAIN) return;
+      connection.send_error = errno;
+      ::shutdown(connection.socket.get(), SHUT_RDWR);  // an edge, if there was none
+      return;
+    }
     segment.sent += static_cast<uint64_t>(sent);
     if (segment.sent < total) continue;
     segment.unwritten->fetch_sub(1, std::memory_order_release);
@@ -243,13 +252,35 @@ bool TcpLink::receive_some(Connection& connection, std::byte* to, uint64_t bytes
     }
     if (result < 0 && errno == EINTR) continue;
     if (result < 0 && errno == EAGAIN) return false;
-    connection.open = false;
-    // An orderly end is judged by the control connection, which says whether the peer took its
-    // leave.
-    if (result == 0 || peer_->departed()) return false;
-    throw Error(Fault::kPeerDead,
-                peer_->description() + " died: " + with_errno("reading a data connection"));
+    end(connection, result < 0 ? errno : 0);
+    return false;
   }
+}
+
+void TcpLink::end(Connection& connection, int error) {
+  connection.open = false;
+  if (peer_->departed()) return;
+  if (error == 0) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    error = connection.send_error;
+  }
+  // A peer that closes causes these, and its goodbye comes over another connection.
+  if (error != 0 && error != ECONNRESET && error != EPIPE) lose(error);
+  if (ended_ns_ != 0) return;
+  ended_ns_ = monotonic_ns();
+  end_error_ = error;
+}
+
+bool TcpLink::in_doubt() {
+  if (ended_ns_ == 0 || peer_->departed()) return false;
+  if (monotonic_ns() - ended_ns_ > kGoodbyeNs) lose(end_error_);
+  return true;
+}
+
+void TcpLink::lose(int error) const {
+  const std::string end = error == 0 ? "was closed" : with_errno("ended", error);
+  throw Error(Fault::kPeerDead, peer_->description() + " died or cannot be reached any more: a " +
+                                    "data connection " + end + ", and there was no goodbye");
 }
 
 void TcpLink::on_credit(std::string_view body) {

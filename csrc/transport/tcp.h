@@ -103,6 +103,7 @@ class TcpLink : public Link, public std::enable_shared_from_this<TcpLink> {
   const std::vector<int>& descriptors() const override { return descriptors_; }
   bool on_ready(size_t index) override;
   void on_credit(std::string_view note) override;
+  bool in_doubt() override;
 
  private:
   friend class TcpSender;
@@ -117,6 +118,7 @@ class TcpLink : public Link, public std::enable_shared_from_this<TcpLink> {
   struct Connection {
     UniqueFd socket;
     std::deque<Segment> queue;  // guarded by mutex_
+    int send_error = 0;         // likewise: why the kernel takes nothing more
     // Progress thread only: the segment that is being received.
     TcpFrame frame;
     uint64_t frame_bytes = 0;
@@ -130,6 +132,8 @@ class TcpLink : public Link, public std::enable_shared_from_this<TcpLink> {
   void pump(Connection& connection);  // mutex_ held
   bool receive(Connection& connection);
   bool receive_some(Connection& connection, std::byte* to, uint64_t bytes, uint64_t& got);
+  void end(Connection& connection, int error);
+  [[noreturn]] void lose(int error) const;
   [[noreturn]] void refuse(const std::string& why) const;
 
   const std::shared_ptr<Peer> peer_;
@@ -139,6 +143,10 @@ class TcpLink : public Link, public std::enable_shared_from_this<TcpLink> {
   std::vector<TcpSender*>
       senders_;  // owned by the transport's channels, which are destroyed after the thread ends
   std::vector<TcpReceiver*> receivers_;  // likewise
+  // Progress thread only: when a connection ended without a reason that excludes a goodbye, and
+  // what was said of it.
+  uint64_t ended_ns_ = 0;
+  int end_error_ = 0;
 
   std::mutex mutex_;
   std::vector<Connection> connections_;

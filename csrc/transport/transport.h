@@ -121,6 +121,7 @@ class Transport {
   void progress();
   Step advance_all(bool& progressed);
   bool flush_notes();
+  bool links_in_doubt();
   void handle(const Watch::Ready& ready);
   void read_notes(Peer& peer);
   void on_note(const Peer& peer, Peer::Note note, std::string_view body);

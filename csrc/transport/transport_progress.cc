@@ -64,7 +64,8 @@ void Transport::progress() {
       if (polling_since == 0) polling_since = now;
       nap((now - polling_since) / kNapShare);
     }
-    const int patience = active ? 0 : flush_notes() ? kNotesMs : -1;
+    const bool unsent = flush_notes(), doubtful = links_in_doubt();
+    const int patience = active ? 0 : unsent || doubtful ? kNotesMs : -1;
     for (const Watch::Ready& ready : watch_.wait(patience)) handle(ready);
   }
 }
@@ -87,6 +88,13 @@ bool Transport::flush_notes() {
     unsent = unsent || peer->has_unsent();
   }
   return unsent;
+}
+
+// True while a link waits for a goodbye.
+bool Transport::links_in_doubt() {
+  bool doubtful = false;
+  for (const auto& [peer, link] : links_) doubtful = link->in_doubt() || doubtful;
+  return doubtful;
 }
 
 void Transport::handle(const Watch::Ready& ready) {

@@ -1,0 +1,92 @@
+"""What tcp connections tell of a peer: gone, out of reach, stopped, or closed in good order."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.errors import PeerDead, TransportError
+from megatron.dpp.transport import Transport
+from megatron.dpp.transport.rendezvous import Rendezvous
+from tests.transport.kinds import PATIENCE, opened, pair
+
+MIB = 1 << 20
+
+
+@contextlib.contextmanager
+def remembered() -> Iterator[dict[tuple[int, int, str], socket.socket]]:
+    """Second descriptors of the connections made within, by rank, peer and purpose."""
+    found: dict[tuple[int, int, str], socket.socket] = {}
+    original = Rendezvous.connect
+
+    def remember(self: Rendezvous, wanted: Any) -> Any:
+        made = original(self, wanted)
+        for (peer, purpose), connection in made.items():
+            found[self._rank, peer, purpose] = connection.sock.dup()
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rendezvous, "connect", remember)
+        try:
+            yield found
+        finally:
+            for sock in found.values():
+                sock.close()
+
+
+def close(sock: socket.socket) -> None:
+    sock.shutdown(socket.SHUT_RDWR)
+
+
+def reset(sock: socket.socket) -> None:
+    """Both ends see a reset, as when something between the hosts has forgotten the connection."""
+    nowhere = (ctypes.c_uint16 * 8)(socket.AF_UNSPEC)
+    assert ctypes.CDLL(None).connect(sock.fileno(), nowhere, ctypes.sizeof(nowhere)) == 0
+
+
+def until_failure(transport: Transport) -> TransportError:
+    deadline = time.monotonic() + PATIENCE
+    try:
+        while time.monotonic() < deadline:
+            transport.poll()
+            transport.wait(0.2)
+    except TransportError as error:
+        return error
+    raise AssertionError("no failure was noticed")
+
+
+@pytest.mark.parametrize("end", [close, reset])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_data_connection_that_ends_is_noticed_on_both_sides(end: Any, rank: int) -> None:
+    with remembered() as connections, opened("tcp", pair(MIB)) as (a, b):
+        end(connections[rank, 1 - rank, "data 0"])
+        with contextlib.suppress(PeerDead):
+            a.put(0, torch.ones(MIB, dtype=torch.uint8), iteration=0, microbatch=0)
+        errors = [until_failure(transport) for transport in (a, b)]
+    assert all(type(error) is PeerDead for error in errors), errors
+    assert any("a data connection" in str(error) for error in errors), errors
+
+
+def test_a_peer_that_closes_in_the_middle_of_a_message_has_left_in_good_order() -> None:
+    large = torch.ones(8 * MIB, dtype=torch.uint8)
+    with opened("tcp", pair(large.nbytes)) as (a, b):
+        for channel in (0, 1):
+            for index in range(2):
+                a.put(channel, large, iteration=0, microbatch=index)
+        b.close()
+        deadline = time.monotonic() + PATIENCE
+        while not a.departed(1):
+            assert time.monotonic() < deadline
+            a.poll()
+            a.wait(0.1)
+        until = time.monotonic() + 1.5  # longer than a goodbye may be late
+        while time.monotonic() < until:
+            a.poll()
+            a.wait(0.1)
