@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.dpp.errors import PeerDead, TransportError
-from megatron.dpp.transport import Transport
+from megatron.dpp.transport import Transport, rendezvous
 from megatron.dpp.transport.rendezvous import Rendezvous
-from tests.transport.kinds import PATIENCE, opened, pair
+from tests.transport.kinds import PATIENCE, forked, open_from_file, opened, pair, take_next
 
 MIB = 1 << 20
 
@@ -90,3 +93,45 @@ def test_a_peer_that_closes_in_the_middle_of_a_message_has_left_in_good_order() 
         while time.monotonic() < until:
             a.poll()
             a.wait(0.1)
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_a_receiver_that_is_stopped_is_not_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So that the receiver needs to be stopped for a second only, not for four.
+    monkeypatch.setattr(rendezvous, "_LOST_AFTER_MS", 300)
+    large = torch.ones(32 * MIB, dtype=torch.uint8)  # more than the kernels hold
+
+    def body(rank: int, path: str, results: Any) -> None:
+        names = [tmp_path / f"pid{rank}" for rank in range(2)]
+        names[rank].write_text(str(os.getpid()))
+        transport = open_from_file("tcp", pair(large.nbytes), rank, path)
+        if rank == 1:
+            results.put((1, float(take_next(transport, 0, 0).tensor.sum())))
+            transport.wait(PATIENCE)  # until the other one leaves
+            return
+        other = int(names[1].read_text())
+        os.kill(other, signal.SIGSTOP)
+        try:
+            while not is_stopped(other):
+                time.sleep(0.01)
+            transport.put(0, large, iteration=0, microbatch=0)
+            until = time.monotonic() + 1.5
+            while time.monotonic() < until:
+                transport.poll()
+                transport.wait(0.1)
+            overdue = str(transport.overdue(0, 1.5, iteration=0, microbatch=0))
+        finally:
+            os.kill(other, signal.SIGCONT)
+        transport.flush(PATIENCE)
+        results.put((0, overdue))
+        transport.close()
+
+    with forked(2, body, tmp_path) as (_, results):
+        found = dict(results.get(timeout=PATIENCE) for _ in range(2))
+    assert "rank 1 is alive" in found[0]
+    assert found[1] == large.numel()

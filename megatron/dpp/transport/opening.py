@@ -30,9 +30,8 @@ from megatron.dpp.transport.gpu import GpuLink, GpuLinks, device_index, gpu_fact
 from megatron.dpp.transport.native import NativeBoard, NativeTransport, load_native
 from megatron.dpp.transport.options import TransportOptions
 from megatron.dpp.transport.rdma import Place, RdmaPeer, find_place, join_rdma
-from megatron.dpp.transport.rendezvous import Connection, Rendezvous, host_identity
+from megatron.dpp.transport.rendezvous import CONTROL, Connection, Rendezvous, host_identity
 
-_CONTROL = "control"
 _DATA = ("data 0", "data 1")
 """Purposes of a link's connections; messages from 4 MiB up are spread over all of ``_DATA``."""
 
@@ -191,7 +190,7 @@ class _Opening:
         wanted = []
         for peer, choice in self._choices.items():
             over_tcp = choice.kind in _BETWEEN_HOSTS
-            purposes = (_CONTROL, *_DATA) if choice.kind == "tcp" else (_CONTROL,)
+            purposes = (CONTROL, *_DATA) if choice.kind == "tcp" else (CONTROL,)
             wanted += [(self._facts[peer], purpose, over_tcp) for purpose in purposes]
         return wanted
 
@@ -213,7 +212,7 @@ class _Opening:
 
     def _join(self, native: Any, connections: dict[tuple[int, str], Connection]) -> None:
         """Every step first sends to all peers, then receives from all: nobody waits in a circle."""
-        controls = {peer: connections[peer, _CONTROL] for peer in self._choices}
+        controls = {peer: connections[peer, CONTROL] for peer in self._choices}
         for peer, control in controls.items():
             control.sock.settimeout(self._options.setup_timeout)
             shared = self._choices[peer].kind not in _BETWEEN_HOSTS

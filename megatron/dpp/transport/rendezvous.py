@@ -31,6 +31,10 @@ from megatron.dpp.transport import handshake
 from megatron.dpp.transport.choose import Facts
 from megatron.dpp.transport.options import TransportOptions
 
+CONTROL = "control"
+"""Purpose of the connection by which a link judges whether its peer's host is still there."""
+
+_LOST_AFTER_MS = 3000
 _MAX_STRANGERS = 64
 _BACKLOG = 128
 _SHORTEST_TOKEN = 16
@@ -143,6 +147,9 @@ class Rendezvous:
                     made[peer.rank, purpose] = self._reach(peer, purpose, over_tcp)
             missing = {(peer.rank, purpose) for peer, purpose, _ in wanted} - set(made)
             self._admit(missing, made)
+            for (_, purpose), connection in made.items():
+                if purpose == CONTROL and connection.sock.family != socket.AF_UNIX:
+                    _end_when_unanswered(connection.sock)
         except BaseException:
             for connection in made.values():
                 connection.close()
@@ -266,13 +273,22 @@ def _new_socket(over_tcp: bool) -> socket.socket:
 
 
 def _watch_tcp(sock: socket.socket) -> None:
-    """No delay for small messages, and three seconds until a host that vanished is noticed."""
+    """No delay for small messages, and three seconds of silence until a host that vanished is
+    noticed.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 3000)
+
+
+def _end_when_unanswered(sock: socket.socket) -> None:
+    """Notice a host that vanished also while something is on its way to it. Not for connections
+    that carry payloads: a process that is stopped leaves those unread, its kernel answers that
+    there is no room, and this timer takes that for silence.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_AFTER_MS)
 
 
 def read_token(path: Path) -> bytes:
