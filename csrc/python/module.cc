@@ -222,7 +222,8 @@ PYBIND11_MODULE(_native, module) {
       .def("board_next", &board_next)
       .def("departed", &Transport::departed)
       .def("abort", &Transport::abort, no_gil)
-      .def("close", &Transport::close, no_gil);
+      .def("close", &Transport::close, no_gil)
+      .def("disown", &Transport::disown);
   dpp::bind_cuda(module);
   dpp::bind_rdma(module);
 }

@@ -102,6 +102,8 @@ class Link {
   // Closing thread, after the progress thread: wait until what was begun has left this process's
   // memory.
   virtual void drain(uint64_t deadline_ns) { static_cast<void>(deadline_ns); }
+  // In a forked child: as Peer::disown(), for connections with the peer.
+  virtual void disown() {}
 };
 
 }  // namespace dpp

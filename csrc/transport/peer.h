@@ -34,6 +34,12 @@ class Peer {
   int pidfd() const { return pidfd_.get(); }
   bool departed() const { return departed_.load(std::memory_order_acquire); }
 
+  // Gives the descriptors back and says nothing. In a forked child, which has no other thread.
+  void disown() {
+    socket_.reset();
+    pidfd_.reset();
+  }
+
   // Any thread.
   void ring() {
     if (bell_) bell_->ring();

@@ -277,6 +277,10 @@ bool TcpLink::in_doubt() {
   return true;
 }
 
+void TcpLink::disown() {
+  for (Connection& connection : connections_) connection.socket.reset();
+}
+
 void TcpLink::lose(int error) const {
   const std::string end = error == 0 ? "was closed" : with_errno("ended", error);
   throw Error(Fault::kPeerDead, peer_->description() + " died or cannot be reached any more: a " +

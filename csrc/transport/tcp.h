@@ -104,6 +104,7 @@ class TcpLink : public Link, public std::enable_shared_from_this<TcpLink> {
   bool on_ready(size_t index) override;
   void on_credit(std::string_view note) override;
   bool in_doubt() override;
+  void disown() override;
 
  private:
   friend class TcpSender;

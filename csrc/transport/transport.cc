@@ -297,8 +297,8 @@ void Transport::close() {
   if (closed_) return;
   closed_ = true;
   if (fork_guard_.forked()) {
-    // The thread and the connections are the parent's. Our copies of descriptors close with this
-    // object.
+    // The thread and the connections are the parent's. What disown() has left of our copies of
+    // descriptors closes with this object.
     static_cast<void>(thread_.release());
     return;
   }
@@ -321,6 +321,13 @@ void Transport::close() {
   peers_.clear();
   watch_.close();
   bell_.close_descriptor();
+}
+
+void Transport::disown() {
+  // Not what another thread of the parent was just taking apart.
+  if (closed_ || !fork_guard_.forked()) return;
+  for (const auto& peer : peers_) peer->disown();
+  for (const auto& [rank, link] : links_) link->disown();
 }
 
 std::string Transport::failure() { return failure_.happened() ? failure_.error().what() : ""; }

@@ -90,6 +90,9 @@ class Transport {
   std::string failure();                  // any thread: what went wrong, or empty
   void abort(const std::string& reason);  // tells the peers that this rank gives up
   void close();                           // idempotent, bounded
+  // In a forked child: gives its copies of the connections back, so that the peers see their end
+  // when the parent ends. Does nothing in the parent.
+  void disown();
 
  private:
   struct Incoming {

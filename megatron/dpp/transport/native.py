@@ -6,7 +6,10 @@ through the host unless a link's kind can read them in place.
 
 from __future__ import annotations
 
+import functools
+import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -107,6 +110,7 @@ class NativeTransport(Transport):
         self._abandon: Abandon | None = None
         if abandon_after is not None:
             self._abandon = Abandon(native.failure, rank, abandon_after)
+        os.register_at_fork(after_in_child=functools.partial(_disown, weakref.ref(self)))
 
     def put(
         self,
@@ -225,9 +229,22 @@ class NativeTransport(Transport):
             self._abandon.stop()
             self._abandon = None
 
+    def _disown(self) -> None:
+        self._abandon = None  # its thread is the parent's, and so may be the lock of its event
+        self._native.disown()
+
     def close(self) -> None:
         self._stop_watching()
         self._native.close()
         for kept in self._kept:
             kept.clear()
         self._num_kept = 0
+
+
+def _disown(transport: weakref.ref[NativeTransport]) -> None:
+    """In a forked child: leave the connections to the parent. A data loader's worker that keeps
+    copies of them would let a parent that was killed look alive to its peers.
+    """
+    inherited = transport()
+    if inherited is not None:
+        inherited._disown()
