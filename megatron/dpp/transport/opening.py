@@ -97,7 +97,9 @@ class _Opening:
         try:
             self._join(native, connections)
             native.start()
-        except BaseException:
+        except BaseException as error:
+            # A peer that is done with its own set-up would take a mere goodbye for good order.
+            native.abort(f"{type(error).__name__}: {error}")
             native.close()
             raise
         finally:
