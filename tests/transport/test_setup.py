@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from megatron.dpp.errors import PeerDead, SetupError, TransportError
-from megatron.dpp.transport import TransportOptions, open_transport, opening
+from megatron.dpp.errors import PeerDead, ProtocolError, SetupError, TransportError
+from megatron.dpp.transport import TransportOptions, gpu, handshake, open_transport, opening, rdma
 from tests.transport.kinds import PATIENCE, of_rank, pair, prepared
 
 REASON = "123 bytes of shared memory: Cannot allocate memory"
@@ -61,3 +62,70 @@ def test_a_peer_that_fails_in_its_last_step_has_not_left_in_good_order(
     error = error_of_rank_0(kind)
     assert type(error) is PeerDead
     assert f"rank 0: rank 1 gave up: SetupError: {REASON}" in str(error)
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("step", ["_add_peer", "_send_offer"])
+def test_a_peer_that_fails_while_links_are_joined_is_named(
+    kind: str, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_on_rank_1(monkeypatch, opening._Opening, step)
+    error = error_of_rank_0(kind)
+    assert "rank 1" in str(error) and str(error).startswith("rank 0: ")
+    assert type(error) is SetupError
+    # Before it knows rank 0 as a peer it can only hang up.
+    assert step == "_add_peer" or f"rank 1 gave up: SetupError: {REASON}" in str(error)
+
+
+@pytest.mark.parametrize("kind", ["cuda_ipc", "staged"])
+def test_a_peer_that_fails_while_gpus_are_joined_is_named(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_on_rank_1(monkeypatch, gpu.GpuLinks, "_open")
+    error = error_of_rank_0(kind)
+    assert type(error) is SetupError
+    text = (
+        f"rank 0: the set-up of the links with rank 1 ended: rank 1 gave up: SetupError: {REASON}"
+    )
+    assert text in str(error)
+
+
+def test_a_peer_that_fails_while_rdma_is_joined_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = rdma._send
+
+    def fail(rank: int, peer: Any, message: dict[str, Any]) -> None:
+        if rank == 1 and "ready" in message:
+            raise SetupError(REASON)
+        original(rank, peer, message)
+
+    monkeypatch.setattr(rdma, "_send", fail)
+    error = error_of_rank_0("rdma")
+    assert type(error) is SetupError
+    text = (
+        f"rank 0: the set-up of the links with rank 1 ended: rank 1 gave up: SetupError: {REASON}"
+    )
+    assert text in str(error)
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_SEQPACKET, socket.SOCK_STREAM])
+@pytest.mark.parametrize(
+    ("sent", "error", "text"),
+    [
+        (b"", SetupError, "ended: its connection was closed; its own message says why"),
+        (b"\0\0\2", SetupError, "ended: it has closed its transport"),
+        (b"\4\0\3\1why", SetupError, "ended: why"),
+        (b"\2\0[]", ProtocolError, "rank 0: rank 1 sent a broken set-up message: not an object"),
+    ],
+)
+def test_what_comes_instead_of_a_message_is_said(
+    kind: int, sent: bytes, error: type[TransportError], text: str
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    with ours:
+        ours.settimeout(PATIENCE)
+        with theirs:
+            if sent:
+                theirs.send(sent)
+        with pytest.raises(error, match="rank 1") as caught, handshake.joining(0, 1, ours):
+            handshake.receive_message(ours)
+    assert type(caught.value) is error and text in str(caught.value)

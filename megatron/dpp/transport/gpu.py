@@ -78,9 +78,9 @@ class GpuLinks:
             self._offer(link, legacy=True)
         for link in links:
             link.refused = self._open(link)
-            handshake.send_message(link.sock, {"refused": link.refused})
+            self._send(link, {"refused": link.refused})
         for link in links:
-            answer, _ = handshake.receive_message(link.sock)
+            answer, _ = self._receive(link)
             if answer.get("refused"):
                 self._offer(link, legacy=False)
         for link in links:
@@ -95,6 +95,14 @@ class GpuLinks:
         faults = {link.peer: self._links.ahead_fault(link.peer) for link in direct}
         return {peer: fault for peer, fault in faults.items() if fault}
 
+    def _send(self, link: GpuLink, message: dict[str, Any], fds: list[int] | None = None) -> None:
+        with handshake.joining(self._rank, link.peer, link.sock):
+            handshake.send_message(link.sock, message, fds)
+
+    def _receive(self, link: GpuLink, max_fds: int = 0) -> tuple[dict[str, Any], list[int]]:
+        with handshake.joining(self._rank, link.peer, link.sock):
+            return handshake.receive_message(link.sock, max_fds)
+
     def _offer(self, link: GpuLink, legacy: bool) -> None:
         message, fds = {"handle": ""}, []
         if link.incoming and link.kind == "staged":
@@ -103,11 +111,11 @@ class GpuLinks:
             control, handle, memory = self._links.make_ipc_slots(link.peer, link.incoming, legacy)
             message["handle"] = handle.hex()
             fds = [fd for fd in (control, memory) if fd >= 0]
-        handshake.send_message(link.sock, message, fds)
+        self._send(link, message, fds)
 
     def _open(self, link: GpuLink) -> str:
         """Opens what the peer offers; returns why it could not be opened."""
-        message, fds = handshake.receive_message(link.sock, 2)
+        message, fds = self._receive(link, 2)
         if not link.outgoing:
             for fd in fds:
                 os.close(fd)
@@ -129,18 +137,18 @@ class GpuLinks:
             seed = secrets.randbits(63)
             if link.outgoing:
                 self._links.write_pattern(link.peer, seed)
-            handshake.send_message(link.sock, {"seed": seed})
+            self._send(link, {"seed": seed})
         # Every verdict is sent and received before the first is raised: both sides then say why.
         faults = []
         for link in links:
-            message, _ = handshake.receive_message(link.sock)
+            message, _ = self._receive(link)
             fault = ""
             if link.incoming:
                 fault = self._links.pattern_fault(link.peer, int(message.get("seed", 0)))
-            handshake.send_message(link.sock, {"fault": fault})
+            self._send(link, {"fault": fault})
             faults.append((link, fault))
         for link in links:
-            message, _ = handshake.receive_message(link.sock)
+            message, _ = self._receive(link)
             faults.append((link, str(message.get("fault", ""))))
         for link, fault in faults:
             if fault:

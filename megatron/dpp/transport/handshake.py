@@ -17,6 +17,8 @@ at most ``HELLO_SECONDS``.
 from __future__ import annotations
 
 import array
+import contextlib
+import functools
 import hashlib
 import hmac
 import json
@@ -24,9 +26,12 @@ import os
 import secrets
 import socket
 import struct
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
 
-from megatron.dpp.errors import AuthError, ProtocolError
+from megatron.dpp.errors import AuthError, ProtocolError, SetupError
+
+_Read = TypeVar("_Read")
 
 MAX_HELLO = 4096
 """Bytes of the longest set-up message."""
@@ -35,6 +40,40 @@ HELLO_SECONDS = 5.0
 """How long a connection may take to prove itself."""
 
 _LENGTH = struct.Struct("<H")
+
+_MOST_UNREAD = 8
+"""Messages that a peer may have sent before it gave up: more than any step of a set-up."""
+
+_FAILED = 3
+_NOTES = (1, 2, _FAILED)
+"""Kinds of the notes that C++ sends on the same connections (``Peer::Note``), in the place of a
+message's first character.
+"""
+
+
+class PeerEnded(ProtocolError):
+    """Instead of a message there is the end of the connection, a peer's farewell, or nothing."""
+
+
+@contextlib.contextmanager
+def joining(rank: int, peer: int, sock: socket.socket) -> Iterator[None]:
+    """For messages of ``rank`` with ``peer`` while their links are set up: errors say whose they
+    are.
+
+    Raises:
+        SetupError: the peer met an error of its own, which is named where it has said so.
+        ProtocolError: it sent what is no message.
+    """
+    try:
+        yield
+    except (PeerEnded, OSError) as error:
+        # Where sending failed, what the peer said before it ended is still to be read.
+        why = _last_words(sock) if isinstance(error, ConnectionError) else str(error)
+        raise SetupError(
+            f"rank {rank}: the set-up of the links with rank {peer} ended: {why}"
+        ) from error
+    except ProtocolError as error:
+        raise ProtocolError(f"rank {rank}: rank {peer} sent {error}") from error
 
 
 def send_message(
@@ -52,25 +91,37 @@ def send_message(
 
 
 def receive_message(sock: socket.socket, max_fds: int = 0) -> tuple[dict[str, Any], list[int]]:
-    """Receive one set-up message and its descriptors; ``ProtocolError`` when it is not one."""
+    """Receive one set-up message and its descriptors.
+
+    Raises:
+        PeerEnded: the other side ended the connection or gave up.
+        ProtocolError: what came is not a message.
+    """
     fds: list[int] = []
     try:
         body = _receive_body(sock, fds, max_fds)
         message = json.loads(body)
         if not isinstance(message, dict):
             raise ValueError("not an object")
-    except (ValueError, struct.error, OSError) as error:
+    except BaseException as error:
         for fd in fds:
             os.close(fd)
-        raise ProtocolError(f"a broken set-up message: {error}") from error
+        if isinstance(error, TimeoutError):
+            raise PeerEnded(f"no answer after {sock.gettimeout():g} s") from error
+        if isinstance(error, OSError):
+            raise PeerEnded(f"{error}; its own message says why") from error
+        if isinstance(error, (ValueError, struct.error)):
+            raise ProtocolError(f"a broken set-up message: {error}") from error
+        raise
     return message, fds
 
 
 def _receive_body(sock: socket.socket, fds: list[int], max_fds: int) -> bytes:
     if sock.type == socket.SOCK_SEQPACKET:
         size = array.array("i").itemsize
-        packet, control, flags, _ = sock.recvmsg(
-            _LENGTH.size + MAX_HELLO, socket.CMSG_SPACE(max_fds * size), socket.MSG_CMSG_CLOEXEC
+        room = (_LENGTH.size + MAX_HELLO, socket.CMSG_SPACE(max_fds * size))
+        packet, control, flags, _ = _despite_reset(
+            lambda: sock.recvmsg(*room, socket.MSG_CMSG_CLOEXEC)
         )
         for level, kind, data in control:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -78,24 +129,61 @@ def _receive_body(sock: socket.socket, fds: list[int], max_fds: int) -> bytes:
                 fds.extend(array.array("i", data[:whole]))
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise ValueError("it is too long")
+        if not packet:
+            raise PeerEnded("its connection was closed; its own message says why")
         (length,) = _LENGTH.unpack_from(packet)
         body = packet[_LENGTH.size :]
+        if body and body[0] in _NOTES:
+            _take_leave(body[0], body[1:])
     else:
         (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
         if length > MAX_HELLO:
             raise ValueError(f"it announces {length} bytes")
-        body = _receive_exactly(sock, length)
+        body = _receive_exactly(sock, 1)
+        if body[0] in _NOTES:
+            _take_leave(body[0], _receive_exactly(sock, length))
+        body += _receive_exactly(sock, length - 1)
     if len(body) != length:
         raise ValueError(f"{len(body)} bytes where {length} were announced")
     return body
 
 
+def _last_words(sock: socket.socket) -> str:
+    for _ in range(_MOST_UNREAD):
+        try:
+            _, fds = receive_message(sock, 2)
+        except PeerEnded as error:
+            return str(error)
+        except ProtocolError:
+            continue
+        for fd in fds:
+            os.close(fd)
+    return "its connection was closed"
+
+
+def _take_leave(note: int, body: bytes) -> NoReturn:
+    """What C++ says for a peer that gives up, or closes, during the set-up."""
+    if note == _FAILED and len(body) > 1:
+        raise PeerEnded(body[1:].decode(errors="replace"))  # the first byte classes the fault
+    raise PeerEnded("it has closed its transport; its own message says why")
+
+
+def _despite_reset(read: Callable[[], _Read]) -> _Read:
+    """A peer that closed with messages of ours unread: Linux may say so before it hands out the
+    peer's own last one.
+    """
+    try:
+        return read()
+    except ConnectionResetError:
+        return read()
+
+
 def _receive_exactly(sock: socket.socket, count: int) -> bytes:
     parts = b""
     while len(parts) < count:
-        piece = sock.recv(count - len(parts))
+        piece = _despite_reset(functools.partial(sock.recv, count - len(parts)))
         if not piece:
-            raise ValueError(f"the connection ended after {len(parts)} of {count} bytes")
+            raise PeerEnded("its connection was closed; its own message says why")
         parts += piece
     return parts
 

@@ -7,10 +7,9 @@ and the stage's board if it leads one. Only then does C++ take the connections o
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch._C._distributed_c10d import Store
 from megatron.dpp.errors import (
     ConfigError,
     ProtocolError,
-    SetupError,
     TransportUnavailable,
     VersionMismatch,
 )
@@ -218,10 +216,10 @@ class _Opening:
         for peer, control in controls.items():
             control.sock.settimeout(self._options.setup_timeout)
             shared = self._choices[peer].kind not in _BETWEEN_HOSTS
-            with self._while_joining(peer):
+            with handshake.joining(self._rank, peer, control.sock):
                 handshake.send_message(control.sock, {}, [native.bell_fd()] if shared else None)
         for peer, control in controls.items():
-            with self._while_joining(peer):
+            with handshake.joining(self._rank, peer, control.sock):
                 _, fds = handshake.receive_message(control.sock, 1)
             self._add_peer(native, peer, control, fds)
         board_fd = -1
@@ -229,28 +227,15 @@ class _Opening:
             size, followers = len(self._board_ranks), self._board_ranks[1:]
             board_fd = native.make_board(size, self._board_counters, followers)
         for peer, control in controls.items():
-            with self._while_joining(peer):
-                self._send_offer(native, peer, control, board_fd)
+            self._send_offer(native, peer, control, board_fd)
         for peer, control in controls.items():
-            with self._while_joining(peer):
-                self._receive_offer(native, peer, control)
+            self._receive_offer(native, peer, control)
             if self._choices[peer].kind == "tcp":
                 data = [connections[peer, purpose].sock.detach() for purpose in _DATA]
                 incoming = _channels_with(self._incoming, peer)
                 native.add_tcp_link(peer, incoming, _channels_with(self._outgoing, peer), data)
         self._join_gpus(native, controls)
         self._join_rdma(native, controls)
-
-    @contextlib.contextmanager
-    def _while_joining(self, peer: int) -> Iterator[None]:
-        """A peer that met an error of its own just hangs up: say whose error it is."""
-        try:
-            yield
-        except OSError as error:
-            raise SetupError(
-                f"rank {self._rank}: rank {peer} ended the set-up of its links ({error}); its own "
-                "message says why"
-            ) from error
 
     def _join_gpus(self, native: Any, controls: dict[int, Connection]) -> None:
         links = [
@@ -287,7 +272,9 @@ class _Opening:
                 f"(device {self._device})"
             )
         if peers and self._place:
-            join_rdma(self._library, native, self._place, self._options, peers, self._gpu)
+            join_rdma(
+                self._library, native, self._rank, self._place, self._options, peers, self._gpu
+            )
             self._gpu_ways |= {p.peer: f"; {p.link.gpu_way}" for p in peers if p.link.gpu_way}
 
     def _add_peer(self, native: Any, peer: int, control: Connection, fds: list[int]) -> None:
@@ -306,10 +293,12 @@ class _Opening:
         if board_fd >= 0 and peer in self._board_ranks:
             message["board"] = [len(self._board_ranks), self._board_counters]
             fds.append(board_fd)
-        handshake.send_message(control.sock, message, fds)
+        with handshake.joining(self._rank, peer, control.sock):
+            handshake.send_message(control.sock, message, fds)
 
     def _receive_offer(self, native: Any, peer: int, control: Connection) -> None:
-        message, fds = handshake.receive_message(control.sock, 2)
+        with handshake.joining(self._rank, peer, control.sock):
+            message, fds = handshake.receive_message(control.sock, 2)
         try:
             self._compare_offer(message, peer)
             indices = _channels_with(self._outgoing, peer)

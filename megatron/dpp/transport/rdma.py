@@ -115,6 +115,7 @@ def _infiniband_interfaces(interface: str) -> list[tuple[str, int]]:
 def join_rdma(
     library: Any,
     native: Any,
+    rank: int,
     place: Place,
     options: TransportOptions,
     peers: Sequence[RdmaPeer],
@@ -147,34 +148,46 @@ def join_rdma(
             gpudirect=options.gpudirect,
             max_pending=options.max_pending,
         )
-        handshake.send_message(peer.sock, {"rdma": peer.link.offer()})
+        _send(rank, peer, {"rdma": peer.link.offer()})
     for peer in peers:
-        message, _ = handshake.receive_message(peer.sock)
+        message = _receive(rank, peer)
         try:
             peer.link.connect(message["rdma"])
         except (KeyError, TypeError, RuntimeError) as error:
-            raise ProtocolError(f"rank {peer.peer} sent a broken RDMA offer: {error}") from error
-        handshake.send_message(peer.sock, {"ready": True})
+            raise ProtocolError(
+                f"rank {rank}: rank {peer.peer} sent a broken RDMA offer: {error}"
+            ) from error
+        _send(rank, peer, {"ready": True})
     for peer in peers:
-        handshake.receive_message(peer.sock)
-    _try([peer for peer in peers if peer.link.needs_test])
+        _receive(rank, peer)
+    _try(rank, [peer for peer in peers if peer.link.needs_test])
 
 
-def _try(peers: Sequence[RdmaPeer]) -> None:
+def _send(rank: int, peer: RdmaPeer, message: dict[str, Any]) -> None:
+    with handshake.joining(rank, peer.peer, peer.sock):
+        handshake.send_message(peer.sock, message)
+
+
+def _receive(rank: int, peer: RdmaPeer) -> dict[str, Any]:
+    with handshake.joining(rank, peer.peer, peer.sock):
+        return handshake.receive_message(peer.sock)[0]
+
+
+def _try(rank: int, peers: Sequence[RdmaPeer]) -> None:
     """Write a pattern through each link and look whether it is there. Both sides say why not before
     either gives up."""
     for peer in peers:
         seed = secrets.randbits(63)
         peer.link.write_pattern(seed)
-        handshake.send_message(peer.sock, {"seed": seed})
+        _send(rank, peer, {"seed": seed})
     faults = []
     for peer in peers:
-        message, _ = handshake.receive_message(peer.sock)
+        message = _receive(rank, peer)
         fault = peer.link.pattern_fault(int(message.get("seed", 0)))
-        handshake.send_message(peer.sock, {"fault": fault})
+        _send(rank, peer, {"fault": fault})
         faults.append((peer, fault))
     for peer in peers:
-        message, _ = handshake.receive_message(peer.sock)
+        message = _receive(rank, peer)
         faults.append((peer, str(message.get("fault", ""))))
     for peer, fault in faults:
         if fault:
