@@ -35,6 +35,7 @@ struct Block {
   int fd;
   size_t bytes;
 };
+std::atomic<long> stream_waits{0};
 struct FakeEvent {
   std::atomic<int> patience{0};
 };
@@ -223,7 +224,9 @@ int cuStreamCreate(void** stream, unsigned) { return *stream = reinterpret_cast<
 int cuStreamDestroy(void*) { return 0; }
 int cuStreamQuery(void*) { return 0; }
 int cuStreamSynchronize(void*) { return 0; }
-int cuStreamWaitEvent(void*, void*, unsigned) { return 0; }
+int cuStreamWaitEvent(void*, void*, unsigned) { return ++stream_waits, 0; }
+// For tests: how often a stream was told to wait for an event.
+long fake_cuda_waits() { return stream_waits; }
 int cuStreamWriteValue32(void*, Address to, uint32_t value, unsigned) {
   if (flag("FAKE_CUDA_NO_VALUES")) return kNotSupported;
   if (!flag("FAKE_CUDA_SILENT")) reinterpret_cast<std::atomic<uint32_t>*>(to)->store(value);

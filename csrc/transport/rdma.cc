@@ -82,13 +82,15 @@ void RdmaOutbox::begin(const Parcel& parcel) {
 
 Step RdmaOutbox::finished(PieceCopier& copier) {
   const Parcel& parcel = begun_parcels_[num_finished_ % geometry_.depth];
-  if (num_pieces_ == 0) copier.start(parcel);
+  if (!started_) copier.start(parcel);
+  started_ = true;  // without a free buffer there may be no piece yet when we come again
   const bool whole = fill(parcel, copier);
   if (const Step step = send_filled(copier); step != Step::kDone) return step;
   if (!whole) return Step::kAgain;
   // Copied into buffers and posted: the source is free. The device, or an error, does the rest.
   ++num_finished_;
   copied_bytes_ = num_pieces_ = 0;
+  started_ = false;
   return Step::kDone;
 }
 

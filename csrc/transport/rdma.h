@@ -135,7 +135,7 @@ struct RdmaPiece {
 class PieceCopier {
  public:
   virtual ~PieceCopier() = default;
-  // Before the first piece of a message.
+  // Once, before the first piece of a message.
   virtual void start(const Parcel& parcel) = 0;
   virtual void copy(std::byte* to, const std::byte* from, uint64_t bytes, int buffer) = 0;
   virtual bool copied(int buffer) = 0;
@@ -163,7 +163,9 @@ class RdmaOutbox {
   // Owner only.
   std::vector<Parcel> begun_parcels_;
   uint64_t num_finished_ = 0;
-  // Of the oldest message: bytes copied, pieces copied, those of them that are not posted yet.
+  // Of the oldest message: whether the copier knows of it, bytes copied, pieces copied, those of
+  // them that are not posted yet.
+  bool started_ = false;
   uint64_t copied_bytes_ = 0;
   uint64_t num_pieces_ = 0;
   std::deque<RdmaPiece> filled_;

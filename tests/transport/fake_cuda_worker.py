@@ -2,10 +2,10 @@
 
 Run by test_cuda_fake.py as ``python fake_cuda_worker.py CASE...``, with that driver in
 LD_LIBRARY_PATH. A case is one string, ``KIND [checksum] [gpudirect=ONE,OTHER] [direct=ABILITY+...]
-[FAULT ...]``; abilities are the fake GPU's, faults the fake network card's. ``KIND ahead``,
-``KIND not-ahead`` and ``KIND let-go`` try what is taken before it has arrived. Prints for each case
-its name, the links' reasons or the errors, and "ok" or "refused". CPU tensors play CUDA tensors:
-the fake driver's device memory is host memory.
+[FAULT ...]``; abilities are the fake GPU's, faults the fake network card's. A word of ``SCENARIOS``
+stands for what is done instead of a random exchange. Prints for each case its name, the links'
+reasons or the errors, and "ok" or "refused". CPU tensors play CUDA tensors: the fake driver's
+device memory is host memory.
 """
 
 from __future__ import annotations
@@ -139,6 +139,25 @@ def let_go(a, b) -> None:
         print(type(error).__name__, error)
 
 
+def one_wait(a, b) -> None:
+    """Our stream is told once per message to wait for its producer, also when all buffers of the
+    link are in use and sending has to be tried again."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    before, taken, number = driver.fake_cuda_waits(), [0] * CHUNKS, 0
+    for _ in range(10):
+        for channel in (*range(CHUNKS), *range(CHUNKS)):
+            a.put(channel, torch.zeros(SLOT // 4), iteration=2, microbatch=number)
+            number += 1
+        for channel in (*range(CHUNKS), *range(CHUNKS)):
+            take(b, channel, taken)
+    a.flush(20)
+    waits = driver.fake_cuda_waits() - before
+    assert waits == number, f"{waits} waits for {number} messages"
+
+
+SCENARIOS = {"ahead": take_ahead, "not-ahead": not_ahead, "let-go": let_go, "one-wait": one_wait}
+
+
 def run_case(case: str) -> None:
     kind, *words = case.split()
     gpudirect, faults = ("auto", "auto"), []
@@ -148,7 +167,7 @@ def run_case(case: str) -> None:
             gpudirect = tuple(value.split(","))
         elif name == "direct":
             os.environ["FAKE_CUDA_DIRECT"] = value
-        elif word not in ("checksum", "ahead", "not-ahead", "let-go"):
+        elif word != "checksum" and word not in SCENARIOS:
             faults.append(word)
     card = ctypes.CDLL("libibverbs.so.1")
     for word in ("reset", *faults):
@@ -161,13 +180,10 @@ def run_case(case: str) -> None:
     assert [link.kind for link in a.links()] == [kind]
     for end in both:
         print(*(link.reason for link in end.links()))
-    if "ahead" in words:
-        take_ahead(a, b)
-    elif "not-ahead" in words:
-        not_ahead(a, b)
-    elif "let-go" in words:
-        let_go(a, b)
-    else:
+    scenarios = [SCENARIOS[word] for word in words if word in SCENARIOS]
+    for scenario in scenarios:
+        scenario(a, b)
+    if not scenarios:
         exchange(a, b)
         exchange_back = threading.Thread(target=exchange, args=(b, a))
         exchange_back.start()

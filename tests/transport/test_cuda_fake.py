@@ -78,6 +78,11 @@ def test_a_link_that_loses_what_is_written_is_refused(driver):
     assert "arrived wrong" in said and "--dpp-transport staged" in said
 
 
+def test_a_stream_waits_once_for_what_has_to_wait_for_buffers(driver):
+    (said,) = run(driver, "rdma one-wait")
+    assert said.endswith("\nok\n"), said
+
+
 def test_the_card_reads_and_writes_gpu_memory(driver):
     ways = {
         "direct=dmabuf+ordered": "dma-buf, the GPU orders writes",
