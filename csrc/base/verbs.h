@@ -8,6 +8,7 @@
 #pragma once
 
 #include <pthread.h>
+#include <unistd.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -275,20 +276,21 @@ std::vector<Port> list_ports(const Api& api);  // throws kSetup
 std::string gid_text(const Gid& gid);
 Gid gid_from(const std::string& text);  // throws kProtocol
 
-// Owners. Each knows the library; a null pointer owns nothing.
+// Owners. Each knows the library; a null pointer owns nothing. In a forked child nothing is given
+// back: the kernel knows these objects by the descriptor that the child shares with its parent.
 template <typename Object>
 class Owner {
  public:
   using Release = int (*)(Object*);
   Owner() = default;
-  Owner(Object* object, Release release) : object_(object), release_(release) {}
+  Owner(Object* object, Release release) : object_(object), release_(release), pid_(::getpid()) {}
   Owner(Owner&& other) noexcept { swap(other); }
   Owner& operator=(Owner&& other) noexcept {
     swap(other);
     return *this;
   }
   ~Owner() {
-    if (object_ != nullptr) release_(object_);
+    if (object_ != nullptr && ::getpid() == pid_) release_(object_);
   }
   Object* get() const { return object_; }
   Object* operator->() const { return object_; }
@@ -298,9 +300,11 @@ class Owner {
   void swap(Owner& other) noexcept {
     std::swap(object_, other.object_);
     std::swap(release_, other.release_);
+    std::swap(pid_, other.pid_);
   }
   Object* object_ = nullptr;
   Release release_ = nullptr;
+  pid_t pid_ = 0;
 };
 
 // A device by name; throws kUnavailable when it is not there, kSetup when it cannot be opened.

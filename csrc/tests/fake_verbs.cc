@@ -17,237 +17,16 @@
 //   late-gpu-writes 1    writes to the GPU's memory are seen after fake_verbs_flush(), not before
 //   lose-gpu-writes 1    or never
 //   reset 0              all is well again
-#include <sys/eventfd.h>
+#include "fake_verbs.h"
+
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
 #include <cerrno>
-#include <condition_variable>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <deque>
-#include <fstream>
-#include <map>
-#include <mutex>
-#include <random>
-#include <string>
-#include <thread>
-#include <vector>
-
-#include "base/verbs.h"
-
-namespace dpp::verbs {
-struct Device {
-  char name[8];
-};
-struct Domain {
-  Context* context;
-};
-}  // namespace dpp::verbs
 
 namespace {
 
-using namespace dpp::verbs;
-
-constexpr int kRoce = 4096;
-constexpr uint32_t kFirstKey = 0x1000;
-
-struct Queue : CompletionQueue {
-  std::deque<Completion> found;
-  bool armed = false;
-};
-struct Pair : QueuePair {
-  std::deque<std::pair<SendRequest, Piece>> sends;
-  std::deque<uint64_t> receives;
-  uint32_t peer = 0;
-  uint32_t most_sends = 0, most_receives = 0;
-  bool broken = false;
-};
-struct Opened : Context {
-  std::deque<AsyncEvent> events;
-};
-struct Channel : CompletionChannel {
-  std::deque<Queue*> rung;
-};
-struct Region : MemoryRegion {
-  std::byte* bytes_at =
-      nullptr;  // where this process sees them: of a dma-buf, a mapping of its own
-  bool gpu = false;
-  bool mapped = false;
-};
-struct Late {
-  std::byte* to;
-  std::vector<std::byte> bytes;
-};
-
-// Whether an address is in memory of fake_cuda.cc's GPU.
-bool on_gpu(const void* data) {
-  const auto address = reinterpret_cast<uintptr_t>(data);
-  std::ifstream maps("/proc/self/maps");
-  for (std::string line; std::getline(maps, line);) {
-    unsigned long first = 0, end = 0;
-    if (std::sscanf(line.c_str(), "%lx-%lx", &first, &end) != 2) continue;
-    if (address >= first && address < end) return line.find("memfd:fake-gpu") != std::string::npos;
-  }
-  return false;
-}
-
-class Fabric {
- public:
-  std::mutex mutex;
-  std::map<uint32_t, Pair*> pairs;
-  std::map<uint32_t, Region*> regions;
-  std::vector<Late> late;
-  std::map<std::string, long> faults;
-  std::vector<Opened*> contexts;
-  uint32_t next_number = 17, next_key = kFirstKey;
-
-  void opened(Opened* context) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    contexts.push_back(context);
-    if (contexts.size() == 1) {
-      stop_ = false;
-      thread_ = std::thread([this] { run(); });
-    }
-  }
-  void closed(Opened* context) {
-    std::thread done;
-    {
-      const std::lock_guard<std::mutex> lock(mutex);
-      contexts.erase(std::find(contexts.begin(), contexts.end(), context));
-      if (contexts.empty()) {
-        stop_ = true;
-        done.swap(thread_);
-      }
-    }
-    posted_.notify_all();
-    if (done.joinable()) done.join();
-  }
-  void posted() { posted_.notify_all(); }
-  // Mutex held, as below.
-  Region* registered(Domain* domain, void* address, size_t bytes, std::byte* at, bool gpu,
-                     bool mapped) {
-    const uint32_t key = next_key++;
-    auto* region = new Region;
-    static_cast<MemoryRegion&>(*region) = {domain->context, domain, address, bytes, 0, key, key};
-    region->bytes_at = at;
-    region->gpu = gpu;
-    region->mapped = mapped;
-    return regions[key] = region;
-  }
-  // One fewer of a counted fault.
-  bool take(const char* name) {
-    long& left = faults[name];
-    return left > 0 && left-- > 0;
-  }
-  void complete(CompletionQueue* to, const Completion& completion) {
-    auto* queue = static_cast<Queue*>(to);
-    queue->found.push_back(completion);
-    if (!queue->armed || queue->channel == nullptr) return;
-    queue->armed = false;
-    static_cast<Channel*>(queue->channel)->rung.push_back(queue);
-    ring(queue->channel->fd);
-  }
-  static void ring(int fd) {
-    const uint64_t one = 1;
-    if (write(fd, &one, sizeof(one)) != sizeof(one)) std::abort();
-  }
-
- private:
-  void run() {
-    std::unique_lock<std::mutex> lock(mutex);
-    while (!stop_) {
-      std::vector<Pair*> ready;
-      for (const auto& [number, pair] : pairs) {
-        if (!pair->sends.empty()) ready.push_back(pair);
-      }
-      if (ready.empty()) {
-        posted_.wait(lock);
-        continue;
-      }
-      carry_out(*ready[random_() % ready.size()]);
-      lock.unlock();  // let others post in between
-      lock.lock();
-    }
-  }
-
-  void carry_out(Pair& pair) {
-    const auto [request, piece] = pair.sends.front();
-    pair.sends.pop_front();
-    Completion completion = {};
-    completion.id = request.id;
-    completion.queue_pair = pair.number;
-    completion.opcode = 1;
-    completion.status = pair.broken ? kFlushed : outcome(pair, request, piece);
-    pair.broken = pair.broken || completion.status != 0;
-    if (faults["drop-completions"] == 0) complete(pair.send_queue, completion);
-  }
-
-  int outcome(const Pair& pair, const SendRequest& request, const Piece& piece) {
-    if (const long status = faults["error-status"]) {
-      faults["error-status"] = 0;
-      return static_cast<int>(status);
-    }
-    const auto target = pairs.find(pair.peer);
-    if (target == pairs.end() || faults["port-down"] != 0) return kRetriesExceeded;
-    if (request.num_pieces != 0) {
-      if (!inside(piece.lkey, piece.address, piece.bytes)) return 4;
-      const auto region = regions.find(request.remote.rkey);
-      if (region == regions.end() || region->second->domain != target->second->domain ||
-          !inside(request.remote.rkey, request.remote.address, piece.bytes)) {
-        return kRemoteAccess;
-      }
-      deliver(*region->second, request.remote.address, *regions[piece.lkey], piece);
-    }
-    if (request.opcode == kWrite) return 0;
-    Pair& peer = *target->second;
-    if (faults["lose-receives"] != 0) peer.receives.clear();
-    if (peer.receives.empty()) return kReceiverNotReady;
-    Completion arrival = {};
-    arrival.id = peer.receives.front();
-    peer.receives.pop_front();
-    arrival.opcode = kReceivedImmediate;
-    arrival.immediate = request.immediate;
-    arrival.queue_pair = peer.number;
-    if (faults["drop-completions"] == 0) complete(peer.receive_queue, arrival);
-    return 0;
-  }
-
-  void deliver(const Region& into, uint64_t address, const Region& from, const Piece& piece) {
-    const auto place = [](const Region& region, uint64_t of) {
-      return region.bytes_at + (of - reinterpret_cast<uint64_t>(region.address));
-    };
-    const std::byte* source = place(from, piece.address);
-    std::byte* target = place(into, address);
-    if (into.gpu && faults["lose-gpu-writes"] != 0) return;
-    if (into.gpu && faults["late-gpu-writes"] != 0) {
-      late.push_back({target, {source, source + piece.bytes}});
-    } else {
-      std::memcpy(target, source, piece.bytes);
-    }
-  }
-
-  bool inside(uint32_t key, uint64_t address, uint64_t bytes) const {
-    const auto found = regions.find(key);
-    if (found == regions.end()) return false;
-    const auto first = reinterpret_cast<uint64_t>(found->second->address);
-    return address >= first && address + bytes <= first + found->second->bytes;
-  }
-
-  std::condition_variable posted_;
-  std::minstd_rand random_{7};
-  bool stop_ = false;
-  std::thread thread_;
-};
-
-Fabric& fabric() {
-  static auto* only = new Fabric;  // never destroyed: the library stays loaded
-  return *only;
-}
+using namespace dpp::tests;
 
 Device device = {"fake0"};
 
@@ -315,6 +94,13 @@ __attribute__((visibility("default"))) void fake_verbs_set(const char* name, lon
     context->events.push_back(event);
     Fabric::ring(context->async_fd);
   }
+}
+
+// How much there is of what only its owner may give back.
+__attribute__((visibility("default"))) long fake_verbs_objects() {
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  return static_cast<long>(fabric().contexts.size() + fabric().pairs.size() +
+                           fabric().regions.size());
 }
 
 __attribute__((visibility("default"))) void fake_verbs_flush() {

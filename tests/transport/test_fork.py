@@ -5,13 +5,26 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import HashStore
 
 from megatron.dpp.errors import PeerDead
-from tests.transport.kinds import PATIENCE, forked, open_from_file, pair
+from megatron.dpp.transport import open_transport
+from tests.transport.kinds import (
+    PATIENCE,
+    fake_verbs,
+    forked,
+    inheritance_kept,
+    of_rank,
+    open_from_file,
+    pair,
+    take_next,
+)
 
 
 def wait_for_number(path: Path) -> int:
@@ -58,3 +71,28 @@ def test_a_child_does_not_keep_a_dead_rank_alive(
         finally:
             os.kill(child, signal.SIGKILL)
     assert "rank 1 (pid" in text and "died" in text
+
+
+def test_a_child_that_frees_what_it_inherits_leaves_the_network_card_alone() -> None:
+    card, store = fake_verbs(), HashStore()
+
+    def open_one(rank: int) -> Any:
+        return open_transport(of_rank(pair(), rank), rank=rank, store=store, kind="rdma")
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(open_one, range(2)))
+    before = card.fake_verbs_objects()
+    assert before > 0
+    with inheritance_kept():
+        child = os.fork()
+        if child == 0:
+            signal.alarm(int(PATIENCE))
+            ends[0].close()
+            ends.clear()
+            os._exit(0 if card.fake_verbs_objects() == before else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    a, b = ends
+    a.put(0, torch.ones(3), iteration=0, microbatch=0)
+    assert take_next(b, 0, 0).microbatch == 0
+    for end in ends:
+        end.close()
