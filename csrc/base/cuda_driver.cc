@@ -202,17 +202,17 @@ Stream::Stream(DevicePtr device) : device_(std::move(device)) {
 }
 
 Stream::~Stream() {
-  drain();
+  drain(monotonic_ns() + kDrainNs);
   if (device_->usable()) static_cast<void>(device_->api().cuStreamDestroy(handle_));
 }
 
-void Stream::drain() {
-  if (stuck_ || !device_->usable()) return;
-  const uint64_t deadline = monotonic_ns() + kDrainNs;
+bool Stream::drain(uint64_t deadline_ns) {
+  if (!device_->usable()) return true;
   while (device_->api().cuStreamQuery(handle_) == kNotReady) {
-    if ((stuck_ = monotonic_ns() >= deadline)) return;
+    if (monotonic_ns() >= deadline_ns) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
+  return true;
 }
 
 void Stream::wait_for(const Event& event) {

@@ -189,17 +189,16 @@ class Stream {
   explicit Stream(DevicePtr device);
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
-  ~Stream();  // drains
+  ~Stream();  // drains, for two seconds at most
   StreamHandle get() const { return handle_; }
-  // Waits up to two seconds, once, for its work: memory that it uses is freed after it.
-  void drain();
+  // Waits for its work: memory that it uses is freed after it. False: it was not done in time.
+  bool drain(uint64_t deadline_ns);
   void wait_for(const Event& event);
   void synchronize();
 
  private:
   DevicePtr device_;
   StreamHandle handle_ = nullptr;
-  bool stuck_ = false;
 };
 
 // Device memory: this process's own, in a form that another one can open, or such memory of another

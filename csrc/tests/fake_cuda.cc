@@ -8,7 +8,7 @@
 // processes, FAKE_CUDA_SLOW=N keeps events back for N queries, FAKE_CUDA_SILENT=1 never writes a
 // value from a stream, FAKE_CUDA_NO_VALUES=1 refuses to. A stream that waits for a value waits in
 // the call, for five seconds at most. FAKE_CUDA_DIRECT lists what the GPU has for GPUDirect:
-// dmabuf, peermem, ordered, flush.
+// dmabuf, peermem, ordered, flush. FAKE_CUDA_BUSY=N: after a copy a stream is busy for N queries.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -36,6 +36,8 @@ struct Block {
   size_t bytes;
 };
 std::atomic<long> stream_waits{0};
+std::atomic<long> busy{0};   // queries of our stream that will say so
+std::atomic<long> early{0};  // pieces of memory that were given up while it was
 struct FakeEvent {
   std::atomic<int> patience{0};
 };
@@ -62,6 +64,10 @@ Address map(int fd, size_t bytes, Address where = 0) {
       mmap(hint, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | (where ? MAP_FIXED : 0), fd, 0);
   return data == MAP_FAILED ? 0 : reinterpret_cast<Address>(data);
 }
+
+void* const kOurStream = reinterpret_cast<void*>(2);
+
+void give_up_memory() { early += busy > 0; }
 
 bool foreign(Address address) {
   const std::lock_guard<std::mutex> lock(mutex);
@@ -116,6 +122,7 @@ int cuMemFree(Address address) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = blocks.find(address);
   if (found == blocks.end()) return kInvalid;
+  give_up_memory();
   munmap(reinterpret_cast<void*>(address), found->second.bytes);
   close(found->second.fd);
   blocks.erase(found);
@@ -166,6 +173,7 @@ int cuIpcCloseMemHandle(Address address) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = opened.find(address);
   if (found == opened.end()) return kInvalid;
+  give_up_memory();
   munmap(reinterpret_cast<void*>(address), found->second);
   opened.erase(found);
   return 0;
@@ -203,12 +211,15 @@ int cuMemUnmap(Address address, size_t bytes) {
 }
 int cuMemSetAccess(Address, size_t, const void*, size_t) { return 0; }
 int cuMemHostRegister(void*, size_t, unsigned) { return 0; }
-int cuMemHostUnregister(void*) { return 0; }
+int cuMemHostUnregister(void*) { return give_up_memory(), 0; }
 int cuMemHostGetDevicePointer(Address* address, void* data, unsigned) {
   return *address = reinterpret_cast<Address>(data), 0;
 }
 
-int cuMemcpyDtoDAsync(Address to, Address from, size_t bytes, void*) {
+int cuMemcpyDtoDAsync(Address to, Address from, size_t bytes, void* stream) {
+  if (const char* queries = std::getenv("FAKE_CUDA_BUSY"); queries && stream == kOurStream) {
+    busy = std::atol(queries);
+  }
   if (flag("FAKE_CUDA_CORRUPT") && foreign(to)) return 0;
   std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
   return 0;
@@ -220,10 +231,11 @@ int cuMemcpyHtoDAsync(Address to, const void* from, size_t bytes, void* stream) 
   return cuMemcpyDtoDAsync(to, reinterpret_cast<Address>(from), bytes, stream);
 }
 
-int cuStreamCreate(void** stream, unsigned) { return *stream = reinterpret_cast<void*>(2), 0; }
+int cuStreamCreate(void** stream, unsigned) { return *stream = kOurStream, 0; }
 int cuStreamDestroy(void*) { return 0; }
-int cuStreamQuery(void*) { return 0; }
-int cuStreamSynchronize(void*) { return 0; }
+int cuStreamQuery(void*) { return busy > 0 && busy-- > 0 ? kNotReady : 0; }
+int cuStreamSynchronize(void*) { return busy = 0, 0; }
+long fake_cuda_early() { return early; }
 int cuStreamWaitEvent(void*, void*, unsigned) { return ++stream_waits, 0; }
 // For tests: how often a stream was told to wait for an event.
 long fake_cuda_waits() { return stream_waits; }

@@ -1,17 +1,8 @@
 #include "transport/cuda_ipc.h"
 
-#include <chrono>
-#include <thread>
-
 #include "base/error.h"
 
 namespace dpp {
-
-namespace {
-
-constexpr uint64_t kLetGoNs = 1'000'000'000;
-
-}  // namespace
 
 Written::Written(cuda::DevicePtr device, std::shared_ptr<ShmBlock> block, cuda::Stream& stream)
     : device_(std::move(device)), block_(std::move(block)) {
@@ -53,9 +44,6 @@ CudaIpcSender::CudaIpcSender(cuda::DevicePtr device, std::shared_ptr<cuda::Strea
       channel_(channel),
       copied_(device_, slots_.depth) {}
 
-// What is queued writes into memory that is given up now.
-CudaIpcSender::~CudaIpcSender() { stream_->drain(); }
-
 void CudaIpcSender::begin(Parcel& parcel) {
   const cuda::Current current(*device_);
   follow_producer(parcel);
@@ -84,14 +72,6 @@ CudaIpcReceiver::CudaIpcReceiver(cuda::DevicePtr device, DeviceSlots slots,
     : DeviceReceiver(std::move(device), std::move(slots), std::move(ring)),
       written_(std::move(written)),
       channel_(channel) {}
-
-// A stream that waits for memory that is given up now has been let go.
-CudaIpcReceiver::~CudaIpcReceiver() {
-  const uint64_t deadline = monotonic_ns() + kLetGoNs;
-  while (!copied(awaited_.load()) && monotonic_ns() < deadline) {
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
-  }
-}
 
 void CudaIpcReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) {
   if (ring_->arrived() < sequence) {

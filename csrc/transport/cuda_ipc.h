@@ -45,7 +45,6 @@ class CudaIpcSender : public DeviceSender {
   CudaIpcSender(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream, DeviceSlots slots,
                 std::unique_ptr<ShmSender> ring, std::shared_ptr<const Written> written,
                 size_t channel, uint32_t max_pending);
-  ~CudaIpcSender() override;
   void begin(Parcel& parcel) override;
   Step finished() override;
 
@@ -61,7 +60,6 @@ class CudaIpcReceiver : public DeviceReceiver {
  public:
   CudaIpcReceiver(cuda::DevicePtr device, DeviceSlots slots, std::unique_ptr<ShmReceiver> ring,
                   std::shared_ptr<const Written> written, size_t channel);
-  ~CudaIpcReceiver() override;
   uint64_t coming() override { return written_->fault().empty() ? ring_->begun() : arrived(); }
   void copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) override;
   void let_go() override;

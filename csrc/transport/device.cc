@@ -1,5 +1,8 @@
 #include "transport/device.h"
 
+#include <chrono>
+#include <thread>
+
 #include "base/copy.h"
 #include "base/error.h"
 
@@ -27,13 +30,32 @@ uint32_t device_checksum(const cuda::Device& device, const void* data, uint64_t 
 
 }  // namespace
 
-Marks::Marks(const cuda::DevicePtr& device, size_t depth) {
+Marks::Marks(const cuda::DevicePtr& device, size_t depth) : device_(device) {
   for (size_t i = 0; i < depth; ++i) events_.push_back(std::make_unique<cuda::Event>(device));
 }
 
 void Marks::set(uint64_t sequence, cuda::StreamHandle stream) { slot(sequence).record(stream); }
 
 bool Marks::passed(uint64_t sequence) const { return slot(sequence).done(); }
+
+bool Marks::all_passed(uint64_t first, uint64_t last, uint64_t deadline_ns) const noexcept {
+  if (!device_->usable()) return true;
+  try {
+    const cuda::Current current(*device_);
+    while (first != last) {
+      if (passed(first + 1)) {
+        ++first;
+      } else if (monotonic_ns() >= deadline_ns) {
+        return false;
+      } else {
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
+    }
+  } catch (const Error&) {
+    // The GPU has failed; nothing runs on it any more.
+  }
+  return true;
+}
 
 SlotLayout::SlotLayout(const std::vector<Geometry>& channels) {
   for (const Geometry& channel : channels) {
@@ -98,12 +120,8 @@ void DeviceReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintp
   copied_.set(sequence, as_stream(stream));
 }
 
-bool DeviceReceiver::copied(uint64_t sequence) const noexcept {
-  try {
-    return sequence == 0 || !device_->usable() || copied_.passed(sequence);
-  } catch (const Error&) {
-    return true;  // the GPU has failed; nothing runs on it any more
-  }
+bool DeviceReceiver::comes_to_rest(uint64_t deadline_ns) {
+  return copied_.all_passed(freed_, wanted_.load(std::memory_order_acquire), deadline_ns);
 }
 
 uint32_t DeviceReceiver::checksum(const void* to, uint64_t bytes, uintptr_t stream) {

@@ -26,10 +26,14 @@ class Marks {
   Marks(const cuda::DevicePtr& device, size_t depth);
   void set(uint64_t sequence, cuda::StreamHandle stream);
   bool passed(uint64_t sequence) const;  // throws when the work before it failed
+  // Waits until the marks of the messages after `first` and up to `last` are passed, or the GPU has
+  // failed. False at the deadline.
+  bool all_passed(uint64_t first, uint64_t last, uint64_t deadline_ns) const noexcept;
 
  private:
   cuda::Event& slot(uint64_t sequence) const { return *events_[sequence % events_.size()]; }
 
+  const cuda::DevicePtr device_;
   std::vector<std::unique_ptr<cuda::Event>> events_;
 };
 
@@ -63,6 +67,8 @@ class DeviceSender : public Sender {
   uint32_t checksum(const Parcel& parcel) override;
   bool has_credit() override { return ring_->has_credit(); }
   bool ask_for_credit() override { return ring_->ask_for_credit(); }
+  // What is queued reads memory of the caller and fills buffers or slots that are given up.
+  bool comes_to_rest(uint64_t deadline_ns) override { return stream_->drain(deadline_ns); }
 
  protected:
   // Lets our stream wait for what produces the payload; after it the parcel's event may serve
@@ -94,11 +100,9 @@ class DeviceReceiver : public Receiver {
   uint32_t checksum(const void* to, uint64_t bytes, uintptr_t stream) override;
   bool settles() const override { return true; }
   Step settle(bool& progressed) override;
+  bool comes_to_rest(uint64_t deadline_ns) override;
 
  protected:
-  // Whether the last message copied out up to this one has been; true where that cannot be known.
-  bool copied(uint64_t sequence) const noexcept;
-
   const cuda::DevicePtr device_;
   const DeviceSlots slots_;
   const std::unique_ptr<ShmReceiver> ring_;

@@ -52,6 +52,12 @@ class Sender {
   virtual void begin(Parcel& parcel) = 0;
   // Owner. Whether the oldest begun message has left its source and was announced to the receiver.
   virtual Step finished() = 0;
+  // Closing thread, after the progress thread: waits until no GPU uses memory any more that goes
+  // with this object. False: one still did at `deadline_ns`, and the object must never go.
+  virtual bool comes_to_rest(uint64_t deadline_ns) {
+    static_cast<void>(deadline_ns);
+    return true;
+  }
 };
 
 // The receiving half of one channel; calls come from the caller's thread, settle() from the
@@ -84,6 +90,11 @@ class Receiver {
   virtual Step settle(bool& progressed) {
     static_cast<void>(progressed);
     return Step::kDone;
+  }
+  // As Sender::comes_to_rest().
+  virtual bool comes_to_rest(uint64_t deadline_ns) {
+    static_cast<void>(deadline_ns);
+    return true;
   }
 };
 

@@ -31,6 +31,9 @@ class Outgoing {
   uint64_t done() const { return done_.load(std::memory_order_acquire); }
   uint64_t pending() const { return queued_.load(std::memory_order_relaxed) - done(); }
 
+  // As Sender's.
+  bool comes_to_rest(uint64_t deadline_ns) { return sender_->comes_to_rest(deadline_ns); }
+
   // Progress thread. Says whether work is left and how it will go on; `progressed` is set when a
   // message finished.
   Step advance(bool& progressed);

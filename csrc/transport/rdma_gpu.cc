@@ -121,4 +121,8 @@ Step RdmaGpuReceiver::settle(bool&) {
   return Step::kDone;
 }
 
+bool RdmaGpuReceiver::comes_to_rest(uint64_t deadline_ns) {
+  return copied_.all_passed(freed_, wanted_.load(std::memory_order_acquire), deadline_ns);
+}
+
 }  // namespace dpp

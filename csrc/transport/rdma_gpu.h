@@ -75,6 +75,7 @@ class RdmaGpuReceiver : public RdmaReceiver {
   void release(uint64_t sequence) override { wanted_.store(sequence, std::memory_order_release); }
   bool settles() const override { return true; }
   Step settle(bool& progressed) override;
+  bool comes_to_rest(uint64_t deadline_ns) override;
 
  private:
   const std::shared_ptr<RdmaGpu> gpu_;

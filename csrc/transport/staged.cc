@@ -153,6 +153,10 @@ Step StagedReceiver::settle(bool& progressed) {
   return moved == Step::kDone ? freed : moved;
 }
 
+bool StagedReceiver::comes_to_rest(uint64_t deadline_ns) {
+  return stream_->drain(deadline_ns) && DeviceReceiver::comes_to_rest(deadline_ns);
+}
+
 Step StagedReceiver::move_chunks(bool& progressed) {
   const uint64_t before = issued_ + consumed_;
   while (true) {

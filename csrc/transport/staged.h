@@ -88,6 +88,7 @@ class StagedReceiver : public DeviceReceiver {
                  std::unique_ptr<ShmReceiver> ring, std::shared_ptr<Peer> peer);
   uint64_t arrived() override { return arrived_.load(std::memory_order_acquire); }
   Step settle(bool& progressed) override;
+  bool comes_to_rest(uint64_t deadline_ns) override;
 
  private:
   Step move_chunks(bool& progressed);

@@ -13,7 +13,8 @@ namespace {
 constexpr uint64_t kShortestSpinNs = 20'000;
 constexpr uint64_t kLongestSpinNs = 200'000;
 constexpr uint64_t kRoomNapNs = 1'000'000;
-constexpr int kByeMs = 500;
+constexpr uint64_t kByeNs = 500'000'000;
+constexpr uint64_t kRestNs = 2'000'000'000;
 constexpr uint64_t kDrainNs = 2'000'000'000;
 
 uint64_t largest_slot(const std::vector<Geometry>& channels) {
@@ -308,19 +309,41 @@ void Transport::close() {
   if (thread_) thread_->join();
   thread_.reset();
   drain_links();
-  for (const auto& peer : peers_) {
-    peer->send_note(Peer::Note::kBye, "");
-    pollfd writable = {peer->socket(), POLLOUT, 0};
-    if (peer->has_unsent() && ::poll(&writable, 1, kByeMs) > 0) peer->flush();
-  }
+  take_leave();
+  keep_what_is_used();
   settling_.clear();
   outgoing_.clear();
   incoming_.clear();
   links_.clear();
   board_.reset();
+  for (const auto& peer : peers_) peer->disown();  // also where a sender stays that knows it
   peers_.clear();
   watch_.close();
   bell_.close_descriptor();
+}
+
+void Transport::take_leave() {
+  const uint64_t deadline = monotonic_ns() + kByeNs;
+  for (const auto& peer : peers_) {
+    peer->send_note(Peer::Note::kBye, "");
+    const uint64_t now = monotonic_ns();
+    const int patience = now < deadline ? static_cast<int>((deadline - now) / 1'000'000) : 0;
+    pollfd writable = {peer->socket(), POLLOUT, 0};
+    if (peer->has_unsent() && ::poll(&writable, 1, patience) > 0) peer->flush();
+  }
+}
+
+// A GPU that hangs, in a collective with a dead rank say, never does what is queued on it. Memory
+// that this would use stays until the process ends: freeing it waits, or takes it from the GPU.
+void Transport::keep_what_is_used() {
+  const uint64_t deadline = monotonic_ns() + kRestNs;
+  for (auto& channel : outgoing_) {
+    if (channel && !channel->comes_to_rest(deadline)) static_cast<void>(channel.release());
+  }
+  for (Incoming& channel : incoming_) {
+    auto& receiver = channel.receiver;
+    if (receiver && !receiver->comes_to_rest(deadline)) static_cast<void>(receiver.release());
+  }
 }
 
 void Transport::disown() {

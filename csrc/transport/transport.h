@@ -118,6 +118,8 @@ class Transport {
   std::string oldest_missing() const;
   Incoming& takeable_channel(size_t channel);
   void let_go();
+  void take_leave();
+  void keep_what_is_used();
 
   // Progress thread.
   void run();

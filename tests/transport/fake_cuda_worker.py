@@ -31,14 +31,15 @@ from tests.transport.kinds import cpu_as_gpu
 
 SLOT = 1 << 19  # large enough for a take without the interpreter's lock
 CHUNKS = 3
+MANY = 8  # channels, each of which could wait for itself
 
 
-def open_both(kind: str, gpudirect: tuple[str, str], **settings):
+def open_both(kind: str, gpudirect: tuple[str, str], chunks: int, **settings):
     store = HashStore()
     specs = [
         ChannelSpec(source, 1 - source, chunk, Direction(source), SLOT)
         for source in (0, 1)
-        for chunk in range(CHUNKS)
+        for chunk in range(chunks)
     ]
     ends, errors = {}, []
 
@@ -155,7 +156,35 @@ def one_wait(a, b) -> None:
     assert waits == number, f"{waits} waits for {number} messages"
 
 
-SCENARIOS = {"ahead": take_ahead, "not-ahead": not_ahead, "let-go": let_go, "one-wait": one_wait}
+def close_busy(a, b) -> None:
+    """What a stream of ours still works with is not given up."""
+    a.put(0, torch.ones(1000), iteration=2, microbatch=0)
+    time.sleep(0.1)  # the progress thread queues what put() has not
+    a.abort("asked to")
+    a.close()
+    early = ctypes.CDLL("libcuda.so.1").fake_cuda_early()
+    assert early == 0, f"{early} pieces of memory were given up while a stream used them"
+
+
+def close_stuck(a, b) -> None:
+    """The caller's stream never gets to what was taken, as in a collective with a dead rank."""
+    for channel in range(MANY):
+        a.put(channel, torch.ones(10), iteration=2, microbatch=0)
+        b.take(channel)
+    a.abort("asked to")
+    begin = time.monotonic()
+    b.close()
+    assert time.monotonic() - begin < 5.0
+
+
+SCENARIOS = {
+    "ahead": take_ahead,
+    "not-ahead": not_ahead,
+    "let-go": let_go,
+    "one-wait": one_wait,
+    "close-busy": close_busy,
+    "close-stuck": close_stuck,
+}
 
 
 def run_case(case: str) -> None:
@@ -172,7 +201,8 @@ def run_case(case: str) -> None:
     card = ctypes.CDLL("libibverbs.so.1")
     for word in ("reset", *faults):
         card.fake_verbs_set(word.encode(), ctypes.c_long(1))
-    both = open_both(kind, gpudirect, checksum="checksum" in words)
+    chunks = MANY if "close-stuck" in words else CHUNKS
+    both = open_both(kind, gpudirect, chunks, checksum="checksum" in words)
     if both is None:
         print("refused")
         return

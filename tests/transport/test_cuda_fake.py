@@ -83,6 +83,18 @@ def test_a_stream_waits_once_for_what_has_to_wait_for_buffers(driver):
     assert said.endswith("\nok\n"), said
 
 
+@pytest.mark.parametrize("kind", ["cuda_ipc", "staged", "rdma", "rdma direct=dmabuf+ordered"])
+def test_memory_that_a_stream_of_ours_uses_is_not_given_up(driver, kind):
+    settings = {"FAKE_CUDA_SLOW": "100000000", "FAKE_CUDA_BUSY": "20"}
+    (said,) = run(driver, f"{kind} close-busy", **settings)
+    assert said.endswith("\nok\n"), said
+
+
+def test_close_is_bounded_with_many_channels_on_a_stuck_gpu(driver):
+    (said,) = run(driver, "cuda_ipc close-stuck", FAKE_CUDA_SLOW="1000000000")
+    assert said.endswith("\nok\n"), said
+
+
 def test_the_card_reads_and_writes_gpu_memory(driver):
     ways = {
         "direct=dmabuf+ordered": "dma-buf, the GPU orders writes",
