@@ -85,6 +85,17 @@ Port describe(const Api& api, Context* context, const std::string& name, uint8_t
   return port;
 }
 
+void add_ports(const Api& api, Context* context, const std::string& name, std::vector<Port>& to) {
+  // Ports count from 1; asking for one beyond the last is refused.
+  for (uint8_t number = 1; number < 255; ++number) {
+    try {
+      to.push_back(describe(api, context, name, number));
+    } catch (const Error&) {
+      return;
+    }
+  }
+}
+
 }  // namespace
 
 ApiPtr Api::load() {
@@ -115,18 +126,15 @@ ApiPtr Api::load() {
   return api;
 }
 
-std::vector<Port> list_ports(const Api& api) {
-  std::vector<Port> ports;
-  for (Device* device : DeviceList(api)) {
-    const std::string name = api.get_device_name(device);
-    const Owner<Context> context = open(api, device);
-    // Ports count from 1; asking for one beyond the last is refused.
-    for (uint8_t number = 1; number < 255; ++number) {
-      try {
-        ports.push_back(describe(api, context.get(), name, number));
-      } catch (const Error&) {
-        break;
-      }
+Ports list_ports(const Api& api) {
+  Ports ports;
+  const DeviceList devices(api);
+  for (Device* device : devices) {
+    try {
+      const Owner<Context> context = open(api, device);
+      add_ports(api, context.get(), api.get_device_name(device), ports.found);
+    } catch (const Error& error) {
+      ports.refused.emplace_back(error.what());  // the others may serve
     }
   }
   return ports;

@@ -271,7 +271,11 @@ struct Port {
   int mtu_bytes = 0;
   std::vector<Address> addresses;
 };
-std::vector<Port> list_ports(const Api& api);  // throws kSetup
+struct Ports {
+  std::vector<Port> found;
+  std::vector<std::string> refused;  // devices that could not be opened, and why
+};
+Ports list_ports(const Api& api);  // throws kSetup
 
 std::string gid_text(const Gid& gid);
 Gid gid_from(const std::string& text);  // throws kProtocol

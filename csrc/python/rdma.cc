@@ -12,9 +12,10 @@ namespace dpp {
 
 namespace {
 
-py::list list_ports() {
+py::tuple list_ports() {
   py::list result;
-  for (const verbs::Port& port : verbs::list_ports(*verbs::Api::load())) {
+  const verbs::Ports ports = verbs::list_ports(*verbs::Api::load());
+  for (const verbs::Port& port : ports.found) {
     py::list addresses;
     for (const auto& address : port.addresses) {
       addresses.append(py::make_tuple(address.index, address.gid, address.kind));
@@ -30,7 +31,7 @@ py::list list_ports() {
     entry["addresses"] = addresses;
     result.append(entry);
   }
-  return result;
+  return py::make_tuple(result, ports.refused);
 }
 
 GpuDirectUse use_of(const std::string& word) {
@@ -106,7 +107,8 @@ void connect(const MadeLink& self, const py::dict& from) {
 
 void bind_rdma(py::module_& module) {
   module.def("rdma_ports", &list_ports,
-             "Ports of all RDMA devices; TransportUnavailable without libibverbs.");
+             "Ports of all RDMA devices, and why some devices could not be opened; "
+             "TransportUnavailable without libibverbs.");
   module.def("probe_gpu_direct", &probe_gpu_direct, py::arg("rdma_device"), py::arg("gpu"),
              "(whether, how or why not) memory of a GPU can be registered with an RDMA device.");
   const auto no_gil = py::call_guard<py::gil_scoped_release>();

@@ -16,6 +16,7 @@
 //   no-dmabuf 1          dma-bufs cannot be registered
 //   late-gpu-writes 1    writes to the GPU's memory are seen after fake_verbs_flush(), not before
 //   lose-gpu-writes 1    or never
+//   other-device 1       there is fake1 as well, before fake0, and it cannot be opened
 //   reset 0              all is well again
 #include "fake_verbs.h"
 
@@ -28,7 +29,7 @@ namespace {
 
 using namespace dpp::tests;
 
-Device device = {"fake0"};
+Device device = {"fake0"}, other_device = {"fake1"};
 
 int poll(CompletionQueue* from, int most, Completion* found) {
   const std::lock_guard<std::mutex> lock(fabric().mutex);
@@ -111,13 +112,22 @@ __attribute__((visibility("default"))) void fake_verbs_flush() {
 }
 
 Device** ibv_get_device_list(int* count) {
-  *count = 1;
-  return new Device*[2]{&device, nullptr};
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  if (fabric().faults["other-device"] == 0) {
+    *count = 1;
+    return new Device*[2]{&device, nullptr};
+  }
+  *count = 2;
+  return new Device*[3]{&other_device, &device, nullptr};
 }
 void ibv_free_device_list(Device** list) { delete[] list; }
 const char* ibv_get_device_name(Device* of) { return of->name; }
 
 Context* ibv_open_device(Device* of) {
+  if (of == &other_device) {
+    errno = EPERM;
+    return nullptr;
+  }
   auto* context = new Opened;
   static_cast<Context&>(*context) = {};
   context->device = of;

@@ -176,7 +176,7 @@ def _dmabuf_ports() -> dict[tuple[str, int], bool]:
     with contextlib.suppress(ImportError, TransportError):
         from megatron.dpp.transport.native import load_native
 
-        ports = load_native().rdma_ports()
+        ports, _ = load_native().rdma_ports()
         return {(port["device"], port["port"]): port["dmabuf"] for port in ports}
     return {}
 
@@ -189,15 +189,16 @@ def gpu_direct() -> Line:
 
         library = load_native()
         library.CudaDevice(0)
-        devices = sorted({port["device"] for port in library.rdma_ports()})
+        ports, refused = library.rdma_ports()
     except ImportError as error:
         return name, "note", f"not tried: {error}", "with torch: python -m megatron.dpp.doctor"
     except TransportError as error:
         return name, "note", str(error), ""
+    devices = sorted({port["device"] for port in ports})
     if not devices:
-        return name, "note", "no RDMA device", ""
+        return name, "note", "; ".join(refused) or "no RDMA device", ""
     found = {device: library.probe_gpu_direct(device, 0) for device in devices}
-    text = "; ".join(f"{device}: {how}" for device, (_, how) in found.items())
-    if all(possible for possible, _ in found.values()):
+    text = "; ".join([*(f"{device}: {how}" for device, (_, how) in found.items()), *refused])
+    if all(possible for possible, _ in found.values()) and not refused:
         return name, "ok", text, ""
     return name, "note", text, "without it GPU tensors between hosts pass through the host's memory"

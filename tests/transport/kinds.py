@@ -78,7 +78,9 @@ def fake_verbs() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         fake = ctypes.CDLL(str(build_fake_verbs(Path(folder))))
     fake.fake_verbs_set.argtypes = (ctypes.c_char_p, ctypes.c_long)
-    assert native.load_native().rdma_ports()[0]["device"] == "fake0", "another libibverbs was first"
+    assert native.load_native().rdma_ports()[0][0]["device"] == "fake0", (
+        "another libibverbs was first"
+    )
     return fake
 
 

@@ -22,7 +22,8 @@ from megatron.dpp.errors import (
 )
 from megatron.dpp.transport import TransportOptions
 from megatron.dpp.transport.choose import Facts, choose
-from megatron.dpp.transport.rdma import choose_place
+from megatron.dpp.transport.native import load_native
+from megatron.dpp.transport.rdma import choose_place, find_place
 from tests.transport.kinds import PATIENCE, REPOSITORY, fake_verbs, opened, pair, take_next
 
 Trouble = Callable[[str, int], None]
@@ -183,6 +184,18 @@ def test_the_port_is_the_one_with_the_address_and_roce_v2() -> None:
     _, why = choose_place([port("mlx5_1", (3, MAPPED, "RoCE v2"), active=False)], "10.0.0.5")
     assert "mlx5_1 port 1, which has 10.0.0.5, is not active" in why
     assert choose_place([], "10.0.0.5") == (None, "no RDMA device")
+
+
+def test_a_device_that_cannot_be_opened_does_not_hide_the_others(trouble: Trouble) -> None:
+    trouble("other-device", 1)
+    with opened("rdma", pair()) as (a, b):
+        a.put(0, torch.ones(3), iteration=0, microbatch=0)
+        assert take_next(b, 0, 0).microbatch == 0
+    place, why = find_place(load_native(), "10.0.0.5")
+    assert place is None
+    assert "no RDMA port has the address 10.0.0.5 (there are fake0 port 1; opening RDMA" in why
+    assert "opening RDMA device fake1: Operation not permitted" in why
+    assert choose_place([], "10.0.0.5", refused=[why]) == (None, why)
 
 
 def test_infiniband_is_found_by_its_ip_interface() -> None:

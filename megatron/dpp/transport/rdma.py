@@ -54,14 +54,18 @@ def find_place(library: Any, address: str | None) -> tuple[Place | None, str]:
     if address is None:
         return None, "this host's address is not known (--node-ips)"
     try:
-        ports = library.rdma_ports()
+        ports, refused = library.rdma_ports()
     except TransportError as error:
         return None, str(error)
-    return choose_place(ports, address, _infiniband_interfaces(addresses().get(address, "")))
+    infiniband = _infiniband_interfaces(addresses().get(address, ""))
+    return choose_place(ports, address, infiniband, refused)
 
 
 def choose_place(
-    ports: Sequence[Mapping[str, Any]], address: str, infiniband: Sequence[tuple[str, int]] = ()
+    ports: Sequence[Mapping[str, Any]],
+    address: str,
+    infiniband: Sequence[tuple[str, int]] = (),
+    refused: Sequence[str] = (),
 ) -> tuple[Place | None, str]:
     """See :func:`find_place`; a pure function.
 
@@ -70,9 +74,10 @@ def choose_place(
         address: IPv4 address of this host for links to other hosts.
         infiniband: (device, port) pairs behind the interface that has ``address``, where it is an
             IP-over-InfiniBand interface.
+        refused: why some devices could not be opened.
     """
     if not ports:
-        return None, "no RDMA device"
+        return None, "; ".join(refused) or "no RDMA device"
     wanted = "00000000000000000000ffff" + socket.inet_aton(address).hex()
     seen = []
     for port in ports:
@@ -84,9 +89,10 @@ def choose_place(
             return None, f"{name}, which has {address}, is not active (cable, switch, ibv_devinfo)"
         else:
             return Place(port["device"], port["port"], found, port["infiniband"]), ""
+    there = "; ".join([", ".join(seen), *refused])
     return None, (
-        f"no RDMA port has the address {address} (there are {', '.join(seen)}): name the address "
-        "of the RDMA interface with --node-ips"
+        f"no RDMA port has the address {address} (there are {there}): name the address of the "
+        "RDMA interface with --node-ips"
     )
 
 
