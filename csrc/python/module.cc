@@ -75,6 +75,23 @@ std::unique_ptr<Transport> make_transport(int rank, double timeout, bool checksu
   return std::make_unique<Transport>(settings, geometries(incoming), geometries(outgoing));
 }
 
+dpp::Outgoing::Put put_once(Transport& self, size_t channel, const dpp::Parcel& parcel) {
+  if (parcel.header.bytes <= kHoldGilBytes) return self.put(channel, parcel);
+  const py::gil_scoped_release release;
+  return self.put(channel, parcel);
+}
+
+// In slices, so that an interrupt from the keyboard is heard.
+void wait_for_room(Transport& self, size_t channel, uint64_t since_ns) {
+  while (true) {
+    {
+      const py::gil_scoped_release release;
+      if (self.wait_for_room(channel, since_ns, kSignalSliceNs)) return;
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+}
+
 // Returns whether the message is still pending, that is, whether the tensor must be kept alive.
 bool put(Transport& self, size_t channel, uintptr_t data, uint64_t bytes, uint8_t dtype,
          const py::tuple& shape, int64_t iteration, int64_t microbatch, uint32_t part,
@@ -92,9 +109,15 @@ bool put(Transport& self, size_t channel, uintptr_t data, uint64_t bytes, uint8_
   header.microbatch = microbatch;
   header.part = part;
   header.num_parts = num_parts;
-  if (bytes <= kHoldGilBytes) return self.put(channel, parcel) != dpp::Outgoing::Put::kDone;
-  const py::gil_scoped_release release;
-  return self.put(channel, parcel) != dpp::Outgoing::Put::kDone;
+  dpp::Outgoing::Put result = put_once(self, channel, parcel);
+  if (result == dpp::Outgoing::Put::kFull) {
+    const uint64_t since = dpp::monotonic_ns();
+    do {
+      wait_for_room(self, channel, since);
+      result = put_once(self, channel, parcel);
+    } while (result == dpp::Outgoing::Put::kFull);
+  }
+  return result != dpp::Outgoing::Put::kDone;
 }
 
 py::list counted(Transport& self, size_t count, void (Transport::*look)(uint64_t*)) {

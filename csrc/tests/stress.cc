@@ -64,7 +64,7 @@ class Rank {
     parcel.header.shape[0] = payload.size();
     parcel.header.num_parts = 1;
     parcel.header.microbatch = static_cast<int64_t>(put_[index]++);
-    transport_.put(index, parcel);
+    if (transport_.put(index, parcel) == dpp::Outgoing::Put::kFull) give_up("no room");
   }
 
   void take(size_t index) {

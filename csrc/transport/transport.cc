@@ -82,6 +82,7 @@ std::string Transport::oldest_missing() const {
 Outgoing::Put Transport::put(size_t channel, const Parcel& parcel) {
   check();
   Outgoing& out = *outgoing_.at(channel);
+  if (out.pending() == settings_.max_pending) return Outgoing::Put::kFull;
   try {
     Parcel sealed = parcel;
     sealed.header.sent_ns = monotonic_ns();
@@ -89,11 +90,7 @@ Outgoing::Put Transport::put(size_t channel, const Parcel& parcel) {
       sealed.header.has_payload_crc = 1;
       sealed.header.payload_crc = out.checksum(sealed);
     }
-    Outgoing::Put result = out.put(sealed);
-    while (result == Outgoing::Put::kFull) {
-      wait_for_room(channel);
-      result = out.put(sealed);
-    }
+    const Outgoing::Put result = out.put(sealed);
     if (result == Outgoing::Put::kPending) watch_.kick();
     return result;
   } catch (const Error& error) {
@@ -101,20 +98,22 @@ Outgoing::Put Transport::put(size_t channel, const Parcel& parcel) {
   }
 }
 
-void Transport::wait_for_room(size_t channel) {
-  const Outgoing& out = *outgoing_[channel];
-  const uint64_t deadline = monotonic_ns() + settings_.timeout_ns;
-  while (out.pending() == settings_.max_pending) {
+bool Transport::wait_for_room(size_t channel, uint64_t since_ns, uint64_t nanoseconds) {
+  const Outgoing& out = *outgoing_.at(channel);
+  const uint64_t deadline = since_ns + settings_.timeout_ns;
+  const uint64_t until = std::min(deadline, monotonic_ns() + nanoseconds);
+  while (true) {
     check();
-    if (monotonic_ns() > deadline) {
-      throw Error(Fault::kTimeout, std::to_string(out.pending()) + " puts wait for credit on " +
-                                       out.geometry().text() + "; rank " +
-                                       std::to_string(out.peer()) +
-                                       " is alive but takes nothing (--dpp-timeout)");
-    }
-    const timespec nap = {0, static_cast<long>(kRoomNapNs)};
+    if (out.pending() != settings_.max_pending) return true;
+    const uint64_t now = monotonic_ns();
+    if (now >= deadline) break;
+    if (now >= until) return false;
+    const timespec nap = {0, static_cast<long>(std::min(kRoomNapNs, until - now))};
     ::nanosleep(&nap, nullptr);
   }
+  break_off(Fault::kTimeout, std::to_string(out.pending()) + " puts wait for credit on " +
+                                 out.geometry().text() + "; rank " + std::to_string(out.peer()) +
+                                 " is alive but takes nothing (--dpp-timeout)");
 }
 
 uint64_t Transport::pending() const {

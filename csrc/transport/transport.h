@@ -68,7 +68,11 @@ class Transport {
   void start();
 
   // Hot calls, caller's thread only.
+  // kFull: nothing was queued, and max_pending puts wait on the channel; see wait_for_room().
   Outgoing::Put put(size_t channel, const Parcel& parcel);
+  // Waits for at most `nanoseconds` until a channel takes puts again; true when it does. Throws
+  // kTimeout, which is kept like any failure, when it has not since `since_ns`.
+  bool wait_for_room(size_t channel, uint64_t since_ns, uint64_t nanoseconds);
   uint64_t done(size_t channel) const { return outgoing_.at(channel)->done(); }
   uint64_t pending() const;
   void poll(uint64_t* arrived);
@@ -112,7 +116,6 @@ class Transport {
   void fail(const Error& error, std::string_view body);
   [[noreturn]] void fail_and_throw(const Error& error);
   [[noreturn]] void break_off(Fault fault, const std::string& text);
-  void wait_for_room(size_t channel);
   void drain_links();
   [[noreturn]] void throw_failure();
   std::string oldest_missing() const;
