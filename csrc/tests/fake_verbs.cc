@@ -8,6 +8,7 @@
 // fake_verbs_set(name, value) asks for trouble:
 //   fail-registration N  the next N registrations of memory are refused with ENOMEM
 //   fail-connection N    the next N transitions to "ready to receive" are refused with ETIMEDOUT
+//   fail-post N          the next N sends are refused with ENOMEM
 //   error-status S       the next send completes with status S, and what follows is flushed
 //   lose-receives 1      posted receives vanish: the peer's immediates find none
 //   drop-completions 1   nothing completes any more, although the bytes arrive
@@ -51,7 +52,8 @@ int notify(CompletionQueue* queue, int) {
 int post_send(QueuePair* to, SendRequest* request, SendRequest** bad) {
   const std::lock_guard<std::mutex> lock(fabric().mutex);
   auto* pair = static_cast<Pair*>(to);
-  if (pair->state != kStateReadyToSend || pair->sends.size() >= pair->most_sends) {
+  if (fabric().take("fail-post") || pair->state != kStateReadyToSend ||
+      pair->sends.size() >= pair->most_sends) {
     *bad = request;
     return ENOMEM;
   }

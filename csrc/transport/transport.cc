@@ -156,7 +156,8 @@ void Transport::coming(uint64_t* total) {
 Transport::Incoming& Transport::takeable_channel(size_t index) {
   check();
   Incoming& channel = incoming_.at(index);
-  if (channel.seen == channel.taken && channel.receiver->coming() <= channel.taken) {
+  const auto coming = [&] { return channel.receiver->coming(); };
+  if (channel.seen == channel.taken && keeping_failures(coming) <= channel.taken) {
     throw std::out_of_range("rank " + std::to_string(settings_.rank) + ": nothing has arrived on " +
                             channel.geometry.text());
   }
@@ -166,7 +167,7 @@ Transport::Incoming& Transport::takeable_channel(size_t index) {
 const Header& Transport::head(size_t index, uint64_t& arrived_ns) {
   Incoming& channel = takeable_channel(index);
   if (!channel.has_header) {
-    channel.header = channel.receiver->header(channel.taken + 1);
+    channel.header = keeping_failures([&] { return channel.receiver->header(channel.taken + 1); });
     const std::string fault = header_fault(channel.header, channel.geometry, channel.taken + 1);
     if (!fault.empty()) {
       break_off(Fault::kProtocol, find_peer(channel.peer)->description() +
@@ -186,14 +187,17 @@ void Transport::take(size_t index, void* to, uint64_t bytes, uintptr_t stream) {
     throw std::invalid_argument("take() without head(), or with another number of bytes");
   }
   const uint64_t sequence = channel.taken + 1;
-  channel.receiver->copy_out(sequence, to, bytes, stream);
-  if (channel.header.has_payload_crc &&
-      channel.receiver->checksum(to, bytes, stream) != channel.header.payload_crc) {
+  const bool torn = keeping_failures([&] {
+    channel.receiver->copy_out(sequence, to, bytes, stream);
+    return channel.header.has_payload_crc &&
+           channel.receiver->checksum(to, bytes, stream) != channel.header.payload_crc;
+  });
+  if (torn) {
     break_off(Fault::kProtocol, "payload checksum of microbatch " +
                                     std::to_string(channel.header.microbatch) + " on " +
                                     channel.geometry.text() + " is wrong");
   }
-  channel.receiver->release(sequence);
+  keeping_failures([&] { channel.receiver->release(sequence); });
   if (channel.receiver->settles()) watch_.kick();
   channel.taken = sequence;
   channel.seen = std::max(channel.seen, sequence);

@@ -116,6 +116,15 @@ class Transport {
   void fail(const Error& error, std::string_view body);
   [[noreturn]] void fail_and_throw(const Error& error);
   [[noreturn]] void break_off(Fault fault, const std::string& text);
+  // What an act of a kind throws is kept: later calls and the peers learn of it.
+  template <typename Act>
+  auto keeping_failures(const Act& act) -> decltype(act()) {
+    try {
+      return act();
+    } catch (const Error& error) {
+      fail_and_throw(error);
+    }
+  }
   void drain_links();
   [[noreturn]] void throw_failure();
   std::string oldest_missing() const;

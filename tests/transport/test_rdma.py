@@ -119,6 +119,22 @@ def test_running_out_of_receives_is_an_error(trouble: Trouble) -> None:
         assert "RNR retry counter exceeded" in str(until_failure(a))
 
 
+def test_a_failure_inside_take_is_kept_and_told(trouble: Trouble) -> None:
+    with opened("rdma", pair()) as (a, b):
+        a.put(0, torch.ones(3), iteration=0, microbatch=7)
+        while b.poll()[0] == 0:
+            assert b.wait(PATIENCE)
+        trouble("fail-post", 1)
+        with pytest.raises(PeerDead, match="Cannot allocate memory") as caught:
+            b.take(0)
+        for call in (b.poll, lambda: b.take(0)):
+            with pytest.raises(PeerDead, match="Cannot allocate memory"):
+                call()
+        told = until_failure(a)
+    assert str(caught.value).startswith("rank 1: ")
+    assert "reported by rank 1" in str(told)
+
+
 def test_lost_completions_end_in_a_deadline_that_names_the_message(trouble: Trouble) -> None:
     with opened("rdma", pair()) as (a, b):
         trouble("drop-completions", 1)
