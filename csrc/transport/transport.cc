@@ -111,9 +111,10 @@ bool Transport::wait_for_room(size_t channel, uint64_t since_ns, uint64_t nanose
     const timespec nap = {0, static_cast<long>(std::min(kRoomNapNs, until - now))};
     ::nanosleep(&nap, nullptr);
   }
-  break_off(Fault::kTimeout, std::to_string(out.pending()) + " puts wait for credit on " +
-                                 out.geometry().text() + "; rank " + std::to_string(out.peer()) +
-                                 " is alive but takes nothing (--dpp-timeout)");
+  const std::string what = std::to_string(out.pending()) + " puts wait for credit on " +
+                           out.geometry().text() + "; rank " + std::to_string(out.peer());
+  if (departed(out.peer())) break_off(Fault::kPeerDead, what + " has closed its transport");
+  break_off(Fault::kTimeout, what + " is alive but takes nothing (--dpp-timeout)");
 }
 
 uint64_t Transport::pending() const {

@@ -71,7 +71,8 @@ class Transport {
   // kFull: nothing was queued, and max_pending puts wait on the channel; see wait_for_room().
   Outgoing::Put put(size_t channel, const Parcel& parcel);
   // Waits for at most `nanoseconds` until a channel takes puts again; true when it does. Throws
-  // kTimeout, which is kept like any failure, when it has not since `since_ns`.
+  // kTimeout, or kPeerDead where the receiver has left, when it has not since `since_ns`; this is
+  // kept like any failure.
   bool wait_for_room(size_t channel, uint64_t since_ns, uint64_t nanoseconds);
   uint64_t done(size_t channel) const { return outgoing_.at(channel)->done(); }
   uint64_t pending() const;

@@ -1,4 +1,4 @@
-"""Puts that wait because as many as may be are pending on their channel."""
+"""Puts that wait because as many as may be are pending on their channel, or for a flush."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 import torch
 
-from megatron.dpp.errors import TransferTimeout
+from megatron.dpp.errors import PeerDead, TransferTimeout
 from megatron.dpp.transport import Transport
 from tests.transport.kinds import PATIENCE, opened, pair, take_next
 
@@ -69,3 +69,26 @@ def test_a_put_that_waits_too_long_is_a_failure() -> None:
             a.put(0, torch.ones(SMALL), iteration=0, microbatch=count)
         with pytest.raises(TransferTimeout, match="rank 1 is alive but takes nothing"):
             a.poll()
+
+
+def close_and_wait(a: Transport, b: Transport) -> None:
+    b.close()
+    deadline = time.monotonic() + PATIENCE
+    while not a.departed(1):
+        assert time.monotonic() < deadline
+        a.poll()
+        a.wait(0.1)
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_a_receiver_that_has_left_is_not_called_alive(kind: str) -> None:
+    with opened(kind, pair(), max_pending=MAX_PENDING, timeout=0.3) as (a, b):
+        close_and_wait(a, b)
+        while a.pending() < MAX_PENDING:
+            a.put(0, torch.ones(SMALL), iteration=0, microbatch=0)
+        with pytest.raises(
+            PeerDead, match=r"pending after 0\.1 s, and rank 1 has closed its trans"
+        ):
+            a.flush(0.1)
+        with pytest.raises(PeerDead, match=r"wait for credit on .*; rank 1 has closed its transpo"):
+            a.put(0, torch.ones(SMALL), iteration=0, microbatch=0)

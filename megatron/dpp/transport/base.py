@@ -188,7 +188,9 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def flush(self, seconds: float) -> None:
-        """Wait until ``pending() == 0``; ``TransferTimeout`` after ``seconds``."""
+        """Wait until ``pending() == 0``; ``TransferTimeout`` after ``seconds``, or ``PeerDead``
+        where a receiver has closed its transport.
+        """
 
     @abc.abstractmethod
     def links(self) -> Sequence[LinkInfo]:

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from megatron.dpp.errors import (
+    PeerDead,
     TransferTimeout,
+    TransportError,
     TransportUnavailable,
 )
 from megatron.dpp.transport.abandon import Abandon
@@ -207,11 +209,19 @@ class NativeTransport(Transport):
                 return
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise TransferTimeout(
-                    f"rank {self.rank}: {left} puts are still pending after {seconds:g} s; their "
-                    "receivers are alive but take nothing (--dpp-timeout)"
-                )
+                raise self._unsent(left, seconds)
             self._native.wait(remaining)
+
+    def _unsent(self, left: int, seconds: float) -> TransportError:
+        """The error of a flush: its receivers are alive, or one of them left."""
+        what = f"rank {self.rank}: {left} puts are still pending after {seconds:g} s"
+        for channel, spec in enumerate(self.outgoing):
+            unsent = self._native.done(channel) < self._num_puts[channel]
+            if unsent and self.departed(spec.destination):
+                return PeerDead(f"{what}, and rank {spec.destination} has closed its transport")
+        return TransferTimeout(
+            f"{what}; their receivers are alive but take nothing (--dpp-timeout)"
+        )
 
     def links(self) -> Sequence[LinkInfo]:
         return self._links
