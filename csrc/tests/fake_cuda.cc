@@ -5,10 +5,11 @@
 //   g++ -std=c++17 -shared -fPIC csrc/tests/fake_cuda.cc -o libcuda.so.1
 //
 // FAKE_CUDA_REFUSE_IPC=1 refuses IPC handles, FAKE_CUDA_CORRUPT=1 loses what is written between
-// processes, FAKE_CUDA_SLOW=N keeps events back for N queries, FAKE_CUDA_SILENT=1 never writes a
-// value from a stream, FAKE_CUDA_NO_VALUES=1 refuses to. A stream that waits for a value waits in
-// the call, for five seconds at most. FAKE_CUDA_DIRECT lists what the GPU has for GPUDirect:
-// dmabuf, peermem, ordered, flush. FAKE_CUDA_BUSY=N: after a copy a stream is busy for N queries.
+// processes, FAKE_CUDA_SLOW=N keeps events back for N queries, FAKE_CUDA_SLOW_COPIES=N those of
+// streams that were made here, FAKE_CUDA_SILENT=1 never writes a value from a stream,
+// FAKE_CUDA_NO_VALUES=1 refuses to. A stream that waits for a value waits in the call, for five
+// seconds at most. FAKE_CUDA_DIRECT lists what the GPU has for GPUDirect: dmabuf, peermem, ordered,
+// flush. FAKE_CUDA_BUSY=N: after a copy a stream that was made here is busy for N queries.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -36,10 +37,12 @@ struct Block {
   size_t bytes;
 };
 std::atomic<long> stream_waits{0};
-std::atomic<long> busy{0};   // queries of our stream that will say so
-std::atomic<long> early{0};  // pieces of memory that were given up while it was
+std::atomic<long> busy{0};    // queries of our stream that will say so
+std::atomic<long> unseen{0};  // events recorded again before anybody saw that they had happened
+std::atomic<long> early{0};   // pieces of memory that were given up while it was
 struct FakeEvent {
   std::atomic<int> patience{0};
+  std::atomic<bool> ours{false}, seen{false};  // recorded on a stream made here; said "ready"
 };
 
 std::mutex mutex;
@@ -254,13 +257,21 @@ int cuStreamWaitValue32(void*, Address from, uint32_t value, unsigned) {
 }
 int cuEventCreate(void** event, unsigned) { return *event = new FakeEvent, 0; }
 int cuEventDestroy(void* event) { return delete static_cast<FakeEvent*>(event), 0; }
-int cuEventRecord(void* event, void*) {
-  const char* slow = std::getenv("FAKE_CUDA_SLOW");
-  return static_cast<FakeEvent*>(event)->patience = slow ? std::atoi(slow) : kPatience, 0;
+int cuEventRecord(void* handle, void* stream) {
+  auto* event = static_cast<FakeEvent*>(handle);
+  unseen += event->ours && !event->seen;
+  event->ours = stream == kOurStream;
+  event->seen = false;
+  const char* slow = std::getenv(event->ours ? "FAKE_CUDA_SLOW_COPIES" : "FAKE_CUDA_SLOW");
+  if (slow == nullptr) slow = std::getenv("FAKE_CUDA_SLOW");
+  return event->patience = slow ? std::atoi(slow) : kPatience, 0;
 }
-int cuEventQuery(void* event) {
-  return static_cast<FakeEvent*>(event)->patience-- > 0 ? kNotReady : 0;
+int cuEventQuery(void* handle) {
+  auto* event = static_cast<FakeEvent*>(handle);
+  if (event->patience-- > 0) return kNotReady;
+  return event->seen = true, 0;
 }
+long fake_cuda_unseen() { return unseen; }
 
 int cuGetProcAddress_v2(const char* symbol, void** function, int, uint64_t, int* status) {
   Dl_info own = {};

@@ -47,7 +47,7 @@ CudaIpcSender::CudaIpcSender(cuda::DevicePtr device, std::shared_ptr<cuda::Strea
 void CudaIpcSender::begin(Parcel& parcel) {
   const cuda::Current current(*device_);
   follow_producer(parcel);
-  const uint64_t sequence = ring_->claim(parcel.header);
+  const uint64_t sequence = claimed_ = ring_->claim(parcel.header);
   if (parcel.header.bytes != 0) {
     const auto from = reinterpret_cast<cuda::Address>(parcel.data);
     device_->api().check(device_->api().cuMemcpyDtoDAsync(slots_.of(sequence), from,

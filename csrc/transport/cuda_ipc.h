@@ -45,14 +45,21 @@ class CudaIpcSender : public DeviceSender {
   CudaIpcSender(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream, DeviceSlots slots,
                 std::unique_ptr<ShmSender> ring, std::shared_ptr<const Written> written,
                 size_t channel, uint32_t max_pending);
+  bool has_credit() override { return has_mark() && DeviceSender::has_credit(); }
+  bool ask_for_credit() override { return has_mark() && DeviceSender::ask_for_credit(); }
   void begin(Parcel& parcel) override;
   Step finished() override;
 
  private:
+  // A slot may be free again, its message taken on its way, before its mark was looked at. The mark
+  // is not set again before.
+  bool has_mark() const { return claimed_ - announced_ < slots_.depth; }
+
   const DeviceSlots slots_;  // the receiver's
   const std::shared_ptr<const Written> written_;
   const size_t channel_;  // of the link
   Marks copied_;
+  uint64_t claimed_ = 0;
   uint64_t announced_ = 0;
 };
 

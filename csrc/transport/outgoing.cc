@@ -37,6 +37,7 @@ Step Outgoing::drive(uint64_t target, bool& progressed) {
       sender_->begin(parcel(begun_));
       ++begun_;
     }
+    const uint64_t before = done;
     while (done != begun_) {
       const Step step = sender_->finished();
       if (step != Step::kDone) return step;
@@ -44,7 +45,8 @@ Step Outgoing::drive(uint64_t target, bool& progressed) {
       done_.store(++done, std::memory_order_release);
       if (done == target) return Step::kDone;  // not the owner any more: touch nothing
     }
-    if (starved) return Step::kAgain;
+    // What has finished may have made room for more.
+    if (starved && done == before) return Step::kAgain;
   }
 }
 

@@ -156,6 +156,20 @@ def one_wait(a, b) -> None:
     assert waits == number, f"{waits} waits for {number} messages"
 
 
+def marks(a, b) -> None:
+    """Slots that are free again before their sender has seen its copies into them happen."""
+    for i in range(10):
+        a.put(0, torch.full((1000,), i), iteration=2, microbatch=i)
+        deadline = time.monotonic() + 20
+        while b.coming()[0] == i:
+            assert time.monotonic() < deadline
+            b.poll()
+        assert b.take(0).microbatch == i
+    a.flush(20)
+    unseen = ctypes.CDLL("libcuda.so.1").fake_cuda_unseen()
+    assert unseen == 0, f"{unseen} marks were set again before they were looked at"
+
+
 def close_busy(a, b) -> None:
     """What a stream of ours still works with is not given up."""
     a.put(0, torch.ones(1000), iteration=2, microbatch=0)
@@ -182,6 +196,7 @@ SCENARIOS = {
     "not-ahead": not_ahead,
     "let-go": let_go,
     "one-wait": one_wait,
+    "marks": marks,
     "close-busy": close_busy,
     "close-stuck": close_stuck,
 }

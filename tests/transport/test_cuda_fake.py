@@ -90,6 +90,11 @@ def test_memory_that_a_stream_of_ours_uses_is_not_given_up(driver, kind):
     assert said.endswith("\nok\n"), said
 
 
+def test_a_mark_is_looked_at_before_it_is_set_again(driver):
+    (said,) = run(driver, "cuda_ipc marks", FAKE_CUDA_SLOW_COPIES="500")
+    assert said.endswith("\nok\n"), said
+
+
 def test_close_is_bounded_with_many_channels_on_a_stuck_gpu(driver):
     (said,) = run(driver, "cuda_ipc close-stuck", FAKE_CUDA_SLOW="1000000000")
     assert said.endswith("\nok\n"), said
