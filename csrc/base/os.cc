@@ -7,6 +7,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "base/error.h"
 
 namespace dpp {
@@ -15,6 +17,7 @@ namespace {
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr size_t kPage = 4096;
 constexpr uintptr_t kLargePage = 2 << 20;
+constexpr size_t kPiece = 4 << 20;
 
 // What this machine has; everything where the kernel does not say.
 // By a system call: a stream over /proc/meminfo has given 0 in a build where the value was not 0.
@@ -22,6 +25,19 @@ size_t total_memory() {
   struct sysinfo facts = {};
   if (::sysinfo(&facts) != 0 || facts.totalram == 0) return SIZE_MAX;
   return static_cast<size_t>(facts.totalram) * facts.mem_unit;
+}
+
+// The error, or 0. A signal may undo what one call has done so far; pieces get there all the same.
+int allocate(int fd, size_t bytes) {
+  for (size_t done = 0; done < bytes;) {
+    const size_t piece = std::min(bytes - done, kPiece);
+    // It returns its error and leaves errno alone.
+    const int error = ::posix_fallocate(fd, static_cast<off_t>(done), static_cast<off_t>(piece));
+    if (error == EINTR) continue;
+    if (error != 0) return error;
+    done += piece;
+  }
+  return 0;
 }
 
 }  // namespace
@@ -82,8 +98,7 @@ SharedMemory SharedMemory::create(const std::string& name, size_t bytes) {
     throw Error(Fault::kSetup, with_errno("sizing " + what));
   }
   Mapping mapping(fd.get(), bytes);
-  // posix_fallocate returns its error and leaves errno alone.
-  if (const int error = ::posix_fallocate(fd.get(), 0, static_cast<off_t>(bytes))) {
+  if (const int error = allocate(fd.get(), bytes)) {
     throw Error(Fault::kSetup,
                 with_errno("allocating " + what + " (fewer --dpp-slots need less)", error));
   }

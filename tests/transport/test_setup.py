@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ from torch.distributed import HashStore
 
 from megatron.dpp.errors import PeerDead, ProtocolError, SetupError, TransportError
 from megatron.dpp.transport import TransportOptions, gpu, handshake, open_transport, opening, rdma
+from megatron.dpp.transport.native import load_native
 from tests.transport.kinds import PATIENCE, of_rank, pair, prepared
 
 REASON = "123 bytes of shared memory: Cannot allocate memory"
@@ -129,3 +135,35 @@ def test_what_comes_instead_of_a_message_is_said(
         with pytest.raises(error, match="rank 1") as caught, handshake.joining(0, 1, ours):
             handshake.receive_message(ours)
     assert type(caught.value) is error and text in str(caught.value)
+
+
+INTERRUPTED = """
+#include <cerrno>
+#include <fcntl.h>
+extern "C" int posix_fallocate(int fd, off_t from, off_t bytes) {
+  static int calls = 0;
+  if (calls++ < 2) return EINTR;
+  return fallocate(fd, 0, from, bytes) == 0 ? 0 : errno;
+}
+"""
+ALLOCATES = """
+import importlib.util, sys
+specification = importlib.util.spec_from_file_location("_native", sys.argv[1])
+native = importlib.util.module_from_spec(specification)  # without PyTorch, which takes seconds
+specification.loader.exec_module(native)
+settings = dict(timeout=1.0, checksum=False, max_pending=2, spin=False)
+native.Transport(rank=0, incoming=[], outgoing=[], **settings).close()
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the interrupted call with")
+def test_memory_is_allocated_although_signals_come(tmp_path: Path) -> None:
+    library = tmp_path / "interrupted.so"
+    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
+    subprocess.run(command, input=INTERRUPTED, text=True, check=True, timeout=PATIENCE)
+    settings = {"LD_PRELOAD": str(library)}
+    done = subprocess.run(
+        [sys.executable, "-c", ALLOCATES, load_native().__file__],
+        env=os.environ | settings, capture_output=True, text=True, timeout=2 * PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
