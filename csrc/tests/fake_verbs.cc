@@ -17,6 +17,7 @@
 //   no-dmabuf 1          dma-bufs cannot be registered
 //   late-gpu-writes 1    writes to the GPU's memory are seen after fake_verbs_flush(), not before
 //   lose-gpu-writes 1    or never
+//   max-message N        the port carries N bytes in one write, 2^30 otherwise
 //   other-device 1       there is fake1 as well, before fake0, and it cannot be opened
 //   reset 0              all is well again
 #include "fake_verbs.h"
@@ -156,7 +157,7 @@ int ibv_query_port(Context*, uint8_t port, PortAttributes* found) {
   found->max_mtu = found->active_mtu = 5;
   found->num_gids = 3;
   found->link_layer = kLinkEthernet;
-  found->max_message_bytes = 1u << 30;
+  found->max_message_bytes = fabric().max_message_bytes();
   static_assert(kRoce == 128 << 5);
   return 0;
 }

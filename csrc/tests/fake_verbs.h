@@ -36,6 +36,7 @@ using namespace dpp::verbs;
 
 constexpr int kRoce = 4096;
 constexpr uint32_t kFirstKey = 0x1000;
+constexpr int kLocalLength = 1;  // the status of a write that is too long for the port
 
 struct Queue : CompletionQueue {
   std::deque<Completion> found;
@@ -109,6 +110,10 @@ class Fabric {
     if (done.joinable()) done.join();
   }
   void posted() { posted_.notify_all(); }
+  uint32_t max_message_bytes() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return most_bytes();
+  }
   // Mutex held, as below.
   Region* registered(Domain* domain, void* address, size_t bytes, std::byte* at, bool gpu,
                      bool mapped) {
@@ -168,6 +173,11 @@ class Fabric {
     if (faults["drop-completions"] == 0) complete(pair.send_queue, completion);
   }
 
+  uint32_t most_bytes() {
+    const long asked = faults["max-message"];
+    return asked != 0 ? static_cast<uint32_t>(asked) : 1u << 30;
+  }
+
   int outcome(const Pair& pair, const SendRequest& request, const Piece& piece) {
     if (const long status = faults["error-status"]) {
       faults["error-status"] = 0;
@@ -176,6 +186,7 @@ class Fabric {
     const auto target = pairs.find(pair.peer);
     if (target == pairs.end() || faults["port-down"] != 0) return kRetriesExceeded;
     if (request.num_pieces != 0) {
+      if (piece.bytes > most_bytes()) return kLocalLength;
       if (!inside(piece.lkey, piece.address, piece.bytes)) return 4;
       const auto region = regions.find(request.remote.rkey);
       if (region == regions.end() || region->second->domain != target->second->domain ||

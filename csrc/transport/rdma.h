@@ -314,14 +314,14 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
   const std::shared_ptr<PayloadMemory> payloads_;
   const RdmaLayout slots_;
   RdmaLayout peer_slots_;  // as the peer lays them out from connect() on
-  const uint64_t piece_bytes_;
-  const uint32_t num_buffers_;
-  const uint32_t most_sends_;  // per queue pair
 
   // In the order of acquisition.
   const verbs::ApiPtr api_;
   verbs::Owner<verbs::Context> context_;
-  verbs::PortAttributes port_;
+  const verbs::PortAttributes port_;
+  const uint64_t piece_bytes_;
+  const uint32_t num_buffers_;
+  const uint32_t most_sends_;  // per queue pair
   verbs::Owner<verbs::Domain> domain_;
   SharedMemory slot_memory_, buffer_memory_;
   verbs::Owner<verbs::MemoryRegion> slot_region_, buffer_region_;

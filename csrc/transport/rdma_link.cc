@@ -50,9 +50,14 @@ void make_nonblocking(int fd) {
   }
 }
 
-uint64_t chosen_piece(const RdmaPlace& place, const RdmaLayout& peer_slots) {
+// With its header it is at most what the port carries in one write.
+uint64_t chosen_piece(const RdmaPlace& place, const RdmaLayout& peer_slots,
+                      const verbs::PortAttributes& port) {
+  const uint64_t carried = std::max<uint64_t>(port.max_message_bytes, 2 * kPage);
+  const uint64_t largest =
+      std::min(round_up(place.piece_bytes, kPage), (carried - sizeof(Header)) / kPage * kPage);
   return std::clamp<uint64_t>(round_up(peer_slots.largest_slot(), kPage), kPage,
-                              std::max(round_up(place.piece_bytes, kPage), kPage));
+                              std::max(largest, kPage));
 }
 
 // One for each message in flight, so that small ones need not wait for each other.
@@ -78,12 +83,12 @@ RdmaLink::RdmaLink(std::shared_ptr<Peer> peer, Bell* bell, const Copier& copier,
       payloads_(std::move(payloads)),
       slots_(incoming_, payloads_ != nullptr),
       peer_slots_(outgoing_, false),
-      piece_bytes_(chosen_piece(place, peer_slots_)),
-      num_buffers_(chosen_buffers(peer_slots_, piece_bytes_)),
-      most_sends_(kWritesPerBuffer * num_buffers_ + 2 * slots_.num_slots() + 1),
       api_(verbs::Api::load()),
       context_(verbs::open_device(*api_, place.device)),
       port_(verbs::query_port(*api_, context_.get(), place.port)),
+      piece_bytes_(chosen_piece(place, peer_slots_, port_)),
+      num_buffers_(chosen_buffers(peer_slots_, piece_bytes_)),
+      most_sends_(kWritesPerBuffer * num_buffers_ + 2 * slots_.num_slots() + 1),
       domain_(made(api_->alloc_pd(context_.get()), "a protection domain", place), api_->dealloc_pd),
       slot_memory_(SharedMemory::create("dpp-rdma-slots",
                                         std::max(kPage, round_up(slots_.header_bytes(), kPage)))),

@@ -70,6 +70,14 @@ def test_large_messages_over_several_queue_pairs(depth: int) -> None:
         b.flush(PATIENCE)
 
 
+def test_pieces_are_no_larger_than_the_port_carries(trouble: Trouble) -> None:
+    trouble("max-message", 100_000)
+    tensor = torch.arange(MIB // 4, dtype=torch.int32)
+    with opened("rdma", pair(MIB)) as (a, b):
+        a.put(0, tensor, iteration=0, microbatch=0)
+        assert torch.equal(take_next(b, 0, 0).tensor, tensor)
+
+
 def test_what_was_put_arrives_although_its_sender_closes_at_once() -> None:
     tensor = torch.arange(2 * MIB, dtype=torch.int32)
     with opened("rdma", pair(tensor.nbytes)) as (a, b):
