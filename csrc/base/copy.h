@@ -17,13 +17,11 @@ class Copier {
   static Copier measured(uint64_t largest);
 
   void copy(void* to, const void* from, uint64_t bytes) const;
-  // Copies of at least this many bytes bypass the cache.
-  uint64_t threshold() const { return threshold_; }
 
  private:
   explicit Copier(uint64_t threshold) : threshold_(threshold) {}
 
-  uint64_t threshold_ = UINT64_MAX;
+  uint64_t threshold_ = UINT64_MAX;  // copies of at least this many bytes bypass the cache
 };
 
 // CRC32C (Castagnoli) of `bytes` bytes.

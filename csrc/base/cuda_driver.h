@@ -53,7 +53,6 @@ struct AccessDescription {
 // name, arguments. The suffix _v2 is chosen by the version given to cuGetProcAddress.
 #define DPP_CUDA_FUNCTIONS(X)                                                                  \
   X(cuInit, unsigned)                                                                          \
-  X(cuDriverGetVersion, int*)                                                                  \
   X(cuGetErrorName, Result, const char**)                                                      \
   X(cuGetErrorString, Result, const char**)                                                    \
   X(cuDeviceGetCount, int*)                                                                    \

@@ -55,12 +55,6 @@ void UniqueFd::reset() {
   fd_ = -1;
 }
 
-UniqueFd UniqueFd::duplicate() const {
-  const int fd = ::fcntl(fd_, F_DUPFD_CLOEXEC, 0);
-  if (fd < 0) throw Error(Fault::kSetup, with_errno("duplicating a descriptor (ulimit -n?)"));
-  return UniqueFd(fd);
-}
-
 Mapping::Mapping(int fd, size_t bytes) {
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) {

@@ -20,7 +20,6 @@ class UniqueFd {
   int get() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
   void reset();
-  UniqueFd duplicate() const;  // close-on-exec; throws kSetup
 
  private:
   int fd_ = -1;

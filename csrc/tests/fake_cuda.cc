@@ -85,7 +85,6 @@ bool foreign(Address address) {
 extern "C" {
 
 int cuInit(unsigned) { return 0; }
-int cuDriverGetVersion(int* version) { return *version = 12000, 0; }
 int cuGetErrorName(int, const char** text) { return *text = "FAKE_ERROR", 0; }
 int cuGetErrorString(int, const char** text) { return *text = "refused by the fake driver", 0; }
 int cuDeviceGetCount(int* count) { return *count = 1, 0; }

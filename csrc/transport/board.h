@@ -26,8 +26,6 @@ class Board {
                                       uint32_t counters);
 
   int fd() const { return memory_.fd.get(); }
-  uint32_t index() const { return index_; }
-  uint32_t size() const { return members_; }
   uint32_t num_counters() const { return counters_; }
   // The members to ring: all others for the leader, the leader for a follower.
   void connect(std::shared_ptr<Peer> peer) { peers_.push_back(std::move(peer)); }

@@ -12,7 +12,8 @@ namespace {
 constexpr uint64_t kStripedBytes = 4 << 20;
 constexpr uint64_t kSmallestPiece = 256 << 10;
 constexpr uint64_t kPiecesPerMessage = 4;  // at least, so that copying and sending overlap
-constexpr uint32_t kMostSlots = 1 << 14;   // half of what 16 bits of a sequence number tell apart
+constexpr uint32_t kMostSlots =
+    1 << 14;  // a quarter of what 16 bits tell apart, so that order shows
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kGpuAlignment = 256;
 

@@ -7,7 +7,7 @@
 // A message is cut into pieces; each is copied into a registered buffer and written from there, so
 // that copying and sending overlap and no tensor has to be registered. The last write of a message
 // carries an immediate value (channel, sequence) that completes a receive at the other side:
-// nothing is read before. From kStripeBytes up the pieces go over all queue pairs of the link, and
+// nothing is read before. From kStripedBytes up the pieces go over all queue pairs of the link, and
 // every queue pair closes its share with an immediate of its own. Credit comes back as an empty
 // write with an immediate.
 //
