@@ -18,7 +18,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megatron.dpp.errors import TransferTimeout
+from megatron.dpp.errors import PeerDead, TransferTimeout
 from megatron.dpp.mcore.patching import replaced
 from megatron.dpp.transport.base import ChannelSpec, Direction, Transport
 
@@ -120,14 +120,22 @@ class ChannelExchange:
         """The next message that comes from this side.
 
         Raises:
+            PeerDead: its sender has left.
             TransferTimeout: it did not come in time.
         """
         channel, end = self._in[way], time.monotonic() + self._timeout
-        while self.transport.poll()[channel] <= self._num_taken[way]:
+        spec, number = self.transport.incoming[channel], self._num_taken[way]
+        while self.transport.poll()[channel] <= number:
+            left = self.transport.departed(spec.source)
+            if left and self.transport.poll()[channel] <= number:  # nor is it in the last look
+                raise PeerDead(
+                    f"{spec}: message {number} will not arrive: rank {spec.source} has closed its "
+                    "transport"
+                )
             if time.monotonic() > end:
                 raise TransferTimeout(
-                    f"{self.transport.incoming[channel]}: message {self._num_taken[way]} did not "
-                    f"arrive within {self._timeout:g} s (--dpp-timeout); its sender is alive"
+                    f"{spec}: message {number} did not arrive within {self._timeout:g} s "
+                    "(--dpp-timeout); its sender is alive"
                 )
             self.transport.wait(_NAP_SECONDS)
         self._num_taken[way] += 1
