@@ -33,6 +33,11 @@ def train(
     finished = wait(start(REPOSITORY / script, num_ranks, arguments), timeout=240)
     for rank, each in enumerate(finished):
         assert each.returncode == 0, f"rank {rank} of {name}:\n{each.output[-6000:]}"
+    return read(metrics)
+
+
+def read(metrics: Path) -> Result:
+    """What a run wrote into its ``--metrics-file``."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return Result(
         [row for row in rows if "learning rate" in row],

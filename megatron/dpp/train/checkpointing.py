@@ -368,7 +368,7 @@ class Checkpointer:
             loaded = state["optimizer"]
             if args.use_torch_fsdp2:
                 loaded = as_shards(optimizer, loaded)
-            with steps_may_lack():
+            with steps_may_lack(), torch.no_grad():  # in fp32 it copies into views of parameters
                 optimizer.load_state_dict(loaded)
                 if args.use_distributed_optimizer and not found.is_distributed:
                     path = found.path / _rank_directory() / "distrib_optim.pt"

@@ -1,0 +1,30 @@
+"""Several small runs in one start of processes: importing PyTorch takes longer than they do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.parity.runs import Result, read
+from tests.runtime.launcher import REPOSITORY, free_port, run_ranks
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "
+    "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 "
+    "--train-iters 4 --eval-iters 0 --mock-data --transformer-impl local --device cpu "
+    f"--num-workers 0 --vocab-file {REPOSITORY}/datasets_gpt/vocab.json "
+    f"--merge-file {REPOSITORY}/datasets_gpt/merges.txt --log-interval 100 "
+)
+
+
+def train_each(folder: Path, num_ranks: int, runs: dict[str, str]) -> dict[str, Result]:
+    """The runs in the order of ``runs``, which gives each one's flags beyond ``FLAGS``; ``DIR`` in
+    them is ``folder``."""
+    lines = [
+        f"{FLAGS} {more.replace('DIR', str(folder))} --metrics-file {folder / name}.jsonl".split()
+        for name, more in runs.items()
+    ]
+    path = folder / "command_lines.json"
+    path.write_text(json.dumps([(free_port(), words) for words in lines]))
+    run_ranks(Path(__file__).with_name("runs_worker.py"), num_ranks, [str(path)], timeout=200)
+    return {name: read(folder / f"{name}.jsonl") for name in runs}
