@@ -7,19 +7,26 @@ import pytest
 from tests.parity.runs import Result
 from tests.train.several import train_each
 
+DISTRIBUTED = "--train-iters 4 --use-distributed-optimizer"
 PAIRS = {
-    "distributed": "--use-distributed-optimizer",
-    "distributed-torch": "--use-distributed-optimizer --ckpt-format torch",
-    "reshardable": "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable",
+    "distributed": DISTRIBUTED,
+    "distributed-torch": f"{DISTRIBUTED} --ckpt-format torch",
+    "reshardable": f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable",
+    "ramp": (
+        "--rampup-batch-size 4 4 8 --global-batch-size 8 --train-samples 16 "
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    ),
 }
-"""Runs on two ranks that are saved after iteration 2, and resumed from there."""
+"""Runs on two ranks that are saved after iteration 2, and resumed from there. That of ``ramp`` is a
+step of its batch size, which saves by itself."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     lines = {}
     for name, flags in PAIRS.items():
-        lines[name] = f"{flags} --save DIR/{name}.ckpt --save-interval 2"
+        interval = 100 if name == "ramp" else 2
+        lines[name] = f"{flags} --save DIR/{name}.ckpt --save-interval {interval}"
         lines[f"{name}-resumed"] = f"{flags} --load DIR/{name}.ckpt --ckpt-step 2"
     return train_each(tmp_path_factory.mktemp("resume"), 2, lines)
 
@@ -34,3 +41,9 @@ def _check(runs: dict[str, Result], name: str) -> None:
 @pytest.mark.parametrize("name", ["distributed", "distributed-torch", "reshardable"])
 def test_a_distributed_optimizer_in_fp32_resumes(runs: dict[str, Result], name: str) -> None:
     _check(runs, name)
+
+
+def test_a_save_at_a_step_of_the_batch_size_has_gathered_the_parameters(
+    runs: dict[str, Result],
+) -> None:
+    _check(runs, "ramp")

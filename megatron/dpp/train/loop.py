@@ -65,7 +65,7 @@ class Trainer:
             gc.disable()
         while run.iteration < args.train_iters:
             self.checkpointer.poll()
-            self._set_batch_size()
+            self._set_batch_size(hooks)
             if run.iteration in (args.iterations_to_skip or ()):
                 self._skip_batch()
                 continue
@@ -109,13 +109,15 @@ class Trainer:
         if args.overlap_param_gather and args.align_param_gather:
             config.param_sync_func = each("start_param_sync")
 
-    def _set_batch_size(self) -> None:
+    def _set_batch_size(self, hooks: _ForwardHooks) -> None:
         """Follow the ramp of the batch size; a checkpoint is saved before each of its steps."""
         run = self.run
         before = microbatches.get_num_microbatches()
         microbatches.update_num_microbatches(run.consumed_train_samples, consistency_check=False)
         if microbatches.get_num_microbatches() != before and run.iteration and run.args.save:
+            hooks.off()
             self.checkpointer.save()
+            hooks.on_again()
         microbatches.update_num_microbatches(run.consumed_train_samples, verbose=True)
 
     def _batch_size(self) -> int:
