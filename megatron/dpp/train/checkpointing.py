@@ -114,8 +114,9 @@ class Checkpointer:
         optimizer = self._trainee.optimizer
         if args.use_distributed_optimizer and not args.no_save_optim:
             optimizer.save_parameter_state(str(path.with_name("distrib_optim.pt")))
+        generators = random_state.collect(args, sharded=False)  # may ask the other replicas
         if mpu.get_expert_data_parallel_rank() == 0:
-            state = self._common_state(random_state.collect(args, sharded=False))
+            state = self._common_state(generators)
             for name, model in self._named_models():
                 state[name] = model.state_dict_for_save_checkpoint()
             if not args.no_save_optim:
