@@ -7,6 +7,7 @@ import pytest
 from tests.parity.runs import Result
 from tests.train.several import train_each
 
+FP16 = "--train-iters 3 --fp16 --initial-loss-scale 524288 --hysteresis 1"  # skips two iterations
 DISTRIBUTED = "--train-iters 4 --use-distributed-optimizer"
 PAIRS = {
     "distributed": DISTRIBUTED,
@@ -16,6 +17,8 @@ PAIRS = {
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
     ),
     "random-init": "--train-iters 3 --data-parallel-random-init --ckpt-format torch",
+    "fp16": FP16,
+    "fp16-distributed": f"--use-distributed-optimizer {FP16}",
 }
 """Runs on two ranks that are saved after iteration 2, and resumed from there. That of ``ramp`` is a
 step of its batch size, which saves by itself."""
@@ -33,8 +36,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
 def _check(runs: dict[str, Result], name: str) -> None:
     whole, resumed = runs[name], runs[f"{name}-resumed"]
-    assert resumed.column("lm loss") == whole.column("lm loss")[2:]
-    assert resumed.column("grad norm") == whole.column("grad norm")[2:]
+    for resumed_row, row in zip(resumed.iterations, whole.iterations[2:], strict=True):
+        for column in ("lm loss", "grad norm"):
+            assert resumed_row[column] == row[column]
     assert resumed.hashes == whole.hashes
 
 
@@ -53,3 +57,11 @@ def test_a_torch_checkpoint_of_differently_seeded_replicas_is_saved(
     runs: dict[str, Result],
 ) -> None:
     _check(runs, "random-init")
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp16-distributed"])
+def test_a_checkpoint_of_skipped_iterations_alone_resumes(
+    runs: dict[str, Result], name: str
+) -> None:
+    assert runs[name].column("skipped") == [1, 1, 0]
+    _check(runs, name)

@@ -38,6 +38,7 @@ from megatron.dpp.train import checkpoint_files as files
 from megatron.dpp.train import random_state
 from megatron.dpp.train.checkpoint_args import check_model, check_optimizer
 from megatron.dpp.train.diagnostics import note_progress
+from megatron.dpp.train.first_state import add_steps, begun
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import Trainee
 
@@ -78,7 +79,9 @@ class Checkpointer:
             if run.is_first:
                 files.begin(args.save, iteration)
             dist.barrier()
-            if not self._write(target):
+            with begun(self._trainee.optimizer):
+                in_background = self._write(target)
+            if not in_background:
                 dist.barrier()
                 self._commit(iteration, start)
                 dist.barrier()
@@ -369,6 +372,8 @@ class Checkpointer:
             loaded = state["optimizer"]
             if args.use_torch_fsdp2:
                 loaded = as_shards(optimizer, loaded)
+            if found.is_distributed:
+                add_steps(optimizer, loaded)
             with steps_may_lack(), torch.no_grad():  # in fp32 it copies into views of parameters
                 optimizer.load_state_dict(loaded)
                 if args.use_distributed_optimizer and not found.is_distributed:
