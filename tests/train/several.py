@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
 from tests.parity.runs import Result, read
 from tests.runtime.launcher import free_port, run_ranks
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "
     "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 "
-    "--eval-iters 0 --mock-data --transformer-impl local --device cpu "
+    "--eval-iters 0 --transformer-impl local --device cpu "
     "--num-workers 0 --tokenizer-type NullTokenizer --vocab-size 100 --log-interval 100 "
 )
 
@@ -21,9 +25,18 @@ def train_each(folder: Path, num_ranks: int, runs: dict[str, str]) -> dict[str, 
     them is ``folder``."""
     lines = [
         f"{FLAGS} {more.replace('DIR', str(folder))} --metrics-file {folder / name}.jsonl".split()
+        + ([] if "--data-path" in more else ["--mock-data"])
         for name, more in runs.items()
     ]
     path = folder / "command_lines.json"
     path.write_text(json.dumps([(free_port(), words) for words in lines]))
     run_ranks(Path(__file__).with_name("runs_worker.py"), num_ranks, [str(path)], timeout=200)
     return {name: read(folder / f"{name}.jsonl") for name in runs}
+
+
+def write_tokens(prefix: Path) -> None:
+    """A corpus of 100 documents, ``prefix.bin`` and ``prefix.idx``."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    for document in range(100):
+        builder.add_document((torch.arange(40) * document + document) % 100, [40])
+    builder.finalize(f"{prefix}.idx")

@@ -9,23 +9,27 @@ from typing import Any
 import pytest
 import torch.utils.data
 
+from megatron.dpp.errors import DataError
 from megatron.dpp.train import data
 
 ARGS = argparse.Namespace(
-    dataloader_type="single", full_validation=False, skip_train=False, eval_iters=0
-)
+    dataloader_type="single", full_validation=False, skip_train=False, eval_iters=1,
+    data_path=["tokens"],
+)  # fmt: skip
 
 
-@pytest.fixture
-def iterators(monkeypatch: pytest.MonkeyPatch) -> data.Iterators:
-    """Of four samples, one and none, in batches of two; what is left over is dropped."""
+class Builder:
+    """Of four samples, one and none."""
 
-    class Builder:
-        def __init__(self, *_: Any) -> None:
-            pass
+    def __init__(self, *_: Any) -> None:
+        pass
 
-        def build(self) -> Sequence[Any]:
-            return [10, 11, 12, 13], [20], None
+    def build(self) -> Sequence[Any]:
+        return [10, 11, 12, 13], [20], None
+
+
+def build(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[data.Iterators, list[str]]:
+    """In batches of two, of which what is left over is dropped; and what was said."""
 
     def loader(args: argparse.Namespace, samples: Any, consumed: int) -> Any:
         dropping = {"batch_size": 2, "drop_last": True}
@@ -34,9 +38,19 @@ def iterators(monkeypatch: pytest.MonkeyPatch) -> data.Iterators:
     monkeypatch.setattr(data, "BlendedMegatronDatasetBuilder", Builder)
     monkeypatch.setattr(data, "num_samples", lambda args: (4, 1, 0))
     monkeypatch.setattr(data, "_loader", loader)
-    run = argparse.Namespace(args=ARGS, consumed_train_samples=0, consumed_valid_samples=0)
+    monkeypatch.setattr(data, "_largest", lambda values: values)
+    said: list[str] = []
+    args = argparse.Namespace(**{**vars(ARGS), **changes})
+    run = argparse.Namespace(
+        args=args, consumed_train_samples=0, consumed_valid_samples=0, say=said.append
+    )
     task = argparse.Namespace(datasets=lambda run: (None, None))
-    return data.build_iterators(run, 1, task)
+    return data.build_iterators(run, 1, task), said
+
+
+@pytest.fixture
+def iterators(monkeypatch: pytest.MonkeyPatch) -> data.Iterators:
+    return build(monkeypatch)[0]
 
 
 def test_samples_that_fill_no_batch_are_none(iterators: data.Iterators) -> None:
@@ -49,3 +63,16 @@ def test_closed_iterators_have_let_their_loaders_go(iterators: data.Iterators) -
     iterators.close()
     assert list(iterators.train) == []
     iterators.close()
+
+
+def test_a_set_that_is_not_there_is_said_and_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    iterators, said = build(monkeypatch)
+    assert iterators.has_valid and not iterators.has_test
+    assert said == ["no test set: it is not evaluated"]
+    assert build(monkeypatch, eval_iters=0)[1] == []
+
+
+def test_a_missing_training_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Builder, "build", lambda self: (None, [20], [30]))
+    with pytest.raises(DataError, match="data tokens: no training set; give it a share in --split"):
+        build(monkeypatch)

@@ -26,16 +26,18 @@ Args = argparse.Namespace
 
 class Iterators(NamedTuple):
     """One iterator per use; None where this rank reads no data, a list of them with several
-    chunks."""
+    chunks. Whether there is anything to evaluate on is the same on all ranks."""
 
     train: Any
     valid: Any
     test: Any
+    has_valid: bool = True
+    has_test: bool = True
 
     def close(self) -> None:
         """End the loaders' workers, which clear their temporary folders away then. At Python's own
         exit they would be killed: a schedule's cycles hold iterators until after that."""
-        for use in self:
+        for use in self[:3]:
             for samples in use if isinstance(use, list) else [use]:
                 if samples is not None:
                     samples.close()
@@ -85,19 +87,25 @@ def is_end_stage(vp_stage: int | None) -> bool:
 
 
 def build_iterators(run: Run, num_chunks: int, task: Task) -> Iterators:
-    """The iterators of this rank's chunks, positioned behind the samples already consumed.
+    """The iterators of this rank's chunks, positioned behind the samples already consumed. A
+    collective; it settles the length of a full validation.
 
     Raises:
-        DataError: an index is missing or broken.
+        DataError: an index is missing or broken, or there is nothing to train on.
     """
+    args = run.args
     chunks = [None] if num_chunks == 1 else list(range(num_chunks))
-    built = [_chunk_iterators(run, task, vp_stage) for vp_stage in chunks]
-    if num_chunks == 1:
-        return built[0]
-    return Iterators(*(list(each) for each in zip(*built, strict=True)))
+    loaders = [_chunk_loaders(run, task, vp_stage) for vp_stage in chunks]
+    _, has_valid, has_test = _agree(run, loaders)
+    built = [
+        [_samples(args, loader, use > 0) for use, loader in enumerate(each)] for each in loaders
+    ]
+    train, valid, test = built[0] if num_chunks == 1 else map(list, zip(*built, strict=True))
+    return Iterators(train, valid, test, has_valid, has_test)
 
 
-def _chunk_iterators(run: Run, task: Task, vp_stage: int | None) -> Iterators:
+def _chunk_loaders(run: Run, task: Task, vp_stage: int | None) -> list[Any]:
+    """Of training, validation and test; None for a set that is not there, or not read here."""
     kind, config = task.datasets(run)
 
     def built_here() -> bool:
@@ -116,11 +124,38 @@ def _chunk_iterators(run: Run, task: Task, vp_stage: int | None) -> Iterators:
         0 if args.skip_train or args.full_validation else run.consumed_valid_samples,
         0,
     )
-    loaders = [_loader(args, *each) for each in zip(datasets, consumed, strict=True)]
-    if args.full_validation and loaders[1] is not None:
-        args.eval_iters = max(1, len(loaders[1]) // _batches_per_evaluation(args))
-    # Iterators are made together at the end, since making one draws from the global generator.
-    return Iterators(*(_samples(args, loader, use > 0) for use, loader in enumerate(loaders)))
+    return [_loader(args, *each) for each in zip(datasets, consumed, strict=True)]
+
+
+def _agree(run: Run, loaders: list[list[Any]]) -> list[bool]:
+    """Which of the three sets there are, and how long a full validation is: only ranks that read
+    see it, and all of them must run the same iterations.
+
+    Raises:
+        DataError: there is no training set although the run trains.
+    """
+    args = run.args
+    here = [any(each[use] is not None for each in loaders) for use in range(3)]
+    length = 0
+    if args.full_validation and here[1]:
+        length = max(len(each[1]) for each in loaders if each[1] is not None)
+        length = max(1, length // _batches_per_evaluation(args))
+    *there, length = _largest([*map(int, here), length])
+    if not there[0] and not args.skip_train:
+        raise DataError(f"data {_sources(args)}: no training set; give it a share in --split")
+    args.eval_iters = length or args.eval_iters
+    for name, is_there in zip(("validation", "test"), there[1:], strict=True):
+        if args.eval_iters and not is_there:
+            run.say(f"no {name} set: it is not evaluated")
+    return [bool(each) for each in there]
+
+
+def _largest(values: list[int]) -> list[int]:
+    """Of each value, the largest over all ranks; a collective."""
+    tensor = torch.tensor(values, device=torch.cuda.current_device())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    largest: list[int] = tensor.tolist()
+    return largest
 
 
 def _samples(args: Args, loader: Any, evaluates: bool) -> Samples | None:

@@ -227,7 +227,8 @@ class Trainer:
         interval = args.check_weight_hash_across_dp_replicas_interval
         if interval and run.iteration % interval == 0:
             self._compare_replicas(hooks)
-        if args.eval_interval and args.eval_iters and run.iteration % args.eval_interval == 0:
+        evaluates = args.eval_iters and self.iterators.has_valid
+        if evaluates and args.eval_interval and run.iteration % args.eval_interval == 0:
             run.timers("interval-time").stop()
             hooks.off()
             if not args.manual_gc or args.manual_gc_eval:

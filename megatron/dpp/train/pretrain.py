@@ -153,8 +153,10 @@ def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
     complete = args.skip_train or trainer.train()
     if args.eval_iters and complete:
         place = f"iteration {run.iteration} on"
-        trainer.evaluate(f"{place} validation set", iterators.valid)
-        trainer.evaluate(f"{place} test set", iterators.test, "test")
+        if iterators.has_valid:
+            trainer.evaluate(f"{place} validation set", iterators.valid)
+        if iterators.has_test:
+            trainer.evaluate(f"{place} test set", iterators.test, "test")
     if args.metrics_file:
         metrics.write(iteration=run.iteration, parameters_sha256=gather_hashes(run, trainee.chunks))
 
