@@ -28,12 +28,16 @@ class Builder:
         return [10, 11, 12, 13], [20], None
 
 
-def build(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[data.Iterators, list[str]]:
+def build(
+    monkeypatch: pytest.MonkeyPatch, consumed: int = 0, **changes: Any
+) -> tuple[data.Iterators, list[str]]:
     """In batches of two, of which what is left over is dropped; and what was said."""
 
     def loader(args: argparse.Namespace, samples: Any, consumed: int) -> Any:
-        dropping = {"batch_size": 2, "drop_last": True}
-        return None if samples is None else torch.utils.data.DataLoader(samples, **dropping)
+        if samples is None:
+            return None
+        assert consumed < len(samples)
+        return torch.utils.data.DataLoader(samples, batch_size=2, drop_last=True)
 
     monkeypatch.setattr(data, "BlendedMegatronDatasetBuilder", Builder)
     monkeypatch.setattr(data, "num_samples", lambda args: (4, 1, 0))
@@ -42,7 +46,7 @@ def build(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[data.Iterato
     said: list[str] = []
     args = argparse.Namespace(**{**vars(ARGS), **changes})
     run = argparse.Namespace(
-        args=args, consumed_train_samples=0, consumed_valid_samples=0, say=said.append
+        args=args, consumed_train_samples=consumed, consumed_valid_samples=0, say=said.append
     )
     task = argparse.Namespace(datasets=lambda run: (None, None))
     return data.build_iterators(run, 1, task), said
@@ -76,3 +80,10 @@ def test_a_missing_training_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Builder, "build", lambda self: (None, [20], [30]))
     with pytest.raises(DataError, match="data tokens: no training set; give it a share in --split"):
         build(monkeypatch)
+
+
+def test_a_finished_run_is_evaluated_without_its_training_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    iterators, _ = build(monkeypatch, consumed=4, skip_train=True)
+    assert iterators.train is None and iterators.has_valid

@@ -114,17 +114,17 @@ def _chunk_loaders(run: Run, task: Task, vp_stage: int | None) -> list[Any]:
 
     args = run.args
     try:
-        datasets = BlendedMegatronDatasetBuilder(
+        train, valid, test = BlendedMegatronDatasetBuilder(
             kind, list(num_samples(args)), built_here, config
         ).build()
     except (OSError, AssertionError, ValueError) as error:
         raise DataError(f"data {_sources(args)}: {error or type(error).__name__}") from error
-    consumed = (
-        run.consumed_train_samples,
-        0 if args.skip_train or args.full_validation else run.consumed_valid_samples,
-        0,
-    )
-    return [_loader(args, *each) for each in zip(datasets, consumed, strict=True)]
+    from_start = args.skip_train or args.full_validation
+    return [
+        None if args.skip_train else _loader(args, train, run.consumed_train_samples),
+        _loader(args, valid, 0 if from_start else run.consumed_valid_samples),
+        _loader(args, test, 0),
+    ]
 
 
 def _agree(run: Run, loaders: list[list[Any]]) -> list[bool]:
