@@ -48,7 +48,7 @@ def build(
     run = argparse.Namespace(
         args=args, consumed_train_samples=consumed, consumed_valid_samples=0, say=said.append
     )
-    task = argparse.Namespace(datasets=lambda run: (None, None))
+    task = argparse.Namespace(datasets=lambda run: (None, None), every_stage_reads=True)
     return data.build_iterators(run, 1, task), said
 
 

@@ -16,6 +16,8 @@ PAIRS = {
         "--rampup-batch-size 4 4 8 --global-batch-size 8 --train-samples 16 "
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
     ),
+    "tensor": "--train-iters 4 --tensor-model-parallel-size 2",
+    "cyclic": "--train-iters 4 --dataloader-type cyclic --eval-iters 1 --eval-interval 1",
     "random-init": "--train-iters 3 --data-parallel-random-init --ckpt-format torch",
     "fp16": FP16,
     "fp16-distributed": f"--use-distributed-optimizer {FP16}",
@@ -51,6 +53,11 @@ def test_a_save_at_a_step_of_the_batch_size_has_gathered_the_parameters(
     runs: dict[str, Result],
 ) -> None:
     _check(runs, "ramp")
+
+
+@pytest.mark.parametrize("name", ["tensor", "cyclic"])
+def test_loaders_do_not_disturb_what_dropout_draws(runs: dict[str, Result], name: str) -> None:
+    _check(runs, name)
 
 
 def test_a_torch_checkpoint_of_differently_seeded_replicas_is_saved(

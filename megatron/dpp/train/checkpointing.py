@@ -350,7 +350,7 @@ class Checkpointer:
     def restore_random_state(self) -> None:
         """Continue where the generators were when the checkpoint was saved; without one they stay.
 
-        To be called when everything is built: making a data loader's iterator draws from the CPU's
+        To be called when everything is built: ``data`` draws for its loaders from the CPU's
         generator, which without a GPU is the one that dropout uses.
         """
         if self._random_state is not None:

@@ -96,12 +96,30 @@ def build_iterators(run: Run, num_chunks: int, task: Task) -> Iterators:
     args = run.args
     chunks = [None] if num_chunks == 1 else list(range(num_chunks))
     loaders = [_chunk_loaders(run, task, vp_stage) for vp_stage in chunks]
-    _, has_valid, has_test = _agree(run, loaders)
+    there = _agree(run, loaders)
+    readers = sum(_is_read(task, vp_stage) for vp_stage in chunks)
+    _draw_seeds(readers * (sum(there) if args.dataloader_type == "single" else there[0]))
     built = [
         [_samples(args, loader, use > 0) for use, loader in enumerate(each)] for each in loaders
     ]
     train, valid, test = built[0] if num_chunks == 1 else map(list, zip(*built, strict=True))
-    return Iterators(train, valid, test, has_valid, has_test)
+    return Iterators(train, valid, test, has_valid=there[1], has_test=there[2])
+
+
+def _draw_seeds(count: int) -> None:
+    """Draw from the global generator what Megatron-LM's loaders draw when their iterators are made.
+
+    Without a GPU dropout draws from it too. Loaders have a generator of their own here, so that it
+    advances alike on tensor-parallel ranks that have none, and not at the first batch or at the end
+    of an epoch, which may lie behind the point where a resumed run restores it.
+    """
+    for _ in range(count):
+        torch.empty((), dtype=torch.int64).random_()
+
+
+def _is_read(task: Task, vp_stage: int | None) -> bool:
+    """Does this chunk need batches?"""
+    return task.every_stage_reads or is_end_stage(vp_stage)
 
 
 def _chunk_loaders(run: Run, task: Task, vp_stage: int | None) -> list[Any]:
@@ -109,8 +127,7 @@ def _chunk_loaders(run: Run, task: Task, vp_stage: int | None) -> list[Any]:
     kind, config = task.datasets(run)
 
     def built_here() -> bool:
-        reads = task.every_stage_reads or is_end_stage(vp_stage)
-        return reads and bool(mpu.get_tensor_model_parallel_rank() == 0)
+        return _is_read(task, vp_stage) and bool(mpu.get_tensor_model_parallel_rank() == 0)
 
     args = run.args
     try:
@@ -188,6 +205,7 @@ def _loader(args: Args, dataset: Any, consumed: int) -> Any:
         batch_sampler=sampler,
         num_workers=args.num_workers,
         pin_memory=args.device == "cuda",
+        generator=torch.Generator().manual_seed(args.seed),  # see _draw_seeds
         persistent_workers=args.num_workers > 0,
     )
 
