@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -38,6 +39,7 @@ from megatron.dpp.train import checkpoint_files as files
 from megatron.dpp.train import random_state
 from megatron.dpp.train.checkpoint_args import check_model, check_optimizer
 from megatron.dpp.train.diagnostics import note_progress
+from megatron.dpp.train.exits import sigterm_held_back
 from megatron.dpp.train.first_state import add_steps, begun
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import Trainee
@@ -79,7 +81,8 @@ class Checkpointer:
             if run.is_first:
                 files.begin(args.save, iteration)
             dist.barrier()
-            with begun(self._trainee.optimizer):
+            held_back = sigterm_held_back() if args.exit_signal_handler else nullcontext()
+            with begun(self._trainee.optimizer), held_back:
                 in_background = self._write(target)
             if not in_background:
                 dist.barrier()

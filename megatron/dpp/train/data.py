@@ -17,6 +17,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.train.exits import outlive_sigterm
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.samplers import CyclicSampler, SequentialSampler
 from megatron.dpp.train.task import Task
@@ -207,6 +208,7 @@ def _loader(args: Args, dataset: Any, consumed: int) -> Any:
         pin_memory=args.device == "cuda",
         generator=torch.Generator().manual_seed(args.seed),  # see _draw_seeds
         persistent_workers=args.num_workers > 0,
+        worker_init_fn=outlive_sigterm if args.exit_signal_handler else None,
     )
 
 

@@ -1,13 +1,20 @@
 """When to leave before the last iteration: a signal, a number of minutes, an interval.
 
 All ranks must leave at the same iteration, so what only one of them sees (a signal, its clock) is
-agreed on.
+agreed on. torchrun and batch systems send SIGTERM to the processes that a rank has started, too;
+with ``--exit-signal-handler`` the rank goes on for a while and needs them: ``data`` gives its
+loaders :func:`outlive_sigterm`, ``checkpointing`` saves inside of :func:`sigterm_held_back`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -62,3 +69,29 @@ def _anywhere(condition: bool) -> bool:
     seen = torch.tensor([int(condition)], device=torch.cuda.current_device())
     dist.all_reduce(seen, op=dist.ReduceOp.MAX)
     return bool(seen.item())
+
+
+def outlive_sigterm(worker: int) -> None:
+    """In a data loader's worker: from now on SIGTERM ends it only if the rank itself sends it, as
+    ``multiprocessing`` does at exit. When the rank is gone, PyTorch's worker sees that and ends.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_by_parent, daemon=True).start()
+
+
+def _end_by_parent() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def sigterm_held_back() -> Iterator[None]:
+    """Meanwhile this thread gets SIGTERM later, and processes started get it never: those that
+    write checkpoints end with their rank anyway."""
+    resource_tracker.ensure_running()  # when it starts, it ends by unblocking SIGTERM
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,55 @@
+"""SIGTERM to whole process groups, as torchrun sends it: ``--exit-signal-handler`` saves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+
+from megatron.dpp.train import checkpoint_files as files
+from tests.nodes import running
+from tests.runtime.launcher import REPOSITORY, start, wait
+from tests.train.several import FLAGS
+
+
+def _start(folder: Path) -> subprocess.Popen[str]:
+    """A rank with workers of its loaders and, after a first save, megatron-core's manager."""
+    flags = (
+        f"{FLAGS} --mock-data --num-workers 1 --train-iters 100000 --save {folder} "
+        f"--save-interval 2 --exit-signal-handler --metrics-file {folder}.jsonl"
+    )
+    return start(REPOSITORY / "pretrain_gpt.py", 1, flags.split())[0]
+
+
+def _children(rank: subprocess.Popen[str], metrics: Path) -> list[psutil.Process]:
+    """When it has saved once."""
+    deadline = time.monotonic() + 60
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert rank.poll() is None and time.monotonic() < deadline, wait([rank], timeout=0)
+        time.sleep(0.02)
+    children = psutil.Process(rank.pid).children(recursive=True)
+    assert len(children) >= 2
+    return children
+
+
+def test_a_run_with_workers_saves_again_and_they_end_with_it(tmp_path: Path) -> None:
+    stopped, killed = (_start(tmp_path / name) for name in ("stopped", "killed"))
+    try:
+        helpers = _children(stopped, tmp_path / "stopped.jsonl")
+        orphans = _children(killed, tmp_path / "killed.jsonl")
+        killed.kill()
+        os.killpg(killed.pid, signal.SIGTERM)  # its workers do not heed it
+        os.killpg(stopped.pid, signal.SIGTERM)
+        (finished,) = wait([stopped], timeout=60)
+        assert finished.returncode == 0, finished.output[-4000:]
+        last = int((tmp_path / "stopped" / files.TRACKER).read_text())
+        assert f"[exiting program at iteration {last}] a rank received SIGTERM" in finished.output
+        assert not running(helpers)
+        psutil.wait_procs(orphans, timeout=30)
+        assert not running(orphans)
+    finally:
+        wait([stopped, killed], timeout=0)  # kills the sessions
