@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import errno
+import os
 import struct
 from pathlib import Path
 
@@ -131,6 +134,35 @@ def test_a_save_killed_between_its_two_renames_is_undone(tmp_path: Path) -> None
     assert found is not None and found.path.name == "iter_0000003.replaced"
     assert "restored" in files.tidy(tmp_path)[0]
     assert (tmp_path / "iter_0000003" / "state").read_text() == "3"
+
+
+def test_a_save_of_another_job_is_left_alone(tmp_path: Path) -> None:
+    _save(tmp_path / "here", 3)
+    files.begin(tmp_path / "here", 6)
+    (tmp_path / "link").symlink_to(tmp_path / "here")
+    for save in (None, str(tmp_path / "there")):
+        assert not files.tidy_own(argparse.Namespace(load=str(tmp_path / "here"), save=save))
+    assert files.unfinished(tmp_path / "here")
+    own = argparse.Namespace(load=str(tmp_path / "here"), save=str(tmp_path / "link"))
+    assert "removed" in files.tidy_own(own)[0]
+    assert not files.unfinished(tmp_path / "here")
+
+
+def test_what_cannot_be_tidied_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(tmp_path, 3)
+    (tmp_path / "iter_0000003").rename(tmp_path / "iter_0000003.replaced")
+    files.begin(tmp_path, 6)
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "rename", read_only)
+    monkeypatch.setattr(os, "rmdir", read_only)
+    said = files.tidy(tmp_path)
+    assert "cannot be removed" in said[0]
+    assert said[1] == (
+        "iter_0000003.replaced: used as it is; renaming it failed (Read-only file system)"
+    )
 
 
 def test_a_torch_checkpoint_of_another_layout_is_refused(tmp_path: Path) -> None:

@@ -180,19 +180,31 @@ def unfinished(root: str | Path) -> list[Path]:
     return sorted(Path(root).glob(f"iter_*{_UNFINISHED}"))
 
 
+def tidy_own(args: argparse.Namespace) -> list[str]:
+    """:func:`tidy` the directory that a run loads from, if it is the one that it saves to: into any
+    other another job may be saving just now."""
+    if not (args.load and args.save and Path(args.load).is_dir()):
+        return []
+    return tidy(args.load) if Path(args.load).resolve() == Path(args.save).resolve() else []
+
+
 def tidy(root: str | Path) -> list[str]:
     """Remove what killed saves left behind; a line for each. Only one rank may call this."""
     lines = []
     for path in unfinished(root):
         shutil.rmtree(path, ignore_errors=True)
-        lines.append(f"{path.name}: a save was interrupted here; removed, the one before is used")
+        how = "cannot be removed" if path.exists() else "removed"
+        lines.append(f"{path.name}: a save was interrupted here; {how}, the one before is used")
     for path in sorted(Path(root).glob(f"iter_*{_REPLACED}")):
         final = path.with_suffix("")
         if final.exists():
             shutil.rmtree(path, ignore_errors=True)
-        else:
+            continue
+        try:
             path.rename(final)
             lines.append(f"{final.name}: restored; a save that was to replace it was interrupted")
+        except OSError as error:
+            lines.append(f"{path.name}: used as it is; renaming it failed ({error.strerror})")
     return lines
 
 

@@ -254,8 +254,8 @@ class Checkpointer:
             ConfigError: this layout cannot read its optimizer state.
         """
         run, args = self._run, self._run.args
-        if args.load and run.is_first and Path(args.load).is_dir():
-            for line in files.tidy(args.load):
+        if run.is_first:
+            for line in files.tidy_own(args):
                 run.say(f"warning: {line}")
         dist.barrier()
         found = files.find_start(args)
