@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.train import checkpoint_files as files
+from megatron.dpp.train.arguments import parse_args
 from megatron.dpp.train.checkpoint_args import check_model, check_optimizer, saved_args
 from megatron.dpp.train.checkpoint_files import Found
+from megatron.dpp.train.files import check_start
 
 MODEL = {
     "num_layers": 4,
@@ -98,3 +101,22 @@ def test_another_kind_of_optimizer_is_refused_unless_its_state_is_not_wanted(
     with pytest.raises(ConfigError, match="add --no-load-optim"):
         check_optimizer(argparse.Namespace(**RUN), saved, tmp_path)
     check_optimizer(argparse.Namespace(**{**RUN, "no_load_optim": True}), saved, tmp_path)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_another_kind_of_optimizer_is_refused_in_torch_files_too(
+    distributed: bool, tmp_path: Path
+) -> None:
+    folder = files.begin(tmp_path, 3) / "mp_rank_00"
+    folder.mkdir()
+    saved = argparse.Namespace(**{**RUN, "use_distributed_optimizer": distributed})
+    torch.save({"args": saved, "optimizer": {}}, folder / "model_optim_rng.pt")
+    files.commit(tmp_path, 3)
+    args = parse_args(["--load", str(tmp_path)])
+    for name, value in RUN.items():
+        setattr(args, name, value)
+    args.use_distributed_optimizer = distributed
+    check_start(args)
+    args.use_distributed_optimizer = not distributed
+    with pytest.raises(ConfigError, match=r"iter_0000003 was saved with.*--no-load-optim"):
+        check_start(args)

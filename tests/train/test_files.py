@@ -165,20 +165,37 @@ def test_what_cannot_be_tidied_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     )
 
 
-def test_a_torch_checkpoint_of_another_layout_is_refused(tmp_path: Path) -> None:
-    path = files.begin(tmp_path, 1)
-    for name in ("mp_rank_00", "mp_rank_01"):
+def _torch_checkpoint(root: Path, *names: str) -> files.Found:
+    path = files.begin(root, 1)
+    for name in names:
         (path / name).mkdir()
         (path / name / "model_optim_rng.pt").write_bytes(b"x")
-    files.commit(tmp_path, 1)
-    found = files.find(str(tmp_path))
+    files.commit(root, 1)
+    found = files.find(str(root))
     assert found is not None
+    return found
+
+
+def test_a_torch_checkpoint_of_another_layout_is_refused(tmp_path: Path) -> None:
+    found = _torch_checkpoint(tmp_path, "mp_rank_00", "mp_rank_01")
     files.check_whole(found, tensor=2, pipeline=1)
-    with pytest.raises(DataError, match="cannot change its tensor or pipeline"):
+    with pytest.raises(DataError, match="cannot change its tensor, pipeline or expert"):
         files.check_whole(found, tensor=1, pipeline=2)
     (found.path / "mp_rank_01" / "model_optim_rng.pt").unlink()
     with pytest.raises(DataError, match=r"mp_rank_01/model_optim_rng\.pt: missing"):
         files.check_whole(found, tensor=2, pipeline=1)
+
+
+def test_a_torch_checkpoint_with_expert_parallelism_is_read(tmp_path: Path) -> None:
+    found = _torch_checkpoint(tmp_path / "a", "mp_rank_00_000", "mp_rank_00_001")
+    files.check_whole(found, tensor=1, pipeline=1, expert=2)
+    with pytest.raises(DataError, match="this run needs mp_rank_00:"):
+        files.check_whole(found, tensor=1, pipeline=1)
+    found = _torch_checkpoint(tmp_path / "b", "mp_rank_00_000", "mp_rank_01_001")
+    files.check_whole(found, tensor=2, pipeline=1, expert=2, expert_tensor=1)
+    names = [f"mp_rank_0{t}_00{p}_00{e}" for t in (0, 1) for p in (0, 1) for e in (0, 1)]
+    found = _torch_checkpoint(tmp_path / "c", *names)
+    files.check_whole(found, tensor=2, pipeline=2, expert=2, expert_tensor=2)
 
 
 def test_a_broken_tracker_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -53,6 +54,13 @@ class Found:
 def directory(root: str | Path, iteration: int) -> Path:
     """Directory of a whole checkpoint."""
     return Path(root) / f"iter_{iteration:07d}"
+
+
+def rank_directory(tensor: int, pipeline: int | None, expert: int | None) -> str:
+    """Of one rank's file inside a ``torch`` checkpoint, by its places in the groups; None where the
+    group has one member."""
+    places = [f"_{place:03d}" for place in (pipeline, expert) if place is not None]
+    return f"mp_rank_{tensor:02d}{''.join(places)}"
 
 
 def begin(root: str | Path, iteration: int) -> Path:
@@ -208,11 +216,15 @@ def tidy(root: str | Path) -> list[str]:
     return lines
 
 
-def check_whole(found: Found, tensor: int, pipeline: int) -> None:
+def check_whole(
+    found: Found, tensor: int, pipeline: int, expert: int = 1, expert_tensor: int = 1
+) -> None:
     """Refuse a checkpoint that lacks files, or that this layout cannot read.
 
     Args:
-        tensor, pipeline: this run's parallel sizes; a ``torch`` checkpoint must have the same.
+        tensor, pipeline, expert: this run's parallel sizes; a ``torch`` checkpoint must have the
+            same.
+        expert_tensor: the tensor-parallel size of experts; it counts with ``expert`` above 1.
 
     Raises:
         DataError: naming the file.
@@ -226,15 +238,19 @@ def check_whole(found: Found, tensor: int, pipeline: int) -> None:
             f"{found.path}: neither metadata.json (torch_dist) nor mp_rank_* (torch) is there"
         )
     expected = {
-        f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline > 1 else "")
-        for t in range(tensor)
-        for p in range(pipeline)
+        rank_directory(
+            rank % tensor,
+            stage if pipeline > 1 else None,
+            rank // expert_tensor % expert if expert > 1 else None,
+        )
+        for stage in range(pipeline)
+        for rank in range(math.lcm(tensor, expert_tensor * expert) if expert > 1 else tensor)
     }
     if names != expected:
         raise DataError(
             f"{found.path} holds {', '.join(sorted(names))}, but this run needs "
-            f"{', '.join(sorted(expected))}: a torch checkpoint cannot change its tensor or "
-            "pipeline parallel size (torch_dist can)"
+            f"{', '.join(sorted(expected))}: a torch checkpoint cannot change its tensor, "
+            "pipeline or expert parallel size (torch_dist can)"
         )
     for name in sorted(names):
         path = found.path / name / "model_optim_rng.pt"

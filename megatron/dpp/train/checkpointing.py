@@ -279,6 +279,9 @@ class Checkpointer:
             raise DataError(f"{path}: {error.strerror}") from error
         except Exception as error:
             raise DataError(f"{path}: unreadable ({error})") from error
+        saved = state.get("args")
+        if saved is not None and "optimizer" in state:
+            check_optimizer(self._run.args, saved, found.path)
         return state
 
     def _read_distributed(self, found: files.Found) -> dict[str, Any]:
@@ -397,12 +400,13 @@ class Checkpointer:
 
 def _rank_directory() -> str:
     """This rank's directory inside a ``torch`` checkpoint."""
-    name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
-    if mpu.get_pipeline_model_parallel_world_size() > 1:
-        name += f"_{mpu.get_pipeline_model_parallel_rank():03d}"
-    if mpu.get_expert_model_parallel_world_size() > 1:
-        name += f"_{mpu.get_expert_model_parallel_rank():03d}"
-    return name
+    pipeline = mpu.get_pipeline_model_parallel_world_size() > 1
+    expert = mpu.get_expert_model_parallel_world_size() > 1
+    return files.rank_directory(
+        mpu.get_tensor_model_parallel_rank(),
+        mpu.get_pipeline_model_parallel_rank() if pipeline else None,
+        mpu.get_expert_model_parallel_rank() if expert else None,
+    )
 
 
 def _saved_args(run: Run) -> argparse.Namespace:

@@ -49,7 +49,13 @@ def check_start(args: argparse.Namespace) -> None:
         if found.is_deepspeed:
             check_engine(found, args.deepspeed_zero_stage, args.data_parallel_size)
         else:
-            check_whole(found, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+            check_whole(
+                found,
+                args.tensor_model_parallel_size,
+                args.pipeline_model_parallel_size,
+                args.expert_model_parallel_size,
+                args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+            )
             _check_saved(args, found)
 
 
@@ -68,7 +74,7 @@ def _check_saved(args: argparse.Namespace, found: Found) -> None:
     if saved is None or args.finetune:
         return
     check_model(args, saved, found.path)
-    if found.is_distributed and not getattr(saved, "no_save_optim", False):
+    if not getattr(saved, "no_save_optim", False):
         check_optimizer(args, saved, found.path)
 
 
