@@ -18,6 +18,7 @@ def parameters_norm(chunks: list[Any], from_main: bool) -> float:
         from_main: read the fp32 copy where the optimizer keeps one (bf16).
     """
     total = torch.zeros(1, dtype=torch.float32, device=torch.cuda.current_device())
+    experts = torch.zeros_like(total)  # that expert-parallel ranks hold apart
     shares = torch.zeros_like(total)  # of main parameters that the distributed optimizer splits
     for parameter in (p for chunk in chunks for p in chunk.parameters()):
         if not (
@@ -28,9 +29,14 @@ def parameters_norm(chunks: list[Any], from_main: bool) -> float:
         if from_main and getattr(parameter, "main_param_sharded", False):
             if main is not None:
                 shares += main.float().norm() ** 2
+            continue
+        squares = (parameter.detach() if main is None else main).float().norm() ** 2
+        if getattr(parameter, "allreduce", True):
+            total += squares
         else:
-            total += (parameter.detach() if main is None else main).float().norm() ** 2
+            experts += squares
     dist.all_reduce(shares, group=mpu.get_data_parallel_group(with_context_parallel=True))
     total += shares
     dist.all_reduce(total, group=mpu.get_model_parallel_group())
-    return float(total.sqrt().item())
+    dist.all_reduce(experts, group=mpu.get_expert_tensor_model_pipeline_parallel_group())
+    return float((total + experts).sqrt().item())
