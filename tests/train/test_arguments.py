@@ -13,6 +13,7 @@ from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.train import settings
 from megatron.dpp.train.arguments import dpp_config, parse_args, warnings_of
 from megatron.dpp.train.configs import check_with_core, set_types
+from megatron.dpp.train.files import read_text
 from megatron.dpp.train.validate import validate
 
 MINIMUM = (
@@ -134,6 +135,8 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--multi-latent-attention", 1, "--multi-latent-attention needs modules of"),
         ("--spec my.module layer", 1, "only local is possible here"),
         ("--rl-default-top-k 4", 1, "not built here: reinforcement learning"),
+        ("--multiple-validation-sets", 1, "not built here: several validation sets"),
+        ("--masking-max-ngram 5", 1, "unknown flag --masking-max-ngram"),
         ("--window-size a,b", 1, "expected numbers like 8,0"),
         ("--moe-layer-freq [1]*3+x", 1, "expected a number or a list"),
         ("--swiglu --squared-relu", 1, "exclude each other"),
@@ -232,7 +235,10 @@ def test_fields_are_spelt_as_in_megatron_lm() -> None:
 
 
 def test_saved_settings_start_the_same_run_again(tmp_path: Path) -> None:
-    args = checked("--bf16 --lr-decay-style cosine --no-bias-gelu-fusion --attention-backend local")
+    args = checked(
+        "--bf16 --lr-decay-style cosine --no-bias-gelu-fusion --attention-backend local "
+        "--window-size 8,0 --no-rope-freq ([0]*3+[1])*2"
+    )
     args.padded_vocab_size = 128
     path = settings.save(args, tmp_path / "deep")
     again = parse_args(["--yaml-cfg", str(path)])
@@ -326,3 +332,12 @@ def test_yaml_settings_lie_between_defaults_and_command_line(tmp_path: Path) -> 
     path.write_text("- 3\n")
     with pytest.raises(DataError, match="expected a mapping"):
         checked(f"--yaml-cfg {path}")
+
+
+def test_files_of_settings_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "latin"
+    path.write_bytes(b"lr: 1\n# \xe9t\xe9\n")
+    with pytest.raises(DataError, match=r"--yaml-cfg .*latin: no text in UTF-8 \(invalid"):
+        parse_args(["--yaml-cfg", str(path)])
+    with pytest.raises(DataError, match=r"latin: no text in UTF-8 \(invalid"):
+        read_text(str(path))

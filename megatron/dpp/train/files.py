@@ -149,6 +149,8 @@ def read_text(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: no text in UTF-8 ({error.reason})") from error
 
 
 def _prefixes(words: list[str]) -> list[str]:

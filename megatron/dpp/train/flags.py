@@ -399,8 +399,14 @@ UNSET_FIELDS = (
     "sequence_parallel_size",
     "token_dtype_code",
     "masking_probability",
+    "masking_max_ngram",
+    "masking_do_full_word",
+    "masking_do_permutation",
+    "masking_use_longer_ngrams",
+    "masking_use_geometric_distribution",
+    "multiple_validation_sets",
     "short_sequence_probability",
     "classification_head",
     "timers",
 )
-"""Dataclass fields that are derived, or set by a flag of another name."""
+"""Dataclass fields that are derived, fixed for all runs, or set by a flag of another name."""

@@ -13,12 +13,12 @@ import re
 
 from megatron.dpp.train.flags import Flag
 
-_WINDOW = re.compile(r"\(?\s*-?\d+(\s*,\s*-?\d+)*\s*,?\s*\)?")
+_WINDOW = re.compile(r"[(\[]?\s*-?\d+(\s*,\s*-?\d+)*\s*,?\s*[)\]]?")
 _PATTERN = re.compile(r"[\d,\[\]()+*\s]+")
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """``8,0`` or ``(8,0)`` as numbers."""
+    """``8,0``, ``(8,0)`` or ``[8,0]`` (a YAML file's list) as numbers."""
     if not _WINDOW.fullmatch(text.strip()):
         raise argparse.ArgumentTypeError(f"{text!r}: expected numbers like 8,0")
     return tuple(int(number) for number in re.findall(r"-?\d+", text))
@@ -178,6 +178,7 @@ _ELSEWHERE = {
         "--log-straggler", "--straggler-", "--disable-straggler-", "--run-workload-",
     ),
     "checkpoints between checkpoints": ("--non-persistent-", "--replication"),
+    "several validation sets": ("--multiple-validation-sets",),
     "conversion of checkpoint formats": ("--ckpt-convert-", "--dist-ckpt-save-pre-"),
 }  # fmt: skip
 

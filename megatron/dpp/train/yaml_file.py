@@ -53,6 +53,8 @@ def read_mapping(flag: str, path: str) -> dict[str, Any]:
         loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"{flag} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{flag} {path}: no text in UTF-8 ({error.reason})") from error
     except yaml.YAMLError as error:
         one_line = " ".join(str(error).split())
         raise DataError(f"{flag} {path}: not YAML ({one_line})") from error
