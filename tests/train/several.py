@@ -21,11 +21,11 @@ FLAGS = (
 
 
 def train_each(folder: Path, num_ranks: int, runs: dict[str, str]) -> dict[str, Result]:
-    """The runs in the order of ``runs``, which gives each one's flags beyond ``FLAGS``; ``DIR`` in
-    them is ``folder``."""
+    """The runs in the order of ``runs``, which gives each one's flags beyond ``FLAGS`` and data;
+    ``DIR`` in them is ``folder``."""
+    data = f"--data-path {_write_tokens(folder / 'tokens')} --split 8,1,1"
     lines = [
-        f"{FLAGS} {more.replace('DIR', str(folder))} --metrics-file {folder / name}.jsonl".split()
-        + ([] if "--data-path" in more else ["--mock-data"])
+        f"{FLAGS} {data} {more} --metrics-file DIR/{name}.jsonl".replace("DIR", str(folder)).split()
         for name, more in runs.items()
     ]
     path = folder / "command_lines.json"
@@ -34,9 +34,10 @@ def train_each(folder: Path, num_ranks: int, runs: dict[str, str]) -> dict[str, 
     return {name: read(folder / f"{name}.jsonl") for name in runs}
 
 
-def write_tokens(prefix: Path) -> None:
-    """A corpus of 100 documents, ``prefix.bin`` and ``prefix.idx``."""
+def _write_tokens(prefix: Path) -> Path:
+    """A corpus of 100 documents in a moment, which megatron-core's mock data takes long for."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
     for document in range(100):
         builder.add_document((torch.arange(40) * document + document) % 100, [40])
     builder.finalize(f"{prefix}.idx")
+    return prefix

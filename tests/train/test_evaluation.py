@@ -5,22 +5,20 @@ from __future__ import annotations
 import pytest
 
 from tests.parity.runs import Result
-from tests.train.several import train_each, write_tokens
+from tests.train.several import train_each
 
-EVALUATING = "--train-iters 2 --eval-iters 2 --eval-interval 1 --data-path DIR/tokens"
+EVALUATING = "--train-iters 2 --eval-iters 2 --eval-interval 1"
 RUNS = {
-    "all": f"{EVALUATING} --split 8,1,1",
+    "all": f"{EVALUATING}",
     "no-test": f"{EVALUATING} --split 9,1,0 --pipeline-model-parallel-size 2",
     "training-alone": f"{EVALUATING} --split 1,0,0 --tensor-model-parallel-size 2",
-    "full": f"{EVALUATING} --full-validation --split 8,1,1 --tensor-model-parallel-size 2",
+    "full": f"{EVALUATING} --full-validation --tensor-model-parallel-size 2",
 }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    folder = tmp_path_factory.mktemp("evaluation")
-    write_tokens(folder / "tokens")
-    return train_each(folder, 2, RUNS)
+    return train_each(tmp_path_factory.mktemp("evaluation"), 2, RUNS)
 
 
 def test_sets_that_are_not_there_are_not_evaluated(runs: dict[str, Result]) -> None:
