@@ -1,24 +1,39 @@
 """Runs of ``pretrain_gpt.py`` one after the other.
 
-Argument: a JSON file with a port and a command line for each.
+Argument: a JSON file with their command lines.
 """
 
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 
-def run(command_lines: list[tuple[int, list[str]]]) -> int:
+def run(path: Path) -> int:
     from megatron.dpp.train.pretrain import main
 
-    for port, words in command_lines:
-        os.environ["MASTER_PORT"] = str(port)  # the last run's may be closing yet
+    for number, words in enumerate(json.loads(path.read_text())):
+        os.environ["MASTER_PORT"] = _port(path.with_suffix(f".port{number}"))
         print(f"--- {' '.join(words)}", flush=True)
         if code := main("gpt", words):
             return code
         _forget()
     return 0
+
+
+def _port(path: Path) -> str:
+    """For this run, as rank 0 finds it free just now: the one before may be closing its own yet,
+    and its many connections may have taken any that was free earlier."""
+    from tests.runtime.launcher import free_port
+
+    if os.environ["RANK"] == "0":
+        scratch = path.with_suffix(".new")
+        scratch.write_text(str(free_port()))
+        scratch.rename(path)
+    while not path.exists():
+        time.sleep(0.01)
+    return path.read_text()
 
 
 def _forget() -> None:
@@ -31,4 +46,4 @@ def _forget() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(json.loads(Path(sys.argv[1]).read_text())))
+    sys.exit(run(Path(sys.argv[1])))

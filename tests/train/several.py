@@ -10,7 +10,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from tests.parity.runs import Result, read
-from tests.runtime.launcher import free_port, run_ranks
+from tests.runtime.launcher import run_ranks
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "
@@ -29,8 +29,8 @@ def train_each(folder: Path, num_ranks: int, runs: dict[str, str]) -> dict[str, 
         for name, more in runs.items()
     ]
     path = folder / "command_lines.json"
-    path.write_text(json.dumps([(free_port(), words) for words in lines]))
-    run_ranks(Path(__file__).with_name("runs_worker.py"), num_ranks, [str(path)], timeout=200)
+    path.write_text(json.dumps(lines))
+    run_ranks(Path(__file__).with_name("runs_worker.py"), num_ranks, [str(path)], timeout=120)
     return {name: read(folder / f"{name}.jsonl") for name in runs}
 
 
