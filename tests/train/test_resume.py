@@ -18,6 +18,7 @@ PAIRS = {
     "cyclic": "--train-iters 3 --dataloader-type cyclic --eval-iters 1 --eval-interval 1",
     "random-init": "--train-iters 3 --data-parallel-random-init --ckpt-format torch",
     "fp16": FP16,
+    "sgd": "--train-iters 3 --optimizer sgd",
     "fp16-distributed": f"--use-distributed-optimizer {FP16}",
 }
 """Runs on two ranks that are saved after iteration 2, and resumed from there. That of ``ramp`` is a
@@ -70,3 +71,7 @@ def test_a_checkpoint_of_skipped_iterations_alone_resumes(
 ) -> None:
     assert runs[name].column("skipped") == [1, 1, 0]
     _check(runs, name)
+
+
+def test_momentum_of_sgd_is_resumed(runs: dict[str, Result]) -> None:
+    _check(runs, "sgd")

@@ -40,7 +40,7 @@ from megatron.dpp.train import random_state
 from megatron.dpp.train.checkpoint_args import check_model, check_optimizer
 from megatron.dpp.train.diagnostics import note_progress
 from megatron.dpp.train.exits import sigterm_held_back
-from megatron.dpp.train.first_state import add_steps, begun
+from megatron.dpp.train.first_state import add_steps, begun, teach_sgd
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import Trainee
 
@@ -237,6 +237,7 @@ class Checkpointer:
             options = {"is_loading": True} if loading else {}
             if loading:
                 fill_state(trainee.optimizer)
+                teach_sgd(trainee.optimizer)
             with shards_keep_identity():
                 state["optimizer"] = trainee.optimizer.sharded_state_dict(
                     state, metadata=metadata, **options

@@ -1,8 +1,10 @@
-"""The state of PyTorch's Adam before its first step, which a checkpoint may have to hold.
+"""The state of PyTorch's Adam and SGD before their first step, which a checkpoint may have to hold.
 
 PyTorch makes its tensors in the first step, and a run in fp16 may skip many. megatron-core then
-cannot save (distrib_optimizer.py:642), or cannot resume (PyTorch asks every state for its step).
-``checkpointing`` saves inside of :func:`begun` and passes what it loads through :func:`add_steps`.
+cannot save (distrib_optimizer.py:642), or cannot resume (PyTorch asks every state for its step),
+and of SGD it does not know what to ask a checkpoint for (__init__.py:408). ``checkpointing`` saves
+inside of :func:`begun`, asks for a state to load after :func:`teach_sgd`, and passes what it loads
+through :func:`add_steps`.
 """
 
 from __future__ import annotations
@@ -17,28 +19,41 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 @contextlib.contextmanager
 def begun(optimizer: Any) -> Iterator[None]:
-    """Meanwhile an Adam without state has what it would begin its first step with: no steps, and
-    moments of zero. Afterwards it has none again, so that parameters that never get a gradient
+    """Meanwhile an optimizer without state has what it would begin its first step with: no steps,
+    and moments of zero. Afterwards it has none again, so that parameters that never get a gradient
     stay without."""
-    empty = [adam for _, adam in _adams(optimizer) if not adam.state]
-    for adam in empty:
-        for group in adam.param_groups:
-            for parameter in group["params"]:
-                adam.state[parameter] = {
-                    "step": _no_steps(group, parameter),
-                    "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                    "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-                }
+    empty = [inner for _, inner in _pytorchs(optimizer) if not inner.state]
+    for inner in empty:
+        _begin(inner)
     try:
         yield
     finally:
-        for adam in empty:
-            adam.state.clear()
+        for inner in empty:
+            inner.state.clear()
+
+
+def _begin(inner: torch.optim.Optimizer) -> None:
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            zeros = torch.zeros_like(parameter, requires_grad=False)
+            if isinstance(inner, torch.optim.Adam):
+                moments = {"exp_avg": zeros, "exp_avg_sq": torch.zeros_like(zeros)}
+                inner.state[parameter] = {"step": _no_steps(group, parameter), **moments}
+            elif group["momentum"]:
+                inner.state[parameter] = {"momentum_buffer": zeros}
 
 
 def _no_steps(group: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
     on_device = group["capturable"] or group["fused"]
     return torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+
+
+def teach_sgd(optimizer: Any) -> None:
+    """Let megatron-core make the state of SGD for which it then asks a checkpoint, as it does for
+    Adam."""
+    for each, inner in _pytorchs(optimizer):
+        if each.init_state_fn is None:
+            each.init_state_fn = lambda _, config=None, inner=inner: _begin(inner)
 
 
 def add_steps(optimizer: Any, loaded: Any) -> None:
@@ -49,16 +64,19 @@ def add_steps(optimizer: Any, loaded: Any) -> None:
     if len(chained) > 1:
         parts = [loaded[index] for index in range(len(chained))]
     kept = {id(each): part for each, part in zip(chained, parts, strict=True)}
-    for each, _ in _adams(optimizer):
-        if not isinstance(each, DistributedOptimizer):
+    for each, inner in _pytorchs(optimizer):
+        if isinstance(inner, torch.optim.Adam) and not isinstance(each, DistributedOptimizer):
             part = kept[id(each)]
             states = part.get("optimizer", part)["state"]
             if states and not any(key == "common_step" or "step" in states[key] for key in states):
                 states["common_step"] = torch.tensor(0.0)
 
 
-def _adams(optimizer: Any) -> list[tuple[Any, torch.optim.Adam]]:
-    """PyTorch's, each after megatron-core's around it; AdamW is one too."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    pairs = [(each, getattr(each, "optimizer", None)) for each in chained]
-    return [(each, inner) for each, inner in pairs if isinstance(inner, torch.optim.Adam)]
+def _pytorchs(optimizer: Any) -> list[tuple[Any, torch.optim.Optimizer]]:
+    """PyTorch's, each after megatron-core's around it; AdamW is an Adam."""
+    pairs: list[tuple[Any, torch.optim.Optimizer]] = []
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(each, "optimizer", None)
+        if isinstance(inner, torch.optim.Adam | torch.optim.SGD):
+            pairs.append((each, inner))
+    return pairs
