@@ -73,19 +73,19 @@ def build_chunk(
 
 
 def datasets(run: Run) -> tuple[type, BERTMaskedWordPieceDatasetConfig]:
-    """The data set class and its configuration: whole-word masking of up to three words, as
-    Megatron-LM's.
+    """The data set class and its configuration; unless told otherwise whole words are masked, up to
+    three together, as in Megatron-LM.
     """
     args = run.args
     config = BERTMaskedWordPieceDatasetConfig(
         **dataset_values(args, run.tokenizer),
         masking_probability=args.mask_prob,
         short_sequence_probability=args.short_seq_prob,
-        masking_max_ngram=3,
-        masking_do_full_word=True,
-        masking_do_permutation=False,
-        masking_use_longer_ngrams=False,
-        masking_use_geometric_distribution=False,
+        masking_max_ngram=args.masking_max_ngram,
+        masking_do_full_word=args.masking_do_full_word,
+        masking_do_permutation=args.masking_do_permutation,
+        masking_use_longer_ngrams=args.masking_use_longer_ngrams,
+        masking_use_geometric_distribution=args.masking_use_geometric_distribution,
         classification_head=args.bert_binary_head,
     )
     return BERTMaskedWordPieceDataset, config

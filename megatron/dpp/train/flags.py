@@ -409,4 +409,4 @@ UNSET_FIELDS = (
     "classification_head",
     "timers",
 )
-"""Dataclass fields that are derived, fixed for all runs, or set by a flag of another name."""
+"""Dataclass fields that are derived, or set by a flag of these tables."""

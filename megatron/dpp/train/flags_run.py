@@ -57,6 +57,22 @@ DATA = (
     Flag("--per-dataset-sequences-path", str, None, "JSON file: sequences per data set"),
     Flag("--num-dataset-builder-threads", int, 1, "threads that build data sets"),
     Flag("--mask-prob", float, 0.15, "BERT: share of masked tokens"),
+    Flag("--masking-max-ngram", int, 3, "BERT: words that are masked together at most"),
+    Flag(
+        "--no-masking-do-full-word",
+        False,
+        True,
+        "BERT: mask parts of words",
+        dest="masking_do_full_word",
+    ),
+    Flag("--masking-do-permutation", True, False, "BERT: shuffle words, too"),
+    Flag("--masking-use-longer-ngrams", True, False, "BERT: rather mask more words together"),
+    Flag(
+        "--masking-use-geometric-distribution",
+        True,
+        False,
+        "BERT: words that are masked together, as SpanBERT draws them",
+    ),
     Flag("--short-seq-prob", float, 0.1, "BERT: share of short samples"),
     Flag(
         "--tokenizer-type",

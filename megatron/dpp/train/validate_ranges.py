@@ -21,6 +21,12 @@ def check_ranges(args: Args) -> None:
         _between(args, name, 0 <= getattr(args, name) <= 1, "between 0 and 1")
     for name in ("adam_beta1", "adam_beta2"):
         _between(args, name, 0 <= getattr(args, name) < 1, "at least 0 and below 1")
+    _between(args, "mask_prob", 0 < args.mask_prob < 1, "above 0 and below 1")
+    _between(args, "masking_max_ngram", args.masking_max_ngram > 0, "above 0")
+    require(
+        not (args.masking_use_geometric_distribution and args.masking_do_permutation),
+        "--masking-use-geometric-distribution and --masking-do-permutation exclude each other",
+    )
     _between(args, "seed", 0 <= args.seed < 2**31, "between 0 and 2^31 - 1")
     _between(args, "eval_iters", args.eval_iters >= 0, "at least 0")
     if args.fp16 and not args.loss_scale:
