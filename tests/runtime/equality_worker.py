@@ -67,31 +67,7 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
         use_distributed_optimizer=case.get("distributed_optimizer", False),
         num_distributed_optimizer_instances=case.get("instances", 1),
     )
-    chunks = []
-    for chunk in range(v):
-        stage = chunk if v > 1 else None
-        pre = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
-        post = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-        spec = block_spec(config, implementation=case.get("spec", "torch"), vp_stage=stage)
-        model = GPTModel(
-            config, spec, VOCABULARY, SEQUENCE, pre_process=pre, post_process=post, vp_stage=stage,
-            share_embeddings_and_output_weights=not case.get("untied"),
-            position_embedding_type="none" if config.mtp_num_layers else "learned_absolute",
-            mtp_block_spec=prediction_spec(
-                config, implementation=case.get("spec", "torch"), vp_stage=stage
-            ),
-        )  # fmt: skip
-        model.model_type = 1
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not any(part in name for part in case.get("frozen", ())))
-        if SUPPORT is None:
-            model.cuda()
-        if dtype == torch.bfloat16:
-            model = Float16Module(config, model)
-        chunks.append(
-            DistributedDataParallel(config, ddp_config, model, disable_bucketing=chunk > 0)
-        )
-        chunks[-1].force_all_reduce = case.get("everywhere", False)
+    chunks = [build_chunk(case, config, ddp_config, chunk) for chunk in range(v)]
     connected = case.get("overlap") and case.get("no_sync", True)
     config.no_sync_func = [c.no_sync for c in chunks] if connected else None
     if config.no_sync_func and v == 1:
@@ -107,6 +83,31 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
     )  # fmt: skip
     config.grad_scale_func = optimizer.scale_loss
     return chunks, optimizer
+
+
+def build_chunk(case: dict[str, Any], config: Any, ddp_config: Any, chunk: int) -> Any:
+    """One model chunk under DDP."""
+    stage = chunk if case.get("v", 1) > 1 else None
+    pre = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+    post = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+    implementation = case.get("spec", "torch")
+    model = GPTModel(
+        config, block_spec(config, implementation=implementation, vp_stage=stage), VOCABULARY,
+        SEQUENCE, pre_process=pre, post_process=post, vp_stage=stage,
+        share_embeddings_and_output_weights=not case.get("untied"),
+        position_embedding_type="none" if config.mtp_num_layers else "learned_absolute",
+        mtp_block_spec=prediction_spec(config, implementation=implementation, vp_stage=stage),
+    )  # fmt: skip
+    model.model_type = 1
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in case.get("frozen", ())))
+    if SUPPORT is None:
+        model.cuda()
+    if config.bf16:
+        model = Float16Module(config, model)
+    wrapped = DistributedDataParallel(config, ddp_config, model, disable_bucketing=chunk > 0)
+    wrapped.force_all_reduce = case.get("everywhere", False)
+    return wrapped
 
 
 def batches(case: dict[str, Any]) -> Any:

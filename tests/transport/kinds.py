@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
@@ -166,6 +167,16 @@ def opened(
         for transport in transports:
             stack.callback(pool.submit, transport.close)
         yield transports
+
+
+def close_and_wait(leaves: Transport, stays: Transport) -> None:
+    """Close a rank's transport, and wait until its peer knows that it has left."""
+    leaves.close()
+    deadline = time.monotonic() + PATIENCE
+    while not stays.departed(leaves.rank):
+        assert time.monotonic() < deadline
+        stays.poll()
+        stays.wait(0.1)
 
 
 def take_next(transport: Transport, channel: int, already: int) -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from megatron.dpp.errors import PeerDead, TransferTimeout
 from megatron.dpp.transport import Transport
-from tests.transport.kinds import PATIENCE, opened, pair, take_next
+from tests.transport.kinds import PATIENCE, close_and_wait, opened, pair, take_next
 
 SMALL, LARGE = 100, 1 << 19  # bytes; only the large ones are copied without the interpreter's lock
 MAX_PENDING = 2
@@ -71,19 +71,10 @@ def test_a_put_that_waits_too_long_is_a_failure() -> None:
             a.poll()
 
 
-def close_and_wait(a: Transport, b: Transport) -> None:
-    b.close()
-    deadline = time.monotonic() + PATIENCE
-    while not a.departed(1):
-        assert time.monotonic() < deadline
-        a.poll()
-        a.wait(0.1)
-
-
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_a_receiver_that_has_left_is_not_called_alive(kind: str) -> None:
     with opened(kind, pair(), max_pending=MAX_PENDING, timeout=0.3) as (a, b):
-        close_and_wait(a, b)
+        close_and_wait(b, a)
         while a.pending() < MAX_PENDING:
             a.put(0, torch.ones(SMALL), iteration=0, microbatch=0)
         with pytest.raises(

@@ -18,7 +18,15 @@ import torch
 from megatron.dpp.errors import PeerDead, TransportError
 from megatron.dpp.transport import Transport, rendezvous
 from megatron.dpp.transport.rendezvous import Rendezvous
-from tests.transport.kinds import PATIENCE, forked, open_from_file, opened, pair, take_next
+from tests.transport.kinds import (
+    PATIENCE,
+    close_and_wait,
+    forked,
+    open_from_file,
+    opened,
+    pair,
+    take_next,
+)
 
 MIB = 1 << 20
 
@@ -83,12 +91,7 @@ def test_a_peer_that_closes_in_the_middle_of_a_message_has_left_in_good_order() 
         for channel in (0, 1):
             for index in range(2):
                 a.put(channel, large, iteration=0, microbatch=index)
-        b.close()
-        deadline = time.monotonic() + PATIENCE
-        while not a.departed(1):
-            assert time.monotonic() < deadline
-            a.poll()
-            a.wait(0.1)
+        close_and_wait(b, a)
         until = time.monotonic() + 1.5  # longer than a goodbye may be late
         while time.monotonic() < until:
             a.poll()
