@@ -162,6 +162,15 @@ int Device::attribute(int which) const {
   return api_->cuDeviceGetAttribute(&value, which, ordinal_) == kSuccess ? value : 0;
 }
 
+void Device::write_value(StreamHandle stream, Address to, uint32_t value) const {
+  api_->check(api_->cuStreamWriteValue32(stream, to, value, 0), "cuStreamWriteValue32 on " + name_);
+}
+
+void Device::wait_value(StreamHandle stream, Address from, uint32_t value, Until until) const {
+  api_->check(api_->cuStreamWaitValue32(stream, from, value, static_cast<unsigned>(until)),
+              "cuStreamWaitValue32 on " + name_);
+}
+
 Current::Current(const Device& device) : device_(device) {
   ContextHandle now = nullptr;
   device.api().check(device.api().cuCtxGetCurrent(&now), "cuCtxGetCurrent");

@@ -246,10 +246,10 @@ int cuStreamWriteValue32(void*, Address to, uint32_t value, unsigned) {
   if (!flag("FAKE_CUDA_SILENT")) reinterpret_cast<std::atomic<uint32_t>*>(to)->store(value);
   return 0;
 }
-int cuStreamWaitValue32(void*, Address from, uint32_t value, unsigned) {
+int cuStreamWaitValue32(void*, Address from, uint32_t value, unsigned equal) {
   for (int naps = 0; naps != 5000; ++naps) {
     const uint32_t now = reinterpret_cast<std::atomic<uint32_t>*>(from)->load();
-    if (static_cast<int32_t>(now - value) >= 0) return 0;
+    if (equal != 0 ? now == value : static_cast<int32_t>(now - value) >= 0) return 0;
     usleep(1000);
   }
   return kInvalid;

@@ -20,18 +20,12 @@ Written::Written(cuda::DevicePtr device, std::shared_ptr<ShmBlock> block, cuda::
 }
 
 void Written::say(size_t channel, uint64_t sequence, cuda::StreamHandle stream) const {
-  // By default everything that the stream wrote before is visible, also to other GPUs, when this
-  // is.
-  device_->api().check(
-      device_->api().cuStreamWriteValue32(stream, of(channel), static_cast<uint32_t>(sequence), 0),
-      "cuStreamWriteValue32 on " + device_->name());
+  device_->write_value(stream, of(channel), static_cast<uint32_t>(sequence));
 }
 
 void Written::await(size_t channel, uint64_t sequence, cuda::StreamHandle stream) const {
-  constexpr unsigned kAtLeast = 0;  // as a difference, so that the number may wrap around
-  device_->api().check(device_->api().cuStreamWaitValue32(
-                           stream, of(channel), static_cast<uint32_t>(sequence), kAtLeast),
-                       "cuStreamWaitValue32 on " + device_->name());
+  device_->wait_value(stream, of(channel), static_cast<uint32_t>(sequence),
+                      cuda::Device::Until::kAtLeast);
 }
 
 CudaIpcSender::CudaIpcSender(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream,
