@@ -5,6 +5,7 @@ That replayed numbers are the eager ones is test_equality.py's matter.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.dpp.errors import SetupError
 from megatron.dpp.mcore import graphed_block, graphs
 from megatron.dpp.runtime.schedule import why_no_graphs
 from tests.runtime.rerun import Rerun
@@ -234,3 +236,36 @@ def test_graphs_are_left_where_memory_is_short() -> None:
     assert why_no_graphs("auto", 0.9, filled=0.8) is None
     assert "1.3 times the memory" in (why_no_graphs("auto", 0.9, filled=1.3) or "")
     assert why_no_graphs("on", 0.9, filled=1.3) is None
+
+
+def test_a_chunk_that_the_other_rank_could_not_capture_runs_eagerly(chunk: Chunk) -> None:
+    """One of a pair that replays waits for copies that the other one would never send."""
+    asked: list[bool] = []
+
+    def agree(fine: bool) -> bool:
+        asked.append(fine)
+        return False
+
+    made, said = graphs_of(chunk)
+    made._blocks[0].sums = SimpleNamespace(used=contextlib.nullcontext, agree=agree)
+    expected = step(made, chunk)
+    assert asked == [True] and chunk.decoder.num_eager
+    assert any("on the other tensor-parallel rank" in line for line in said)
+    assert torch.equal(step(made, chunk), expected) and asked == [True]
+
+
+def test_whatever_fails_in_a_capture_leaves_the_chunk_eager_and_its_first_error_is_named(
+    chunk: Chunk,
+) -> None:
+    """A failure inside of torch.distributed leaves it as another error than it was."""
+
+    def capture(function: Any, pool: Any) -> Rerun:
+        try:
+            raise SetupError("cuStreamWaitValue32: not permitted")
+        except SetupError:
+            raise ValueError("the group is not in a map")  # noqa: B904
+
+    made, said = graphs_of(chunk, capture)
+    step(made, chunk)
+    assert chunk.decoder.num_eager
+    assert any("runs without graphs: cuStreamWaitValue32" in line for line in said)

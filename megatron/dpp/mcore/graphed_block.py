@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.dpp.mcore.capture import Capture
 from megatron.dpp.mcore.captured_rng import CapturedRng, RecomputedDraws
+from megatron.dpp.mcore.pair_sums import PairSums
 from megatron.dpp.mcore.te import DelayedModules, adding, real_gradient
 from megatron.dpp.mcore.wgrad import (
     DeferredWork,
@@ -246,11 +247,11 @@ class GraphedBlock:
         self._recomputed: RecomputedDraws | None = None
         block: Any = decoder_block(chunk)
         self._block = block
-        self._chunk: Any = chunk
+        self.chunk: Any = chunk
         # Bucket groups whose reduction DDP starts from within a backward.
         options = getattr(chunk, "ddp_config", None)
         overlaps = options is not None and options.overlap_grad_reduce
-        self._reducing: Any = self._chunk.bucket_groups if overlaps else []
+        self._reducing: Any = self.chunk.bucket_groups if overlaps else []
         self.store, self.delayed, self.capture, self._say = store, delayed, capture, say
         self.num_layers = len(block.layers)
         self.accumulators = [
@@ -258,6 +259,8 @@ class GraphedBlock:
             for parameter in block.parameters()
             if parameter.requires_grad
         ]
+        self.sums: PairSums | None = None
+        """What sums over the tensor-parallel ranks behind weight gradients; None: NCCL does."""
         self._slots: Slots | None = None
         self._signature: Any = None
         self._failed = False
@@ -298,7 +301,7 @@ class GraphedBlock:
         """These gradients have been added; with the last microbatch's their reduction may start."""
         if not any(group.is_last_microbatch for group in self._reducing):
             return
-        ddp = self._chunk
+        ddp = self.chunk
         for parameter in parameters:
             group = ddp.param_to_bucket_group[parameter]
             group.register_grad_ready(parameter, ddp.force_all_reduce)
@@ -343,11 +346,14 @@ class GraphedBlock:
         for table in tables:
             table.update((name, alias_of.get(p, p)) for name, p in table.items() if p is not None)
         try:
-            with adding(self._block.modules()):
+            with adding(self._block.modules()), self._summing():
                 yield
         finally:
             for table, original in zip(tables, own, strict=True):
                 table.update(original)
+
+    def _summing(self) -> AbstractContextManager[None]:
+        return self.sums.used() if self.sums is not None else contextlib.nullcontext()
 
     def prepare(self, forward: Callable[[], Any]) -> None:
         """Before the first capture: see what a backward will have to draw again."""
@@ -412,11 +418,21 @@ class GraphedBlock:
 
     def _capture_in(self, slot: _Slot, slots: Slots, options: Mapping[str, Any]) -> None:
         """Add this block's graphs to a slot; where that fails, it runs eagerly from here on."""
+        graphs, fault = None, "they could not be captured on the other tensor-parallel rank"
         try:
-            slot.graphs[self] = _Graphs(self, slot, slots, options)
-        except (RuntimeError, TypeError) as error:
-            self._failed = True
-            self._say(f"runs without graphs: {' '.join(str(error).split())[:200]}")
+            graphs = _Graphs(self, slot, slots, options)
+        except Exception as error:  # whatever it is, this chunk can be run without
+            first: BaseException = error
+            while first.__context__ is not None:
+                first = first.__context__
+            fault = " ".join(f"{first}".split())[:200] or type(first).__name__
+        if self.sums is not None and not self.sums.agree(graphs is not None):
+            graphs = None
+        if graphs is not None:
+            slot.graphs[self] = graphs
+            return
+        self._failed = True
+        self._say(f"runs without graphs: {fault}")
 
 
 def _taken(tensor: torch.Tensor) -> torch.Tensor:

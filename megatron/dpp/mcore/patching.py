@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ def replaced(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[Non
     """``owner.name(...)`` is ``wrapper(original, ...)`` while the block runs; blocks may nest."""
     original = getattr(owner, name)
 
+    @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 

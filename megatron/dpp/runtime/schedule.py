@@ -241,7 +241,14 @@ class DppSchedule(Replacement):
             )
             return None
         pays = partial(self._graphs_pay, call)
-        return ChunkGraphs(call.model, self._weight_gradients, self._log, pays, self._capture)
+        return ChunkGraphs(
+            call.model,
+            self._weight_gradients,
+            self._log,
+            pays,
+            self._capture,
+            self.config.copy_engine_sums,
+        )
 
     def _graphs_pay(self, call: StepCall, chunks: Sequence[int]) -> bool:
         """Whether to capture ``chunks``, now that the first steps have shown how long launching

@@ -107,7 +107,14 @@ class StaticSchedule(Replacement):
     def _graphs_of(self, call: StepCall) -> ChunkGraphs:
         if self._graphs is None or self._graphed != call.model:
             self._close_graphs()
-            self._graphs = ChunkGraphs(call.model, None, self._log, lambda _: True, self._capture)
+            self._graphs = ChunkGraphs(
+                call.model,
+                None,
+                self._log,
+                lambda _: True,
+                self._capture,
+                self.config.copy_engine_sums,
+            )
             self._graphed = list(call.model)
         return self._graphs
 
