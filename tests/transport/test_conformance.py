@@ -51,6 +51,25 @@ def test_puts_beyond_the_depth_stay_pending_and_lose_nothing(kind: str) -> None:
         assert a.pending() == 0
 
 
+def test_a_flush_may_take_longer_than_its_timeout_as_long_as_messages_leave(kind: str) -> None:
+    with opened(kind, pair(depth=1)) as (a, b):
+        for index in range(6):
+            a.put(0, torch.full((100,), float(index)), iteration=0, microbatch=index)
+
+        def take_slowly() -> None:
+            for index in range(6):
+                time.sleep(0.2)
+                take_next(b, 0, index)
+
+        taking = threading.Thread(target=take_slowly)
+        taking.start()
+        try:
+            a.flush(0.7)
+        finally:
+            taking.join()
+        assert a.pending() == 0
+
+
 def test_a_full_channel_does_not_hold_up_another(kind: str) -> None:
     with opened(kind, pair(depth=1)) as (a, b):
         for index in range(4):

@@ -194,23 +194,7 @@ class Executor:
             self.overhead_ns += time.perf_counter_ns() - begin - self._runner_ns
         while self._awaited is not None and not self._input_came():
             poll()  # what ends the wait may be a failure
-        self._flush()
-
-    def _flush(self) -> None:
-        """Wait until all that was sent is on its way, as long as it goes on.
-
-        Raises:
-            TransferTimeout: nothing of it was taken for ``timeout`` seconds.
-        """
-        while True:
-            left = self._transport.pending()
-            try:
-                self._transport.flush(self._timeout)
-            except TransferTimeout:
-                if self._transport.pending() >= left:
-                    raise
-            else:
-                return
+        self._transport.flush(self._timeout)
 
     def _next_coming(self) -> Action | None:
         """Nothing may run: the task whose input is on its way, to be launched ahead of it. The

@@ -188,8 +188,8 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def flush(self, seconds: float) -> None:
-        """Wait until ``pending() == 0``; ``TransferTimeout`` after ``seconds``, or ``PeerDead``
-        where a receiver has closed its transport.
+        """Wait until ``pending() == 0``. ``TransferTimeout`` where none left for ``seconds``, or
+        ``PeerDead`` where a receiver has closed its transport.
         """
 
     @abc.abstractmethod

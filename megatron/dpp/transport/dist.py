@@ -263,17 +263,19 @@ class DistTransport(Transport):
             return sum(channel.num_pending for channel in self._outgoing)
 
     def flush(self, seconds: float) -> None:
-        def done() -> bool:
-            return self._failure is not None or not any(c.num_pending for c in self._outgoing)
+        while left := self.pending():
+            if not self._some_leave(left, seconds):
+                raise TransferTimeout(
+                    f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s"
+                )
 
-        self._check()
+    def _some_leave(self, pending: int, seconds: float) -> bool:
+        def fewer() -> bool:
+            now = sum(channel.num_pending for channel in self._outgoing)
+            return self._failure is not None or now < pending
+
         with self.changed:
-            finished = self.changed.wait_for(done, seconds)
-        self._check()
-        if not finished:
-            raise TransferTimeout(
-                f"rank {self.rank}: {self.pending()} puts are still pending after {seconds:g} s"
-            )
+            return self.changed.wait_for(fewer, seconds)
 
     def links(self) -> Sequence[LinkInfo]:
         return [

@@ -14,6 +14,7 @@ waits (``stepping=True``: when any one of them waits, for tests that run all ran
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -338,12 +339,14 @@ class FakeTransport(Transport):
             return sum(len(c.waiting) + len(c.flying) for c in self._outgoing)
 
     def flush(self, seconds: float) -> None:
-        deadline = self._network.now() + seconds
+        least, deadline = math.inf, 0.0
         while left := self.pending():
+            if left < least:
+                least, deadline = left, self._network.now() + seconds
             remaining = deadline - self._network.now()
             if remaining <= 0:
                 raise TransferTimeout(
-                    f"rank {self.rank}: {left} puts are still pending after {seconds:g} s"
+                    f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s"
                 )
             self.poll()
             self.wait(remaining)

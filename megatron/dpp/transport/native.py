@@ -7,6 +7,7 @@ through the host unless a link's kind can read them in place.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 import weakref
@@ -199,7 +200,7 @@ class NativeTransport(Transport):
         return pending
 
     def flush(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+        least, deadline = math.inf, 0.0
         while True:
             self._native.poll(
                 self._num_incoming
@@ -207,6 +208,8 @@ class NativeTransport(Transport):
             left = self.pending()
             if left == 0:
                 return
+            if left < least:
+                least, deadline = left, time.monotonic() + seconds
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise self._unsent(left, seconds)
@@ -214,7 +217,7 @@ class NativeTransport(Transport):
 
     def _unsent(self, left: int, seconds: float) -> TransportError:
         """The error of a flush: its receivers are alive, or one of them left."""
-        what = f"rank {self.rank}: {left} puts are still pending after {seconds:g} s"
+        what = f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s"
         for channel, spec in enumerate(self.outgoing):
             unsent = self._native.done(channel) < self._num_puts[channel]
             if unsent and self.departed(spec.destination):
