@@ -31,7 +31,7 @@ this; of 16 and 64 a replay accessed memory that is not its own.
 """
 
 COPIED_SUMS_FROM = 16 << 20
-"""Bytes of a hidden state from which copy engines sum gradients; a copy has fixed costs."""
+"""Bytes of a hidden state from which copy engines sum gradients; less was not measured."""
 
 GPUDIRECT = ("auto", "on", "off")
 """Values of ``--dpp-gpudirect``."""

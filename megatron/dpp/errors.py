@@ -13,6 +13,11 @@ from collections.abc import Callable
 from typing import NoReturn
 
 
+def one_line(error: BaseException, limit: int | None = None) -> str:
+    """An error's text without line breaks, cut to ``limit`` characters; its type if it has none."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
 class DppError(Exception):
     """Base of every error that this project raises on purpose."""
 

@@ -84,17 +84,11 @@ def test_any_pace_of_two_gpus_gives_every_sum(
     for first, second in tensors:
         exchange(one, first)
         exchange(two, second)
-    moved = True
     while one.stream or two.stream:
-        rank = (one if turns.pop() else two) if turns else (one if moved else two)
-        moved = bool(rank.stream) and rank.stream[0]()
-        if moved:
-            rank.stream.popleft()
-        elif not turns:  # the other one must be able to go on
-            rank = two if rank is one else one
-            assert not rank.stream or rank.stream[0](), "both wait"
-            if rank.stream:
-                rank.stream.popleft()
+        sooner = [one, two] if turns and turns.pop() else [two, one]
+        rank = next((gpu for gpu in sooner if gpu.stream and gpu.stream[0]()), None)
+        assert rank is not None, "both wait"
+        rank.stream.popleft()
     for (first, second), (a, b) in zip(tensors, terms, strict=True):
         assert first.item() == second.item() == a + b
     assert one.words == two.words == {READY: 0, FREE: 1}
@@ -174,11 +168,20 @@ def test_only_layers_that_sum_over_the_pair_are_given_the_stand_in(
     assert getattr(layers, name) is linear
 
 
-@pytest.mark.parametrize("shape", [(4, 2, 8), (1 << 13, 1, 1 << 11)])
-def test_nothing_is_opened_without_gpus_or_a_layer_that_sums(shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "numel", "on_gpu"), [(3, 1 << 23, True), (2, 1 << 22, True), (2, 1 << 23, False)]
+)
+def test_other_groups_than_pairs_small_states_and_cpus_open_nothing_and_say_nothing(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, numel: int, on_gpu: bool
+) -> None:
+    group = SimpleNamespace(size=lambda: ranks)
+    monkeypatch.setattr(pair_sums, "_summed_over", lambda chunk, dtype: group)
+    monkeypatch.setattr(pair_sums, "_joined", lambda *args: pytest.fail("joined"))
+    example: Any = SimpleNamespace(
+        numel=lambda: numel, element_size=lambda: 2, is_cuda=on_gpu, dtype=torch.bfloat16
+    )
     said: list[str] = []
-    example = torch.empty(shape, device="meta")
-    assert open_pair_sums(torch.nn.Linear(2, 2), example, said.append) is None
+    assert open_pair_sums(torch.nn.Identity(), example, said.append) is None
     assert said == []
 
 

@@ -82,7 +82,7 @@ def collective_bytes(shape: RunShape) -> float:
 
 
 def collective_seconds(shape: RunShape, device: Device) -> float:
-    """What one of them takes; but for :func:`hidden_seconds` nothing of it is hidden."""
+    """What one of them takes; but for ``_hidden_seconds`` nothing of it is hidden."""
     if shape.tensor == 1:
         return 0.0
     return device.collective + _transfer_seconds(shape, device)
@@ -93,7 +93,7 @@ def _transfer_seconds(shape: RunShape, device: Device) -> float:
     return collective_bytes(shape) / (_BULK * link)
 
 
-def hidden_seconds(shape: RunShape, device: Device) -> float:
+def _hidden_seconds(shape: RunShape, device: Device) -> float:
     """What of the two sums in a captured layer's backward runs beside its weight gradients, as
     ``mcore.pair_sums`` has it: of the layers that make queries, keys and values, and the wide ones.
     """
@@ -114,7 +114,7 @@ def part_times(shape: RunShape, device: Device) -> PartTimes:
     if replays(shape, device, layer, head):
         between = device.between
         forward, backward, weight = layer
-        layer = forward, backward - hidden_seconds(shape, device), weight
+        layer = forward, backward - _hidden_seconds(shape, device), weight
         return PartTimes(layer=layer, lookup=lookup, head=head, between=between, replayed=True)
     least = _launches(shape, device)
     paced = _paced(shape, layer, least)

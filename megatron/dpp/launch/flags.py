@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.errors import ConfigError, DataError, one_line
 from megatron.dpp.train.arguments import build_parser
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,8 +36,7 @@ def read_flags(path: Path) -> Flags:
     try:
         loaded = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
-        one_line = " ".join(str(error).split())
-        raise DataError(f"{path}: not YAML ({one_line})") from error
+        raise DataError(f"{path}: not YAML ({one_line(error)})") from error
     if not isinstance(loaded, dict) or any(isinstance(v, dict) for v in loaded.values()):
         raise DataError(
             f"{path}: expected lines of `flag: value`; Megatron-LM's grouped form goes with "

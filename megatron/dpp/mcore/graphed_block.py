@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
+from megatron.dpp.errors import one_line
 from megatron.dpp.mcore.capture import Capture
 from megatron.dpp.mcore.captured_rng import CapturedRng, RecomputedDraws
 from megatron.dpp.mcore.pair_sums import PairSums
@@ -425,7 +426,7 @@ class GraphedBlock:
             first: BaseException = error
             while first.__context__ is not None:
                 first = first.__context__
-            fault = " ".join(f"{first}".split())[:200] or type(first).__name__
+            fault = one_line(first, 200)
         if self.sums is not None and not self.sums.agree(graphs is not None):
             graphs = None
         if graphs is not None:

@@ -14,10 +14,8 @@ more ranks would send more than NCCL's ring and are left to it, as is everything
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -25,9 +23,10 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 
 from megatron.dpp.config import COPIED_SUMS_FROM
-from megatron.dpp.errors import SetupError
+from megatron.dpp.errors import SetupError, one_line
 from megatron.dpp.mcore.patching import replaced
 from megatron.dpp.transport.native import load_native
+from megatron.dpp.transport.rendezvous import host_identity
 
 READY, FREE = range(2)
 """Words of a rank's memory that the other one sets: "my part is in your memory", "what you have put
@@ -249,7 +248,7 @@ def _joined(
         try:
             step()
         except Exception as error:  # NCCL can do without, whatever it is
-            fault = " ".join(f"{error}".split())[:200] or type(error).__name__
+            fault = one_line(error, 200)
         if not _agree(group, not fault):
             return None, fault or "the other rank cannot"
     return wire, ""
@@ -265,11 +264,9 @@ def _summed_over(chunk: torch.nn.Module, dtype: torch.dtype) -> dist.ProcessGrou
 
 
 def _on_one_host(group: dist.ProcessGroup) -> bool:
-    boots: list[Any] = [None] * group.size()
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    own = boot.read_text() if boot.exists() else socket.gethostname()
-    dist.all_gather_object(boots, own, group=group)
-    return len(set(boots)) == 1
+    hosts: list[Any] = [None] * group.size()
+    dist.all_gather_object(hosts, host_identity(), group=group)
+    return len(set(hosts)) == 1
 
 
 def _agree(group: dist.ProcessGroup, fine: bool) -> bool:

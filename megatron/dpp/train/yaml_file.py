@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.errors import ConfigError, DataError, one_line
 
 
 def defaults_from_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -56,8 +56,7 @@ def read_mapping(flag: str, path: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise DataError(f"{flag} {path}: no text in UTF-8 ({error.reason})") from error
     except yaml.YAMLError as error:
-        one_line = " ".join(str(error).split())
-        raise DataError(f"{flag} {path}: not YAML ({one_line})") from error
+        raise DataError(f"{flag} {path}: not YAML ({one_line(error)})") from error
     if not isinstance(loaded, dict):
         raise DataError(f"{flag} {path}: expected a mapping of settings")
     return loaded
