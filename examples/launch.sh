@@ -358,10 +358,11 @@ launch() {
   else
     distributed+=(--standalone) # a free port: two runs on one machine do not meet
   fi
-  # megatron-core's tensor parallelism relies on one hardware queue. Without it a pipeline's rank
-  # has several: what it sends must not queue behind what it waits for.
+  # megatron-core's tensor parallelism relies on one hardware queue. Without it there are several:
+  # what a rank sends must not queue behind what it waits for, nor a reduction behind a replayed
+  # backward.
   local queues=1
-  if ((${TENSOR_PARALLEL:-1} == 1 && ${PIPELINE_PARALLEL:-1} > 1)); then queues=8; fi
+  if [[ ${TENSOR_PARALLEL:-unknown} == 1 ]]; then queues=8; fi
   export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-$queues}
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
   export TOKENIZERS_PARALLELISM=false

@@ -34,13 +34,23 @@ def test_a_length_that_cannot_be_spread_runs_without() -> None:
 
 @pytest.mark.parametrize(
     ("words", "queues"),
-    [("--pp 4", "8"), ("--tp 2 --pp 2", None), ("--tp 2", None), ("--pp 4 --no-dpp", "8")],
+    [
+        ("3d --pp 4", "8"),
+        ("3d --tp 2 --pp 2", None),
+        ("3d --tp 2", None),
+        ("3d --pp 4 --no-dpp", "8"),
+        ("simple", "8"),
+        ("megatron --tensor-model-parallel-size 2", None),
+        ("megatron --pipeline-model-parallel-size 2", "8"),
+        ("zero --zero-stage 2", "8"),
+    ],
 )
-def test_a_pipeline_without_tensor_parallelism_has_several_queues(
+def test_without_tensor_parallelism_there_are_several_queues(
     words: str, queues: str | None
 ) -> None:
-    """With one, a rank sent nothing while its GPU waited for an input."""
-    found = plan(f"--mode 3d {words} --gpus 4 --gpu h200 --dry-run {ARTIFICIAL}".split())
+    """With one, a rank sent nothing while its GPU waited for an input, and gradients were reduced
+    only when a replayed backward was over."""
+    found = plan(f"--mode {words} --gpus 4 --gpu h200 --dry-run {ARTIFICIAL}".split())
     assert environment(found.resolved, {}).get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
     asked = environment(found.resolved, {"CUDA_DEVICE_MAX_CONNECTIONS": "3"})
     assert asked.get("CUDA_DEVICE_MAX_CONNECTIONS") == (queues and "3")

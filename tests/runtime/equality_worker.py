@@ -7,10 +7,12 @@ Python serves many of them. Prints ``CASE name ok`` or the first difference, and
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import sys
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -27,6 +29,9 @@ from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.distributed.param_and_grad_buffer import (  # noqa: E402
+    _ParamAndGradBucketGroup,
+)
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
@@ -36,6 +41,8 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.dpp import DppConfig, DppSchedule  # noqa: E402
 from megatron.dpp.config import COPIED_SUMS_FROM  # noqa: E402
 from megatron.dpp.mcore import fused_wgrad, pair_sums  # noqa: E402
+from megatron.dpp.mcore.patching import replaced  # noqa: E402
+from megatron.dpp.mcore.reductions import Reductions  # noqa: E402
 from megatron.dpp.mcore.specs import block_spec, prediction_spec  # noqa: E402
 from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
 from tests.runtime.rerun import Rerun  # noqa: E402
@@ -67,6 +74,7 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
         overlap_grad_reduce=case.get("overlap", False),
         use_distributed_optimizer=case.get("distributed_optimizer", False),
         num_distributed_optimizer_instances=case.get("instances", 1),
+        bucket_size=case.get("bucket_size"),
     )
     chunks = [build_chunk(case, config, ddp_config, chunk) for chunk in range(v)]
     connected = case.get("overlap") and case.get("no_sync", True)
@@ -197,8 +205,14 @@ def run_case(case: dict[str, Any]) -> None:
         if settings.get("cuda_graphs") == "on" and SUPPORT is not None:
             kind = partial(kind, capture=partial(Rerun, replays=replays))
         said: list[str] = []
-        with kind(DppConfig(**settings), seed=1234, log=said.append) as schedule:
+        with (
+            begun_by_replays() as begun,
+            kind(DppConfig(**settings), seed=1234, log=said.append) as schedule,
+        ):
             got = train(case, schedule)
+        if case.get("bucket_size"):
+            assert begun, f"{case['name']} with {settings}: no replay began a reduction"
+            assert SUPPORT is not None or all(begun), "a reduction waited for a replay's end"
         if settings.get("cuda_graphs") == "on":
             captured = any("CUDA graphs: memory for" in line for line in said)
             assert replays or captured, f"{case['name']} with {settings}: nothing was replayed"
@@ -209,6 +223,24 @@ def run_case(case: dict[str, Any]) -> None:
     parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
         print(f"CASE {case['name']} ok: {len(case['runs'])} dynamic runs", flush=True)
+
+
+@contextlib.contextmanager
+def begun_by_replays() -> Iterator[list[bool]]:
+    """Of each reduction that a replayed backward begins: is it on a stream of its own?"""
+    begun: list[bool] = []
+
+    def reduce(original: Any, *args: Any, **options: Any) -> None:
+        aside = SUPPORT is None and torch.cuda.current_stream() != torch.cuda.default_stream()
+        begun.append(aside)
+        original(*args, **options)
+
+    def begin(original: Any, *args: Any) -> None:
+        with replaced(_ParamAndGradBucketGroup, "start_grad_sync", reduce):
+            original(*args)
+
+    with replaced(Reductions, "start", begin):
+        yield begun
 
 
 def start() -> None:

@@ -98,9 +98,10 @@ def test_captured_tasks_of_static_schedules() -> None:
         2,
         case("graphs tp2", 1, 3, static, tp=2, sp=True, layers=2, iterations=4),
         case("graphs dp2", 1, 3, static, layers=2, iterations=4, dropout=0.1),
-        case("graphs dp2 overlap", 1, 3, static, layers=2, iterations=4, overlap=True),
+        case("graphs dp2 overlap", 1, 3, static, layers=2, iterations=4, overlap=True,
+             bucket_size=6000),
         case("graphs dp2 overlap, one microbatch", 1, 1, static, layers=2, iterations=4,
-             overlap=True, distributed_optimizer=True),
+             overlap=True, distributed_optimizer=True, bucket_size=6000, recompute="full"),
         case("graphs v2", 2, 4, static, v=2, iterations=4),
     )  # fmt: skip
 
@@ -143,8 +144,10 @@ def test_graphs_on_two_gpus() -> None:
              recompute="selective"),
         case("tp2 full", 1, 3, static, tp=2, layers=2, iterations=4, dropout=0.1,
              recompute="full", fusion=True),
-        case("dp2 overlap", 1, 3, static, layers=2, iterations=4, overlap=True,
-             distributed_optimizer=True),
+        case("dp2 overlap", 1, 3, static, layers=3, iterations=6, overlap=True,
+             distributed_optimizer=True, bucket_size=6000),
+        case("dp2 overlap, all-reduce", 1, 3, static, layers=3, iterations=6, overlap=True,
+             bucket_size=6000, dropout=0.1, fusion=True),
     )  # fmt: skip
 
 

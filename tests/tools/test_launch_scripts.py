@@ -51,6 +51,24 @@ def torchrun_part(command: list[str]) -> str:
     return " ".join(command[: next(i for i, word in enumerate(command) if word.endswith(".py"))])
 
 
+@pytest.mark.parametrize(
+    ("settings", "queues"),
+    [
+        ({"TENSOR_PARALLEL": "1"}, "8"),
+        ({"TENSOR_PARALLEL": "2"}, "1"),
+        ({}, "1"),  # from `train`, which knows of tensor parallelism and says what it needs
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "3", "TENSOR_PARALLEL": "1"}, "3"),
+    ],
+)
+def test_hardware_queues(settings: dict[str, str], queues: str, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "queues $CUDA_DEVICE_MAX_CONNECTIONS"\n')
+    python.chmod(0o755)
+    settings = {"PYTHON": str(python), "GPUS_PER_NODE": "2", **settings}
+    result = run("examples/launch_flags.sh", "pretrain_gpt.py", **settings)
+    assert result.stdout.splitlines()[-1] == f"queues {queues}", result
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_single_run_without_a_gpu(model: str) -> None:
     command = dry_run(f"run_single_{model}.sh")

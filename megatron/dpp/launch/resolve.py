@@ -423,11 +423,12 @@ def _resume(folder: str) -> Flags:
 
 def environment(resolved: Resolved, env: Mapping[str, str]) -> dict[str, str]:
     """Variables that the run needs beside those of ``examples/launch.sh``."""
-    values, layout = {}, resolved.layout
-    # One hardware queue, on which megatron-core's tensor parallelism relies, would put FSDP2's
-    # gathers behind the products that wait for them, and what a pipeline's rank sends behind what
-    # it waits for.
-    waits = layout.pipeline > 1 and layout.tensor == 1
-    if waits or resolved.shard in ("gradients", "parameters"):
-        values["CUDA_DEVICE_MAX_CONNECTIONS"] = env.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    return values
+    args = parse_args(resolved.argv)
+    # One hardware queue, on which megatron-core's tensor and context parallelism rely, would put
+    # FSDP2's gathers behind the products that wait for them, what a pipeline's rank sends behind
+    # what it waits for, and a reduction behind the whole replayed backward that it could run
+    # beside.
+    relies = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
+    if relies and resolved.shard not in ("gradients", "parameters"):
+        return {}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": env.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")}

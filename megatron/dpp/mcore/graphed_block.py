@@ -21,6 +21,7 @@ from megatron.dpp.errors import one_line
 from megatron.dpp.mcore.capture import Capture
 from megatron.dpp.mcore.captured_rng import CapturedRng, RecomputedDraws
 from megatron.dpp.mcore.pair_sums import PairSums
+from megatron.dpp.mcore.reductions import Additions, Reductions
 from megatron.dpp.mcore.te import DelayedModules, adding, real_gradient
 from megatron.dpp.mcore.wgrad import (
     DeferredWork,
@@ -96,7 +97,8 @@ class _Graphs:
         self._live: torch.Tensor | None = None
         self._begun: dict[str, torch.Tensor] = {}
         self._deferred: dict[int, list[DeferredWork]] = {}
-        self._given: list[torch.nn.Parameter] = []
+        self._waiting: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+        self._added: Additions
         self._unfinished = 0
         owner.prepare(partial(owner.run, slot.input, self.options))
         self._forward = owner.capture(self._run_forward, slot.pool)
@@ -113,39 +115,38 @@ class _Graphs:
     def _run_backward(self) -> None:
         assert self._live is not None
         owner = self._owner
+        self._added, self._waiting = owner.reductions.additions(), {}
         with contextlib.ExitStack() as around:
             around.enter_context(owner.using(self._aliases))  # parts may be computed again
+            around.enter_context(owner.reductions.held_back())
             if owner.store is not None:
                 self._deferred = around.enter_context(owner.store.divert())
+            for number, alias in enumerate(self._aliases):
+                hook = alias.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(self._add, number)
+                )
+                around.callback(hook.remove)
             # Not autograd.grad, which recomputation refuses.
             torch.autograd.backward(self._live, self._slot.grad_output)
         self._live = None
         self._slots.grad_input.copy_(_taken(self._slot.input))
-        self._accumulate()
-
-    def _accumulate(self) -> None:
-        """Add the gradients that are there to the parameters'; those that a W of Transformer
-        Engine's layers expects wait for it.
-        """
-        owner, delayed = self._owner, self._owner.delayed
-        self._given = []
-        waiting: dict[torch.nn.Parameter, torch.Tensor | None] = {}
-        with owner.not_reduced():
-            for (parameter, accumulate), alias in zip(
-                owner.accumulators, self._aliases, strict=True
-            ):
-                if alias.grad is None:
-                    continue
-                if getattr(alias, "grad_added_to_main_grad", False):
-                    parameter.grad_added_to_main_grad = True
-                if delayed is not None and delayed.knows(parameter):
-                    waiting[parameter] = real_gradient(alias)
-                    alias.grad = None
-                else:
-                    accumulate(_taken(alias))
-                    self._given.append(parameter)
-        for layer, entry in delayed.take(waiting) if delayed is not None else ():
+        for layer, entry in owner.delayed.take(self._waiting) if owner.delayed is not None else ():
             self._deferred[layer].append(entry)
+        self._waiting = {}
+
+    def _add(self, number: int, alias: Any) -> None:
+        """Add a gradient that has just been computed to its parameter's; one that a W of
+        Transformer Engine's layers expects waits for it.
+        """
+        (parameter, accumulate), delayed = self._owner.accumulators[number], self._owner.delayed
+        if getattr(alias, "grad_added_to_main_grad", False):
+            parameter.grad_added_to_main_grad = True
+        if delayed is not None and delayed.knows(parameter):
+            self._waiting[parameter] = real_gradient(alias)
+            alias.grad = None
+        else:
+            accumulate(_taken(alias))
+            self._added.add(parameter)
 
     def _run_weight(self, layer: int) -> None:
         for work in self._deferred.pop(layer, ()):
@@ -176,7 +177,7 @@ class _Graphs:
         self._slot.grad_output.copy_(gradient)
         self._owner.rewind(self._begun)
         self._backward.replay()
-        self._owner.reduce(self._given)
+        self._owner.reductions.start(self._added)
         self._unfinished = len(self._weights)
         for layer in self._weights:
             assert self._owner.store is not None
@@ -249,10 +250,6 @@ class GraphedBlock:
         block: Any = decoder_block(chunk)
         self._block = block
         self.chunk: Any = chunk
-        # Bucket groups whose reduction DDP starts from within a backward.
-        options = getattr(chunk, "ddp_config", None)
-        overlaps = options is not None and options.overlap_grad_reduce
-        self._reducing: Any = self.chunk.bucket_groups if overlaps else []
         self.store, self.delayed, self.capture, self._say = store, delayed, capture, say
         self.num_layers = len(block.layers)
         self.accumulators = [
@@ -260,6 +257,7 @@ class GraphedBlock:
             for parameter in block.parameters()
             if parameter.requires_grad
         ]
+        self.reductions = Reductions(chunk, [parameter for parameter, _ in self.accumulators])
         self.sums: PairSums | None = None
         """What sums over the tensor-parallel ranks behind weight gradients; None: NCCL does."""
         self._slots: Slots | None = None
@@ -285,27 +283,6 @@ class GraphedBlock:
         for slot in slots.made:
             if self not in slot.graphs and not self._failed:
                 self._capture_in(slot, slots, known.options)
-
-    @contextlib.contextmanager
-    def not_reduced(self) -> Iterator[None]:
-        """Gradients that are added meanwhile do not start their reduction."""
-        was = [group.is_last_microbatch for group in self._reducing]
-        for group in self._reducing:
-            group.is_last_microbatch = False
-        try:
-            yield
-        finally:
-            for group, last in zip(self._reducing, was, strict=True):
-                group.is_last_microbatch = last
-
-    def reduce(self, parameters: list[torch.nn.Parameter]) -> None:
-        """These gradients have been added; with the last microbatch's their reduction may start."""
-        if not any(group.is_last_microbatch for group in self._reducing):
-            return
-        ddp = self.chunk
-        for parameter in parameters:
-            group = ddp.param_to_bucket_group[parameter]
-            group.register_grad_ready(parameter, ddp.force_all_reduce)
 
     def addresses(self) -> list[int]:
         """Where the parameters are; graphs read and write them there."""

@@ -1,0 +1,172 @@
+"""When the gradients that a replayed backward adds are reduced. That the numbers are DDP's is
+test_equality.py's matter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.mcore import reductions
+from megatron.dpp.mcore.capture import cuda_capture
+from megatron.dpp.mcore.captured_rng import CapturedRng
+from megatron.dpp.mcore.reductions import Reductions
+
+DEADLINE = 20.0
+
+
+class Group:
+    """What a bucket group of DDP is to its chunk's reductions."""
+
+    def __init__(self, name: str, reduced: Callable[[str], None], num_expected: int) -> None:
+        self.name, self.is_last_microbatch = name, True
+        self._reduced, self._left = reduced, num_expected
+
+    def register_grad_ready(self, parameter: torch.nn.Parameter, everywhere: bool) -> None:
+        self._left -= 1
+        if not self._left:
+            self._reduced(self.name)
+
+
+def setting(
+    names: str,
+    extra: str = "",
+    reduced: Callable[[str], None] | None = None,
+    instances: int = 1,
+) -> tuple[Reductions, list[torch.nn.Parameter], list[str], list[Group]]:
+    """A block whose parameters lie in the groups of these names, each group's gradients as often
+    as its name is there; ``extra`` ones come from elsewhere."""
+    order: list[str] = []
+    groups = {
+        name: Group(name, reduced or order.append, (names + extra).count(name)) for name in names
+    }
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in names]
+    chunk = SimpleNamespace(
+        ddp_config=SimpleNamespace(
+            overlap_grad_reduce=True, num_distributed_optimizer_instances=instances
+        ),
+        bucket_groups=list(groups.values()),
+        param_to_bucket_group={p: groups[name] for p, name in zip(parameters, names, strict=True)},
+        force_all_reduce=False,
+    )
+    return Reductions(chunk, parameters), parameters, order, list(groups.values())
+
+
+def test_groups_are_reduced_in_the_order_in_which_their_last_gradient_is_added() -> None:
+    found, parameters, order, _ = setting("aabbcb")
+    added = found.additions()
+    for parameter in reversed(parameters):
+        added.add(parameter)
+    found.start(added)
+    assert order == ["c", "b", "a"]
+
+
+def test_a_group_with_parameters_outside_of_the_block_waits_for_theirs() -> None:
+    found, parameters, order, groups = setting("aab", extra="a")
+    added = found.additions()
+    for parameter in parameters:
+        added.add(parameter)
+    found.start(added)
+    assert order == ["b"]
+    groups[0].register_grad_ready(torch.nn.Parameter(torch.zeros(1)), False)
+    assert order == ["b", "a"]
+
+
+def test_before_the_last_microbatch_and_within_a_capture_nothing_is_reduced() -> None:
+    found, parameters, order, groups = setting("ab")
+    added = found.additions()
+    with found.held_back():
+        assert not any(group.is_last_microbatch for group in groups)
+        for parameter in parameters:
+            added.add(parameter)
+    assert all(group.is_last_microbatch for group in groups)
+    for group in groups:
+        group.is_last_microbatch = False
+    found.start(added)
+    assert not order
+
+
+@pytest.mark.parametrize("options", [None, SimpleNamespace(overlap_grad_reduce=False)])
+def test_where_ddp_reduces_at_the_end_of_a_step_nothing_is_reduced_here(options: Any) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    group = Group("a", pytest.fail, 1)
+    chunk = SimpleNamespace(
+        ddp_config=options, bucket_groups=[group], param_to_bucket_group={parameter: group}
+    )
+    found = Reductions(chunk, [parameter])
+    added = found.additions()
+    added.add(parameter)
+    found.start(added)
+    assert not added.parameters
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_an_event_is_recorded_where_a_group_is_complete(
+    instances: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Again if a parameter comes again; between several optimizer instances DDP would wait for the
+    whole replay anyway."""
+    recorded = iter(range(9))
+    monkeypatch.setattr(reductions, "_recorded", lambda: next(recorded))
+    found, parameters, _, groups = setting("aab", instances=instances)
+    added = found.additions()
+    events = []
+    for parameter in [*parameters, parameters[0]]:
+        added.add(parameter)
+        events.append([added.event(group) for group in groups])
+    complete = [[None, None], [0, None], [0, 1], [2, 1]]
+    assert events == (complete if instances == 1 else [[None, None]] * 4)
+
+
+@pytest.mark.gpu
+def test_a_reduction_begins_while_its_backward_is_still_running() -> None:
+    """The captured work waits in its middle for a word that the host sets when it has seen the
+    first group's reduction."""
+    from megatron.dpp.transport.native import load_native
+
+    driver = load_native().CudaDevice(torch.cuda.current_device())
+    word = torch.zeros(1, dtype=torch.int32, device="cuda")
+    gradients = torch.zeros(2, device="cuda")
+    seen: dict[str, Any] = {}
+
+    def reduced(name: str) -> None:
+        copy = gradients.clone()
+        event = torch.cuda.Event()
+        event.record()
+        seen[name] = (copy, event)
+
+    found, parameters, _, _ = setting("ab", reduced=reduced)
+    added = found.additions()
+
+    def backward() -> None:
+        gradients[0] += 1
+        added.add(parameters[0])
+        driver.wait_value(torch.cuda.current_stream().cuda_stream, word.data_ptr(), 1)
+        gradients[1] += 1
+        added.add(parameters[1])
+
+    graph = cuda_capture(CapturedRng())(backward, None)
+    beside = torch.cuda.Stream()
+    for _ in range(2):
+        with torch.no_grad():
+            word.zero_()
+            gradients.zero_()
+        torch.cuda.synchronize()
+        graph.replay()
+        for group in found._groups:
+            group._left = 1
+        found.start(added)
+        end = time.monotonic() + DEADLINE
+        while not seen["a"][1].query() and time.monotonic() < end:
+            time.sleep(0.001)
+        early, late = seen["a"][1].query(), seen["b"][1].query()
+        with torch.cuda.stream(beside):
+            driver.write_value(beside.cuda_stream, word.data_ptr(), 1)
+        torch.cuda.synchronize()
+        assert early and not late
+        assert seen["a"][0].tolist() == [1.0, 0.0]
+        assert seen["b"][0].tolist() == [1.0, 1.0]
