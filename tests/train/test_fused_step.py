@@ -15,7 +15,15 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as core
 from megatron.core.utils import local_multi_tensor_scale
 
-from megatron.dpp.mcore.fused_step import copy, fused_step, l2_norm, scale
+from megatron.dpp.mcore.fused_step import (
+    clipping,
+    copy,
+    divisor,
+    fused_step,
+    grad_norm,
+    l2_norm,
+    scale,
+)
 
 SHAPES = ((3, 5), (7,), ())
 
@@ -31,6 +39,56 @@ def test_the_norm_of_all_tensors() -> None:
     expected = math.sqrt(sum(grad.double().square().sum().item() for grad in grads))
     assert per_tensor is None and norm.shape == (1,)
     assert norm.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_norm_over_ranks_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_two_ranks(squares: torch.Tensor, group: Any) -> None:
+        assert group == "both"
+        squares *= 2
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", of_two_ranks)
+    grads = tensors(0)
+    norm = grad_norm(None, grads, grad_stats_parallel_group="both")
+    expected = math.sqrt(2 * sum(grad.double().square().sum().item() for grad in grads))
+    assert norm.dtype == torch.float64 and norm.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_rank_without_gradients_clips_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It multiplied, they divided: tied embeddings and replicated parameters drifted apart."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda squares, group: squares.add_(4.0))
+    norm = grad_norm(None, [])
+    assert isinstance(norm, torch.Tensor) and norm.item() == 2.0
+
+
+def test_other_norms_are_megatron_cores() -> None:
+    assert grad_norm(lambda grads, norm_type, group: 3.0, tensors(0), math.inf) == 3.0
+
+
+def test_gradients_within_the_norm_and_of_no_known_norm_are_not_clipped() -> None:
+    def of(norm: float) -> float:
+        return divisor(2.0, torch.tensor(norm, dtype=torch.float64)).item()
+
+    assert of(0.0) == of(1.99) == of(math.nan) == 1.0
+    assert of(8.0) == pytest.approx(4.0, rel=1e-6) and of(math.inf) == math.inf
+
+
+@pytest.mark.parametrize("norm", [4.0, torch.tensor(4.0, dtype=torch.float64)])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_clipping_divides(kind: Any, norm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an Adam's own step, whether the norm has been read or not."""
+    parameters = [torch.nn.Parameter(t) for t in tensors(5)]
+    for parameter, grad in zip(parameters, tensors(6), strict=True):
+        parameter.grad = grad
+    inner = kind(parameters, lr=0.1)
+    expected = 0.5 if kind is torch.optim.SGD else 1.0
+    with clipping([inner]):
+        core.clip_grad_by_total_norm_fp32(parameters, 2.0, norm)
+        if kind is torch.optim.AdamW:
+            assert inner.grad_scale.item() == pytest.approx(2.0, rel=1e-6)
+    assert not hasattr(inner, "grad_scale")
+    for parameter, grad in zip(parameters, tensors(6), strict=True):
+        torch.testing.assert_close(parameter.grad, grad * expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -128,3 +186,32 @@ def test_norm_and_copies_are_replaced_on_a_gpu() -> None:
     for parameter, grad in zip(parameters, tensors(6), strict=True):
         torch.testing.assert_close(parameter.grad, (grad * (0.5 / (1.0 + 1e-6))).cuda())
     assert names == (clip_grads.l2_norm_impl, core._multi_tensor_copy_this_to_that)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_clipping_within_a_step_does_not_wait_for_the_norm(kind: Any) -> None:
+    def run(fused: bool) -> list[torch.nn.Parameter]:
+        parameters = [torch.nn.Parameter(t.cuda()) for t in tensors(5)]
+        inner = kind(parameters, lr=0.1)
+        optimizer = SimpleNamespace(optimizer=inner)
+        for step in range(3):
+            for parameter, grad in zip(parameters, tensors(10 + step), strict=True):
+                parameter.grad = grad.cuda()
+            # Adam would not notice if all gradients were divided by one number.
+            total = torch.tensor((0.25, 4.0, 1.0)[step], dtype=torch.float64, device="cuda")
+            if fused:
+                if step == 2:  # nothing has to be initialised any more
+                    torch.cuda._sleep(1_000_000_000)
+                with fused_step(optimizer):
+                    core.clip_grad_by_total_norm_fp32(parameters, 0.5, total)
+                    inner.step()
+                assert step < 2 or not torch.cuda.current_stream().query()
+                assert not hasattr(inner, "grad_scale")
+            else:
+                core.clip_grad_by_total_norm_fp32(parameters, 0.5, total.item())
+                inner.step()
+        return parameters
+
+    for ours, theirs in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from megatron.dpp.errors import DppError
-from megatron.dpp.train import loss_check, losses
+from megatron.dpp.mcore.grad_checks import GradientChecks
+from megatron.dpp.train import loss_check
 from megatron.dpp.train.bert import bert_loss
 from megatron.dpp.train.gpt import language_model_loss
 from megatron.dpp.train.loss_check import LossCheck
-from megatron.dpp.train.losses import checked
+from megatron.dpp.train.losses import check_norm, check_step, checked
 
 RUN = SimpleNamespace(
     args=argparse.Namespace(check_for_nan_in_loss_and_grad=True),
@@ -23,11 +24,6 @@ RUN = SimpleNamespace(
     loss_check=LossCheck(),
 )
 NAN = torch.tensor(float("nan"))
-
-
-@pytest.fixture(autouse=True)
-def eight_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses.microbatches, "get_num_microbatches", lambda: 8)
 
 
 class Copy:
@@ -52,7 +48,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Copy]:
         made.append(Copy())
         return loss, made[-1]
 
-    monkeypatch.setattr(loss_check, "_on_the_way", on_the_way)
+    monkeypatch.setattr(loss_check, "on_the_way", on_the_way)
     return made
 
 
@@ -81,35 +77,56 @@ def test_a_loss_that_is_not_finite_stops_training_but_no_evaluation() -> None:
 
 def test_a_loss_is_read_when_it_is_there_and_none_is_waited_for(copies: list[Copy]) -> None:
     check, one = LossCheck(), torch.ones(())
-    assert check.add(NAN, 0, 4) is None
-    assert check.add(one, 0, 4) is None
+    assert check.add(NAN, 0) is None
+    assert check.add(one, 0) is None
     copies[0].there = True
-    wrong = check.add(one, 0, 4)
+    wrong = check.add(one, 0)
     assert wrong is not None and math.isnan(wrong)
     assert not any(copy.waited_for for copy in copies)
 
 
-def test_the_last_loss_of_an_iteration_waits_for_all(copies: list[Copy]) -> None:
+def test_the_end_of_a_step_waits_for_all(copies: list[Copy]) -> None:
     check = LossCheck()
-    assert [check.add(torch.ones(()), 0, 2) for _ in range(2)] == [None, None]
-    assert check.add(torch.ones(()), 1, 2) is None
-    assert check.add(torch.tensor(math.inf), 1, 2) == math.inf
+    assert [check.add(torch.ones(()), 0) for _ in range(2)] == [None, None]
+    assert check.rest() is None
+    assert [check.add(x, 1) for x in (torch.tensor(math.inf), torch.ones(()))] == [None, None]
+    assert check.rest() == math.inf
+    assert check.rest() is None
     assert [copy.waited_for for copy in copies] == [True] * 4
 
 
 def test_an_iteration_that_was_broken_off_leaves_nothing(copies: list[Copy]) -> None:
     check = LossCheck()
-    check.add(NAN, 0, 2)
-    assert [check.add(torch.ones(()), 1, 2) for _ in range(2)] == [None, None]
+    check.add(NAN, 0)
+    assert check.add(torch.ones(()), 1) is None
+    assert check.rest() is None
+
+
+def test_a_loss_that_comes_late_stops_the_step_that_has_it(copies: list[Copy]) -> None:
+    run = SimpleNamespace(**{**vars(RUN), "loss_check": LossCheck()})
+    checked(run, NAN.clone().requires_grad_())
+    with pytest.raises(DppError, match="iteration 1: the loss on rank 0 is nan"):
+        check_step(run, GradientChecks())
+
+
+def test_a_norm_that_is_not_finite_ends_every_replica() -> None:
+    check_norm(RUN, None)  # a skipped iteration's
+    check_norm(RUN, 1.0)
+    with pytest.raises(DppError, match="iteration 1: the norm of all gradients is nan; lower --lr"):
+        check_norm(RUN, math.nan)
+    going_on = argparse.Namespace(check_for_nan_in_loss_and_grad=False)
+    check_norm(SimpleNamespace(args=going_on), math.nan)
 
 
 @pytest.mark.gpu
 def test_the_host_does_not_wait_for_a_gpus_loss() -> None:
     check = LossCheck()
     one, nan = torch.ones((), device="cuda"), NAN.cuda()
-    assert check.add(one, 0, 1) is None  # the first one allocates pinned memory, which may wait
+    check.add(one, 0)  # the first one allocates pinned memory, which may wait
+    assert check.rest() is None
     torch.cuda._sleep(1_000_000_000)
-    assert check.add(nan, 1, 2) is None
+    assert check.add(nan, 1) is None
+    assert check.add(one, 1) is None
     assert not torch.cuda.current_stream().query()
-    wrong = check.add(one, 1, 2)
+    wrong = check.rest()
     assert wrong is not None and math.isnan(wrong)

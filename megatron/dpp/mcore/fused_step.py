@@ -1,19 +1,23 @@
 """The optimizer's step in a few kernels, where neither Transformer Engine nor Apex is installed.
 
 megatron-core then updates, clips and copies parameter by parameter, and waits for the device once
-for each parameter's norm. PyTorch has a kernel over all parameters for each of these.
+for each parameter's norm. PyTorch has a kernel over all parameters for each of these. Nor does the
+host wait for the norm of all: what clipping divides by stays on the device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as core
 from megatron.core.utils import local_multi_tensor_l2_norm, to_local_if_dtensor
+from torch.distributed.tensor import DTensor
 
 from megatron.dpp.mcore.patching import replaced
 
@@ -34,6 +38,7 @@ def fused_step(optimizer: Any) -> Iterator[None]:
         if on_gpus and clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
             for owner, name, ours in _KERNELS:
                 around.enter_context(replaced(owner, name, ours))
+            around.enter_context(clipping(on_gpus))
         yield
 
 
@@ -67,6 +72,71 @@ def _one_kernel(adam: torch.optim.Adam) -> Iterator[None]:
     finally:
         for group, setting in zip(adam.param_groups, settings, strict=True):
             group.update(setting)
+
+
+@contextlib.contextmanager
+def clipping(inner: Sequence[Any]) -> Iterator[None]:
+    """Gradients are clipped by a norm that the host does not know yet, those of an Adam within its
+    step (as PyTorch's gradient scaler would divide them).
+    """
+    owners = {p: each for each in inner for group in each.param_groups for p in group["params"]}
+
+    def clip(
+        original: Any, parameters: Any, max_norm: float, total_norm: Any, *more: Any, **options: Any
+    ) -> None:
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if _sharded(grads):
+            original(parameters, max_norm, total_norm, *more, **options)
+            return
+        # A number, where some ranks have read their norms, is divided by as on the others.
+        norm = torch.as_tensor(total_norm, dtype=torch.float64, device=parameters[0].device)
+        owner = owners.get(parameters[0])
+        if isinstance(owner, torch.optim.Adam):
+            owner.grad_scale = divisor(max_norm, norm)  # type: ignore[attr-defined]
+        elif grads:
+            torch._foreach_div_(grads, divisor(max_norm, norm))
+
+    try:
+        with (
+            replaced(core, "get_grad_norm_fp32", grad_norm),
+            replaced(core, "clip_grad_by_total_norm_fp32", clip),
+        ):
+            yield
+    finally:
+        for each in inner:
+            each.__dict__.pop("grad_scale", None)
+
+
+def grad_norm(
+    original: Any,
+    grads: Any,
+    norm_type: float = 2,
+    grad_stats_parallel_group: dist.ProcessGroup | None = None,
+) -> Any:
+    """megatron-core's norm of all gradients over ``grad_stats_parallel_group``: fp64 [], on their
+    device, for a rank without any, too; a number, as megatron-core's own, for other norms and for
+    DTensors.
+    """
+    if norm_type != 2 or _sharded(grads):
+        return original(grads, norm_type, grad_stats_parallel_group)
+    if grads:
+        squares = l2_norm(None, 0, None, [grads])[0] ** 2
+    else:
+        squares = torch.zeros(1, device=torch.cuda.current_device())
+    dist.all_reduce(squares, group=grad_stats_parallel_group)
+    return squares[0].double().sqrt()
+
+
+def _sharded(grads: Sequence[torch.Tensor]) -> bool:
+    return any(isinstance(grad, DTensor) for grad in grads)
+
+
+def divisor(max_norm: float, total_norm: torch.Tensor) -> torch.Tensor:
+    """What clips gradients of this norm to ``max_norm``: fp32 []; 1 if they are within it, and
+    where the norm is NaN, as megatron-core clips none of them then.
+    """
+    excess = (total_norm + 1e-6) / max_norm
+    return excess.nan_to_num(nan=1.0, posinf=math.inf).clamp(min=1.0).float()
 
 
 def l2_norm(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 
 from megatron.dpp.mcore.fused_step import fused_step
+from megatron.dpp.mcore.grad_checks import GradientChecks
 from megatron.dpp.train.checkpointing import Checkpointer
 from megatron.dpp.train.data import Iterators
 from megatron.dpp.train.diagnostics import Diagnostics
@@ -26,7 +27,7 @@ from megatron.dpp.train.exits import ExitConditions
 from megatron.dpp.train.flops import flops_per_iteration
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.logs import StepResult, TrainingLog, Writers, print_evaluation
-from megatron.dpp.train.losses import added_losses
+from megatron.dpp.train.losses import added_losses, check_norm, check_step
 from megatron.dpp.train.measure import Comparison
 from megatron.dpp.train.metrics import MetricsFile, peak_memory_bytes
 from megatron.dpp.train.model import Trainee
@@ -48,6 +49,7 @@ class Trainer:
     checkpointer: Checkpointer
     comparison: Comparison
     diagnostics: Diagnostics
+    _checks: GradientChecks = field(default_factory=GradientChecks)
 
     def train(self) -> bool:
         """Run until ``--train-iters`` or an exit condition, and save what is not saved yet.
@@ -141,7 +143,7 @@ class Trainer:
         for chunk in trainee.chunks:
             chunk.zero_grad_buffer()
         trainee.optimizer.zero_grad()
-        with self.comparison.memory():
+        with self.comparison.memory(), self._checks.late():
             reduced = self._forward_backward(
                 self.iterators.train, microbatches.get_num_microbatches(), forward_only=False
             )
@@ -152,7 +154,9 @@ class Trainer:
         timed = run.timed("optimizer", level=1, barrier=args.barrier_with_L1_time)
         with timed, run.recorder.span("optimizer"), fused_step(trainee.optimizer):
             successful, grad_norm, num_zeros = trainee.optimizer.step()
+        check_step(run, self._checks)  # in bf16 and fp32 nothing was waited for before
         failed, grad_norm = _largest(float(not successful), grad_norm)
+        check_norm(run, grad_norm)
         successful = not failed
         if successful:
             trainee.scheduler.step(increment=self._batch_size())
@@ -319,11 +323,21 @@ class _ForwardHooks:
 
 def _largest(*values: Any) -> list[float | None]:
     """Of each value, at least 0, the largest over the model-parallel ranks; None where no rank has
-    one (the gradient norm of a skipped iteration)."""
-    numbers = [-1.0 if value is None else float(value) for value in values]
-    tensor = torch.tensor(numbers, dtype=torch.float64, device=torch.cuda.current_device())
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=mpu.get_model_parallel_group())
-    return [None if number == -1.0 else number for number in tensor.tolist()]
+    one (the gradient norm of a skipped iteration). What is on the device already stays there until
+    all are read at once."""
+    group, device = mpu.get_model_parallel_group(), torch.cuda.current_device()
+    numbers = [-1.0 if value is None else value for value in values]
+    if group.size() > 1 or any(isinstance(number, torch.Tensor) for number in numbers):
+        whole = torch.stack([_double(number, device) for number in numbers])
+        dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
+        numbers = whole.tolist()
+    return [None if number == -1.0 else float(number) for number in numbers]
+
+
+def _double(number: Any, device: Any) -> torch.Tensor:
+    if isinstance(number, torch.Tensor):
+        return number.double().view(())
+    return torch.full((), float(number), dtype=torch.float64, device=device)
 
 
 def _mean_losses(reduced: list[Any]) -> dict[str, torch.Tensor]:

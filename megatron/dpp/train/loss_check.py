@@ -12,37 +12,39 @@ from typing import Any
 
 import torch
 
+from megatron.dpp.mcore.grad_checks import on_the_way
+
 
 class LossCheck:
     """Looks at the training losses of a rank, each as soon as a GPU has it.
 
-    A loss on a GPU is read when a later one is added and the device has got that far; the last one
-    of an iteration waits for all, so that none is missed, and before a gradient that is not finite
-    reaches other ranks' reductions. A loss on a CPU is read at once.
+    A loss on a GPU is read when a later one is added and the device has got that far; the rest is
+    waited for when the step is launched. A loss on a CPU is read at once.
     """
 
     def __init__(self) -> None:
         self._unread: deque[tuple[torch.Tensor, Any]] = deque()
         self._iteration = -1
-        self._added = 0
 
-    def add(self, loss: torch.Tensor, iteration: int, per_iteration: int) -> float | None:
+    def add(self, loss: torch.Tensor, iteration: int) -> float | None:
         """Take one microbatch's loss.
 
         Args:
             loss: a scalar.
             iteration: which one it belongs to; what an earlier one left unread is forgotten.
-            per_iteration: the number of losses that this iteration will have.
 
         Returns:
             The first loss found that is NaN or infinite, None as long as there is none.
         """
         if iteration != self._iteration:
-            self._iteration, self._added = iteration, 0
+            self._iteration = iteration
             self._unread.clear()
-        self._added += 1
-        self._unread.append(_on_the_way(loss.detach()))
-        return self._read(wait=self._added >= per_iteration)
+        self._unread.append(on_the_way(loss.detach()))
+        return self._read(wait=False)
+
+    def rest(self) -> float | None:
+        """Wait for all that were added; the first one that is not finite, None if all are."""
+        return self._read(wait=True)
 
     def _read(self, wait: bool) -> float | None:
         while self._unread:
@@ -56,13 +58,3 @@ class LossCheck:
             if not math.isfinite(value.item()):
                 return value.item()
         return None
-
-
-def _on_the_way(loss: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """A copy on the host, and the event that tells when it is there; None where it is already."""
-    if not loss.is_cuda:
-        return loss, None
-    copy = loss.to("cpu", non_blocking=True)  # into pinned memory
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return copy, event

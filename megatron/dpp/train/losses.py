@@ -4,13 +4,14 @@ themselves."""
 from __future__ import annotations
 
 import argparse
+import math
 
 import torch
-from megatron.core import num_microbatches_calculator as microbatches
 from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.dpp.errors import DppError
+from megatron.dpp.mcore.grad_checks import GradientChecks
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.validate_experts import layers_with_experts
 
@@ -35,13 +36,45 @@ def checked(run: Run, loss: torch.Tensor) -> torch.Tensor:
             ``--no-check-for-nan-in-loss-and-grad``.
     """
     if run.args.check_for_nan_in_loss_and_grad and loss.requires_grad:
-        wrong = run.loss_check.add(loss, run.iteration, microbatches.get_num_microbatches())
-        if wrong is not None:
-            raise DppError(
-                f"iteration {run.iteration + 1}: the loss on rank {run.rank} is {wrong}; lower "
-                "--lr, or pass --no-check-for-nan-in-loss-and-grad to go on"
-            )
+        _refuse(run, run.loss_check.add(loss, run.iteration))
     return loss
+
+
+def check_step(run: Run, gradients: GradientChecks) -> None:
+    """The same for what no GPU had computed when a step was launched: its last losses, and the
+    gradients of this rank before they were reduced. The parameters may have been updated with them.
+
+    Raises:
+        DppError: as there.
+    """
+    _refuse(run, run.loss_check.rest())
+    found = gradients.read()
+    if found is not None:
+        raise _not_finite(run, f"the gradients on rank {run.rank} have a norm of {found}")
+
+
+def check_norm(run: Run, grad_norm: float | None) -> None:
+    """The same for the norm of all gradients, which every rank knows: replicas end together.
+
+    Raises:
+        DppError: as there.
+    """
+    if grad_norm is None or math.isfinite(grad_norm):
+        return
+    if run.args.check_for_nan_in_loss_and_grad:
+        raise _not_finite(run, f"the norm of all gradients is {grad_norm}")
+
+
+def _refuse(run: Run, loss: float | None) -> None:
+    if loss is not None:
+        raise _not_finite(run, f"the loss on rank {run.rank} is {loss}")
+
+
+def _not_finite(run: Run, what: str) -> DppError:
+    return DppError(
+        f"iteration {run.iteration + 1}: {what}; lower --lr, or pass "
+        "--no-check-for-nan-in-loss-and-grad to go on"
+    )
 
 
 _BALANCING = {

@@ -1,0 +1,67 @@
+"""Finding NaN and infinity in gradients without making the host wait for a GPU.
+
+DistributedDataParallel looks at every bucket's norm before it is reduced
+(``--check-for-nan-in-loss-and-grad``), and the host waits for each. At a step's end it has then
+nothing queued, and the optimizer's many small launches leave the device idle. ``GradientChecks``
+computes the same norms in the same places and reads them when the step is launched.
+``train.loop`` is the caller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+from megatron.dpp.mcore.patching import replaced
+
+
+def on_the_way(value: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A copy on the host, and the event that tells when it is there; None where it is already."""
+    if not value.is_cuda:
+        return value, None
+    copy = value.to("cpu", non_blocking=True)  # into pinned memory
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return copy, event
+
+
+class GradientChecks:
+    """The norms of one rank's gradient buckets, on their way to the host."""
+
+    def __init__(self) -> None:
+        self._unread: list[tuple[int, torch.Tensor, Any]] = []
+
+    @contextmanager
+    def late(self) -> Iterator[None]:
+        """Around the forwards and backwards of a step: what is checked meanwhile is told by
+        :meth:`read`. Where gradients are compared with earlier ones, checks are megatron-core's.
+        """
+        self._unread.clear()  # of a step that was broken off
+        with replaced(_ParamAndGradBucketGroup, "check_grads", self._look):
+            yield
+
+    def _look(
+        self, original: Any, group: Any, check_for_nan_or_inf: bool, check_for_large: bool
+    ) -> None:
+        if check_for_large:
+            original(group, check_for_nan_or_inf, check_for_large)
+            return
+        for number, bucket in enumerate(group.buckets):
+            self._unread.append((number, *on_the_way(bucket.grad_data.norm(p=2))))
+
+    def read(self) -> str | None:
+        """Wait for the norms of this step; the first that is not finite and its bucket, in words,
+        None if there is none. The parameters may have been updated with such gradients.
+        """
+        unread, self._unread = self._unread, []
+        for number, norm, event in unread:
+            if event is not None:
+                event.synchronize()
+            if not math.isfinite(norm.item()):
+                return f"{norm.item()} in bucket {number}"
+        return None
