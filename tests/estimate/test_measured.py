@@ -223,6 +223,23 @@ def test_what_train_runs(
 
 
 @pytest.mark.parametrize(
+    ("model", "batch", "flags", "measured_ms"),
+    [
+        ("345M", 128, GRAPHS, 401.2),
+        ("345M", 128, PIPELINE + "--pipeline-model-parallel-layout "
+         "Ettttttt|ttttttt|ttttttt|tttL --dpp-activation-cap 1.5p ", 419.8),
+        ("1.3B", 32, GRAPHS, 572.2),
+    ],
+)  # fmt: skip
+def test_what_train_runs_since_a_step_is_launched_whole(
+    model: str, batch: int, flags: str, measured_ms: float
+) -> None:
+    """Two GPUs. Nothing was fitted to these."""
+    flags = f"{TRAIN}{SIZES[model]}{flags}--global-batch-size {batch} --overlap-grad-reduce "
+    assert estimate(shape_on(2, flags), H200).seconds * 1e3 == pytest.approx(measured_ms, rel=0.05)
+
+
+@pytest.mark.parametrize(
     ("model", "flags", "measured_ms", "measured_gib"),
     [
         ("345M", GRAPHS, 214.4, 10.38),
