@@ -272,7 +272,8 @@ def test_an_evaluation_keeps_few_outputs(
         p, v, 60, policy="depth-first", split=False, forward_only=True, late=0.002, members=members
     )
     assert all(len(runner.log) == 60 * v for runner in runners)
-    assert max(pending) <= 8 + 1 + v
+    # Where there are several chunks, what the others have under way may come round meanwhile.
+    assert max(pending) <= (8 + 1 if v == 1 else p * (8 + 1) + v) < 60
 
 
 def test_a_backlog_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
