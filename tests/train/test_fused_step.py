@@ -75,7 +75,7 @@ def test_gradients_within_the_norm_and_of_no_known_norm_are_not_clipped() -> Non
 
 @pytest.mark.parametrize("norm", [4.0, torch.tensor(4.0, dtype=torch.float64)])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_clipping_divides(kind: Any, norm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clipping_divides(kind: Any, norm: Any) -> None:
     """By an Adam's own step, whether the norm has been read or not."""
     parameters = [torch.nn.Parameter(t) for t in tensors(5)]
     for parameter, grad in zip(parameters, tensors(6), strict=True):

@@ -109,8 +109,8 @@ class Reductions:
 
 
 def _recorded() -> Any:
-    """An event that every replay records here; None without a GPU, or where this PyTorch has none
-    that work outside of a graph (before 2.8).
+    """An event that every replay records here; None without a GPU, or where an older PyTorch has
+    none that can be waited for outside of a graph.
     """
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return None

@@ -1,0 +1,45 @@
+"""What the ranks of a model agree on at the end of a step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.train import loop
+
+NORM = torch.tensor(2.5, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "values", "expected", "num_collectives"),
+    [
+        (1, (1.0, None), [1.0, None], 0),
+        (1, (0.0, NORM), [0.0, 2.5], 1),
+        (2, (0.0, NORM), [1.0, 2.5], 1),
+        (2, (0.0, None), [1.0, 2.0], 1),
+    ],
+)
+def test_the_largest_of_each_value_wherever_it_is(
+    num_ranks: int,
+    values: tuple[Any, ...],
+    expected: list[float | None],
+    num_collectives: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The norm is read once, with the others; one rank alone asks for no device."""
+    asked: list[torch.Tensor] = []
+
+    def with_another_rank(whole: torch.Tensor, op: Any, group: Any) -> None:
+        asked.append(whole)
+        if group.size() > 1:
+            whole.copy_(torch.maximum(whole, whole.new_tensor([1.0, 2.0])))
+
+    group = SimpleNamespace(size=lambda: num_ranks)
+    monkeypatch.setattr(loop.mpu, "get_model_parallel_group", lambda: group)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(loop.dist, "all_reduce", with_another_rank)
+    assert loop._largest(*values) == expected
+    assert len(asked) == num_collectives
