@@ -46,7 +46,7 @@ setup(
     description="Dynamic pipeline parallelism for megatron-core",
     python_requires=">=3.10",
     packages=find_namespace_packages(include=["megatron.dpp", "megatron.dpp.*"]),
-    package_data={"megatron.dpp.train": ["core_flags.json"]},
+    package_data={"megatron.dpp.cli": ["core_flags.json"]},
     ext_modules=[
         Pybind11Extension(
             "megatron.dpp.transport._native",

@@ -341,7 +341,7 @@ preflight() {
   is_dry_run && return
   PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} WORLD_SIZE=${WORLD_SIZE:-1} \
     LOCAL_WORLD_SIZE=${GPUS_PER_NODE:-1} \
-    "${PYTHON:-python3}" -m megatron.dpp.train.preflight "$@" || exit
+    "${PYTHON:-python3}" -m megatron.dpp.cli.preflight "$@" || exit
 }
 
 print_command() {
@@ -371,7 +371,7 @@ launch() {
   quiet+=",ignore:Apex is not installed:UserWarning,ignore:full scope is deprecated:UserWarning"
   export PYTHONWARNINGS=${PYTHONWARNINGS:-$quiet}
   export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH}
-  local command=("$PYTHON" -m megatron.dpp.train.launch "${distributed[@]}" "$@")
+  local command=("$PYTHON" -m megatron.dpp.train.torchrun "${distributed[@]}" "$@")
   if is_dry_run; then
     print_command "${command[@]}"
     exit 0

@@ -82,8 +82,8 @@ class Model:
         )
         from megatron.core.models.gpt import GPTModel
 
-        from megatron.dpp.mcore import fused_wgrad
-        from megatron.dpp.mcore.specs import block_spec
+        from megatron.dpp.mcore.layers import block_spec
+        from megatron.dpp.mcore.wgrad import fused as fused_wgrad
 
         if self.config.gradient_accumulation_fusion:
             fused_wgrad.provide()

@@ -218,10 +218,10 @@ def open_links(args: argparse.Namespace, v: int, injector: Any = None) -> Any:
     those that were asked for.
     """
     from megatron.dpp.config import DppConfig
+    from megatron.dpp.runtime.connections import open_links as open_transport
     from megatron.dpp.runtime.delayed import DelayedTransport
     from megatron.dpp.runtime.executor import Links
     from megatron.dpp.runtime.inject import Injector
-    from megatron.dpp.runtime.links import open_links as open_transport
     from megatron.dpp.runtime.topology import Topology
 
     topology = Topology(tuple(range(args.ranks)), dist.get_rank(), v)
@@ -239,9 +239,9 @@ def open_static(args: argparse.Namespace, v: int) -> Any:
     """Our channels under a static schedule where links are to be slow; None keeps gloo."""
     from megatron.dpp.config import DppConfig
     from megatron.dpp.mcore.static import ChannelExchange, ring_channels
+    from megatron.dpp.runtime.connections import open_links as open_transport
     from megatron.dpp.runtime.delayed import DelayedTransport
     from megatron.dpp.runtime.inject import Injector
-    from megatron.dpp.runtime.links import open_links as open_transport
 
     rank, ranks = dist.get_rank(), tuple(range(args.ranks))
     injector = Injector(args.inject, rank, args.ranks, num_chunks=v) if args.inject else None

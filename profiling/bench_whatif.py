@@ -171,7 +171,7 @@ def _row(name: str, runs: list[tuple[float, float]], quiet: list[float]) -> str:
 
 def _removed(troubled: Any) -> tuple[str, list[tuple[float, float]]]:
     """The cause that gains most, and each iteration's time now and predicted without it."""
-    from megatron.dpp.sim.whatif import WhatIf, plan_of, recorded, removal
+    from megatron.dpp.plan.whatif import WhatIf, plan_of, recorded, removal
 
     ranks = troubled.shape.pipelines()[0]
     parts = zip(troubled.works, troubled.links, troubled.times, strict=True)

@@ -24,9 +24,8 @@ _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
 from megatron.dpp.errors import ConfigError, DppError, exit_with, require  # noqa: E402
-from megatron.dpp.sim import (  # noqa: E402
+from megatron.dpp.plan import (  # noqa: E402
     Layout,
-    MeasuredCosts,
     ModelCosts,
     ModelShape,
     Planner,
@@ -36,6 +35,7 @@ from megatron.dpp.sim import (  # noqa: E402
     from_run,
     from_shapes,
 )
+from megatron.dpp.sim import MeasuredCosts  # noqa: E402
 
 _MOST_JITTER = 5.0
 """As the simulator takes; with more, factors leave the range of floating point."""

@@ -19,7 +19,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
 from megatron.dpp.errors import ConfigError, DataError, exit_with  # noqa: E402
-from megatron.dpp.sim.whatif import (  # noqa: E402
+from megatron.dpp.plan.whatif import (  # noqa: E402
     Recorded,
     WhatIf,
     cost_file,
@@ -31,13 +31,13 @@ from megatron.dpp.sim.whatif import (  # noqa: E402
 from megatron.dpp.trace.align import Alignment, align  # noqa: E402
 from megatron.dpp.trace.analysis.limits import Limit  # noqa: E402
 from megatron.dpp.trace.analysis.model import read_iterations  # noqa: E402
-from megatron.dpp.trace.analysis.summary import Analysis, analyse, summary  # noqa: E402
-from megatron.dpp.trace.analysis.timeline import timeline  # noqa: E402
-from megatron.dpp.trace.analysis.words import (  # noqa: E402
+from megatron.dpp.trace.analysis.sentences import (  # noqa: E402
     cause_texts,
     sentences,
     straggler_text,
 )
+from megatron.dpp.trace.analysis.summary import Analysis, analyse, summary  # noqa: E402
+from megatron.dpp.trace.analysis.timeline import timeline  # noqa: E402
 from megatron.dpp.trace.progress import ProgressBar  # noqa: E402
 from megatron.dpp.trace.reader import TraceFile, find_directory, open_run  # noqa: E402
 

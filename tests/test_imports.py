@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,21 +17,34 @@ import megatron.dpp
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron" / "dpp"
 
-# A package may import itself and these. train plugs everything together and is not restricted.
+# A room may import itself and the rooms named here, all of which stand above it in this table: so
+# no arrow runs upwards.
 MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
     "hosts": {"errors"},
+    "tokenizers": {"errors"},
     "schedule": {"config", "errors"},
     "trace": {"config", "errors", "schedule"},
     "sim": {"config", "errors", "schedule", "trace"},
-    "estimate": {"config", "errors", "schedule", "sim", "train"},
-    "launch": {"config", "errors", "estimate", "schedule", "sim", "train"},
+    "plan": {"config", "errors", "schedule", "sim", "trace"},
     "transport": {"config", "errors", "hosts", "trace"},
     "mcore": {"config", "errors", "trace", "transport"},
-    "runtime": {"config", "errors", "hosts", "schedule", "transport", "trace", "mcore"},
+    "runtime": {"config", "errors", "hosts", "schedule", "trace", "transport", "mcore"},
+    "cli": {"config", "errors", "schedule", "tokenizers", "trace", "plan", "runtime"},
+    "launch": {"config", "errors", "schedule", "plan", "cli"},
+    "train": {
+        *("config", "errors", "tokenizers", "schedule", "trace", "plan"),
+        *("transport", "mcore", "runtime", "cli"),
+    },
+    "commands": {
+        *("config", "errors", "hosts", "tokenizers", "schedule", "trace", "sim", "plan"),
+        *("transport", "cli", "launch"),
+    },
 }
-WITHOUT_TORCH = {"errors", "config", "hosts", "schedule", "sim", "estimate", "launch"}
+DOORS = {"__init__", "__main__", "doctor", "estimate", "sim.__main__"}
+"""Entry points, which may import any room."""
+WITHOUT_TORCH = {"errors", "config", "hosts", "tokenizers", "schedule", "sim", "plan", "launch"}
 PUBLIC = {
     "Action",
     "ConfigError",
@@ -51,7 +65,12 @@ PUBLIC = {
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
     """Line and full dotted name of everything that a file imports, wherever in the file."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    yield from imports_of_nodes(ast.walk(ast.parse(path.read_text(encoding="utf-8"))), path)
+
+
+def imports_of_nodes(nodes: Iterable[ast.AST], path: Path) -> Iterator[tuple[int, str]]:
+    """The same for some nodes of a file."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -59,9 +78,64 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
+def module_of(path: Path) -> str:
+    """``megatron/dpp/sim/clock.py`` -> ``sim.clock``."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
 def files_of(room: str) -> list[Path]:
     folder = PACKAGE / room
-    return sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{room}.py"]
+    files = sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{room}.py"]
+    return [path for path in files if module_of(path) not in DOORS]
+
+
+def test_every_room_is_in_the_table() -> None:
+    rooms = {module_of(path).split(".")[0] for path in PACKAGE.rglob("*.py")}
+    assert rooms - DOORS == set(MAY_IMPORT)
+
+
+def test_no_arrow_of_the_table_runs_upwards() -> None:
+    above: set[str] = set()
+    for room, allowed in MAY_IMPORT.items():
+        assert allowed <= above, room
+        above.add(room)
+
+
+def modules() -> dict[str, Path]:
+    """Name below ``megatron.dpp`` -> file, packages by their own name."""
+    return {module_of(path).removesuffix(".__init__"): path for path in PACKAGE.rglob("*.py")}
+
+
+def arrows() -> dict[str, set[str]]:
+    """Module -> the modules of ours that it imports while it is imported itself."""
+    known = modules()
+    found: dict[str, set[str]] = {}
+    for module, path in known.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = [name for _, name in imports_of_nodes(top_level(tree), path)]
+        below = [name.removeprefix("megatron.dpp.") for name in names if "megatron.dpp." in name]
+        found[module] = {
+            name if name in known else name.rpartition(".")[0] for name in below
+        } & set(known)
+    return found
+
+
+def top_level(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Statements that run at import: not those inside of functions or for type checkers."""
+    for node in tree.body:
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            yield node
+
+
+def test_no_circle_of_modules() -> None:
+    """Also within a room. Prints the rooms as they stand."""
+    below = arrows()
+    for room, allowed in MAY_IMPORT.items():
+        print(f"{room:<12} -> {', '.join(sorted(allowed))}")
+    try:
+        tuple(graphlib.TopologicalSorter(below).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 @pytest.mark.parametrize("room", MAY_IMPORT)
@@ -73,7 +147,7 @@ def test_a_package_imports_only_what_the_table_allows(room: str) -> None:
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in files
         for line, name in imports_of(path)
-        if name.startswith("megatron.dpp.") and name.split(".")[2] not in allowed
+        if name.startswith("megatron.dpp.") and name.split(".")[2] in set(MAY_IMPORT) - allowed
     ]
     assert not wrong
 

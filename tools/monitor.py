@@ -24,9 +24,9 @@ sys.path.insert(0, str(_ROOT))
 
 from megatron.dpp.errors import DataError  # noqa: E402
 from megatron.dpp.trace.analysis.model import Iteration  # noqa: E402
+from megatron.dpp.trace.analysis.sentences import straggler_text  # noqa: E402
 from megatron.dpp.trace.analysis.stragglers import StragglerSearch  # noqa: E402
 from megatron.dpp.trace.analysis.times import IterationTimes, iteration_times  # noqa: E402
-from megatron.dpp.trace.analysis.words import straggler_text  # noqa: E402
 from megatron.dpp.trace.analysis.work import Shape, work_of  # noqa: E402
 from megatron.dpp.trace.follow import FollowedFile, FollowedRun  # noqa: E402
 from megatron.dpp.trace.reader import find_directory  # noqa: E402

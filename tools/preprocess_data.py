@@ -5,7 +5,7 @@ is what happens when something is wrong: a bad line is named with its file and n
 data ends the run at once, sentences are split in the same single run, a dead worker is noticed, and
 the output gets its names only when all of it is written.
 
-Used by people and by ``run_single_*.sh``. Tokenizers come from ``megatron.dpp.train.tokenizers``,
+Used by people and by ``run_single_*.sh``. Tokenizers come from ``megatron.dpp.tokenizers``,
 sentence splitting from ``sentence_splitters.py``, the file format from megatron-core.
 """
 
@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from megatron.dpp.errors import ConfigError, DataError, DppError
-from megatron.dpp.train.tokenizers import TOKENIZER_TYPES, build_tokenizer
+from megatron.dpp.tokenizers import TOKENIZER_TYPES, build_tokenizer
 
 _BATCH_LINES = 64
 _BATCH_BYTES = 1 << 20
@@ -249,7 +249,7 @@ def encode_all(
         return
     # A fork server has no threads and has imported the tokenizers once for all its children.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megatron.dpp.train.tokenizers"])
+    context.set_forkserver_preload(["megatron.dpp.tokenizers"])
     with ProcessPoolExecutor(workers, mp_context=context) as executor:
         window: deque[tuple[Batch, Future[list[dict[str, Encoded] | str]]]] = deque()
         try:

@@ -57,8 +57,8 @@ fi
 gpus=$(command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 gpus=${gpus:-0}
 verdict ok devices "$gpus GPUs, $(nproc) cores"
-if "$PYTHON" -m megatron.dpp.doctor >"$logs/doctor.log" 2>&1; then
-  verdict ok links "$(grep -c ' note ' "$logs/doctor.log") notes (python -m megatron.dpp.doctor)"
+if "$PYTHON" -m megatron.dpp doctor >"$logs/doctor.log" 2>&1; then
+  verdict ok links "$(grep -c ' note ' "$logs/doctor.log") notes (megatron-dpp doctor)"
 else
   verdict FAILED links "see $logs/doctor.log"
 fi

@@ -32,7 +32,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from megatron.dpp.mcore.specs import block_spec
+from megatron.dpp.mcore.layers import block_spec
 
 CHUNKS, LENGTH, BATCH, VOCABULARY = 2, 32, 4, 64
 

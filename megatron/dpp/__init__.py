@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron.dpp.config import DppConfig
     from megatron.dpp.errors import ConfigError, DataError, DppError, ScheduleError, TransportError
-    from megatron.dpp.runtime.schedule import DppSchedule
+    from megatron.dpp.runtime.dynamic import DppSchedule
     from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler
     from megatron.dpp.trace import open_recorder
     from megatron.dpp.transport import open_transport
@@ -29,7 +29,7 @@ _HOME = {
     "DataError": "errors",
     "DppConfig": "config",
     "DppError": "errors",
-    "DppSchedule": "runtime.schedule",
+    "DppSchedule": "runtime.dynamic",
     "Geometry": "schedule",
     "Kind": "schedule",
     "ScheduleError": "errors",

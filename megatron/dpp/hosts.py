@@ -1,8 +1,8 @@
 """Which of this host's addresses other hosts reach, and which interface has it.
 
 The launch scripts ask before they start anything (``python -m megatron.dpp.hosts``), and
-``runtime/links.py`` asks where ``--node-ips`` was left out. Nothing here imports torch, sends a
-packet or needs a tool of the system.
+``runtime/connections.py`` asks where ``--node-ips`` was left out. Nothing here imports torch, sends
+a packet or needs a tool of the system.
 """
 
 from __future__ import annotations

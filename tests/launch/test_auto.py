@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from megatron.dpp.estimate import estimate
 from megatron.dpp.launch import auto, cli
 from megatron.dpp.launch.layout import Layout
 from megatron.dpp.launch.main import _plain, find_setting, plan
@@ -14,6 +13,7 @@ from megatron.dpp.launch.nodes import find_nodes
 from megatron.dpp.launch.resolve import Setting, base_flags
 from megatron.dpp.launch.settle import shape_from
 from megatron.dpp.launch.start import prepare
+from megatron.dpp.plan import estimate
 from tests.launch.test_train import H200
 
 

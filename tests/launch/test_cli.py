@@ -6,10 +6,10 @@ import subprocess
 
 import pytest
 
+from megatron.dpp.cli.fields import core_fields
 from megatron.dpp.launch import cli
 from megatron.dpp.launch.flags import from_argv, to_argv
 from megatron.dpp.launch.main import main, plan
-from megatron.dpp.train.fields import core_fields
 from tests.launch.test_train import ROOT
 
 

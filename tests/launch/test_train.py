@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.dpp.cli.arguments import parse_args, warnings_of
+from megatron.dpp.cli.files import check_split
+from megatron.dpp.cli.planned import take_plan
+from megatron.dpp.cli.preflight import build_vocabulary
 from megatron.dpp.errors import ConfigError, DppError
-from megatron.dpp.estimate import gpu_device, model_parameters
 from megatron.dpp.launch import cli
 from megatron.dpp.launch.flags import MODELS, model_flags, to_argv
 from megatron.dpp.launch.layout import Layout, nearest_layout, possible_layouts
@@ -24,10 +27,7 @@ from megatron.dpp.launch.nodes import find_nodes
 from megatron.dpp.launch.resolve import Setting, base_flags, resolve
 from megatron.dpp.launch.settle import checked, shape_from
 from megatron.dpp.launch.start import prepare
-from megatron.dpp.train.arguments import parse_args, warnings_of
-from megatron.dpp.train.files import check_split
-from megatron.dpp.train.planned import take_plan
-from megatron.dpp.train.preflight import build_vocabulary
+from megatron.dpp.plan import gpu_device, model_parameters
 from tests.train.test_preflight import WITHOUT_TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -261,7 +261,7 @@ def test_dry_run_prints_flags_and_command_without_importing_torch() -> None:
     assert result.returncode == 0, result.stderr
     assert "--tensor-model-parallel-size 2\n" in result.stdout
     command = result.stdout.splitlines()[-1]
-    assert "megatron.dpp.train.launch --nproc_per_node 4 " in command  # torchrun
+    assert "megatron.dpp.train.torchrun --nproc_per_node 4 " in command  # torchrun
     assert "pretrain_gpt.py " in command
     assert " --use-dpp" in command
 

@@ -24,7 +24,7 @@ for bytes in 4194304 16777216; do
 done
 
 [[ ! -d /usr/lib/python3/dist-packages/pyverbs ]] ||
-  PYTHONPATH=$PWD /usr/bin/python3 -m megatron.dpp.doctor --rdma
+  PYTHONPATH=$PWD /usr/bin/python3 -m megatron.dpp doctor --rdma
 
 # Last, because the wire stays cut. The control connections of stress are inside its process, so what
 # ends it is the lost RDMA path alone.

@@ -40,10 +40,11 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 from megatron.dpp import DppConfig, DppSchedule  # noqa: E402
 from megatron.dpp.config import COPIED_SUMS_FROM  # noqa: E402
-from megatron.dpp.mcore import fused_wgrad, pair_sums  # noqa: E402
+from megatron.dpp.mcore import pair_sums  # noqa: E402
+from megatron.dpp.mcore.graphs.reductions import Reductions  # noqa: E402
+from megatron.dpp.mcore.layers import block_spec, prediction_spec  # noqa: E402
 from megatron.dpp.mcore.patching import replaced  # noqa: E402
-from megatron.dpp.mcore.reductions import Reductions  # noqa: E402
-from megatron.dpp.mcore.specs import block_spec, prediction_spec  # noqa: E402
+from megatron.dpp.mcore.wgrad import fused as fused_wgrad  # noqa: E402
 from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
 from tests.runtime.rerun import Rerun  # noqa: E402
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import random as parallel_random
 
-from megatron.dpp.mcore import captured_rng
-from megatron.dpp.mcore.captured_rng import CapturedRng, RecomputedDraws
+from megatron.dpp.mcore.graphs import rng as captured_rng
+from megatron.dpp.mcore.graphs.rng import CapturedRng, RecomputedDraws
 
 DEFAULT, PARALLEL = 11, 22
 """Seeds."""

@@ -22,8 +22,8 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, PeerDead, TransferTimeout
 from megatron.dpp.mcore.boundary import boundaries
 from megatron.dpp.runtime.agreement import decider_for
+from megatron.dpp.runtime.connections import why_not_ahead
 from megatron.dpp.runtime.executor import Executor, Links, Tensors
-from megatron.dpp.runtime.links import why_not_ahead
 from megatron.dpp.runtime.pace import HostPace
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Action, Geometry, Scheduler, View, parse_cap

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from megatron.dpp.errors import SetupError
-from megatron.dpp.mcore import graphed_block, graphs
-from megatron.dpp.runtime.schedule import why_no_graphs
+from megatron.dpp.mcore.graphs import block as graphed_block
+from megatron.dpp.mcore.graphs import slots as graphs
+from megatron.dpp.runtime.dynamic import why_no_graphs
 from tests.runtime.rerun import Rerun
 
 SHAPE = (3, 2, 4)

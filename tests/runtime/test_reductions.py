@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.mcore import reductions
-from megatron.dpp.mcore.capture import cuda_capture
-from megatron.dpp.mcore.captured_rng import CapturedRng
-from megatron.dpp.mcore.reductions import Reductions
+from megatron.dpp.mcore.graphs import reductions
+from megatron.dpp.mcore.graphs.capture import cuda_capture
+from megatron.dpp.mcore.graphs.reductions import Reductions
+from megatron.dpp.mcore.graphs.rng import CapturedRng
 
 DEADLINE = 20.0
 

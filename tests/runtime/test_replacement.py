@@ -10,8 +10,8 @@ import torch
 from torch.distributed import DistError, HashStore
 
 from megatron.dpp.errors import PeerDead
-from megatron.dpp.runtime import blame
-from megatron.dpp.runtime.replacement import Replacement
+from megatron.dpp.runtime import failure as blame
+from megatron.dpp.runtime.base import Replacement
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.transport.base import Transport
 from megatron.dpp.transport.fake import FakeNetwork

@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.dpp.mcore.specs import SdpaAttention
+from megatron.dpp.mcore.layers import SdpaAttention
 
 
 def test_attention_keeps_to_the_masks_that_samples_bring() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore.steps import StepCall
-from megatron.dpp.mcore.wgrad import WeightGradients
+from megatron.dpp.mcore.wgrad.linear import WeightGradients
 
 
 class FakeGroup:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore.te import DelayedModules, adding, why_fused
+from megatron.dpp.mcore.wgrad.te import DelayedModules, adding, why_fused
 from tests.runtime import te_double
 from tests.runtime.launcher import REPOSITORY, run_ranks
 
@@ -189,7 +189,7 @@ def test_what_stays_fused(version: str, cases: list[tuple[dict[str, Any], str]])
         "from tests.runtime import te_double\n"
         f"te_double.install({version!r})\n"
         "from types import SimpleNamespace\n"
-        "from megatron.dpp.mcore.te import delay_weight_gradients\n"
+        "from megatron.dpp.mcore.wgrad.te import delay_weight_gradients\n"
         f"for values in {configs!r}:\n"
         "    config = SimpleNamespace(**values)\n"
         "    print(delay_weight_gradients(config), config.delay_wgrad_compute)\n"

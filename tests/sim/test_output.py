@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from megatron.dpp.commands.sim import main
 from megatron.dpp.errors import DataError
 from megatron.dpp.sim import Plan, Shape, even_costs, format_grid, load_costs, uniform
-from megatron.dpp.sim.cli import main
 
 
 def run(capsys, *arguments):
@@ -128,8 +128,8 @@ def test_pictures(capsys, tmp_path):
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_simulation(
     capsys, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr("megatron.dpp.sim.cli.importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("megatron.dpp.sim.cli._runner", lambda *_: pytest.fail("simulated"))
+    monkeypatch.setattr("megatron.dpp.commands.sim.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron.dpp.commands.sim._runner", lambda *_: pytest.fail("simulated"))
     status, out, err = run(capsys, "--png", str(tmp_path / "step.png"))
     assert status == 2 and not out and "--png needs matplotlib" in err
 

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.sim import ModelCosts, Part, Planner
+from megatron.dpp.plan import ModelCosts, Part, Planner
 
 times = st.floats(0.1, 4.0)
 unbounded = st.none()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.dpp.train.arguments import parse_args
+from megatron.dpp.cli.arguments import parse_args
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {"gpt": "gpt3/train_gpt3_175b", "bert": "bert/train_bert_340m"}

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.plan.whatif import WhatIf, cost_file, other_plans, plan_of, recorded, removal
 from megatron.dpp.schedule import Geometry, reference_order
 from megatron.dpp.sim import load_costs
-from megatron.dpp.sim.whatif import WhatIf, cost_file, other_plans, plan_of, recorded, removal
 from megatron.dpp.trace.analysis.decisions import differing_decisions
 from megatron.dpp.trace.analysis.limits import Limit
-from megatron.dpp.trace.analysis.links import LinkSamples, link_samples
+from megatron.dpp.trace.analysis.link_times import LinkSamples, link_samples
 from megatron.dpp.trace.analysis.model import (
     Arrival,
     Iteration,
@@ -25,10 +25,10 @@ from megatron.dpp.trace.analysis.model import (
     Task,
     Wait,
 )
+from megatron.dpp.trace.analysis.sentences import EVEN_LAYERS, sentences, straggler_text
 from megatron.dpp.trace.analysis.stragglers import Culprit
 from megatron.dpp.trace.analysis.summary import summary
 from megatron.dpp.trace.analysis.times import length, subtract, union
-from megatron.dpp.trace.analysis.words import EVEN_LAYERS, sentences, straggler_text
 from megatron.dpp.trace.reader import read_events
 from tests.trace.injected import CAUSES, analysed, culprit_of, inject
 from tests.trace.synthetic import Run
@@ -246,7 +246,7 @@ def test_limits():
 
 def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
     """A busy receiver sees a message when its task ends: a bound, which was taken for the delay."""
-    from megatron.dpp.sim.whatif import _hop_delay
+    from megatron.dpp.plan.whatif import _hop_delay
     from megatron.dpp.trace.analysis.stragglers import StragglerSearch
     from megatron.dpp.trace.analysis.work import Shape, Work
 

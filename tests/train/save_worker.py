@@ -20,7 +20,7 @@ def save(kind: str, folder: Path) -> None:
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-    from megatron.dpp.mcore.writers import bound_request, bound_writers
+    from megatron.dpp.mcore.training.writers import bound_request, bound_writers
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     weight = dist_checkpointing.ShardedTensor.from_rank_offsets("weight", torch.ones(8))

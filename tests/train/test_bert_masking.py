@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.train import bert
-from megatron.dpp.train.arguments import parse_args
 
 DEFAULTS = {"max_ngram": 3, "do_full_word": True, "do_permutation": False,
             "use_longer_ngrams": False, "use_geometric_distribution": False}  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.dpp.train.arguments import parse_args
+from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.train.initialize import choose_device
 
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.dpp.cli import checkpoint_files as files
 from megatron.dpp.errors import DataError
-from megatron.dpp.train import checkpoint_files as files
 from tests.runtime.launcher import REPOSITORY, Finished, start, wait
 
 FLAGS = (

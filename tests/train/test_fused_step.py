@@ -15,7 +15,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as core
 from megatron.core.utils import local_multi_tensor_scale
 
-from megatron.dpp.mcore.fused_step import (
+from megatron.dpp.mcore.training.fused_step import (
     clipping,
     copy,
     divisor,
@@ -115,7 +115,7 @@ import sys
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from megatron.dpp.mcore.fused_step import copy, scale
+from megatron.dpp.mcore.training.fused_step import copy, scale
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
 mesh = DeviceMesh("cpu", [0])
 source, target = ([DTensor.from_local(torch.full((3,), x), mesh)] for x in (2.0, 0.0))

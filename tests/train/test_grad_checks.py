@@ -10,7 +10,7 @@ import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 
 from megatron.dpp.errors import DppError
-from megatron.dpp.mcore.grad_checks import GradientChecks
+from megatron.dpp.mcore.training.grad_checks import GradientChecks
 from megatron.dpp.train.loss_check import LossCheck
 from megatron.dpp.train.losses import check_step
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.dpp.errors import DppError
-from megatron.dpp.mcore.grad_checks import GradientChecks
+from megatron.dpp.mcore.training.grad_checks import GradientChecks
 from megatron.dpp.train import loss_check
 from megatron.dpp.train.bert import bert_loss
 from megatron.dpp.train.gpt import language_model_loss

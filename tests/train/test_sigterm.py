@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron.dpp.train import checkpoint_files as files
+from megatron.dpp.cli import checkpoint_files as files
 from tests.nodes import running
 from tests.runtime.launcher import REPOSITORY, start, wait
 from tests.train.several import FLAGS

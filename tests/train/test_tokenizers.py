@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.train.tokenizers import build_tokenizer, padded_vocab_size
+from megatron.dpp.tokenizers import build_tokenizer, padded_vocab_size
 
 BERT_WORDS = [
     "[PAD]",

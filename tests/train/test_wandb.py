@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.dpp.cli.arguments import parse_args
+from megatron.dpp.cli.validate import validate
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.train.arguments import parse_args
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.logs import Writers
-from megatron.dpp.train.validate import validate
 from tests.runtime.launcher import REPOSITORY, start, wait
 
 FLAGS = (

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from megatron.dpp.cli import checkpoint_files as files
+from megatron.dpp.cli.arguments import parse_args
+from megatron.dpp.cli.validate import validate
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.launch.main import plan
-from megatron.dpp.train import checkpoint_files as files
-from megatron.dpp.train.arguments import parse_args
-from megatron.dpp.train.validate import validate
 from tests.parity.runs import Result, train
 from tests.runtime.launcher import REPOSITORY
 

@@ -164,7 +164,11 @@ def test_gpu_memory_that_does_not_show_what_was_written_is_refused(driver):
 def test_the_doctor_says_what_gpudirect_finds(driver, gpu, state, text):
     settings = {"PYTHONPATH": str(REPOSITORY), "LD_LIBRARY_PATH": str(driver)}
     done = subprocess.run(
-        [sys.executable, "-c", "from megatron.dpp.doctor_rdma import gpu_direct as g; print(g())"],
+        [
+            sys.executable,
+            "-c",
+            "from megatron.dpp.commands.doctor_rdma import gpu_direct as g; print(g())",
+        ],
         env=os.environ | settings | {"FAKE_CUDA_DIRECT": gpu},
         capture_output=True, text=True, timeout=100,
     )  # fmt: skip

@@ -16,15 +16,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from megatron.dpp.cli.files import check_start
 from megatron.dpp.errors import DppError
-from megatron.dpp.estimate import Estimate, RunShape, estimate, least_bytes
-from megatron.dpp.estimate.text import size
-from megatron.dpp.estimate.timing import least_seconds
 from megatron.dpp.launch.flags import Flags
 from megatron.dpp.launch.layout import Layout, nearest_multiple, possible_layouts
 from megatron.dpp.launch.resolve import Resolved, Setting, forms, is_planned, resolve
 from megatron.dpp.launch.settle import checked, plan_flags, shape_from, with_plan
-from megatron.dpp.train.files import check_start
+from megatron.dpp.plan import Estimate, RunShape, estimate, least_bytes
+from megatron.dpp.plan.text import size
+from megatron.dpp.plan.timing import least_seconds
 
 _USABLE = 0.92
 """Share of a device's memory that a run may take: allocators and libraries need some too."""

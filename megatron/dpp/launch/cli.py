@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.estimate.device import KNOWN_GPUS
+from megatron.dpp.plan.device import KNOWN_GPUS
 
 MODES = ("simple", "3d", "megatron", "zero", "auto")
 _ALIASES = {"deepspeed": "zero"}

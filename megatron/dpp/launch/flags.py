@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.dpp.cli.arguments import build_parser
 from megatron.dpp.errors import ConfigError, DataError, one_line
-from megatron.dpp.train.arguments import build_parser
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = ROOT / "configs" / "models"

@@ -12,18 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.dpp.cli.files import check_data, check_outputs, check_start
+from megatron.dpp.cli.planned import SHAPES
 from megatron.dpp.errors import ConfigError, DataError, DppError
-from megatron.dpp.estimate import (
-    Estimate,
-    RunShape,
-    cpu_device,
-    estimate,
-    find_machine,
-    known_gpu,
-    least_bytes,
-    lines,
-)
-from megatron.dpp.estimate.text import size
 from megatron.dpp.launch import auto, cli
 from megatron.dpp.launch.flags import Flags, check_known, whole
 from megatron.dpp.launch.layout import Layout, nearest_multiple
@@ -48,8 +39,17 @@ from megatron.dpp.launch.start import (
     show,
     split_of,
 )
-from megatron.dpp.train.files import check_data, check_outputs, check_start
-from megatron.dpp.train.planned import SHAPES
+from megatron.dpp.plan import (
+    Estimate,
+    RunShape,
+    cpu_device,
+    estimate,
+    find_machine,
+    known_gpu,
+    least_bytes,
+    lines,
+)
+from megatron.dpp.plan.text import size
 
 _BAD_INPUT = 2
 _DEFAULT_PROCS = 2

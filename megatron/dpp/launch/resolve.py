@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.dpp.cli.arguments import parse_args
+from megatron.dpp.cli.planned import SHAPES
+from megatron.dpp.cli.validate_layout import NOT_PLANNED
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.estimate import Device
 from megatron.dpp.launch.flags import (
     Flags,
     from_argv,
@@ -25,9 +27,7 @@ from megatron.dpp.launch.flags import (
     whole,
 )
 from megatron.dpp.launch.layout import Layout, check_layout, nearest_multiple
-from megatron.dpp.train.arguments import parse_args
-from megatron.dpp.train.planned import SHAPES
-from megatron.dpp.train.validate_layout import NOT_PLANNED
+from megatron.dpp.plan import Device
 
 _DEFAULT_STEPS = 50
 _STAGES = ("optimizer", "gradients", "parameters")
@@ -406,7 +406,7 @@ def _recompute(kind: str | None) -> Flags:
 
 def _resume(folder: str) -> Flags:
     """Flags of a resumed run; the folder is looked into before anything starts."""
-    from megatron.dpp.train.checkpoint_files import TRACKER
+    from megatron.dpp.cli.checkpoint_files import TRACKER
 
     path = Path(folder)
     if not (path / TRACKER).is_file():

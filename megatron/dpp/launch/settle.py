@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from megatron.dpp.estimate import RunShape, shape_of
+from megatron.dpp.cli import preflight
+from megatron.dpp.cli.arguments import parse_args
+from megatron.dpp.cli.planned import take_plan
+from megatron.dpp.cli.validate import validate
 from megatron.dpp.launch.flags import Flags
 from megatron.dpp.launch.resolve import Resolved, Setting
-from megatron.dpp.train import preflight
-from megatron.dpp.train.arguments import parse_args
-from megatron.dpp.train.planned import take_plan
-from megatron.dpp.train.validate import validate
+from megatron.dpp.plan import RunShape, shape_of
 
 _PLAN = "--dpp-plan"
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.dpp.cli.arguments import parse_args
+from megatron.dpp.cli.files import check_index
+from megatron.dpp.cli.preflight import TOKENIZERS
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.launch.flags import ROOT, Flags, nearest_path, to_argv
-from megatron.dpp.train.arguments import parse_args
-from megatron.dpp.train.files import check_index
-from megatron.dpp.train.preflight import TOKENIZERS
 
 _TEXT = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")

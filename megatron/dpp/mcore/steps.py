@@ -27,7 +27,7 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore import boundary
 from megatron.dpp.mcore.boundary import Boundaries, Tensors
 from megatron.dpp.mcore.memory import is_readable, saved_bytes
-from megatron.dpp.mcore.wgrad import WeightGradients
+from megatron.dpp.mcore.wgrad.linear import WeightGradients
 
 
 @dataclass(frozen=True, kw_only=True)

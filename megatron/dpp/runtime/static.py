@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore.graphs import ChunkGraphs
+from megatron.dpp.mcore.graphs.slots import ChunkGraphs
 from megatron.dpp.mcore.rng import TaskRng
 from megatron.dpp.mcore.static import (
     ChannelExchange,
@@ -27,13 +27,13 @@ from megatron.dpp.mcore.static import (
     ring_channels,
 )
 from megatron.dpp.mcore.steps import StepCall
-from megatron.dpp.mcore.te import refuse_delayed
 from megatron.dpp.mcore.trace_static import instrument_static_schedule
+from megatron.dpp.mcore.wgrad.te import refuse_delayed
+from megatron.dpp.runtime.base import Replacement
+from megatron.dpp.runtime.connections import open_links, pace_for, pipeline_of
 from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.runtime.inject import Injector, Task
-from megatron.dpp.runtime.links import open_links, pace_for, pipeline_of
 from megatron.dpp.runtime.pace import Pace
-from megatron.dpp.runtime.replacement import Replacement
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.transport.base import Transport
 
@@ -41,7 +41,7 @@ from megatron.dpp.transport.base import Transport
 class StaticSchedule(Replacement):
     """megatron-core's own schedule.
 
-    Arguments and use are those of :class:`~megatron.dpp.runtime.replacement.Replacement`. Of
+    Arguments and use are those of :class:`~megatron.dpp.runtime.base.Replacement`. Of
     ``config``, ``transport`` (``auto`` keeps megatron-core's own exchange; with a kind, what else
     concerns links takes effect, too), ``cuda_graphs`` (only ``on`` takes graphs), ``inject``
     (messages are late where ``transport`` is given) and ``task_rng`` take effect; the rest belongs

@@ -11,19 +11,6 @@ from megatron.dpp.sim.conditions import CONDITIONS, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Hop, Shape, SlowTimes, even_costs
 from megatron.dpp.sim.grid import format_grid
 from megatron.dpp.sim.measured import MeasuredCosts, load_costs, parse_costs
-from megatron.dpp.sim.model_costs import (
-    ModelCosts,
-    ModelShape,
-    Part,
-    attention_times,
-    between_products,
-    collectives,
-    embedding_times,
-    from_shapes,
-    head_times,
-)
-from megatron.dpp.sim.plan import Layout, Planner, Prediction, from_run
-from megatron.dpp.sim.run_costs import costs_of_run, even_layers
 from megatron.dpp.sim.schedules import STATIC, Plan, find_plan, run_static
 
 __all__ = [
@@ -31,32 +18,17 @@ __all__ = [
     "STATIC",
     "Costs",
     "Hop",
-    "Layout",
     "MeasuredCosts",
-    "ModelCosts",
-    "ModelShape",
-    "Part",
     "Placement",
     "Plan",
-    "Planner",
-    "Prediction",
     "Result",
     "Shape",
     "Slot",
     "SlowTimes",
-    "attention_times",
-    "between_products",
-    "collectives",
     "condition_costs",
-    "costs_of_run",
-    "embedding_times",
     "even_costs",
-    "even_layers",
     "find_plan",
     "format_grid",
-    "from_run",
-    "from_shapes",
-    "head_times",
     "interleaved_placement",
     "load_costs",
     "parse_costs",

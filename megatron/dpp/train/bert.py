@@ -51,7 +51,7 @@ def build_chunk(
     vp_stage: int | None,
 ) -> BertModel:
     """One chunk of a BERT model."""
-    from megatron.dpp.mcore.specs import bert_head_norm, block_spec
+    from megatron.dpp.mcore.layers import bert_head_norm, block_spec
 
     block = block_spec(
         config, arch="bert", implementation=layer_implementation(args), vp_stage=vp_stage

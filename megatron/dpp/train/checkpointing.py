@@ -31,16 +31,16 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.utils import unwrap_model
 
+from megatron.dpp.cli import checkpoint_files as files
+from megatron.dpp.cli.checkpoint_args import check_model, check_optimizer
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.mcore.fsdp import as_shards, shards_keep_identity
-from megatron.dpp.mcore.optimizer import fill_state, own_steps, steps_may_lack
-from megatron.dpp.mcore.writers import bound_request, bound_writers
-from megatron.dpp.train import checkpoint_files as files
+from megatron.dpp.mcore.training.first_state import add_steps, begun, teach_sgd
+from megatron.dpp.mcore.training.fsdp import as_shards, shards_keep_identity
+from megatron.dpp.mcore.training.optimizer import fill_state, own_steps, steps_may_lack
+from megatron.dpp.mcore.training.writers import bound_request, bound_writers
 from megatron.dpp.train import random_state
-from megatron.dpp.train.checkpoint_args import check_model, check_optimizer
 from megatron.dpp.train.diagnostics import note_progress
 from megatron.dpp.train.exits import sigterm_held_back
-from megatron.dpp.train.first_state import add_steps, begun, teach_sgd
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import Trainee
 

@@ -31,7 +31,7 @@ def build_chunk(
     vp_stage: int | None,
 ) -> GPTModel:
     """One chunk of a GPT model."""
-    from megatron.dpp.mcore.specs import block_spec, prediction_spec
+    from megatron.dpp.mcore.layers import block_spec, prediction_spec
 
     layers = {
         "implementation": layer_implementation(args),

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.train.agreement import check_agreement
+from megatron.dpp.tokenizers import Tokenizer
 from megatron.dpp.train.loss_check import LossCheck
-from megatron.dpp.train.tokenizers import Tokenizer
+from megatron.dpp.train.same_start import check_agreement
 
 Args = argparse.Namespace
 
@@ -130,7 +130,9 @@ def choose_device(args: Args) -> None:
 
 
 def _can_fuse_weight_gradients() -> bool:
-    from megatron.dpp.mcore import fused_wgrad  # megatron-core on a CPU needs its support first
+    from megatron.dpp.mcore.wgrad import (
+        fused as fused_wgrad,  # megatron-core on a CPU needs its support first
+    )
 
     return fused_wgrad.available()
 
@@ -154,7 +156,7 @@ def initialize(
 
         cpu_support = install()
     if args.gradient_accumulation_fusion:
-        from megatron.dpp.mcore import fused_wgrad
+        from megatron.dpp.mcore.wgrad import fused as fused_wgrad
 
         fused_wgrad.provide()
     if args.deterministic_mode:

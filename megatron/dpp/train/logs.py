@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.train.flops import flops_per_iteration
+from megatron.dpp.plan.flops import flops_per_iteration
 from megatron.dpp.train.initialize import Run
 
 _TIMERS = (

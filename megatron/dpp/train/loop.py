@@ -18,13 +18,13 @@ from megatron.core import num_microbatches_calculator as microbatches
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 
-from megatron.dpp.mcore.fused_step import fused_step
-from megatron.dpp.mcore.grad_checks import GradientChecks
+from megatron.dpp.mcore.training.fused_step import fused_step
+from megatron.dpp.mcore.training.grad_checks import GradientChecks
+from megatron.dpp.plan.flops import flops_per_iteration
 from megatron.dpp.train.checkpointing import Checkpointer
 from megatron.dpp.train.data import Iterators
 from megatron.dpp.train.diagnostics import Diagnostics
 from megatron.dpp.train.exits import ExitConditions
-from megatron.dpp.train.flops import flops_per_iteration
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.logs import StepResult, TrainingLog, Writers, print_evaluation
 from megatron.dpp.train.losses import added_losses, check_norm, check_step

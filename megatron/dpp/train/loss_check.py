@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.dpp.mcore.grad_checks import on_the_way
+from megatron.dpp.mcore.training.grad_checks import on_the_way
 
 
 class LossCheck:

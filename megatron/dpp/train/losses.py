@@ -11,9 +11,9 @@ from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.dpp.errors import DppError
-from megatron.dpp.mcore.grad_checks import GradientChecks
+from megatron.dpp.mcore.training.grad_checks import GradientChecks
+from megatron.dpp.plan.layer_patterns import layers_with_experts
 from megatron.dpp.train.initialize import Run
-from megatron.dpp.train.validate_experts import layers_with_experts
 
 
 def masked_sum(output: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """``--estimate``: say before training what a run should need, and after some iterations what it
 did.
 
-The estimate is ``megatron.dpp.estimate``'s. Memory is measured in PyTorch's allocator, so only on a
+The estimate is ``megatron.dpp.plan``'s. Memory is measured in PyTorch's allocator, so only on a
 GPU; weights, gradients and optimizer state are the sizes of the tensors themselves. ``loop`` asks
 for both at the right moments.
 """
@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from megatron.dpp.estimate import Device, Estimate, cpu_device, estimate, gpu_device, shape_of
-from megatron.dpp.estimate.text import lines, size
+from megatron.dpp.plan import Device, Estimate, cpu_device, estimate, gpu_device, shape_of
+from megatron.dpp.plan.text import lines, size
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.metrics import MetricsFile
 

@@ -22,7 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.dpp.mcore.te import delay_weight_gradients
+from megatron.dpp.mcore.wgrad.te import delay_weight_gradients
 from megatron.dpp.train.configs import ddp_config, optimizer_config
 from megatron.dpp.train.initialize import Run
 
@@ -65,7 +65,7 @@ def build_trainee(run: Run, config: TransformerConfig, build_chunk: ChunkBuilder
     if args.skip_train or args.deepspeed_zero_stage:
         return Trainee(chunks, config, None, None)
     if args.use_torch_fsdp2:
-        from megatron.dpp.mcore.fsdp import fully_sharded
+        from megatron.dpp.mcore.training.fsdp import fully_sharded
 
         reshard = args.torch_fsdp2_reshard_after_forward
         chunks = [fully_sharded(config, chunk, reshard_after_forward=reshard) for chunk in chunks]

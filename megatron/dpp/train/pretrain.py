@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.dpp.cli import arguments, preflight
 from megatron.dpp.errors import ConfigError, DataError, DppError
-from megatron.dpp.train import arguments, preflight
 
 if TYPE_CHECKING:
     from megatron.dpp.train.task import Task
@@ -72,7 +72,7 @@ def _settle(args: Args) -> None:
 
 def pretrain(args: Args, task_name: str, rank: int, tokenizer: Any) -> None:
     """Build the run that checked ``args`` describe, and train."""
-    from megatron.dpp.train import planned, settings
+    from megatron.dpp.cli import planned, settings
     from megatron.dpp.train.diagnostics import note_progress
     from megatron.dpp.train.initialize import initialize
 
@@ -97,7 +97,7 @@ def pretrain(args: Args, task_name: str, rank: int, tokenizer: Any) -> None:
 
 def _save_settings(run: Any) -> None:
     """Beside the checkpoints, else the TensorBoard files or the trace."""
-    from megatron.dpp.train import settings
+    from megatron.dpp.cli import settings
 
     args = run.args
     folder = args.save or args.tensorboard_dir

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from megatron.dpp.cli import checkpoint_files as files
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.mcore.optimizer import parameter_groups
-from megatron.dpp.train import checkpoint_files as files
+from megatron.dpp.mcore.training.optimizer import parameter_groups
 from megatron.dpp.train import random_state
 from megatron.dpp.train.checkpointing import Checkpointer
 from megatron.dpp.train.configs import optimizer_config

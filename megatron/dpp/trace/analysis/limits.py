@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.trace.analysis.words import cause_texts
+from megatron.dpp.trace.analysis.sentences import cause_texts
 
 _OPERATORS = {
     ">=": operator.ge,

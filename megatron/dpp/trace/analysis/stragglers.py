@@ -23,7 +23,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron.dpp.trace.analysis.links import ENOUGH, Link, LinkSamples, merge_links
+from megatron.dpp.trace.analysis.link_times import ENOUGH, Link, LinkSamples, merge_links
 from megatron.dpp.trace.analysis.work import Cell, Shape, Work
 
 _SLOW = 1.15

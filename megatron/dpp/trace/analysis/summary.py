@@ -15,7 +15,7 @@ from typing import Any
 from megatron.dpp.errors import DataError
 from megatron.dpp.trace.align import Alignment
 from megatron.dpp.trace.analysis.decisions import differing_decisions
-from megatron.dpp.trace.analysis.links import Link, LinkSamples, link_samples, merge_links
+from megatron.dpp.trace.analysis.link_times import Link, LinkSamples, link_samples, merge_links
 from megatron.dpp.trace.analysis.model import Iteration, read_iterations
 from megatron.dpp.trace.analysis.stragglers import Culprit, StragglerSearch
 from megatron.dpp.trace.analysis.times import IterationTimes, RankTimes, iteration_times

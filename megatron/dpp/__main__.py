@@ -1,0 +1,57 @@
+"""The command ``megatron-dpp``, also ``python -m megatron.dpp``: one table of sub-commands."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from megatron.dpp import __version__
+from megatron.dpp.errors import exit_with
+
+COMMANDS = {
+    "train": ("launch.main", "train a model: choose a layout, print it, start torchrun"),
+    "estimate": ("commands.estimate", "print the memory and time that a run will need"),
+    "sim": ("commands.sim", "simulate, compare and draw schedules"),
+    "doctor": ("commands.doctor", "print what this machine offers the transport"),
+}
+"""Sub-command -> (module under ``megatron.dpp`` with ``main(argv) -> int``, summary)."""
+
+
+def usage() -> str:
+    """The help of the command itself."""
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: megatron-dpp COMMAND [ARGUMENTS]", "", *rows, "", "megatron-dpp COMMAND --help"]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command.
+
+    Returns:
+        Its exit status; 2 for an unknown command.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("--help", "-h"):
+        print(usage())
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"megatron-dpp {__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        print(f"megatron-dpp: unknown command {words[0]!r}: expected one of {', '.join(COMMANDS)}")
+        return 2
+    module = importlib.import_module(f"megatron.dpp.{COMMANDS[words[0]][0]}")
+    status: int = module.main(words[1:])
+    return status
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    exit_with(main)
+
+
+if __name__ == "__main__":
+    run()

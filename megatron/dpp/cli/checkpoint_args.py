@@ -1,0 +1,152 @@
+"""What a checkpoint says about the run that saved it: taken over with ``--use-checkpoint-args``,
+else compared with this run's settings.
+
+``preflight`` calls :func:`take_checkpoint_args` before it checks anything; names and precedence
+are Megatron-LM core_v0.16.1's: sizes that the command line spells out win, the rest of the
+architecture is the checkpoint's. ``files`` and ``checkpointing`` compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.cli.checkpoint_files import Found, find_start
+from megatron.dpp.errors import ConfigError, DataError
+
+_UNLESS_GIVEN = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "num_attention_heads",
+    "kv_channels", "max_position_embeddings", "padded_vocab_size", "ckpt_format",
+)  # fmt: skip
+_ALWAYS = (
+    "num_query_groups", "group_query_attention", "position_embedding_type",
+    "add_position_embedding", "use_rotary_position_embeddings", "rotary_base", "rotary_percent",
+    "rotary_interleaved", "add_bias_linear", "add_qkv_bias", "squared_relu", "swiglu",
+    "untie_embeddings_and_output_weights", "layernorm_zero_centered_gamma", "normalization",
+    "apply_query_key_layer_scaling", "attention_dropout", "hidden_dropout", "num_experts",
+    "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
+    "moe_grouped_gemm", "moe_shared_expert_intermediate_size", "moe_router_score_function",
+    "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "tokenizer_type",
+)  # fmt: skip
+
+
+def take_checkpoint_args(args: argparse.Namespace) -> None:
+    """Put the checkpoint's values into ``args``, in place; nothing happens without the flag.
+
+    Raises:
+        ConfigError: there is no ``--load``.
+        DataError: no checkpoint is there, or it holds no arguments.
+    """
+    if not args.use_checkpoint_args:
+        return
+    if not args.load and not args.pretrained_checkpoint:
+        raise ConfigError("--use-checkpoint-args needs --load")
+    found = find_start(args)
+    if found is None:
+        raise DataError(f"--load {args.load}: no checkpoint there (--use-checkpoint-args)")
+    saved = _saved_args(found)
+    for name in _ALWAYS + tuple(name for name in _UNLESS_GIVEN if name not in args.given):
+        value = getattr(saved, name, None)
+        if value is not None:
+            setattr(args, name, value)
+
+
+def _saved_args(found: Found) -> Any:
+    import torch
+    from megatron.core.safe_globals import register_safe_globals
+
+    register_safe_globals()
+    if found.is_distributed:
+        path = found.path / "common.pt"
+    else:
+        path = next(iter(sorted(found.path.glob("mp_rank_00*/model_optim_rng.pt"))), found.path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=path.suffix == ".pt")
+    except Exception as error:  # a broken file raises anything
+        raise DataError(f"{path}: unreadable ({error})") from error
+    if "args" not in state:
+        raise DataError(f"{path}: holds no arguments (--use-checkpoint-args)")
+    return state["args"]
+
+
+class _Anything:
+    """Stands for every object of a checkpoint that no check reads."""
+
+    def __init__(self, *values: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+class _Reader(pickle.Unpickler):
+    """Builds plain data and namespaces only, so it needs no PyTorch and runs nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = {"Namespace": argparse.Namespace, "OrderedDict": collections.OrderedDict}
+        return known.get(name, _Anything)
+
+    def persistent_load(self, pid: object) -> None:
+        return None
+
+
+def saved_args(found: Found) -> Any:
+    """The arguments of the run that saved ``found``, without importing PyTorch; None where the file
+    is of a kind that this cannot read."""
+    ranks = sorted(found.path.glob("mp_rank_00*/model_optim_rng.pt"))
+    path = found.path / "common.pt" if found.is_distributed or not ranks else ranks[0]
+    try:
+        with zipfile.ZipFile(path) as archive:
+            (name,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
+            state = _Reader(io.BytesIO(archive.read(name))).load()
+        return state.get("args")
+    except Exception:  # a broken file raises anything; whoever loads it in earnest says so
+        return None
+
+
+def check_model(args: argparse.Namespace, saved: Any, path: Path) -> None:
+    """Refuse another model than the one saved; raises :class:`DataError`."""
+    for name in (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "tokenizer_type",
+    ):
+        there, here = getattr(saved, name, None), getattr(args, name)
+        if there is not None and there != here:
+            flag = "--" + name.replace("_", "-")
+            raise DataError(
+                f"{path} was saved with {flag} {there}, this run has {here}: give the model's "
+                "flags as they were, or --use-checkpoint-args"
+            )
+
+
+def check_optimizer(args: argparse.Namespace, saved: Any, path: Path) -> None:
+    """Distributed and plain optimizer, experts with and without an optimizer of their own: they do
+    not read each other's state.
+
+    Raises:
+        ConfigError: the checkpoint has the other kind.
+    """
+    if args.no_load_optim or args.finetune or args.skip_train:
+        return
+    there = getattr(saved, "use_distributed_optimizer", args.use_distributed_optimizer)
+    if there != args.use_distributed_optimizer:
+        forms = ("without", "with") if args.use_distributed_optimizer else ("with", "without")
+        raise ConfigError(
+            f"{path} was saved {forms[0]} --use-distributed-optimizer, this run goes {forms[1]} "
+            "it: add --no-load-optim to go on with a new optimizer state"
+        )
+    size = getattr(saved, "expert_model_parallel_size", 1)
+    if (size > 1) != (args.expert_model_parallel_size > 1):
+        raise ConfigError(
+            f"{path} was saved with --expert-model-parallel-size {size}, this run has "
+            f"{args.expert_model_parallel_size}: above 1 the experts' optimizer state is kept "
+            "apart; add --no-load-optim to go on with a new optimizer state"
+        )

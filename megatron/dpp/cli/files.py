@@ -1,0 +1,225 @@
+"""Are the files that a run names there and whole? Checked by ``preflight`` before any
+process group exists, and without the seconds that importing PyTorch takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.cli.checkpoint_args import check_model, check_optimizer, saved_args
+from megatron.dpp.cli.checkpoint_files import Found, check_engine, check_whole, find_start
+from megatron.dpp.cli.yaml_file import read_mapping
+from megatron.dpp.errors import ConfigError, DataError
+
+_IDX_MAGIC = b"MMIDIDX\x00\x00"
+_SETS = ("training", "validation", "test")
+_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+"""Bytes per token of megatron-core's dtype codes."""
+
+
+def check_files(args: argparse.Namespace, task_name: str) -> None:
+    """Refuse missing or broken data files, and directories that cannot be written.
+
+    Args:
+        task_name: ``gpt`` or ``bert``; what ``--split`` divides differs.
+
+    Raises:
+        ConfigError: ``--split`` is none, or BERT's prefixes have no weights.
+        DataError: the first of them, and what is wrong with it.
+    """
+    check_start(args)
+    _check_communicators(args.nccl_communicator_config_path)
+    check_data(args, task_name)
+    check_outputs(args)
+
+
+def check_start(args: argparse.Namespace) -> None:
+    """Refuse a checkpoint that is missing, broken, or of another model or kind of optimizer.
+
+    Raises:
+        DataError, ConfigError: naming the file, and what differs.
+    """
+    found = find_start(args)
+    if found is not None:
+        if found.is_deepspeed:
+            check_engine(found, args.deepspeed_zero_stage, args.data_parallel_size)
+        else:
+            check_whole(
+                found,
+                args.tensor_model_parallel_size,
+                args.pipeline_model_parallel_size,
+                args.expert_model_parallel_size,
+                args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+            )
+            _check_saved(args, found)
+
+
+def _check_communicators(given: str | None) -> None:
+    if given is not None:
+        settings = read_mapping("--nccl-communicator-config-path", given)
+        if not all(isinstance(each, dict) for each in settings.values()):
+            raise DataError(
+                f"--nccl-communicator-config-path {given}: expected settings for each process "
+                "group, as in tp: {min_ctas: 8}"
+            )
+
+
+def _check_saved(args: argparse.Namespace, found: Found) -> None:
+    saved = saved_args(found)
+    if saved is None or args.finetune:
+        return
+    check_model(args, saved, found.path)
+    if not getattr(saved, "no_save_optim", False):
+        check_optimizer(args, saved, found.path)
+
+
+def check_data(args: argparse.Namespace, task_name: str) -> None:
+    """The data's part of :func:`check_files`."""
+    if not args.mock_data:
+        words, per_split = data_words(args)
+        for each in [words, *(per_split or [])]:
+            prefixes = _prefixes(each or [])
+            if task_name == "bert" and len(each or []) == len(prefixes) > 1:
+                raise ConfigError(
+                    f"data {' '.join(prefixes)}: BERT's data sets are made to a number of "
+                    "samples; give every prefix a weight (1 PREFIX 1 PREFIX)"
+                )
+            for prefix in prefixes:
+                sequences, documents = check_index(prefix)
+                if words:  # GPT's data sets divide sequences, BERT's documents
+                    check_split(prefix, args.split, sequences if task_name == "gpt" else documents)
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Refuse directories that cannot be made or written, and a ``--dpp-record`` into none.
+
+    Raises:
+        DataError: naming the flag and the directory.
+    """
+    if args.use_dpp and args.dpp_record:
+        folder = Path(args.dpp_record).absolute().parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            raise DataError(
+                f"--dpp-record {args.dpp_record}: {folder} is no directory that can be written to"
+            )
+    for flag, given in (("--save", args.save), ("--tensorboard-dir", args.tensorboard_dir)):
+        if not given:
+            continue
+        path = Path(given).absolute()
+        there = next(each for each in (path, *path.parents) if each.exists())
+        if not there.is_dir():
+            raise DataError(f"{flag} {given}: {there} is a file, a directory is expected")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise DataError(f"{flag} {given}: {there} is not writable")
+
+
+def data_words(args: argparse.Namespace) -> tuple[list[str] | None, list[Any] | None]:
+    """Prefixes, or weights and prefixes, as the data flags give them: ``(for all splits, per
+    split)``, one of them None. A split without data has None.
+
+    Raises:
+        DataError: a file named by ``--data-args-path`` or ``--per-split-data-args-path`` is bad.
+    """
+    if args.data_args_path:
+        return read_text(args.data_args_path).split(), None
+    if args.data_path:
+        return args.data_path, None
+    if args.per_split_data_args_path:
+        try:
+            lists = json.loads(read_text(args.per_split_data_args_path))
+            paths = [lists[name] for name in ("train", "valid", "test")]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"--per-split-data-args-path {args.per_split_data_args_path}: "
+                f"expected a JSON object with train, valid and test ({error})"
+            ) from error
+        return None, [path.split() if isinstance(path, str) else path for path in paths]
+    paths = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    return None, paths if any(paths) else None
+
+
+def read_text(path: str) -> str:
+    """Raises :class:`DataError` when the file cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: no text in UTF-8 ({error.reason})") from error
+
+
+def _prefixes(words: list[str]) -> list[str]:
+    """Without the weights, which stand before every prefix or before none."""
+    try:
+        weights = [float(word) for word in words[::2]]
+    except ValueError:
+        return words
+    return words[1::2] if len(words) == 2 * len(weights) else words
+
+
+def check_split(prefix: str, split: str, num_parts: int) -> None:
+    """Does every set with a share in ``--split`` get something of ``prefix``'s ``num_parts``
+    sequences or documents? megatron-core counts the epochs of an empty one for ever.
+
+    Raises:
+        ConfigError: ``split`` is not up to three numbers.
+        DataError: a set would be empty.
+    """
+    shares = [float(word) for word in re.findall(r"\d+\.?\d*|\.\d+", split)]
+    if len(shares) > len(_SETS) or not sum(shares):
+        raise ConfigError(
+            f"--split {split}: expected shares of training, validation and test, such as 969,30,1"
+        )
+    begin = 0.0
+    for name, share in zip(_SETS, shares, strict=False):
+        end = begin + share / sum(shares)
+        if share and round(begin * num_parts) == round(end * num_parts):
+            raise DataError(
+                f"{prefix}.idx: --split {split} leaves none of its {num_parts} documents for "
+                f"{name}; give {name} a larger share, or 0"
+            )
+        begin = end
+
+
+def check_index(prefix: str) -> tuple[int, int]:
+    """Compare the sizes of ``prefix.idx`` and ``prefix.bin`` with what the index's header says.
+
+    Returns:
+        The number of its sequences and of its documents.
+
+    Raises:
+        DataError: a file is missing, is no index, or is shorter than it should be.
+    """
+    index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
+    for path in (index, data):
+        if not path.is_file():
+            raise DataError(
+                f"{path}: no such file (data prefixes are given without .bin and .idx; "
+                "tools/preprocess_data.py makes both)"
+            )
+    with index.open("rb") as file:
+        header: Any = file.read(34)
+        if len(header) < 34 or header[:9] != _IDX_MAGIC:
+            raise DataError(f"{index}: not a Megatron index (bad header)")
+        version, code, sequences, documents = struct.unpack("<QBQQ", header[9:34])
+        if version != 1 or code not in _TOKEN_BYTES:
+            raise DataError(f"{index}: version {version}, dtype code {code}: not readable here")
+        expected = 34 + sequences * (4 + 8) + documents * 8
+        actual = index.stat().st_size
+        if actual not in (expected, expected + sequences):  # multimodal indices have modes
+            raise DataError(f"{index}: {actual} bytes, but its header says {expected}: cut short?")
+        if not sequences:
+            raise DataError(f"{index}: holds no sequence")
+        file.seek(34 + (sequences - 1) * 4)
+        (length,) = struct.unpack("<i", file.read(4))
+        file.seek(34 + sequences * 4 + (sequences - 1) * 8)
+        (pointer,) = struct.unpack("<q", file.read(8))
+    needed = pointer + length * _TOKEN_BYTES[code]
+    if data.stat().st_size != needed:
+        raise DataError(f"{data}: {data.stat().st_size} bytes, but {index.name} says {needed}")
+    return sequences, documents - 1  # it holds where each begins, and the end

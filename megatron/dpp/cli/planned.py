@@ -1,0 +1,105 @@
+"""``--dpp-plan``: a run whose layers lie where the planner puts them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron.dpp.cli.validate_layout import virtual_stages
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.plan import (
+    ModelCosts,
+    ModelShape,
+    Planner,
+    costs_of_run,
+    even_layers,
+    from_run,
+    from_shapes,
+)
+from megatron.dpp.plan.planner import CAPS
+
+SHAPES = "shapes"
+_REPOSITORY = Path(__file__).resolve().parents[3]
+_SIMULATED_PER_RANK = 4
+_MAX_TASKS = 50_000
+"""With these a plan takes 0.1 to 2 s; twice as many microbatches and three times as many layouts
+took four times as long for plans that were as fast within 1 %, one way or the other."""
+
+_WORTH = 0.01
+"""What a plan has to gain that takes more memory, or four chunks, whose tasks are short."""
+_NEAR = 0.04
+"""A number of chunks is not searched whose balanced layout takes longer at least than the best plan
+by this share: of 288 plans none changed by that, and they took a fifth less time."""
+
+
+def take_plan(args: argparse.Namespace) -> None:
+    """Settle layout, number of chunks and, where it is ``auto``, the activation cap; in place.
+
+    Every rank plans for itself and comes to the same end, as all read the same costs.
+
+    Raises:
+        ConfigError: no plan is possible, or the run does not fit the model.
+        DataError: the run cannot be read.
+    """
+    ranks = args.pipeline_model_parallel_size
+    if args.num_layers < ranks - 2:
+        raise ConfigError(
+            f"--dpp-plan {args.dpp_plan}: --num-layers {args.num_layers} on {ranks} pipeline "
+            f"ranks: each but the first and the last needs a layer, {ranks - 2} in all"
+        )
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    planner = Planner(
+        _costs(args),
+        ranks,
+        microbatches,
+        split_backward=args.dpp_split_backward,
+        most_simulated=_SIMULATED_PER_RANK * ranks,
+        max_tasks=_MAX_TASKS,
+    )
+    chunks = [number for number in (4, 2, 1) if ranks * number - 2 <= args.num_layers]
+    cap = args.dpp_activation_cap
+    found = planner.best(chunks, CAPS if cap == "auto" else [cap], within=_NEAR)
+    good = [each for each in found if each.seconds <= found[0].seconds * (1 + _WORTH)]
+    best = min(good, key=lambda each: (each.layout.num_chunks > 2, max(each.peak_bytes)))
+    args.pipeline_model_parallel_layout = best.layout.text()
+    args.dpp_activation_cap = best.cap
+    virtual_stages(args)
+
+
+def describe(args: argparse.Namespace) -> str:
+    """The plan as flags that ask for it without planning."""
+    return (
+        f"planned from {args.dpp_plan}: --pipeline-model-parallel-layout "
+        f"'{args.pipeline_model_parallel_layout}' --dpp-activation-cap {args.dpp_activation_cap}"
+    )
+
+
+def _costs(args: argparse.Namespace) -> ModelCosts:
+    shapes = from_shapes(
+        ModelShape(
+            num_layers=args.num_layers,
+            hidden_size=args.hidden_size,
+            seq_length=args.seq_length,
+            vocab_size=args.padded_vocab_size,
+            micro_batch_size=args.micro_batch_size,
+            ffn_hidden_size=args.ffn_hidden_size,
+            swiglu=args.swiglu,
+            tensor_parallel=args.tensor_model_parallel_size,
+            sequence_parallel=args.sequence_parallel,
+            fused_loss=args.cross_entropy_loss_fusion,
+        )
+    )
+    if args.dpp_plan == SHAPES:
+        return shapes
+    measured = costs_of_run(args.dpp_plan, _REPOSITORY)
+    if measured.num_ranks != args.pipeline_model_parallel_size:
+        raise ConfigError(
+            f"--dpp-plan {args.dpp_plan}: that run has {measured.num_ranks} pipeline ranks, this "
+            f"one --pipeline-model-parallel-size {args.pipeline_model_parallel_size}"
+        )
+    remedy = (
+        f"--dpp-plan {args.dpp_plan} must be of a run with the default layout; "
+        "profiling/plan.py --layers takes others"
+    )
+    layers = even_layers(args.num_layers, len(measured.tasks), remedy)
+    return from_run(measured, layers)[0].with_memory_of(shapes)

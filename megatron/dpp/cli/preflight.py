@@ -1,0 +1,193 @@
+"""Everything about a run that can be wrong and can be seen from its flags and files alone.
+
+``pretrain`` calls :func:`check` first; the launch scripts run this module before they start any
+process. Neither torch nor megatron-core is imported on the way (except for a
+``--pipeline-model-parallel-layout``, which megatron-core parses), so a wrong setting is answered in
+a fraction of a second. What needs a GPU, a process group or the other ranks is left to
+``initialize``.
+
+Usage: ``python -m megatron.dpp.cli.preflight gpt|bert FLAGS``, with WORLD_SIZE set; ``flags`` in
+place of the model checks only that the flags exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron.dpp.cli import arguments
+from megatron.dpp.cli.checkpoint_args import take_checkpoint_args
+from megatron.dpp.cli.files import check_files
+from megatron.dpp.cli.planned import take_plan
+from megatron.dpp.cli.validate import validate
+from megatron.dpp.config import DppConfig
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.runtime.inject import Injector
+from megatron.dpp.schedule import (
+    Geometry,
+    check_recording,
+    check_room,
+    find_policy,
+    parse_cap,
+    replica_path,
+)
+from megatron.dpp.tokenizers import Tokenizer, build_tokenizer, padded_vocab_size
+
+BAD_INPUT = 2
+"""Exit code of a process whose settings cannot work."""
+
+_MOST_ROOM = Geometry(num_ranks=1000, rank=0, num_chunks=1, num_microbatches=1)
+"""Here a cap that any run could have holds what it must."""
+
+TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
+
+
+def check(
+    task_name: str, argv: Sequence[str] | None, world_size: int
+) -> tuple[argparse.Namespace, Tokenizer]:
+    """Parsed and checked flags with what Megatron derives from them, and the tokenizer.
+
+    Args:
+        task_name: ``gpt`` or ``bert``.
+        argv: the command line; ``sys.argv`` when None.
+        world_size: number of processes of the job.
+
+    Raises:
+        ConfigError: a flag is unknown, or settings do not fit together.
+        DataError: a file is missing or broken.
+    """
+    args = arguments.parse_args(argv)
+    take_checkpoint_args(args)
+    if args.tokenizer_type is None:
+        args.tokenizer_type = TOKENIZERS[task_name]
+    validate(args, world_size)
+    for flag in ("num_experts", "mtp_num_layers"):
+        if task_name == "bert" and getattr(args, flag):
+            raise ConfigError(f"--{flag.replace('_', '-')}: BERT's layers have none; GPT's have")
+    if task_name == "bert" and args.full_validation:
+        raise ConfigError(
+            "--full-validation: BERT's data sets have no natural end; give --eval-iters"
+        )
+    if args.multi_node and int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world_size:
+        raise ConfigError(
+            f"--multi-node: all {world_size} processes are on this node; start the others "
+            "(NUM_NODES, run_worker_*.sh), or leave the flag out"
+        )
+    check_values(args)
+    if args.use_dpp:
+        _check_addresses(arguments.dpp_config(args), world_size)
+    check_files(args, task_name)
+    tokenizer = build_vocabulary(args)
+    if args.dpp_plan:
+        take_plan(args)
+    if args.use_dpp:
+        check_schedule(args, _all_here(world_size))
+    return args, tokenizer
+
+
+def _all_here(world_size: int) -> bool:
+    """Whether this node runs all processes of the job."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
+
+
+def check_values(args: argparse.Namespace) -> None:
+    """``--dpp-*`` flags mean something, also in a run that does not heed them: else a wrong one
+    would be found out by the first run that does.
+
+    Raises:
+        ConfigError: the first that does not.
+    """
+    arguments.dpp_config(args)
+    find_policy(args.dpp_policy)
+    parse_cap(args.dpp_activation_cap, _MOST_ROOM)
+    if args.dpp_inject and not args.use_dpp:  # static schedules heed it
+        _check_injection(args)
+
+
+def _check_injection(args: argparse.Namespace) -> None:
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    for rank in range(args.pipeline_model_parallel_size):
+        Injector(args.dpp_inject, rank, args.pipeline_model_parallel_size, 0, num_chunks=chunks)
+
+
+def check_schedule(args: argparse.Namespace, one_node: bool) -> None:
+    """The policy exists, every rank's cap is one that it can work with, ``--dpp-inject`` is
+    understood, and ``--dpp-replay`` fits. On several nodes each rank looks for its own recording,
+    which need not be on this one.
+
+    Raises:
+        ConfigError: the first that does not hold.
+    """
+    policy = find_policy(args.dpp_policy)
+    if args.dpp_inject:
+        _check_injection(args)
+    ranks = args.pipeline_model_parallel_size
+    for rank in range(ranks):
+        geometry = Geometry(
+            num_ranks=ranks,
+            rank=rank,
+            num_chunks=args.virtual_pipeline_model_parallel_size or 1,
+            num_microbatches=args.global_batch_size
+            // (args.micro_batch_size * args.data_parallel_size),
+            group=args.microbatch_group_size_per_vp_stage or None,
+        )
+        cap = parse_cap(args.dpp_activation_cap, geometry)
+        if not cap.needs_measuring:
+            check_room(policy, geometry, cap.chunks, split_backward=args.dpp_split_backward)
+        if args.dpp_replay and one_node:
+            for replica in range(args.data_parallel_size):
+                path = replica_path(args.dpp_replay, replica)
+                check_recording(path, geometry, ramped=bool(args.rampup_batch_size))
+
+
+def _check_addresses(config: DppConfig, world_size: int) -> None:
+    """``--node-ips``: one per node or one per rank, and no two nodes share one."""
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    nodes: dict[str | None, int] = {}
+    for rank in range(world_size):
+        address = config.node_ip(rank, world_size, ranks_per_node)
+        node = rank // ranks_per_node
+        if address is not None and nodes.setdefault(address, node) != node:
+            raise ConfigError(
+                f"--node-ips {config.node_ips}: {address} stands for node {nodes[address]} and "
+                f"node {node}"
+            )
+
+
+def build_vocabulary(args: argparse.Namespace) -> Tokenizer:
+    """Also sets ``args.padded_vocab_size`` where it is not given."""
+    tokenizer = build_tokenizer(
+        args.tokenizer_type,
+        args.vocab_file,
+        args.merge_file,
+        vocab_size=args.vocab_size,
+        vocab_extra_ids=args.vocab_extra_ids,
+    )
+    if args.padded_vocab_size is None:
+        args.padded_vocab_size = padded_vocab_size(
+            tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+        )
+    if args.padded_vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"--padded-vocab-size {args.padded_vocab_size} is below the vocabulary's "
+            f"{tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+def _main(task_name: str, argv: Sequence[str]) -> int:
+    try:
+        if task_name == "flags":
+            arguments.parse_args(argv)
+        else:
+            check(task_name, argv, arguments.rank_and_world()[1])
+    except (ConfigError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1], sys.argv[2:]))

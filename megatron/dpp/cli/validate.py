@@ -1,0 +1,405 @@
+"""Do the flags fit together, and what follows from them? Megatron-LM's rules, as errors that name
+the flag.
+
+:func:`validate` runs on every rank, before any process group exists. It fills in derived values
+(data-parallel size, virtual stages) and raises :class:`~megatron.dpp.errors.ConfigError` for the
+first rule that is broken. What it says costs no import of torch or megatron-core; names of dtypes
+become dtypes in ``configs.set_types``, and kernels that are not there are switched off by
+``initialize.choose_device``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+
+from megatron.dpp.cli.validate_experts import check_experts, check_prediction
+from megatron.dpp.cli.validate_layout import check_cut, check_plan, virtual_stages
+from megatron.dpp.cli.validate_ranges import (
+    check_batches,
+    check_heads,
+    check_learning_rate,
+    check_optimizer_kind,
+    check_ranges,
+)
+from megatron.dpp.errors import ConfigError, require
+from megatron.dpp.trace import parse_iterations
+
+Args = argparse.Namespace
+
+
+def validate(args: Args, world_size: int) -> None:
+    """Check ``args`` and derive what Megatron derives, in place.
+
+    Raises:
+        ConfigError: the first setting that cannot work.
+    """
+    args.world_size = world_size
+    for rule in (
+        _shape,
+        check_heads,
+        _layout,
+        check_plan,
+        virtual_stages,
+        _batch,
+        check_batches,
+        _length_of_training,
+        _precision,
+        _optimizer,
+        check_learning_rate,
+        check_optimizer_kind,
+        _fully_sharded,
+        _deepspeed,
+        _memory,
+        check_cut,
+        _kernels,
+        check_experts,
+        check_prediction,
+        _data,
+        _checkpoints,
+        _evaluation,
+        check_ranges,
+        _writers,
+        _trace,
+    ):
+        rule(args)
+
+
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+
+
+def _shape(args: Args) -> None:
+    args.num_layers = args.num_layers or args.encoder_num_layers
+    for name in _SIZES:
+        require(getattr(args, name), f"--{name.replace('_', '-')} is required")
+    args.seq_length = args.seq_length or args.encoder_seq_length
+    require(args.seq_length, "--seq-length is required")
+    args.encoder_seq_length = args.seq_length
+    args.decoder_seq_length = None  # of no model here, yet static schedules would send that much
+    for name in (*_SIZES, "ffn_hidden_size", "kv_channels", "seq_length"):
+        value = getattr(args, name)
+        at_least_one = value is None or value >= 1
+        require(at_least_one, f"--{name.replace('_', '-')} {value}: must be at least 1")
+    if args.ffn_hidden_size is None:
+        wide = int((4 * args.hidden_size * 2 / 3) / 64) * 64
+        args.ffn_hidden_size = wide if args.swiglu else 4 * args.hidden_size
+        require(
+            args.ffn_hidden_size,
+            f"--swiglu with --hidden-size {args.hidden_size}: two thirds of four times that, in "
+            "multiples of 64, are 0; give --ffn-hidden-size",
+        )
+    if args.kv_channels is None:
+        require(
+            args.hidden_size % args.num_attention_heads == 0,
+            f"--hidden-size {args.hidden_size} is not divisible by "
+            f"--num-attention-heads {args.num_attention_heads}",
+        )
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    require(
+        args.max_position_embeddings >= args.seq_length,
+        f"--max-position-embeddings {args.max_position_embeddings} is below "
+        f"--seq-length {args.seq_length}",
+    )
+    if args.use_rotary_position_embeddings:
+        args.position_embedding_type = "rope"
+    require(
+        args.add_position_embedding or args.position_embedding_type == "rope",
+        "--no-position-embedding: use --position-embedding-type none",
+    )
+    args.apply_rope_fusion &= args.position_embedding_type == "rope"
+    args.bias_gelu_fusion &= args.add_bias_linear and not (args.squared_relu or args.quick_geglu)
+    args.add_qkv_bias |= args.add_bias_linear
+    require(
+        args.swiglu + args.squared_relu + args.quick_geglu <= 1,
+        "--swiglu, --squared-relu and --quick-geglu exclude each other",
+    )
+
+
+def _layout(args: Args) -> None:
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    context = args.context_parallel_size
+    model = tensor * pipeline * context
+    require(model > 0, "parallel sizes must be at least 1")
+    require(
+        args.world_size % model == 0,
+        f"{args.world_size} processes cannot hold --tensor-model-parallel-size {tensor} x "
+        f"--pipeline-model-parallel-size {pipeline} x --context-parallel-size {context}: "
+        f"start a multiple of {model}",
+    )
+    args.data_parallel_size = args.world_size // model
+    for name in ("num_attention_heads", "ffn_hidden_size"):
+        value = getattr(args, name)
+        require(
+            value % tensor == 0,
+            f"--{name.replace('_', '-')} {value} is not divisible by "
+            f"--tensor-model-parallel-size {tensor}",
+        )
+    if context > 1:
+        require(
+            args.seq_length % (2 * context) == 0,
+            f"--seq-length {args.seq_length} is not a multiple of twice "
+            f"--context-parallel-size {context}",
+        )
+    if tensor == 1:
+        args.sequence_parallel = False
+    if args.sequence_parallel:
+        require(
+            args.seq_length % tensor == 0,
+            f"--seq-length {args.seq_length} is not divisible by "
+            f"--tensor-model-parallel-size {tensor} (--sequence-parallel)",
+        )
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = tensor
+
+
+def _batch(args: Args) -> None:
+    require(
+        args.micro_batch_size is not None and args.micro_batch_size > 0,
+        "--micro-batch-size is required",
+    )
+    step = args.micro_batch_size * args.data_parallel_size
+    if args.global_batch_size is None:
+        args.global_batch_size = step
+    require(
+        args.global_batch_size % step == 0 or args.decrease_batch_size_if_needed,
+        f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
+        f"{args.micro_batch_size} x {args.data_parallel_size} data-parallel replicas",
+    )
+
+
+def _length_of_training(args: Args) -> None:
+    require(
+        (args.train_iters is None) != (args.train_samples is None),
+        "give exactly one of --train-iters and --train-samples",
+    )
+    iterations, samples = ("lr_decay_iters", "rampup_batch_size"), ("lr_decay_samples",)
+    wrong = samples + iterations[1:] if args.train_iters is not None else iterations[:1]
+    mode = "--train-iters" if args.train_iters is not None else "--train-samples"
+    for name in wrong:
+        require(
+            getattr(args, name) is None,
+            f"--{name.replace('_', '-')} does not go with {mode}",
+        )
+    warm = "lr_warmup_samples" if args.train_iters is not None else "lr_warmup_iters"
+    require(not getattr(args, warm), f"--{warm.replace('_', '-')} does not go with {mode}")
+    if args.lr_warmup_fraction is not None:
+        require(
+            not args.lr_warmup_iters and not args.lr_warmup_samples,
+            "--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples",
+        )
+
+
+def _precision(args: Args) -> None:
+    require(not (args.fp16 and args.bf16), "--fp16 and --bf16 exclude each other")
+    if args.fp16 and not args.loss_scale:  # NaN is then a message to the loss scaler
+        args.check_for_nan_in_loss_and_grad = False
+    if args.bf16:
+        if args.grad_reduce_in_bf16:
+            args.accumulate_allreduce_grads_in_fp32 = False
+        elif args.main_grads_dtype == "fp32":
+            args.accumulate_allreduce_grads_in_fp32 = True
+    half = args.fp16 or args.bf16
+    require(not args.fp16_lm_cross_entropy or args.fp16, "--fp16-lm-cross-entropy needs --fp16")
+    require(
+        not args.fp32_residual_connection or half,
+        "--fp32-residual-connection needs --fp16 or --bf16",
+    )
+    args.attention_softmax_in_fp32 |= args.apply_query_key_layer_scaling
+
+
+def _optimizer(args: Args) -> None:
+    args.apply_wd_to_qk_layernorm |= args.no_weight_decay_cond_type is not None
+    require(args.lr is not None or args.skip_train, "--lr is required")
+    require(
+        args.lr is None or args.min_lr <= args.lr,
+        f"--min-lr {args.min_lr} is above --lr {args.lr}",
+    )
+    if args.weight_decay_incr_style == "constant":
+        require(
+            args.start_weight_decay is None and args.end_weight_decay is None,
+            "--start/end-weight-decay need --weight-decay-incr-style linear or cosine",
+        )
+        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+    else:
+        require(
+            args.start_weight_decay is not None and args.end_weight_decay is not None,
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs "
+            "--start-weight-decay and --end-weight-decay",
+        )
+    if args.overlap_param_gather:
+        require(
+            args.use_distributed_optimizer and args.overlap_grad_reduce,
+            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+        )
+    require(
+        args.ddp_num_buckets is None or args.ddp_bucket_size is None,
+        "--ddp-num-buckets and --ddp-bucket-size exclude each other",
+    )
+
+
+def _fully_sharded(args: Args) -> None:
+    """What PyTorch's FSDP2 does not go with; the fused gradient kernel is switched off."""
+    if not args.use_torch_fsdp2:
+        return
+    excluded = {
+        "--pipeline-model-parallel-size above 1": args.pipeline_model_parallel_size > 1,
+        "--expert-model-parallel-size above 1": args.expert_model_parallel_size > 1,
+        "--use-distributed-optimizer": args.use_distributed_optimizer,
+        "--use-dpp": args.use_dpp,
+        "--fp16": args.fp16,
+        "--ckpt-format torch": args.ckpt_format == "torch",
+        "--calculate-per-token-loss": args.calculate_per_token_loss,
+        "--log-params-norm": args.log_params_norm,
+    }
+    nearest = {
+        "--pipeline-model-parallel-size above 1": "; nearest: --use-distributed-optimizer",
+        "--fp16": "; nearest: --bf16",
+    }
+    for flag, given in excluded.items():
+        require(not given, f"--use-torch-fsdp2 does not go with {flag}{nearest.get(flag, '')}")
+    args.gradient_accumulation_fusion = False
+
+
+def _deepspeed(args: Args) -> None:
+    """What DeepSpeed's engine does not go with; the fused gradient kernel is switched off."""
+    if not args.deepspeed_zero_stage:
+        return
+    name = f"--deepspeed-zero-stage {args.deepspeed_zero_stage}"
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            f"{name}: DeepSpeed is not installed; DS_BUILD_OPS=0 pip install deepspeed, or use "
+            "--use-distributed-optimizer (stage 1) or --use-torch-fsdp2 (2 and 3)"
+        )
+    excluded = {
+        "--tensor-model-parallel-size above 1": args.tensor_model_parallel_size > 1,
+        "--pipeline-model-parallel-size above 1": args.pipeline_model_parallel_size > 1,
+        "--context-parallel-size above 1": args.context_parallel_size > 1,
+        "--expert-model-parallel-size above 1": args.expert_model_parallel_size > 1,
+        "--use-distributed-optimizer": args.use_distributed_optimizer,
+        "--use-torch-fsdp2": args.use_torch_fsdp2,
+        "--use-dpp": args.use_dpp,
+        "--overlap-grad-reduce": args.overlap_grad_reduce,
+        "--ckpt-format torch": args.ckpt_format == "torch",
+        "--async-save": args.async_save,
+        "--skip-train": args.skip_train,
+        "--num-experts": args.num_experts,
+        "--mtp-num-layers": args.mtp_num_layers,
+        "--calculate-per-token-loss": args.calculate_per_token_loss,
+        "--log-params-norm": args.log_params_norm,
+        "--log-num-zeros-in-grad": args.log_num_zeros_in_grad,
+        "--check-weight-hash-across-dp-replicas-interval": (
+            args.check_weight_hash_across_dp_replicas_interval
+        ),
+    }
+    for flag, given in excluded.items():
+        require(not given, f"{name} does not go with {flag}")
+    args.gradient_accumulation_fusion = False
+
+
+def _memory(args: Args) -> None:
+    if args.recompute_activations:
+        args.recompute_granularity = "selective"
+    require(
+        args.recompute_granularity != "selective" or args.recompute_method is None,
+        "--recompute-method needs --recompute-granularity full",
+    )
+    require(
+        args.recompute_granularity != "full" or args.recompute_method is not None,
+        "--recompute-granularity full needs --recompute-method uniform or block",
+    )
+    if args.recompute_granularity == "full" and args.recompute_num_layers is None:
+        raise ConfigError("--recompute-granularity full needs --recompute-num-layers")
+
+
+def _kernels(args: Args) -> None:
+    if args.spec is not None:
+        require(
+            args.spec == ["local"],
+            f"--spec {' '.join(args.spec)}: only local is possible here; a layer of your own goes "
+            "into your own training loop (examples/gpt3/own_loop.py)",
+        )
+        args.transformer_impl = "local"
+    if args.transformer_impl == "local":
+        args.no_persist_layer_norm = True
+        needs_kernels = {
+            "--context-parallel-size above 1": args.context_parallel_size > 1,
+            "--multi-latent-attention": args.multi_latent_attention,
+            "--apply-layernorm-1p": args.layernorm_zero_centered_gamma,
+            "--fp8-format": args.fp8,
+            "--moe-grouped-gemm": args.moe_grouped_gemm,
+            "--moe-permute-fusion": args.moe_permute_fusion,
+            "--moe-router-fusion": args.moe_router_fusion,
+            "--moe-latent-size": args.moe_latent_size,
+        }
+        for flag, given in needs_kernels.items():
+            require(
+                not given,
+                f"{flag} needs modules of Transformer Engine, which the local layers have no "
+                "substitute for; use --transformer-impl transformer_engine",
+            )
+    elif importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            f"--transformer-impl {args.transformer_impl}: Transformer Engine is not installed; "
+            "pip install transformer_engine[pytorch], or use --transformer-impl local"
+        )
+
+
+def _data(args: Args) -> None:
+    separate = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    sources = {
+        "--mock-data": args.mock_data,
+        "--data-path": args.data_path,
+        "--data-args-path": args.data_args_path,
+        "--train/valid/test-data-path": any(separate),
+        "--per-split-data-args-path": args.per_split_data_args_path,
+    }
+    given = [name for name, value in sources.items() if value]
+    require(given, "no data: give --data-path, --train-data-path or --mock-data")
+    require(len(given) == 1, f"{' and '.join(given)} exclude each other")
+    if (args.data_path or args.data_args_path) and args.split is None:
+        args.split = "969, 30, 1"
+    args.dataloader_type = args.dataloader_type or "single"
+
+
+def _checkpoints(args: Args) -> None:
+    if args.save:
+        require(
+            args.save_interval is not None and args.save_interval > 0,
+            "--save needs --save-interval of at least 1",
+        )
+    if args.save_retain_interval is not None:
+        require(
+            args.save_interval and args.save_retain_interval % args.save_interval == 0,
+            f"--save-retain-interval {args.save_retain_interval} is not a multiple of "
+            f"--save-interval {args.save_interval}",
+        )
+    require(
+        not args.async_save or args.ckpt_format == "torch_dist",
+        "--async-save needs --ckpt-format torch_dist",
+    )
+
+
+def _evaluation(args: Args) -> None:
+    require(
+        args.eval_interval or not args.eval_iters or args.skip_train,
+        "--eval-interval is required (or --eval-iters 0)",
+    )
+    require(args.log_interval > 0, f"--log-interval {args.log_interval}: must be at least 1")
+    require(math.isfinite(args.clip_grad), f"--clip-grad {args.clip_grad}: must be finite")
+
+
+def _writers(args: Args) -> None:
+    require(
+        not args.wandb_project or importlib.util.find_spec("wandb") is not None,
+        f"--wandb-project {args.wandb_project}: Weights & Biases is not installed; pip install "
+        "wandb",
+    )
+
+
+def _trace(args: Args) -> None:
+    require(args.trace_interval >= 1, f"--trace-interval {args.trace_interval}: must be at least 1")
+    try:
+        parse_iterations(args.trace_iterations or "0")
+    except ValueError as error:
+        raise ConfigError(f"--trace-iterations: {error}") from error

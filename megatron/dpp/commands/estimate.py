@@ -1,0 +1,108 @@
+"""``megatron-dpp estimate --ranks 8 [Megatron's flags]``: print what a run will need.
+
+    megatron-dpp estimate --ranks 4 --num-layers 24 --hidden-size 1024 \
+        --num-attention-heads 16 --seq-length 1024 --micro-batch-size 4 --bf16 \
+        --padded-vocab-size 50304 --tensor-model-parallel-size 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+
+from megatron.dpp.errors import ConfigError, DppError, exit_with, require
+from megatron.dpp.plan.device import Device, find_machine, known_gpu
+from megatron.dpp.plan.estimate import estimate
+from megatron.dpp.plan.shape import shape_of
+from megatron.dpp.plan.text import lines
+
+_ASSUMED = "--transformer-impl local --micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0"
+"""Flags that training needs and an estimate hardly does; those given win."""
+_VOCABULARY = 50304
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-dpp estimate",
+        description="Memory, traffic, bubble and time of a run, before it starts.",
+        epilog="All other arguments are the flags of pretrain_gpt.py.",
+    )
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes of the run")
+    parser.add_argument("--per-node", type=int, metavar="N", help="of each node (default: all)")
+    parser.add_argument("--arch", choices=("gpt", "bert"), default="gpt")
+    parser.add_argument("--gpu", metavar="NAME", help="H100, H200, ...; default: this machine")
+    parser.add_argument("--memory", type=float, metavar="GiB", help="memory of one device")
+    parser.add_argument("--tflops", type=float, metavar="T", help="its rate in matrix products")
+    return parser
+
+
+def _check(known: argparse.Namespace) -> None:
+    for name in ("ranks", "per_node", "memory", "tflops"):
+        value = getattr(known, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be above 0")
+
+
+def device_of(
+    ranks: int, gpu: str | None, memory: float | None, tflops: float | None
+) -> tuple[bool, Device]:
+    """Whether it is a GPU, and its figures: this machine's, with what is given in their place."""
+    if gpu is None:
+        machine = find_machine(ranks)
+        on_gpu, device = machine.num_gpus > 0, machine.device
+    else:
+        on_gpu, device = True, known_gpu(gpu)
+    if memory is not None:
+        device = dataclasses.replace(device, memory_bytes=memory * 2**30)
+    if tflops is not None:
+        device = dataclasses.replace(device, flops=tflops * 1e12, source="given")
+    return on_gpu, device
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print; the exit code."""
+    from megatron.dpp.cli.preflight import BAD_INPUT
+
+    known, flags = _parser().parse_known_args(argv)
+    try:
+        _check(known)
+        args = _checked(flags, known.ranks, known.arch)
+        on_gpu, device = device_of(known.ranks, known.gpu, known.memory, known.tflops)
+        shape = shape_of(args, on_gpu=on_gpu, arch=known.arch, per_node=known.per_node)
+        found = estimate(shape, device)
+    except DppError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    print("\n".join(lines(found)))
+    return 0
+
+
+def _checked(flags: Sequence[str], ranks: int, arch: str) -> argparse.Namespace:
+    """The training script's arguments, its layers planned where it would plan them."""
+    from megatron.dpp.cli import arguments, preflight
+    from megatron.dpp.cli.planned import take_plan
+    from megatron.dpp.cli.validate import validate
+
+    args = arguments.parse_args([*_ASSUMED.split(), *flags])
+    require(args.seq_length, "--seq-length is required")
+    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
+    named = (args.data_path, args.train_data_path, args.data_args_path)
+    args.mock_data = args.mock_data or not any((*named, args.per_split_data_args_path))
+    has_vocabulary = args.vocab_file or args.tokenizer_type
+    args.tokenizer_type = args.tokenizer_type or preflight.TOKENIZERS[arch]
+    validate(args, ranks)
+    if has_vocabulary:
+        preflight.build_vocabulary(args)
+    args.padded_vocab_size = args.padded_vocab_size or _VOCABULARY
+    if args.dpp_plan:
+        take_plan(args)
+    if args.use_dpp:
+        preflight.check_schedule(args, one_node=False)
+    return args
+
+
+if __name__ == "__main__":
+    exit_with(main)

@@ -1,0 +1,443 @@
+"""One chunk's transformer block as CUDA graphs, and the memory that they run over.
+
+Every activation in flight has a *slot*: a memory pool and buffers. The first forward of a chunk in
+a slot captures F, B and one W per layer over that pool, or the end of the step in which the slot
+was made does; later ones replay them. ``graphs`` is the only caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.utils import get_model_config
+
+from megatron.dpp.errors import one_line
+from megatron.dpp.mcore.graphs.capture import Capture
+from megatron.dpp.mcore.graphs.reductions import Additions, Reductions
+from megatron.dpp.mcore.graphs.rng import CapturedRng, RecomputedDraws
+from megatron.dpp.mcore.pair_sums import PairSums
+from megatron.dpp.mcore.wgrad.linear import (
+    DeferredWork,
+    WeightGradients,
+    decoder_block,
+    gather_buffers,
+    gradient_accumulator,
+)
+from megatron.dpp.mcore.wgrad.te import DelayedModules, adding, real_gradient
+
+
+class _Slot:
+    """The memory of one chunk activation: a pool, and the buffers that lead in and out.
+
+    Args:
+        example: a block's input, [s, b, h]; all blocks of a pipeline have inputs of one shape.
+    """
+
+    def __init__(self, example: torch.Tensor) -> None:
+        self.pool = torch.cuda.graph_pool_handle() if example.is_cuda else None
+        self.input = torch.empty_like(example, requires_grad=True)
+        self.output = torch.empty_like(example, requires_grad=False)
+        self.grad_output = torch.empty_like(example, requires_grad=False)
+        self.graphs: dict[GraphedBlock, _Graphs] = {}
+
+
+class Slots:
+    """All slots of a rank. Every graph writes the input's gradient to one place, ``grad_input``."""
+
+    def __init__(self, example: torch.Tensor) -> None:
+        self._example = example.detach()
+        self.grad_input = torch.empty_like(example, requires_grad=False)
+        self._free: list[_Slot] = []
+        self.made: list[_Slot] = []
+        """Slots that have graphs."""
+        self.slot_bytes = 0
+        """Device memory of a slot, the smallest seen: the first ones include libraries' needs."""
+
+    def take(self, block: GraphedBlock) -> _Slot:
+        """A free slot, one that has graphs of this block if there is any; a new one if none is."""
+        for place in range(len(self._free) - 1, -1, -1):
+            if block in self._free[place].graphs:
+                return self._free.pop(place)
+        return self._free.pop() if self._free else _Slot(self._example)
+
+    def add(self, slot: _Slot, num_bytes: int) -> None:
+        """A slot has got its first graphs."""
+        self.made.append(slot)
+        self.slot_bytes = min(num_bytes, self.slot_bytes or num_bytes)
+
+    def give_back(self, slot: _Slot) -> None:
+        self._free.append(slot)
+
+
+class _Graphs:
+    """The graphs of one chunk in one slot.
+
+    Args:
+        owner: the chunk's block, its own forward and its parameters.
+        slot, slots: the memory.
+        options: the arguments of the block beside its input.
+    """
+
+    def __init__(
+        self, owner: GraphedBlock, slot: _Slot, slots: Slots, options: Mapping[str, Any]
+    ) -> None:
+        self._owner, self._slot, self._slots = owner, slot, slots
+        self.options = {
+            name: torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+            for name, value in options.items()
+        }
+        self._copied: dict[str, tuple[torch.Tensor, int]] = {}
+        self._aliases = owner.aliases()
+        self._live: torch.Tensor | None = None
+        self._begun: dict[str, torch.Tensor] = {}
+        self._deferred: dict[int, list[DeferredWork]] = {}
+        self._waiting: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+        self._added: Additions
+        self._unfinished = 0
+        owner.prepare(partial(owner.run, slot.input, self.options))
+        self._forward = owner.capture(self._run_forward, slot.pool)
+        self._backward = owner.capture(self._run_backward, slot.pool)
+        layers = range(owner.num_layers - 1, -1, -1) if owner.store is not None else ()
+        self._weights = {n: owner.capture(partial(self._run_weight, n), slot.pool) for n in layers}
+        self._gathered_into = gather_buffers()  # kept: a replay writes there
+
+    def _run_forward(self) -> None:
+        with self._owner.using(self._aliases), self._owner.recomputable():
+            self._live = self._owner.run(self._slot.input, self.options)
+        self._slot.output.copy_(self._live.detach())
+
+    def _run_backward(self) -> None:
+        assert self._live is not None
+        owner = self._owner
+        self._added, self._waiting = owner.reductions.additions(), {}
+        with contextlib.ExitStack() as around:
+            around.enter_context(owner.using(self._aliases))  # parts may be computed again
+            around.enter_context(owner.reductions.held_back())
+            if owner.store is not None:
+                self._deferred = around.enter_context(owner.store.divert())
+            for number, alias in enumerate(self._aliases):
+                hook = alias.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(self._add, number)
+                )
+                around.callback(hook.remove)
+            # Not autograd.grad, which recomputation refuses.
+            torch.autograd.backward(self._live, self._slot.grad_output)
+        self._live = None
+        self._slots.grad_input.copy_(_taken(self._slot.input))
+        for layer, entry in owner.delayed.take(self._waiting) if owner.delayed is not None else ():
+            self._deferred[layer].append(entry)
+        self._waiting = {}
+
+    def _add(self, number: int, alias: Any) -> None:
+        """Add a gradient that has just been computed to its parameter's; one that a W of
+        Transformer Engine's layers expects waits for it.
+        """
+        (parameter, accumulate), delayed = self._owner.accumulators[number], self._owner.delayed
+        if getattr(alias, "grad_added_to_main_grad", False):
+            parameter.grad_added_to_main_grad = True
+        if delayed is not None and delayed.knows(parameter):
+            self._waiting[parameter] = real_gradient(alias)
+            alias.grad = None
+        else:
+            accumulate(_taken(alias))
+            self._added.add(parameter)
+
+    def _run_weight(self, layer: int) -> None:
+        for work in self._deferred.pop(layer, ()):
+            work.compute()
+
+    @torch.no_grad()
+    def forward(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+        """F. The result is the slot's own buffer, valid until the microbatch's backward."""
+        self._slot.input.copy_(hidden)
+        for name, value in options.items():
+            if isinstance(value, torch.Tensor):
+                self._copy_option(name, value)
+        self._begun = self._owner.random_states()
+        with self._owner.drawing():
+            self._forward.replay()
+        return self._slot.output.detach()
+
+    def _copy_option(self, name: str, value: torch.Tensor) -> None:
+        """Bring an argument in; one that stays the same (rotary embeddings) is copied once."""
+        known = self._copied.get(name)
+        if known is None or known[0] is not value or known[1] != value._version:
+            self.options[name].copy_(value)
+            self._copied[name] = (value, value._version)
+
+    @torch.no_grad()
+    def backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        """B. The result is a copy: it may still wait to be sent when the buffer is used again."""
+        self._slot.grad_output.copy_(gradient)
+        self._owner.rewind(self._begun)
+        self._backward.replay()
+        self._owner.reductions.start(self._added)
+        self._unfinished = len(self._weights)
+        for layer in self._weights:
+            assert self._owner.store is not None
+            self._owner.store.defer(layer, _WeightReplay(self, layer))
+        if not self._weights:
+            self._slots.give_back(self._slot)
+        return self._slots.grad_input.clone()
+
+    def weight(self, layer: int) -> None:
+        """One layer's W; the last one gives the slot back."""
+        self._weights[layer].replay()
+        self._unfinished -= 1
+        if not self._unfinished:
+            self._slots.give_back(self._slot)
+
+
+@dataclass(frozen=True)
+class _WeightReplay:
+    """A captured W; its memory is the slot's and counted with the activation."""
+
+    graphs: _Graphs
+    layer: int
+
+    def num_bytes(self) -> int:
+        return 0
+
+    def compute(self) -> None:
+        self.graphs.weight(self.layer)
+
+
+class _Replay(torch.autograd.Function):
+    """A block's forward and backward, replayed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, graphs: _Graphs, options: Mapping[str, Any]
+    ) -> torch.Tensor:
+        ctx.graphs = graphs
+        return graphs.forward(hidden, options)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.graphs.backward(gradient), None, None
+
+
+class GraphedBlock:
+    """One chunk's transformer block, whose training forwards are replayed while it is bound.
+
+    Args:
+        chunk: what the block belongs to; its gradients are added as DDP adds them.
+        store: takes weight gradients out of the backward; None leaves them in.
+        delayed: the chunk's modules that keep theirs back by themselves; None if there are none.
+        capture: see :data:`Capture`.
+        rng: where random draws come from; None where none are drawn.
+        say: told why something runs without graphs.
+    """
+
+    def __init__(
+        self,
+        chunk: torch.nn.Module,
+        store: WeightGradients | None,
+        delayed: DelayedModules | None,
+        capture: Capture,
+        rng: CapturedRng | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._rng = rng
+        self._recomputes = bool(get_model_config(chunk).recompute_granularity)
+        self._recomputed: RecomputedDraws | None = None
+        block: Any = decoder_block(chunk)
+        self._block = block
+        self.chunk: Any = chunk
+        self.store, self.delayed, self.capture, self._say = store, delayed, capture, say
+        self.num_layers = len(block.layers)
+        self.accumulators = [
+            (parameter, gradient_accumulator(parameter, chunk))
+            for parameter in block.parameters()
+            if parameter.requires_grad
+        ]
+        self.reductions = Reductions(chunk, [parameter for parameter, _ in self.accumulators])
+        self.sums: PairSums | None = None
+        """What sums over the tensor-parallel ranks behind weight gradients; None: NCCL does."""
+        self._slots: Slots | None = None
+        self._signature: Any = None
+        self._failed = False
+        self._original = block.forward
+
+    def bind(self, slots: Slots | None) -> None:
+        """Replay the block's forwards over these slots; None gives it its own forward back."""
+        self._slots = slots
+        if slots is not None:
+            self._block.forward = self._call
+        else:
+            del self._block.forward
+
+    def complete(self, slots: Slots) -> None:
+        """Between two steps: capture this block in the slots where it has not been run yet. In the
+        middle of a later step it would keep the whole pipeline waiting.
+        """
+        known = next((slot.graphs[self] for slot in slots.made if self in slot.graphs), None)
+        if known is None:
+            return
+        for slot in slots.made:
+            if self not in slot.graphs and not self._failed:
+                self._capture_in(slot, slots, known.options)
+
+    def addresses(self) -> list[int]:
+        """Where the parameters are; graphs read and write them there."""
+        return [parameter.data_ptr() for parameter, _ in self.accumulators]
+
+    def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+        """The block's own forward, wherever it expects its input."""
+        block, given = self._block, self._block.input_tensor
+        block.input_tensor = hidden
+        try:
+            output = self._original(hidden_states=hidden if block.pre_process else None, **options)
+        finally:
+            block.input_tensor = given
+        if not isinstance(output, torch.Tensor) or not _alike(output, hidden):
+            raise TypeError("its output is no tensor of its input's shape and dtype")
+        return output
+
+    def aliases(self) -> list[torch.nn.Parameter]:
+        """Stand-ins for the parameters, of the same memory, to compute with while capturing.
+
+        DDP made the parameters' gradient accumulators on the default stream; autograd would make
+        that stream wait for the captured one, which CUDA refuses. An alias gets its own.
+        """
+        aliases = []
+        for parameter, _ in self.accumulators:
+            alias = torch.nn.Parameter(parameter.detach())  # compiled parts expect a Parameter
+            alias.__dict__.update(parameter.__dict__)  # Megatron's marks, and main_grad
+            alias.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            aliases.append(alias)
+        return aliases
+
+    @contextlib.contextmanager
+    def using(self, aliases: list[torch.nn.Parameter]) -> Iterator[None]:
+        """The block computes with these in the place of its parameters."""
+        originals = (parameter for parameter, _ in self.accumulators)
+        alias_of = dict(zip(originals, aliases, strict=True))
+        tables = [module._parameters for module in self._block.modules()]
+        own = [dict(table) for table in tables]
+        for table in tables:
+            table.update((name, alias_of.get(p, p)) for name, p in table.items() if p is not None)
+        try:
+            with adding(self._block.modules()), self._summing():
+                yield
+        finally:
+            for table, original in zip(tables, own, strict=True):
+                table.update(original)
+
+    def _summing(self) -> AbstractContextManager[None]:
+        return self.sums.used() if self.sums is not None else contextlib.nullcontext()
+
+    def prepare(self, forward: Callable[[], Any]) -> None:
+        """Before the first capture: see what a backward will have to draw again."""
+        if self._rng is not None and self._recomputed is None and self._recomputes:
+            with torch.no_grad():
+                self._recomputed = self._rng.recomputed(forward)
+
+    def recomputable(self) -> AbstractContextManager[None]:
+        """Around the capture of a forward."""
+        return self._recomputed.handed_out() if self._recomputed else contextlib.nullcontext()
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Around a replay that may draw random numbers."""
+        return self._rng.replaying() if self._rng is not None else contextlib.nullcontext()
+
+    def random_states(self) -> dict[str, torch.Tensor]:
+        """What :meth:`rewind` wants to know of the moment before a forward."""
+        return self._recomputed.states() if self._recomputed else {}
+
+    def rewind(self, begun: dict[str, torch.Tensor]) -> None:
+        """Before a backward: what it computes again draws as its forward did, which began so."""
+        if self._recomputed:
+            self._recomputed.rewind(begun)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        block = self._block
+        if self._slots is None or args or not (block.training and torch.is_grad_enabled()):
+            return self._original(*args, **kwargs)
+        options = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
+        if isinstance(hidden, torch.Tensor) and not hidden.requires_grad:
+            if not self.accumulators:
+                return self._original(**kwargs)
+            # What lies before it is frozen. The parameters are no inputs of the replay: without
+            # one that needs a gradient autograd would never ask for theirs.
+            hidden = hidden.detach().requires_grad_()
+        graphs = self._graphs(self._slots, hidden, options)
+        if graphs is None:
+            return self._original(**kwargs)
+        return _Replay.apply(hidden, graphs, options)  # type: ignore[no-untyped-call]
+
+    def _graphs(self, slots: Slots, hidden: Any, options: Mapping[str, Any]) -> _Graphs | None:
+        """Graphs in a free slot; None where this call must run eagerly."""
+        signature = _signature(hidden, options)
+        self._signature = self._signature or signature
+        if signature is None or signature != self._signature:
+            self._say("inputs unlike the first run without graphs")
+            return None
+        if self._failed or not _alike(hidden, slots.grad_input):
+            return None
+        slot = slots.take(self)
+        if self not in slot.graphs:
+            before, fresh = _reserved(hidden), not slot.graphs
+            self._capture_in(slot, slots, options)
+            if self._failed:
+                if not fresh:
+                    slots.give_back(slot)
+                return None
+            if fresh:
+                slots.add(slot, _reserved(hidden) - before)
+        return slot.graphs[self]
+
+    def _capture_in(self, slot: _Slot, slots: Slots, options: Mapping[str, Any]) -> None:
+        """Add this block's graphs to a slot; where that fails, it runs eagerly from here on."""
+        graphs, fault = None, "they could not be captured on the other tensor-parallel rank"
+        try:
+            graphs = _Graphs(self, slot, slots, options)
+        except Exception as error:  # whatever it is, this chunk can be run without
+            first: BaseException = error
+            while first.__context__ is not None:
+                first = first.__context__
+            fault = one_line(first, 200)
+        if self.sums is not None and not self.sums.agree(graphs is not None):
+            graphs = None
+        if graphs is not None:
+            slot.graphs[self] = graphs
+            return
+        self._failed = True
+        self._say(f"runs without graphs: {fault}")
+
+
+def _taken(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's gradient, which it keeps no longer."""
+    gradient, tensor.grad = tensor.grad, None
+    assert gradient is not None
+    return gradient
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _reserved(tensor: torch.Tensor) -> int:
+    return torch.cuda.memory_reserved() if tensor.is_cuda else 0
+
+
+def _signature(hidden: Any, options: Mapping[str, Any]) -> Any:
+    """What must be equal for a graph to serve; None if a value cannot be compared."""
+    if not isinstance(hidden, torch.Tensor):
+        return None
+    described: list[Any] = [hidden.shape, hidden.dtype]
+    for name, value in options.items():
+        if isinstance(value, torch.Tensor):
+            described.append((name, value.shape, value.dtype, value.device))
+        elif value is None or isinstance(value, bool | int | float | str):
+            described.append((name, value))
+        else:
+            return None
+    return described

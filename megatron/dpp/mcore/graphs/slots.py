@@ -1,0 +1,211 @@
+"""CUDA graphs of a chunk's forward, backward and weight gradients.
+
+Launching the kernels of one task costs the host milliseconds, and a schedule that chooses late
+cannot hide them. ``ChunkGraphs`` captures the transformer block of each model chunk once and
+replays it with one launch. Embedding, LM head, loss and everything around the block stay eager;
+megatron-core's step functions do not notice.
+
+Tasks run in no fixed order, so graphs must not share memory in one: every chunk activation in
+flight has a *slot* of its own, a memory pool and buffers, from its F until its last W. A slot is
+made when a forward finds none free, so there are as many as the activation cap lets be in flight,
+and no more. Any chunk may use any slot, one at a time: each has its own graphs over the same
+memory. megatron-core's own graphs (``--cuda-graph-impl local``) share one pool among tasks in the
+order of a static schedule and run all of a backward at once, which is why they cannot serve here.
+
+The schedules in ``runtime/`` are the callers. What cannot be captured runs as before, and the
+reason is logged once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import get_model_config
+
+from megatron.dpp.config import ENGINE_ROWS
+from megatron.dpp.mcore.graphs.block import GraphedBlock, Slots
+from megatron.dpp.mcore.graphs.capture import Capture, cuda_capture
+from megatron.dpp.mcore.graphs.rng import CapturedRng
+from megatron.dpp.mcore.pair_sums import open_pair_sums
+from megatron.dpp.mcore.rng import needs_task_rng
+from megatron.dpp.mcore.wgrad.linear import WeightGradients, decoder_block
+
+_WARM_UP_STEPS = 2
+"""Training steps that run eagerly first: libraries initialise themselves, memory is measured."""
+
+
+class ChunkGraphs:
+    """The CUDA graphs of one rank's model chunks.
+
+    Args:
+        chunks: in chunk order, each wrapped by megatron-core's DistributedDataParallel.
+        store: the deferred weight gradients of the same chunks; None with a fused backward.
+        log: called with a line per reason and per change of size.
+        wanted: asked once, after the first steps, with the numbers of the chunks that can be
+            captured, whether to capture at all.
+        capture: how work is captured; None captures CUDA graphs on the current device.
+        pair_sums: two tensor-parallel ranks sum by their copy engines where they can; of no use
+            with a ``store``.
+    """
+
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        store: WeightGradients | None,
+        log: Callable[[str], None],
+        wanted: Callable[[Sequence[int]], bool],
+        capture: Capture | None = None,
+        pair_sums: bool = False,
+    ) -> None:
+        self._log, self._said, self._wanted = log, set[str](), wanted
+        self._blocks: list[GraphedBlock] = []
+        self._numbers: list[int] = []
+        self._slots: Slots | None = None
+        self._slot_bytes = 0.0
+        self._addresses: list[list[int]] = []
+        self._num_steps = 0
+        self._num_said = 0
+        # Of a split backward no weight gradient stands beside the sum.
+        self._pair_sums = pair_sums and capture is None and store is None
+        self._by_engine = any(_has_engine_layers(chunk) for chunk in chunks)
+        rng = CapturedRng()
+        draws = capture is None and needs_task_rng(chunks)
+        capture = capture or cuda_capture(rng)
+        for number, chunk in enumerate(chunks):
+            say = partial(self._say, number)
+            reason = why_not(chunk)
+            if reason is None:
+                delayed = store.delayed_by_modules(number) if store is not None else None
+                self._numbers.append(number)
+                self._blocks.append(
+                    GraphedBlock(chunk, store, delayed, capture, rng if draws else None, say)
+                )
+            else:
+                say(f"runs without graphs: {reason}")
+
+    @property
+    def awaits_size(self) -> bool:
+        """Whether chunks may be captured, and :meth:`keep_size` was not told yet how large an
+        activation is then.
+        """
+        return bool(self._blocks) and not self._slot_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one chunk activation in the slots that there are; 0 where there are none."""
+        return self._slots.slot_bytes if self._slots is not None else 0
+
+    def keep_size(self, slot_bytes: float) -> None:
+        """An activation's bytes were settled. The slots of this step are given up: a cap in bytes
+        allows fewer of them.
+        """
+        self._slot_bytes, self._slots = slot_bytes, None
+
+    def close(self) -> None:
+        """Free what was captured: NCCL's communicators cannot be destroyed while graphs use them,
+        and a process would wait for ever.
+        """
+        self._blocks.clear()
+        self._slots = None
+        gc.collect()  # graphs and their slots know each other
+
+    def _say(self, chunk: int, text: str) -> None:
+        line = f"CUDA graphs: chunk {chunk} {text}"
+        if line not in self._said:
+            self._said.add(line)
+            self._log(line)
+
+    @contextlib.contextmanager
+    def bound(self, example: torch.Tensor) -> Iterator[None]:
+        """Around one training step. Outside of it the model is as it was.
+
+        Args:
+            example: a tensor like a block's input, [s, b, h].
+        """
+        self._num_steps += 1
+        deciding = self._num_steps == _WARM_UP_STEPS + 1 and self._blocks
+        if deciding and not (self._wanted(self._numbers) and self._attends(example)):
+            self._blocks.clear()
+        if self._num_steps <= _WARM_UP_STEPS or not self._blocks:
+            yield
+            return
+        self._make_room(example)
+        if self._pair_sums:
+            self._open_pair_sums(example)
+        for block in self._blocks:
+            block.bind(self._slots)
+        try:
+            yield
+        finally:
+            for block in self._blocks:
+                block.bind(None)
+        if self._slots is not None and len(self._slots.made) != self._num_said:
+            self._num_said = len(self._slots.made)
+            for block in self._blocks:
+                block.complete(self._slots)
+            self._log(
+                f"CUDA graphs: memory for {self._num_said} chunk activations of "
+                f"{self._slots.slot_bytes / (1 << 20):.0f} MiB"
+            )
+
+    def _open_pair_sums(self, example: torch.Tensor) -> None:
+        """Before the first capture, once."""
+        self._pair_sums = False
+        sums = open_pair_sums(self._blocks[0].chunk, example, self._log)
+        for block in self._blocks:
+            block.sums = sums
+
+    def _attends(self, example: torch.Tensor) -> bool:
+        """Whether attention can be captured for inputs like this one, [s, b, h]."""
+        rows = example.shape[0]
+        if not self._by_engine or rows % ENGINE_ROWS == 0:
+            return True
+        self._log(
+            f"CUDA graphs: not used: cuDNN's attention in Transformer Engine's layers is wrong in "
+            f"graphs for sequences of {rows}, no multiple of {ENGINE_ROWS}"
+        )
+        return False
+
+    def _make_room(self, example: torch.Tensor) -> None:
+        """Begin anew, with no graph captured, at the start and whenever parameters have moved."""
+        addresses = [block.addresses() for block in self._blocks]
+        if self._slots is None or addresses != self._addresses:
+            self._slots = None
+            if example.is_cuda:
+                gc.collect()  # graphs and their slots know each other
+                torch.cuda.empty_cache()  # what was the eager steps' is theirs now
+            self._slots, self._addresses, self._num_said = Slots(example), addresses, 0
+
+
+def why_not(chunk: torch.nn.Module) -> str | None:
+    """The reason why a chunk cannot be captured; None if it can."""
+    config, block = get_model_config(chunk), decoder_block(chunk)
+    if not isinstance(chunk, DistributedDataParallel):
+        return f"{type(chunk).__name__} is not megatron-core's DistributedDataParallel"
+    if block is None or not len(block.layers):
+        return "it has no transformer layers"
+    reasons = {
+        "some microbatches are recomputed and others are not": (
+            config.num_microbatches_with_partial_activation_checkpoints is not None
+        ),
+        "experts take varying shapes": config.num_moe_experts,
+        "8- and 4-bit layers keep scales per step": config.fp8 or config.fp4,
+        "--overlap-param-gather waits inside the layers": chunk.ddp_config.overlap_param_gather,
+        "--cuda-graph-impl captures them already": config.cuda_graph_impl != "none",
+        "activations are offloaded": config.cpu_offloading
+        or config.fine_grained_activation_offloading,
+        "Transformer Engine's tensor-parallel layers have not been tried": (
+            config.tensor_model_parallel_size > 1 and _has_engine_layers(block)
+        ),
+        "context parallelism has streams of its own": config.context_parallel_size > 1,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _has_engine_layers(module: torch.nn.Module) -> bool:
+    return any(type(m).__module__.startswith("transformer_engine") for m in module.modules())

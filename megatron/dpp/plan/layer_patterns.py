@@ -1,0 +1,40 @@
+"""Patterns of layers: the stages of a layout string, and which layers hold experts."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from megatron.dpp.errors import require
+
+
+def layout_stages(text: str) -> list[str]:
+    """The parts of each virtual stage of a ``--pipeline-model-parallel-layout``, a letter for each:
+    what megatron-core makes of it, without importing PyTorch.
+
+    >>> layout_stages("Et*3|(tt|)*2,tL")
+    ['Ettt', 'tt', 'tt', 'tL']
+
+    Raises:
+        ConfigError: another letter than E, t, m and L.
+    """
+    whole = text.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        whole = re.sub(repeated, lambda found: found[1] * int(found[2]), whole)
+    unknown = sorted(set(whole) - set("EtmL|"))
+    require(
+        not unknown,
+        f"--pipeline-model-parallel-layout {text}: {' '.join(unknown)} is none of E (embedding), "
+        "t (layer), m (multi-token prediction), L (loss)",
+    )
+    return whole.split("|")
+
+
+def layers_with_experts(args: argparse.Namespace) -> list[int]:
+    """1 for each layer that holds experts and 0 for each other one, from checked ``args``."""
+    if not args.num_experts:
+        return [0] * args.num_layers
+    every = args.moe_layer_freq
+    if isinstance(every, list):
+        return every
+    return [int(i % every == 0) for i in range(args.num_layers)]

@@ -1,0 +1,48 @@
+"""The costs of a run that was traced, for the planner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.sim.measured import MeasuredCosts, load_costs, parse_costs
+
+
+def costs_of_run(name: str, root: Path) -> MeasuredCosts:
+    """What the tasks and messages of a run took.
+
+    Args:
+        name: directory of its trace, or a cost file (``profiling/report.py --costs``).
+        root: where a relative directory is looked for if it is not in the working directory.
+
+    Raises:
+        DataError: there is no such run, or no iteration of it was recorded in full.
+    """
+    path = Path(name)
+    if path.is_file():
+        return load_costs(path)
+    from megatron.dpp.plan.whatif import cost_file, recorded
+    from megatron.dpp.trace.align import align
+    from megatron.dpp.trace.analysis.summary import analyse
+    from megatron.dpp.trace.reader import find_directory, open_run
+
+    files = open_run(find_directory(name, root))
+    analysis = analyse(files, align(files, lambda file: None))
+    ranks = analysis.shape.pipelines()[0]
+    parts = zip(analysis.works, analysis.links, analysis.times, strict=True)
+    runs = [recorded(analysis.shape, ranks, *part) for part in parts]
+    whole = [run for run in runs if run is not None]
+    if not whole:
+        raise DataError(f"{name}: no iteration was recorded in full")
+    return parse_costs(cost_file(whole), name)
+
+
+def even_layers(num_layers: int, num_stages: int, remedy: str) -> list[int]:
+    """Layers of each stage of a run with Megatron's default layout.
+
+    Raises:
+        ConfigError: they do not lie evenly; ``remedy`` ends the message.
+    """
+    if num_layers % num_stages:
+        raise ConfigError(f"{num_layers} layers do not lie evenly on {num_stages} stages: {remedy}")
+    return [num_layers // num_stages] * num_stages

@@ -1,0 +1,498 @@
+"""What would be gained: recorded costs, replayed in the project's own simulator with something
+changed.
+
+The recorded task times and link delays of the iterations become the simulator's costs, task by
+task and message by message, so jitter stays what it was; what the host needed between tasks lies
+between them there too. The run *as it was* is replayed in its recorded order; that time stands
+beside the measured one, and what the costs do not explain is taken to stay in proportion. A change
+is simulated with decisions made anew. The time after the last task (gradient reduction, optimizer)
+is taken to stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.schedule import Action, Kind
+from megatron.dpp.sim.costs import Costs, Hop, Shape
+from megatron.dpp.sim.replay import replay
+from megatron.dpp.sim.schedules import Plan
+from megatron.dpp.trace.analysis import work
+from megatron.dpp.trace.analysis.link_times import Link, LinkSamples
+from megatron.dpp.trace.analysis.sentences import EVEN_LAYERS
+from megatron.dpp.trace.analysis.stragglers import Culprit
+from megatron.dpp.trace.analysis.times import IterationTimes
+from megatron.dpp.trace.analysis.work import Work
+
+_MOST_ITERATIONS = 5
+_SECOND = 1e9
+_UNSTEADY = ("jitter", "transient", "uneven-microbatches")
+_STRIDE = 7919
+"""Picks undisturbed times all over their range; a prime, so that it steps through all of them."""
+
+Table = list[list[float]]
+"""Seconds by stage and microbatch."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One pipeline's costs in one iteration, in seconds: ``tasks[kind][stage][microbatch]``.
+
+    Args:
+        hops: the typical delay of each hop.
+        delays: per hop and direction, each microbatch's own where it was waited for.
+        orders: each rank's tasks as they ran.
+        overhead: by place, what the host needed after each of them.
+        dynamic: the schedule, or Megatron's own.
+        window, tail: what the pipeline took, and what followed it.
+    """
+
+    shape: Shape
+    tasks: tuple[Table, Table, Table]
+    hops: list[float]
+    delays: list[tuple[list[float], list[float]]]
+    orders: list[list[Action]]
+    overhead: list[float]
+    split: bool
+    dynamic: bool
+    window: float
+    tail: float
+
+    def costs(self) -> Costs:
+        """What the simulator takes; queueing on a link is in its delays already."""
+        hops = [Hop(1.0, 0.0, delays) for delays in self.delays]
+        return Costs(self.tasks, hops, overhead=dict(enumerate(self.overhead)))
+
+    @property
+    def num_pieces(self) -> int:
+        """Into how many pieces a W was cut; the largest chunk's."""
+        return 1 + max((action.piece for order in self.orders for action in order), default=0)
+
+    def replayed(self) -> float:
+        """How long the recorded order takes with these costs."""
+        return replay(self.orders, self.costs(), self.shape.num_chunks)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The outcome of one change, averaged over the iterations looked at; seconds per iteration.
+
+    Args:
+        name: what is changed.
+        now, then: iteration time measured, and predicted with the change.
+    """
+
+    name: str
+    now: float
+    then: float
+
+    @property
+    def gain(self) -> float:
+        """Part of the iteration's time that is saved; negative for a loss."""
+        return 1.0 - self.then / self.now if self.now else 0.0
+
+
+def _host_per_task(times: IterationTimes, rank: int, num_tasks: int) -> float:
+    own = times.ranks[rank]
+    return own.idle.get("host", 0) / max(num_tasks, 1) / _SECOND
+
+
+def _hop_delay(links: dict[Link, LinkSamples], ranks: Sequence[int], stage: int) -> float:
+    """Of a link for which nobody waited only a bound is known; the others say what is usual."""
+    a, b = ranks[stage % len(ranks)], ranks[(stage + 1) % len(ranks)]
+    own = [links[link] for link in ((a, b), (b, a)) if link in links]
+    clean = [samples.delay for samples in own if samples.clean]
+    if clean:
+        return statistics.fmean(clean) / _SECOND
+    bounds = [samples.delay for samples in own]
+    usual = [samples.delay for samples in links.values() if samples.clean]
+    if usual:
+        bounds.append(round(statistics.median(usual)))
+    return min(bounds, default=0) / _SECOND
+
+
+def _message_delays(
+    links: dict[Link, LinkSamples], ranks: Sequence[int], stage: int, num_microbatches: int
+) -> tuple[list[float], list[float]]:
+    """Delays of the messages between ``stage`` and the next, forward and back: their own where the
+    receiver was looking, else the hop's.
+    """
+    usual, size = _hop_delay(links, ranks, stage), len(ranks)
+    found = []
+    for way, source, target in (("forward", stage, stage + 1), ("backward", stage + 1, stage)):
+        samples = links.get((ranks[source % size], ranks[target % size]))
+        own = samples.waited_for if samples else {}
+        keys = [(target // size, way, microbatch) for microbatch in range(num_microbatches)]
+        found.append([own[key] / _SECOND if key in own else usual for key in keys])
+    return found[0], found[1]
+
+
+def recorded(
+    job: work.Shape,
+    ranks: Sequence[int],
+    work_: Work,
+    links: dict[Link, LinkSamples],
+    times: IterationTimes,
+) -> Recorded | None:
+    """Costs of the pipeline of ``ranks`` (in order) in one iteration; None when it has tasks
+    missing.
+    """
+    num_ranks, num_chunks = len(ranks), job.num_chunks
+    tables: tuple[Table, Table, Table] = ([], [], [])
+    num_microbatches = 0
+    for stage in range(num_ranks * num_chunks):
+        rank = ranks[stage % num_ranks]
+        kinds = work_.tasks.get((rank, stage // num_ranks), {})
+        num_microbatches = num_microbatches or len(kinds.get("F", {}))
+        for kind, table in zip("FBW", tables, strict=True):
+            found = kinds.get(kind, {})
+            if len(found) != num_microbatches and not (kind == "W" and not found):
+                return None
+            row = [found[i] / _SECOND for i in sorted(found)]
+            table.append(row or [0.0] * num_microbatches)
+    stages = range(num_ranks * num_chunks - 1)
+    return Recorded(
+        Shape(num_ranks, num_chunks, num_microbatches),
+        tables,
+        [_hop_delay(links, ranks, stage) for stage in stages],
+        [_message_delays(links, ranks, stage, num_microbatches) for stage in stages],
+        [[Action(Kind[k], *rest) for k, *rest in work_.orders[rank]] for rank in ranks],
+        [_host_per_task(times, rank, len(work_.orders[rank])) for rank in ranks],
+        split=any(any(row) for row in tables[2]),
+        dynamic=job.schedule == "dpp",
+        window=times.window / _SECOND,
+        tail=(times.total - times.window) / _SECOND,
+    )
+
+
+Change = Callable[[Recorded], Recorded]
+
+
+def _tables(change: Callable[[int, int, list[float]], list[float]]) -> Change:
+    """A change of task times: ``change(kind, stage, row)`` gives a stage's new times."""
+
+    def apply(run: Recorded) -> Recorded:
+        tables = [
+            [change(kind, stage, row) for stage, row in enumerate(table)]
+            for kind, table in enumerate(run.tasks)
+        ]
+        first, second, third = tables
+        return dataclasses.replace(run, tasks=(first, second, third))
+
+    return apply
+
+
+def without_rank(place: int, num_ranks: int, factor: float) -> Change:
+    """The rank at ``place`` of the pipeline works ``factor`` times faster."""
+    return _tables(
+        lambda kind, stage, row: [t / factor for t in row] if stage % num_ranks == place else row
+    )
+
+
+def without_heavy_stage(heavy: int) -> Change:
+    """A stage works like the typical other stage."""
+
+    def apply(run: Recorded) -> Recorded:
+        def change(kind: int, stage: int, row: list[float]) -> list[float]:
+            others = [statistics.median(r) for s, r in enumerate(run.tasks[kind]) if s != heavy]
+            typical, own = statistics.median(others), statistics.median(row)
+            return [t * typical / own for t in row] if stage == heavy and own else row
+
+        return _tables(change)(run)
+
+    return apply
+
+
+def without_link(places: tuple[int, int]) -> Change:
+    """Messages between two ranks of the pipeline take as long as on the typical other hop."""
+
+    def apply(run: Recorded) -> Recorded:
+        p = run.shape.num_ranks
+        mine = {s for s in range(len(run.hops)) if {s % p, (s + 1) % p} == set(places)}
+        others = [hop for s, hop in enumerate(run.hops) if s not in mine]
+        typical = statistics.median(others) if others else 0.0
+        even = [typical] * run.shape.num_microbatches
+        return dataclasses.replace(
+            run,
+            hops=[typical if s in mine else hop for s, hop in enumerate(run.hops)],
+            delays=[(even, even) if s in mine else own for s, own in enumerate(run.delays)],
+        )
+
+    return apply
+
+
+def _undisturbed(times: Sequence[float]) -> list[float]:
+    """Those of some tasks' times that nothing disturbed, sorted: up to as far above the undisturbed
+    time as the fastest is below it.
+    """
+    ordered = sorted(times)
+    middle = ordered[int(len(ordered) * work.UNDISTURBED)]
+    return [time for time in ordered if time <= 2 * middle - ordered[0]]
+
+
+def without_jitter(runs: Sequence[Recorded], places: Collection[int]) -> Change:
+    """Tasks of the ranks at ``places`` that were disturbed take what others of their kind and stage
+    took undisturbed, judged over all ``runs``; some small spread is in every run.
+    """
+    num_ranks = runs[0].shape.num_ranks
+
+    def change(kind: int, stage: int, row: list[float]) -> list[float]:
+        if stage % num_ranks not in places:
+            return row
+        calm = _undisturbed([t for run in runs for t in run.tasks[kind][stage]])
+        return [t if t <= calm[-1] else calm[_STRIDE * i % len(calm)] for i, t in enumerate(row)]
+
+    return _tables(change)
+
+
+def balanced(slowness: Sequence[float]) -> Change:
+    """Another layout of the layers: the same work in all, spread evenly over the stages.
+
+    ``slowness`` says by which factor the rank at each place is slower than the others; that stays.
+    """
+
+    def apply(run: Recorded) -> Recorded:
+        places = run.shape.num_ranks
+
+        def change(kind: int, stage: int, row: list[float]) -> list[float]:
+            means = [
+                statistics.fmean(r) / slowness[s % places] for s, r in enumerate(run.tasks[kind])
+            ]
+            even, own = statistics.fmean(means), means[stage]
+            return [t * even / own for t in row] if own else row
+
+        return _tables(change)(run)
+
+    return apply
+
+
+def rechunked(num_chunks: int, slowness: Sequence[float]) -> Change:
+    """The same work cut into another number of chunks per rank; work is taken to lie evenly within
+    a stage.
+    """
+
+    def apply(run: Recorded) -> Recorded:
+        places = run.shape.num_ranks
+        old, new = places * run.shape.num_chunks, places * num_chunks
+
+        def cut(table: Table) -> Table:
+            rows = []
+            for stage in range(new):
+                low, high = stage * old / new, (stage + 1) * old / new
+                shares = [
+                    max(0.0, min(high, s + 1) - max(low, s)) / slowness[s % places]
+                    for s in range(old)
+                ]
+                own = slowness[stage % places]
+                columns = zip(*table, strict=True)
+                rows.append(
+                    [own * sum(w * t for w, t in zip(shares, c, strict=True)) for c in columns]
+                )
+            return rows
+
+        first, second, third = (cut(table) for table in run.tasks)
+        shape = Shape(places, num_chunks, run.shape.num_microbatches)
+        usual = statistics.median(run.hops) if run.hops else 0.0
+        even = [usual] * shape.num_microbatches
+        return dataclasses.replace(
+            run,
+            shape=shape,
+            tasks=(first, second, third),
+            hops=[usual] * (new - 1),
+            delays=[(even, even)] * (new - 1),
+            orders=[],
+        )
+
+    return apply
+
+
+def plan_of(schedule: str, split: bool, w_pieces: int = 1) -> Plan:
+    """How the recorded run decided: the dynamic rule, or Megatron's order for a static schedule."""
+    policy = "dynamic" if schedule == "dpp" else "megatron"
+    return Plan(policy=policy, cap="auto", split_backward=split, w_pieces=w_pieces)
+
+
+class WhatIf:
+    """Predictions for one recorded pipeline.
+
+    Args:
+        runs: its costs in some iterations (a few are enough).
+        plan: how the run decided.
+    """
+
+    def __init__(self, runs: Sequence[Recorded], plan: Plan) -> None:
+        self.runs, self.plan = list(runs)[-_MOST_ITERATIONS:], plan
+        self._base = [run.replayed() for run in self.runs]
+
+    def _simulate(self, run: Recorded, plan: Plan) -> float:
+        return plan.run(run.shape, run.costs()).makespan
+
+    @property
+    def fidelity(self) -> float:
+        """Replayed over measured time of the pipeline as it was; near 1 when the costs explain the
+        run.
+        """
+        measured = sum(run.window for run in self.runs)
+        return sum(self._base) / measured if measured else 0.0
+
+    def predict(
+        self, name: str, change: Change | None = None, plan: Plan | None = None
+    ) -> Prediction:
+        """Iteration time with a change of the costs, of the plan, or of both.
+
+        Raises:
+            ConfigError: the plan is impossible for this shape (a cap that is too small).
+        """
+        now = then = 0.0
+        for run, base in zip(self.runs, self._base, strict=True):
+            changed = change(run) if change else run
+            ratio = self._simulate(changed, plan or self.plan) / base
+            now += run.window + run.tail
+            then += run.window * ratio + run.tail
+        count = max(len(self.runs), 1)
+        return Prediction(name, now / count, then / count)
+
+
+def removal(culprit: Culprit, runs: Sequence[Recorded], ranks: Sequence[int]) -> Change | None:
+    """The change that takes a culprit away; None when it is not in the pipeline of ``ranks``."""
+    places = {rank: place for place, rank in enumerate(ranks)}
+    if culprit.link is not None:
+        if not set(culprit.link) <= places.keys():
+            return None
+        return without_link((places[culprit.link[0]], places[culprit.link[1]]))
+    if culprit.rank is None:
+        return without_jitter(runs, range(len(ranks)))
+    if culprit.rank not in places:
+        return None
+    place = places[culprit.rank]
+    if culprit.kind == "slow-rank":
+        return without_rank(place, len(ranks), culprit.factor)
+    if culprit.chunk is not None:
+        return without_heavy_stage(culprit.chunk * len(ranks) + place)
+    return without_jitter(runs, [place])
+
+
+def effects(
+    what_if: WhatIf, culprits: Sequence[Culprit], ranks: Sequence[int]
+) -> list[float | None]:
+    """How much of an iteration each culprit costs: what its removal gains, alone or after all the
+    others', whichever is more (of two ranks that are equally slow, one alone gains nothing).
+
+    None where a culprit is not in the pipeline of ``ranks``.
+    """
+    changes = [removal(culprit, what_if.runs, ranks) for culprit in culprits]
+    order = sorted(range(len(culprits)), key=lambda index: culprits[index].kind not in _UNSTEADY)
+
+    def without(left: Collection[int]) -> Change:
+        def apply(run: Recorded) -> Recorded:
+            for index in order:
+                change = changes[index]
+                if change is not None and index not in left:
+                    run = change(run)
+            return run
+
+        return apply
+
+    all_gone = what_if.predict("", without(())).then
+    found: list[float | None] = []
+    for index, change in enumerate(changes):
+        if change is None:
+            found.append(None)
+            continue
+        alone = what_if.predict("", change).gain
+        last = what_if.predict("", without({index}))
+        found.append(max(alone, (last.then - all_gone) / last.now if last.now else 0.0))
+    return found
+
+
+def slowness_of(culprits: Sequence[Culprit], ranks: Sequence[int]) -> list[float]:
+    """By which factor each rank of a pipeline is slow; 1 for those that are not."""
+    slow = {c.rank: c.factor for c in culprits if c.kind == "slow-rank"}
+    return [slow.get(rank, 1.0) for rank in ranks]
+
+
+def other_plans(
+    run: Recorded, plan: Plan, slowness: Sequence[float]
+) -> list[tuple[str, Change | None, Plan]]:
+    """The changes of policy, cap, split, layout and number of chunks that are worth a look."""
+    split = run.split
+
+    def like(policy: str, *, split: bool, cap: str = "auto") -> Plan:
+        """Another way to decide; W in as many pieces as it was."""
+        return dataclasses.replace(plan, policy=policy, cap=cap, split_backward=split)
+
+    plans = [
+        ("dynamic schedule", like("dynamic", split=split)),
+        ("Megatron's static order", like("megatron", split=False)),
+        ("dynamic, fused backward", like("dynamic", split=False)),
+        *(
+            (f"dynamic, cap {cap}", like("dynamic", cap=cap, split=split))
+            for cap in ("strict", "1.5p", "2p")
+        ),
+    ]
+    changes: list[tuple[str, Change | None, Plan]] = [
+        (name, None, other) for name, other in plans if other != plan
+    ]
+    changes.append((EVEN_LAYERS, balanced(slowness), plan))
+    for chunks in (1, 2, 4):
+        if chunks != run.shape.num_chunks:
+            name = "1 chunk per rank" if chunks == 1 else f"{chunks} chunks per rank"
+            changes.append((name, rechunked(chunks, slowness), plan))
+    return changes
+
+
+def predict_all(
+    what_if: WhatIf, culprits: Sequence[Culprit], ranks: Sequence[int]
+) -> list[Prediction]:
+    """Predictions for the removal of every culprit and for every other plan that is possible."""
+    predictions = []
+    for culprit in culprits:
+        change = removal(culprit, what_if.runs, ranks)
+        if change is not None:
+            name = f"without {culprit.kind} ({culprit.name})"
+            predictions.append(what_if.predict(name, change))
+    slowness = slowness_of(culprits, ranks)
+    for name, change, other in other_plans(what_if.runs[-1], what_if.plan, slowness):
+        try:
+            predictions.append(what_if.predict(name, change, other))
+        except ConfigError:
+            continue
+    return predictions
+
+
+def cost_file(runs: Sequence[Recorded]) -> dict[str, object]:
+    """All samples as the simulator's cost file (``megatron.dpp.sim.measured``)."""
+    shape = runs[0].shape
+
+    def samples(kind: Kind, stage: int) -> list[float]:
+        """With the host's part, for which the file has no place of its own."""
+        if kind is Kind.W and not runs[0].split:
+            return []
+        return [
+            time + run.overhead[stage % shape.num_ranks] * (run.num_pieces if kind is Kind.W else 1)
+            for run in runs
+            for time in run.tasks[kind][stage]
+        ]
+
+    stages = [
+        {kind.name: samples(kind, stage) for kind in Kind}
+        for stage in range(shape.num_ranks * shape.num_chunks)
+    ]
+    hops = [[run.hops[hop] for run in runs] for hop in range(len(runs[0].hops))]
+    return {
+        "format": "dpp-costs",
+        "version": 1,
+        "num_ranks": shape.num_ranks,
+        "num_chunks": shape.num_chunks,
+        "stages": stages,
+        "hops": hops,
+        "run": {
+            "seconds": [run.window for run in runs],
+            "num_microbatches": shape.num_microbatches,
+            "dynamic": runs[0].dynamic,
+        },
+    }

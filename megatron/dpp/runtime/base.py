@@ -1,0 +1,113 @@
+"""What the dynamic schedule and the static ones are to their users: settings, and an end."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from megatron.dpp.config import DppConfig
+from megatron.dpp.mcore.graphs.capture import Capture
+from megatron.dpp.mcore.rng import needs_task_rng
+from megatron.dpp.runtime.failure import explained, reason, tell
+from megatron.dpp.trace import NullRecorder, Recorder
+from megatron.dpp.transport.base import Transport
+
+logger = logging.getLogger("megatron.dpp")
+
+_Schedule = TypeVar("_Schedule", bound="Replacement")
+
+
+class Replacement(abc.ABC):
+    """A callable with the keyword signature of megatron-core's ``forward_backward_func``.
+
+    Args:
+        config: policy, memory cap, transport and the rest; see :class:`~megatron.dpp.DppConfig`.
+        recorder: where a trace goes, or None.
+        seed: seed of the tasks' random states; None takes PyTorch's initial seed.
+        log: called with each line about links and caps; None uses the ``megatron.dpp`` logger.
+        capture: what ``config.cuda_graphs`` captures with; None captures CUDA graphs, on GPUs.
+
+    Use it as a context manager, or call :meth:`close`, so that links and processes' resources are
+    freed. An error of a collective that ends the context becomes the
+    :class:`~megatron.dpp.errors.TransportError` that explains it, where a link has failed or
+    another rank has told why it ends.
+    """
+
+    def __init__(
+        self,
+        config: DppConfig | None = None,
+        *,
+        recorder: Recorder | None = None,
+        seed: int | None = None,
+        log: Callable[[str], None] | None = None,
+        capture: Capture | None = None,
+    ) -> None:
+        self.config = config or DppConfig()
+        self.iteration = 0
+        """Number of the next call; set it after resuming from a checkpoint, so that random states
+        continue.
+        """
+        self._recorder = recorder or NullRecorder()
+        self._seed = torch.initial_seed() if seed is None else seed
+        self._log = log or logger.info
+        self._capture = capture
+
+    @abc.abstractmethod
+    def __call__(self, **keywords: Any) -> list[Any]:
+        """Run all forwards and backwards of one step; keywords and result are megatron-core's."""
+
+    @property
+    @abc.abstractmethod
+    def injected_seconds(self) -> float:
+        """By how much ``config.inject`` has prolonged this rank's tasks so far."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close the links and free what was captured. May be called twice."""
+
+    @abc.abstractmethod
+    def _links(self) -> Transport | None:
+        """What is open to other ranks."""
+
+    def _wants_rng(self, chunks: list[torch.nn.Module], num_ranks: int) -> bool:
+        """One stage alone runs in one order anyway and keeps Megatron's own random states."""
+        return self.config.task_rng and num_ranks > 1 and needs_task_rng(chunks)
+
+    def _captures(self) -> bool:
+        """Whether anything can be captured here."""
+        return self._capture is not None or torch.cuda.is_available()
+
+    def __enter__(self: _Schedule) -> _Schedule:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is not None and not _in_good_order(error):
+                self._leave_by(error)
+        finally:
+            self.close()
+
+    def _leave_by(self, error: BaseException) -> None:
+        """Tell the other ranks why this one ends, and raise what explains ``error``."""
+        transport = self._links()
+        cause = explained(error, transport)  # of a collective's error, of the optimizer's perhaps
+        if transport is not None:
+            transport.abort(reason(cause))
+        tell(cause)
+        if cause is not error:
+            raise cause from error
+
+
+def _in_good_order(error: BaseException) -> bool:
+    """A script that ends by ``sys.exit()``: what it has sent is on its way, and nothing failed."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)

@@ -1,0 +1,433 @@
+"""``DppSchedule``: the dynamic pipeline in the place of megatron-core's ``forward_backward_func``.
+
+    with DppSchedule(DppConfig()) as forward_backward:
+        losses = forward_backward(forward_step_func=..., data_iterator=..., model=...,
+        num_microbatches=...,
+                                  seq_length=..., micro_batch_size=...)
+
+The first call looks at the model and the process groups, opens the links and says what each rank
+may hold; later calls reuse all of it. Everything that one iteration needs is built per call and
+thrown away after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.dpp.config import DppConfig
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore.boundary import Boundaries
+from megatron.dpp.mcore.graphs.slots import ChunkGraphs
+from megatron.dpp.mcore.memory import room
+from megatron.dpp.mcore.rng import TaskRng
+from megatron.dpp.mcore.steps import Stage, StepCall
+from megatron.dpp.mcore.wgrad.linear import WeightGradients
+from megatron.dpp.mcore.wgrad.te import refuse_delayed
+from megatron.dpp.runtime.agreement import decider_for
+from megatron.dpp.runtime.base import Replacement
+from megatron.dpp.runtime.connections import open_links, pace_for, pipeline_of, why_not_ahead
+from megatron.dpp.runtime.decisions import Decisions
+from megatron.dpp.runtime.delayed import DelayedTransport
+from megatron.dpp.runtime.executor import Executor, Links
+from megatron.dpp.runtime.inject import Injector
+from megatron.dpp.runtime.pace import Pace
+from megatron.dpp.runtime.topology import Topology
+from megatron.dpp.schedule import Geometry, Memory, head_room
+from megatron.dpp.schedule.reference import num_warmup
+from megatron.dpp.transport.base import Transport
+
+_GRAPHS_PAY_FROM = 0.75
+"""Share of launching in a task's time from which on graphs are captured by themselves."""
+_GRAPH_POOL = 2.0
+"""The most that a graph's pool has taken for an activation, over what it takes without graphs."""
+
+
+@dataclass(kw_only=True)
+class _Session:
+    """What stays open from call to call."""
+
+    topology: Topology
+    links: Links
+    boundaries: Boundaries
+    pace: Pace
+    injector: Injector | None
+    rng: TaskRng
+    launch_ahead: bool
+
+
+class DppSchedule(Replacement):
+    """The dynamic pipeline.
+
+    Arguments and use are those of :class:`~megatron.dpp.runtime.base.Replacement`.
+    """
+
+    peak_held = 0.0
+    """Most chunk activations this rank has held so far."""
+    num_out_of_order = 0
+    """Forwards and backwards of the last call that did not follow Megatron's own order."""
+    host_us_per_task = 0.0
+    """Host microseconds per task of the last call, PyTorch's own launches not counted."""
+    _session: _Session | None = None
+    _decisions: Decisions | None = None
+    _injected_before = 0.0
+    _weight_gradients: WeightGradients | None = None
+    _graphs: ChunkGraphs | None = None
+    _prepared_model: Sequence[torch.nn.Module] = ()
+
+    def __call__(self, **keywords: Any) -> list[Any]:
+        """Run all forwards and backwards of one step; keywords and result are megatron-core's.
+
+        Returns:
+            What the loss function reduced, one entry per microbatch, on the last stage; an empty
+            list elsewhere.
+
+        Raises:
+            ConfigError: an argument or a model setting that cannot be honoured, by name.
+            TransportError: a peer died, or a message did not arrive in time.
+        """
+        call = StepCall.checked(**keywords)
+        call.refuse_ordered()
+        session = self._open_session(call)
+        split = not call.forward_only and self._prepare(call)
+        topology, iteration = session.topology, self.iteration
+        self.iteration += 1
+        if not call.forward_only and self._wants_rng(call.model, topology.num_ranks):
+            function = session.rng.wrap(call.forward_step_func, call.model, iteration)
+            call = StepCall(**{**call.__dict__, "forward_step_func": function})
+        weights = self._weight_gradients if split else None
+        geometry = self._geometry(call, topology, split)
+        window = num_warmup(geometry) + 1
+        stage = Stage(call, topology.rank, topology.num_ranks, window, weights)
+        assert self._decisions is not None
+        measure = self._decisions.wants_measuring and not call.forward_only
+        if measure:
+            stage.measure()
+        stage.open()
+        with self._bound(call):
+            self._execute(session, self._decisions, stage, geometry, split, iteration)
+        if not call.forward_only:
+            self._account(call, self._decisions, stage if measure else None)
+        with self._recorder.span("grad-sync"):
+            return stage.finish()
+
+    def own_work_seconds(self, num_microbatches: int) -> float:
+        """How long this rank's own tasks of one step take, by the durations measured so far."""
+        if self._session is None:
+            return 0.0
+        durations = self._session.pace.durations
+        pieces = self._weight_gradients.num_pieces if self._weight_gradients else ()
+        once = sum(took for (kind, _), took in durations.items() if kind != "W")
+        weights = sum(n * durations.get(("W", chunk), 0.0) for chunk, n in enumerate(pieces))
+        return num_microbatches * (once + weights)
+
+    @property
+    def injected_seconds(self) -> float:
+        now = self._session.pace.injected_seconds if self._session else 0.0
+        return self._injected_before + now
+
+    def _execute(
+        self,
+        session: _Session,
+        decisions: Decisions,
+        stage: Stage,
+        geometry: Geometry,
+        split: bool,
+        iteration: int,
+    ) -> None:
+        links, scheduler = session.links, decisions.scheduler(geometry, split)
+        decider = decider_for(scheduler, links.channels.receiving, links.transport.board)
+        decider.start(links.consumed)
+        executor = Executor(
+            runner=stage,
+            decider=decider,
+            links=links,
+            recorder=self._recorder,
+            pace=session.pace,
+            injector=session.injector,
+            split_backward=split,
+            iteration=iteration,
+            timeout=self.config.timeout,
+            launch_ahead=session.launch_ahead,
+        )
+        executor.run()
+        links.consume(geometry)
+        decisions.ran(geometry, split, executor.actions)
+        self.peak_held = max(self.peak_held, scheduler.peak_held)
+        self.num_out_of_order = scheduler.num_out_of_order
+        self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
+
+    def _account(self, call: StepCall, decisions: Decisions, measured: Stage | None) -> None:
+        """Tell what an activation was measured to take: eagerly first, in a graph's slot later. The
+        ranks of a stage go by the largest of theirs, as one of them decides for all.
+        """
+        if measured is not None:
+            activation, deferred, head = _most_of_stage(
+                call,
+                max(measured.activation_bytes.values(), default=0),
+                max(measured.deferred_bytes.values(), default=0),
+                self._head_room(measured.activation_bytes),
+            )
+            decisions.measured(
+                Memory(activation_bytes=activation, deferred_bytes=deferred, head_room=head)
+            )
+        graphs = self._graphs
+        if graphs is None or not graphs.awaits_size:
+            return
+        (slot_bytes,) = _most_of_stage(call, graphs.slot_bytes)
+        if slot_bytes:
+            graphs.keep_size(slot_bytes)
+            # All of it until the last W.
+            room = decisions.head_room
+            decisions.measured(
+                Memory(activation_bytes=slot_bytes, deferred_bytes=slot_bytes, head_room=room)
+            )
+
+    def _head_room(self, activation_bytes: dict[int, int]) -> float:
+        """Only the last rank's counts, where the last chunk has the LM head."""
+        if self._weight_gradients is None or not activation_bytes:
+            return 1.0
+        sizes = [activation_bytes[chunk] for chunk in range(len(activation_bytes))]
+        return head_room(sizes, self._weight_gradients.num_pieces)
+
+    def _geometry(self, call: StepCall, topology: Topology, split: bool) -> Geometry:
+        pieces = self._weight_gradients.num_pieces if split and self._weight_gradients else None
+        return Geometry(
+            num_ranks=topology.num_ranks,
+            rank=topology.rank,
+            num_chunks=topology.num_chunks,
+            num_microbatches=call.num_microbatches,
+            forward_only=call.forward_only,
+            group=call.config.microbatch_group_size_per_vp_stage or None,
+            w_pieces=pieces,
+        )
+
+    def _prepare(self, call: StepCall) -> bool:
+        """Get ready for this model's backwards; whether they are split."""
+        if self._prepared_model != call.model:
+            if self._prepared_model and self._decisions is not None:
+                self._decisions.renew()
+            self._forget_model()
+            if self.config.split_backward:
+                self._weight_gradients = WeightGradients(call.model)
+                self._say_if_fused(self._weight_gradients)
+            else:
+                refuse_delayed(call.model, "--no-dpp-split-backward runs no W tasks")
+            if self.config.cuda_graphs != "off" and self._captures():
+                self._graphs = self._make_graphs(call)
+            self._prepared_model = list(call.model)
+        return any(self._weight_gradients.num_pieces) if self._weight_gradients else False
+
+    def _say_if_fused(self, weights: WeightGradients) -> None:
+        chunks = [chunk for chunk, pieces in enumerate(weights.num_pieces) if not pieces]
+        if chunks:
+            self._log(
+                f"dynamic pipeline: the backward of chunks {chunks} is fused: no linear layer of "
+                "their transformer layers lets its weight gradient be deferred"
+            )
+
+    def _make_graphs(self, call: StepCall) -> ChunkGraphs | None:
+        found = call.boundaries()
+        if found.several:
+            self._log(
+                "CUDA graphs: not used, as a stage boundary carries several tensors "
+                f"({len(found.receives)} received, {len(found.sends)} sent)"
+            )
+            return None
+        pays = partial(self._graphs_pay, call)
+        return ChunkGraphs(
+            call.model,
+            self._weight_gradients,
+            self._log,
+            pays,
+            self._capture,
+            self.config.copy_engine_sums,
+        )
+
+    def _graphs_pay(self, call: StepCall, chunks: Sequence[int]) -> bool:
+        """Whether to capture ``chunks``, now that the first steps have shown how long launching
+        takes; all ranks that compute this stage together say the same.
+        """
+        assert self._session is not None
+        share, filled = _most_of_stage(
+            call, self._session.pace.launch_share(chunks), self._filled_by_graphs()
+        )
+        recomputes = call.config.recompute_granularity == "full"
+        reason = why_no_graphs(self.config.cuda_graphs, share, filled, recomputes)
+        if reason:
+            self._log(f"CUDA graphs: not used, {reason}")
+        return not reason
+
+    def _filled_by_graphs(self) -> float:
+        """The part of the memory left beside model and optimizer that graphs' pools may need."""
+        left = room()
+        if left is None or self._decisions is None:
+            return 0.0
+        return _GRAPH_POOL * self.peak_held * self._decisions.activation_bytes / max(left, 1)
+
+    @contextlib.contextmanager
+    def _bound(self, call: StepCall) -> Iterator[None]:
+        """Around the tasks of one call: what training replaces in the model's layers."""
+        with contextlib.ExitStack() as around:
+            if not call.forward_only:
+                if self._weight_gradients is not None:
+                    around.enter_context(self._weight_gradients.bound())
+                if self._graphs is not None:
+                    around.enter_context(self._graphs.bound(call.boundary_example()))
+            yield
+
+    def _forget_model(self) -> None:
+        graphs, self._graphs = self._graphs, None
+        self._weight_gradients, self._prepared_model = None, ()
+        if graphs is not None:
+            graphs.close()
+
+    def _open_session(self, call: StepCall) -> _Session:
+        wanted = call.boundaries()
+        topology = pipeline_of(call.model, call.pg_collection)
+        self._check_chunks(call, topology)
+        if self._session is not None:
+            opened = self._session.boundaries
+            if topology == self._session.topology and wanted.usual_bytes <= opened.usual_bytes:
+                wanted.check_fits(opened)
+                return self._session
+            self._close_links()  # longer sequences or another model, on all ranks alike
+        self._session = self._connect(call, topology, wanted)
+        return self._session
+
+    def _connect(self, call: StepCall, topology: Topology, boundaries: Boundaries) -> _Session:
+        ranks, rank = topology.ranks, topology.rank
+        injector = None
+        if self.config.inject:
+            injector = Injector(
+                self.config.inject,
+                rank,
+                topology.num_ranks,
+                self._seed,
+                num_chunks=topology.num_chunks,
+            )
+        links = _open_links(topology, boundaries, _stage_ranks(call), self.config, injector)
+        for link in links.transport.links():
+            self._log(
+                f"dynamic pipeline: rank {ranks[rank]} -> {link.peer}: {link.kind} ({link.reason})"
+            )
+        reason = why_not_ahead(self.config, links.transport)
+        if reason is not None:
+            self._log(f"dynamic pipeline: no task is launched ahead of its input: {reason}")
+        board = links.transport.board
+        follow = board is not None and board.index > 0
+        if self._decisions is None:  # recordings and replays go on when links are opened anew
+            self._decisions = Decisions(self.config, self._log, _replica_of(call), not follow)
+        return _Session(
+            topology=topology,
+            links=links,
+            boundaries=boundaries,
+            pace=pace_for(self.config, follow),
+            injector=injector,
+            rng=TaskRng(self._seed, topology.num_ranks, rank),
+            launch_ahead=self.config.launch_ahead and reason is None,
+        )
+
+    @staticmethod
+    def _check_chunks(call: StepCall, topology: Topology) -> None:
+        expected = call.config.virtual_pipeline_model_parallel_size or 1
+        if len(call.model) != expected:
+            raise ConfigError(
+                f"model: {len(call.model)} chunks were given, but "
+                "virtual_pipeline_model_parallel_size "
+                f"is {expected}"
+            )
+
+    def _close_links(self) -> None:
+        if self._session is not None:
+            if self._decisions is not None:
+                self._decisions.renew()
+            self._injected_before += self._session.pace.injected_seconds
+            self._session.links.transport.close()
+            self._session = None
+
+    def close(self) -> None:
+        self._close_links()
+        if self._decisions is not None:
+            self._decisions.close()
+            self._decisions = None
+        self._forget_model()
+
+    def _links(self) -> Transport | None:
+        return self._session.links.transport if self._session else None
+
+
+def why_no_graphs(
+    setting: str, launch_share: float, filled: float = 0.0, recomputes_all: bool = False
+) -> str | None:
+    """Why ``--dpp-cuda-graphs`` leads to none; None where it leads to some.
+
+    Args:
+        setting: ``auto`` or ``on``.
+        launch_share: the part of the time of a chunk's tasks for which the host is busy launching
+            them; that of the most launch-bound chunk that has layers. Beside an output layer
+            launching may seem to take little, but those chunks' devices wait for it all the same.
+        filled: the part of the memory left for activations that graphs may need.
+        recomputes_all: whole layers are recomputed, so memory is short.
+    """
+    if setting == "on":
+        return None
+    if recomputes_all:
+        reason = "as --recompute-granularity full asks for little memory"
+    elif launch_share < _GRAPHS_PAY_FROM:
+        reason = f"as launching takes {launch_share:.0%} of the time that tasks run"
+    elif filled > 1.0:
+        reason = f"as they may need {filled:.1f} times the memory that is left for activations"
+    else:
+        return None
+    return f"{reason} (--dpp-cuda-graphs on uses them all the same, for more memory)"
+
+
+def _stage_group(call: StepCall) -> torch.distributed.ProcessGroup | None:
+    """The tensor- and context-parallel ranks that share this stage's collectives; None for one."""
+    if call.pg_collection.tp.size() * call.pg_collection.cp.size() == 1:
+        return None
+    group = getattr(call.pg_collection, "tp_cp", None)
+    return group or parallel_state.get_tensor_and_context_parallel_group()  # type: ignore[no-any-return]
+
+
+def _stage_ranks(call: StepCall) -> list[int]:
+    """Their global numbers, leader first; none for a single rank."""
+    group = _stage_group(call)
+    return sorted(torch.distributed.get_process_group_ranks(group)) if group else []
+
+
+def _most_of_stage(call: StepCall, *values: float) -> list[float]:
+    """Of each value the largest among the ranks that share this stage. A collective of theirs."""
+    group = _stage_group(call)
+    if group is None:
+        return list(values)
+    most = torch.tensor(values, dtype=torch.float64, device=call.boundary_example().device)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
+    return [float(value) for value in most]
+
+
+def _replica_of(call: StepCall) -> int:
+    """This rank's data-parallel replica: each has recordings of its own."""
+    index: int = torch.distributed.get_rank(call.pg_collection.dp_cp)
+    return index // int(call.pg_collection.cp.size())
+
+
+def _open_links(
+    topology: Topology,
+    boundaries: Boundaries,
+    stage_ranks: Sequence[int],
+    config: DppConfig,
+    injector: Injector | None,
+) -> Links:
+    channels = topology.channels(boundaries.receives, boundaries.sends, config.slots)
+    transport = open_links(channels.specs, config, stage_ranks)
+    if injector is not None and injector.delays_messages:
+        transport = DelayedTransport(transport, injector, topology.ranks)
+    return Links(transport, channels)

@@ -1,0 +1,60 @@
+"""torchrun, with one line in place of its traceback when a node does not come, a rank fails, or
+somebody presses Ctrl-C, and without the folder that it leaves in the temporary directory.
+
+``python -m megatron.dpp.train.torchrun`` takes torchrun's arguments; ``examples/launch.sh`` starts
+it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+
+_FAILED = 1
+
+
+def run() -> int:
+    """Run torchrun; 1 when the nodes do not meet in time or a rank fails, 128 and the signal when
+    one ends it."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="torchrun_", ignore_cleanup_errors=True) as folder:
+            os.environ.setdefault("PET_LOG_DIR", folder)  # as --log-dir, which wins
+            main()
+    except DistStoreError as error:
+        return _say(
+            f"error: not all nodes came ({str(error).rstrip('.')}): start run_worker_*.sh with the "
+            "same NUM_NODES and MASTER_PORT on every other node within WAIT_SECONDS, and check "
+            "that MASTER_ADDR and the port can be reached from there"
+        )
+    except DistNetworkError as error:
+        why = str(error).rstrip(".")
+        remedy = "check MASTER_ADDR, MASTER_PORT and the firewall"
+        if "EADDRINUSE" in why:
+            remedy = "another run has this port; name another MASTER_PORT, or on one node none"
+        return _say(f"error: the processes cannot meet ({why}): {remedy}")
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = f"with exit code {failure.exitcode}"
+        if failure.exitcode < 0:
+            how = f"by {failure.signal_name()}"
+        return _say(f"error: rank {rank} (process {failure.pid}) ended first, {how}: see above why")
+    except SignalException as error:
+        return _say(f"ended by {error.sigval.name}; its processes are gone", 128 + error.sigval)
+    except KeyboardInterrupt:  # before there are processes
+        return _say("ended by SIGINT", 130)
+    return 0
+
+
+def _say(text: str, code: int = _FAILED) -> int:
+    print(text, file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(run())

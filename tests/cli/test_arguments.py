@@ -1,0 +1,350 @@
+"""Flags: names, derived values, and refusals that name the flag."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.dpp.cli import settings
+from megatron.dpp.cli.arguments import dpp_config, parse_args, warnings_of
+from megatron.dpp.cli.files import read_text
+from megatron.dpp.cli.validate import validate
+from megatron.dpp.config import option_fields
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.train.configs import check_with_core, set_types
+
+MINIMUM = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 10 --eval-interval 5 "
+    "--transformer-impl local --device cpu --mock-data"
+)
+
+EXPERTS = "--num-experts 4 --disable-bias-linear"
+
+
+def checked(more: str = "", world_size: int = 1, without: str = "") -> argparse.Namespace:
+    words = MINIMUM.split()
+    if without:
+        at = words.index(without)
+        del words[at : at + 2]
+    args = parse_args([*words, *more.split()])
+    validate(args, world_size)
+    set_types(args)
+    return args
+
+
+def test_defaults_and_derived_values_are_megatrons() -> None:
+    args = checked("--bf16 --recompute-activations --tensor-model-parallel-size 2", world_size=4)
+    assert (args.ffn_hidden_size, args.kv_channels) == (256, 16)
+    assert (args.data_parallel_size, args.global_batch_size) == (2, 4)
+    assert args.params_dtype is torch.bfloat16
+    assert args.accumulate_allreduce_grads_in_fp32
+    assert args.recompute_granularity == "selective"
+    assert (args.adam_beta2, args.clip_grad, args.seed, args.initial_loss_scale) == (
+        0.999, 1.0, 1234, 2**32,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ramp", ["4 4 20", "2 8 20", "4 4 0", "3 3 20"])
+def test_a_ramp_that_does_not_arrive_is_refused(ramp: str) -> None:
+    samples = "--train-samples 40 --global-batch-size 6"
+    checked(f"{samples} --rampup-batch-size 2 4 20", without="--train-iters")
+    with pytest.raises(ConfigError, match=f"--rampup-batch-size {ramp}: "):
+        checked(f"{samples} --rampup-batch-size {ramp}", without="--train-iters")
+
+
+def test_megatron_core_has_its_say_before_there_are_processes() -> None:
+    refused = "--recompute-granularity selective --recompute-modules bogus"
+    with pytest.raises(ConfigError, match="megatron-core refuses these settings: Invalid choices"):
+        check_with_core(checked(refused))
+    check_with_core(checked("--swiglu --bf16"))
+
+
+def test_virtual_stages_follow_from_layers_per_stage() -> None:
+    pipeline = "--pipeline-model-parallel-size 2 --global-batch-size 8 "
+    args = checked(pipeline + "--num-layers-per-virtual-pipeline-stage 2", world_size=2)
+    assert args.virtual_pipeline_model_parallel_size == 2
+    assert args.overlap_p2p_comm
+    args = checked(pipeline + "--num-layers-per-virtual-pipeline-stage 4", world_size=2)
+    assert args.virtual_pipeline_model_parallel_size is None
+    assert not args.overlap_p2p_comm
+
+
+@pytest.mark.parametrize(
+    ("more", "world_size", "said"),
+    [
+        ("--pipeline-model-paralel-size 2", 1, "did you mean --pipeline-model-parallel-size"),
+        ("--tensor-model-parallel-size 2", 3, "3 processes cannot hold"),
+        ("--pipeline-model-parallel-size 3", 3, "--num-layers 8 is not divisible"),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+            2,
+            "4 layers per pipeline rank",
+        ),
+        ("--num-virtual-stages-per-pipeline-rank 2", 1, "need --pipeline-model-parallel-size"),
+        ("--global-batch-size 3", 1, "--global-batch-size 3 is not a multiple"),
+        ("--fp16 --bf16", 1, "--fp16 and --bf16"),
+        ("--min-lr 1", 1, "--min-lr 1.0 is above --lr"),
+        ("--save here", 1, "--save-interval"),
+        ("--data-path here", 1, "--mock-data and --data-path"),
+        ("--overlap-param-gather", 1, "--use-distributed-optimizer"),
+        ("--attention-backend fast", 1, "invalid choice: 'fast'"),
+        ("--train-samples 5", 1, "--train-iters and --train-samples"),
+        ("--seq-length 64", 1, "--max-position-embeddings 32 is below"),
+        ("--batch-size 4", 1, "use --micro-batch-size"),
+        ("--context-parallel-size 2", 2, "--context-parallel-size above 1 needs modules of"),
+        ("--num-experts 4", 1, "cannot add an expert's bias; add --disable-bias-linear"),
+        (f"{EXPERTS} --moe-grouped-gemm", 1, "--moe-grouped-gemm needs modules of"),
+        (f"{EXPERTS} --moe-token-dispatcher-type flex", 1, "flex needs DeepEP"),
+        (f"{EXPERTS} --moe-router-topk 5", 1, "between 1 and --num-experts 4"),
+        (f"{EXPERTS} --moe-router-topk 1", 1, "needs --moe-router-pre-softmax"),
+        (f"{EXPERTS} --moe-layer-freq [1]*3", 1, "a 0 or 1 for each of --num-layers 8"),
+        (f"{EXPERTS} --moe-aux-loss-coeff 1 2", 1, "names 1 losses and .* 2 weights"),
+        (
+            f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1",
+            1,
+            "sinkhorn has no auxiliary loss",
+        ),
+        (f"{EXPERTS} --tensor-model-parallel-size 2", 2, "needs --sequence-parallel"),
+        (f"{EXPERTS} --expert-model-parallel-size 3", 3, "4 is not a multiple of --expert-model"),
+        (f"{EXPERTS} --expert-model-parallel-size 2", 1, "1 processes cannot hold"),
+        (f"{EXPERTS} --expert-model-parallel-size 2 --use-dpp", 2, "above 1 needs the same order"),
+        (
+            f"{EXPERTS} --moe-router-load-balancing-type global_aux_loss --use-dpp",
+            2,
+            "global_aux_loss with data-parallel replicas needs the same order",
+        ),
+        (f"{EXPERTS} --expert-tensor-parallel-size 2 --use-dpp", 2, "needs the same order"),
+        (
+            f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel "
+            "--expert-tensor-parallel-size 1",
+            2,
+            "below --tensor-model-parallel-size 2 needs --expert-model-parallel-size",
+        ),
+        ("--expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2 needs --num-experts"),
+        (
+            "--mtp-num-layers 1 --position-embedding-type rope --pipeline-model-parallel-size 2 "
+            "--save here --save-interval 1",
+            2,
+            "add --untie-embeddings-and-output-weights",
+        ),
+        ("--mtp-num-layers 1", 1, "--position-embedding-type learned_absolute; use rope"),
+        ("--multi-latent-attention", 1, "--multi-latent-attention needs modules of"),
+        ("--spec my.module layer", 1, "only local is possible here"),
+        ("--rl-default-top-k 4", 1, "not built here: reinforcement learning"),
+        ("--multiple-validation-sets", 1, "not built here: several validation sets"),
+        ("--masking-max-ngram 0", 1, "--masking-max-ngram 0: must be above 0"),
+        ("--mask-prob 1", 1, "--mask-prob 1.0: must be above 0 and below 1"),
+        (
+            "--masking-do-permutation --masking-use-geometric-distribution",
+            1,
+            "and --masking-do-permutation exclude each other",
+        ),
+        ("--window-size a,b", 1, "expected numbers like 8,0"),
+        ("--moe-layer-freq [1]*3+x", 1, "expected a number or a list"),
+        ("--swiglu --squared-relu", 1, "exclude each other"),
+        ("--trace --trace-iterations 5-2", 1, "--trace-iterations: .*runs backwards"),
+        ("--trace --trace-interval 0", 1, "--trace-interval 0: must be at least 1"),
+        ("--swiglu --hidden-size 16", 1, "--hidden-size 16.* give --ffn-hidden-size"),
+        ("--lr-warmup-iters 10", 1, "--lr-warmup-iters 10 is not below --train-iters 10"),
+        ("--lr-warmup-iters 4 --lr-decay-iters 4", 1, "4 is not below --lr-decay-iters 4"),
+        ("--lr-warmup-fraction 1", 1, "must be at least 0 and below 1"),
+        ("--lr-warmup-init 1", 1, "--lr-warmup-init 1.0 is above --lr"),
+        ("--lr-decay-style WSD", 1, "--train-iters needs --lr-wsd-decay-iters"),
+        (
+            "--weight-decay-incr-style linear --start-weight-decay 0.3 --end-weight-decay 0.1",
+            1,
+            "weight decay goes from 0.3 to 0.1",
+        ),
+        ("--group-query-attention --num-query-groups 3", 1, "not a multiple of --num-query-groups"),
+        ("--position-embedding-type rope --kv-channels 7", 1, "7 of --kv-channels 7 .* is odd"),
+        ("--hidden-dropout 2", 1, "--hidden-dropout 2.0: must be between 0 and 1"),
+        ("--adam-beta1 1", 1, "--adam-beta1 1.0: must be at least 0 and below 1"),
+        ("--seed -1", 1, "--seed -1: must be between"),
+        ("--fp16 --loss-scale-window 0", 1, "--loss-scale-window 0.0: must be above 0"),
+        ("--fp16 --initial-loss-scale 0.5", 1, "0.5 is below --min-loss-scale"),
+        ("--optimizer sgd --use-distributed-optimizer", 1, "sgd does not go with"),
+        ("--use-precision-aware-optimizer", 1, "needs Transformer Engine, which is not installed"),
+        (
+            "--recompute-granularity selective --recompute-modules core_attn layernorm",
+            1,
+            "--recompute-modules layernorm needs Transformer Engine",
+        ),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
+            1,
+            "the 8 layers of a virtual stage are no multiple of --recompute-num-layers 3",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 9",
+            2,
+            "leave -1 for 1 other stages",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 "
+            "--decoder-last-pipeline-num-layers 4",
+            2,
+            "3 and 4 of --num-layers 8 leave 1 for 0 other",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 "
+            "--num-virtual-stages-per-pipeline-rank 2 --use-dpp",
+            2,
+            "3 layers cannot be cut into 2 virtual stages",
+        ),
+        ("--pipeline-model-parallel-layout Et8|xL", 1, "Et8.xL: 8 x is none of E"),
+        ("--pipeline-model-parallel-layout Et*7|L", 1, "has 7 layers t, --num-layers is 8"),
+        ("--pipeline-model-parallel-layout t*8|EL", 1, "begins with the embedding E"),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+            "--global-batch-size 10",
+            2,
+            "5 microbatches .* in groups of 2",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+            "--global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage 5",
+            2,
+            "4 microbatches .* in groups of 5",
+        ),
+    ],
+)
+def test_refusals_name_the_flag(more: str, world_size: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        checked(more, world_size)
+
+
+def test_dpp_flags_come_from_the_configuration() -> None:
+    args = checked("--use-dpp --dpp-slots 3 --no-dpp-split-backward --workload 7 --dpp-record x")
+    config = dpp_config(args)
+    assert (config.slots, config.split_backward, config.workload, config.record) == (
+        3, False, 7, "x",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="--dpp-transport pigeon"):
+        dpp_config(checked("--use-dpp --dpp-transport pigeon"))
+
+
+def test_fields_are_spelt_as_in_megatron_lm() -> None:
+    args = checked("--disable-bias-linear --norm-epsilon 1e-3 --normalization RMSNorm")
+    assert (args.add_bias_linear, args.layernorm_epsilon, args.bias_gelu_fusion) == (
+        False, 1e-3, False,
+    )  # fmt: skip
+    args = checked("--window-size 8,0 --no-rope-freq ([0]*3+[1])*2 --group-query-attention")
+    assert args.window_size == (8, 0)
+    assert args.no_rope_freq == [0, 0, 0, 1] * 2
+    assert args.num_query_groups == 1
+    args = parse_args([*MINIMUM.split(), "--kv-lora-rank", "16"])
+    assert (args.kv_lora_rank, args.q_lora_rank, args.rope_type) == (16, None, None)
+
+
+def test_saved_settings_start_the_same_run_again(tmp_path: Path) -> None:
+    args = checked(
+        "--bf16 --lr-decay-style cosine --no-bias-gelu-fusion --attention-backend local "
+        "--window-size 8,0 --no-rope-freq ([0]*3+[1])*2"
+    )
+    args.padded_vocab_size = 128
+    path = settings.save(args, tmp_path / "deep")
+    again = parse_args(["--yaml-cfg", str(path)])
+    assert {k: v for k, v in again.parsed.items() if k not in ("given", "yaml_cfg")} == {
+        k: v for k, v in args.parsed.items() if k not in ("given", "yaml_cfg")
+    }
+    assert '# params_dtype: "torch.bfloat16"' in path.read_text()
+    said = settings.summary(args, "gpt")
+    assert len(said.splitlines()) == 3
+    assert "8 layers of 64" in said
+
+
+OURS = {
+    "--dpp-policy": "megatron", "--dpp-activation-cap": "strict", "--no-dpp-split-backward": "",
+    "--dpp-lookahead": "1", "--no-dpp-launch-ahead": "", "--dpp-record": "x", "--dpp-replay": "y",
+    "--dpp-transport": "shm", "--dpp-slots": "3", "--workload": "7", "--dpp-gpudirect": "off",
+    "--dpp-timeout": "5", "--dpp-checksum": "",
+    "--no-dpp-task-rng": "", "--dpp-cuda-graphs": "on", "--dpp-inject": "jitter:0.1",
+    "--no-dpp-copy-engine-sums": "",
+    "--node-ips": "10.0.0.1",
+}  # fmt: skip
+DYNAMIC = set(list(OURS)[:7])
+LINKS = set(list(OURS)[7:13])
+
+
+def idle(more: str, *flags: str, world_size: int = 1) -> set[str]:
+    """Which of our flags ``warnings_of`` says to have no effect."""
+    words = " ".join(f"{flag} {OURS[flag]}" for flag in flags or OURS)
+    lines = warnings_of(checked(f"{more} {words}", world_size))
+    assert all(" has no effect with" in line for line in lines)
+    return {line.split()[0] for line in lines}
+
+
+def test_our_flags_without_effect_are_named() -> None:
+    pipeline = "--pipeline-model-parallel-size 2"
+    words = [word for pair in OURS.items() for word in pair if word]
+    assert set(parse_args(words).given) == {f"dpp_{field.name}" for field in option_fields()}
+    assert not idle("--use-dpp")
+    assert not idle(f"{pipeline} --use-dpp", world_size=2)
+    assert idle(pipeline, world_size=2) == DYNAMIC
+    assert idle("") == DYNAMIC | LINKS | {"--no-dpp-task-rng"}
+    links = LINKS - {"--dpp-transport"}
+    assert idle(pipeline, *links, world_size=2) == links
+    assert warnings_of(checked(f"{pipeline} --dpp-slots 3", 2)) == [
+        "--dpp-slots has no effect without --use-dpp or a --dpp-transport other than auto"
+    ]
+
+
+def test_auto_is_the_dynamic_pipelines() -> None:
+    for flag in ("--dpp-transport auto", "--dpp-cuda-graphs auto"):
+        words = f"{flag} --pipeline-model-parallel-size 2"
+        assert warnings_of(checked(words, 2)) == [f"{flag} has no effect without --use-dpp"]
+        assert not warnings_of(checked(f"{words} --use-dpp", 2))
+    assert not warnings_of(checked("--dpp-cuda-graphs off"))
+
+
+def test_deepspeeds_engine_takes_none_of_our_flags() -> None:
+    args = checked(" ".join(f"{flag} {value}" for flag, value in OURS.items()))
+    args.deepspeed_zero_stage = 1  # after the check, which asks for the package
+    assert warnings_of(args) == [
+        f"{args.given[f'dpp_{field.name}']} has no effect with --deepspeed-zero-stage"
+        for field in option_fields()
+    ]
+
+
+def test_flags_without_effect_are_named_as_they_were_given() -> None:
+    given = "--num-gpus 8 --no-scatter-gather-tensors-in-pipeline --no-dpp-split-backward"
+    assert warnings_of(checked(given)) == [
+        "--no-scatter-gather-tensors-in-pipeline has no effect",
+        "--num-gpus has no effect",
+        "--no-dpp-split-backward has no effect without --use-dpp",
+    ]
+    assert not warnings_of(checked("--log-timers-to-tensorboard"))
+    decoder = checked("--decoder-seq-length 5")
+    assert warnings_of(decoder) == ["--decoder-seq-length has no effect"]
+    assert decoder.decoder_seq_length is None  # megatron-core's schedules read it
+
+
+def test_yaml_settings_lie_between_defaults_and_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "language_model:\n  init_method_std: 0.5\n  attention_backend: local\n"
+        "no-bias-gelu-fusion: true\nlr: 0.25\nadam-beta1: 0.5\n"
+    )
+    args = checked(f"--yaml-cfg {path}")
+    assert (args.init_method_std, args.adam_beta1, args.lr) == (0.5, 0.5, 1e-3)
+    assert args.attention_backend.name == "local"
+    assert not args.bias_gelu_fusion
+    path.write_text("language_model:\n  hiden_size: 3\n")
+    with pytest.raises(ConfigError, match="did you mean hidden"):
+        checked(f"--yaml-cfg {path}")
+    path.write_text("- 3\n")
+    with pytest.raises(DataError, match="expected a mapping"):
+        checked(f"--yaml-cfg {path}")
+
+
+def test_files_of_settings_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "latin"
+    path.write_bytes(b"lr: 1\n# \xe9t\xe9\n")
+    with pytest.raises(DataError, match=r"--yaml-cfg .*latin: no text in UTF-8 \(invalid"):
+        parse_args(["--yaml-cfg", str(path)])
+    with pytest.raises(DataError, match=r"latin: no text in UTF-8 \(invalid"):
+        read_text(str(path))

@@ -1,0 +1,122 @@
+"""What a checkpoint says about the run that saved it is read and compared without PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.cli import checkpoint_files as files
+from megatron.dpp.cli.arguments import parse_args
+from megatron.dpp.cli.checkpoint_args import check_model, check_optimizer, saved_args
+from megatron.dpp.cli.checkpoint_files import Found
+from megatron.dpp.cli.files import check_start
+from megatron.dpp.errors import ConfigError, DataError
+
+MODEL = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "tokenizer_type": "GPT2BPETokenizer",
+}
+RUN = {
+    **MODEL,
+    "no_load_optim": False,
+    "finetune": False,
+    "skip_train": False,
+    "use_distributed_optimizer": False,
+    "expert_model_parallel_size": 1,
+}
+
+
+def saved_in(folder: Path, **changes: Any) -> Found:
+    """A file as megatron-core writes it, beside tensors and classes that nothing here needs."""
+    args = argparse.Namespace(**{**RUN, **changes}, params_dtype=torch.bfloat16)
+    (folder / "metadata.json").write_text("{}")
+    torch.save({"args": args, "state": torch.zeros(3)}, folder / "common.pt")
+    return Found(folder, 3)
+
+
+def test_arguments_are_read_as_they_were(tmp_path: Path) -> None:
+    read = saved_args(saved_in(tmp_path))
+    assert {name: getattr(read, name) for name in RUN} == RUN
+
+
+def test_reading_them_imports_no_torch(tmp_path: Path) -> None:
+    saved_in(tmp_path)
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from megatron.dpp.cli.checkpoint_args import saved_args\n"
+        "from megatron.dpp.cli.checkpoint_files import Found\n"
+        f"print(saved_args(Found(Path({str(tmp_path)!r}), 3)).num_layers, 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "4 False\n", result.stderr
+
+
+class Harmful:
+    """Would write a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._path,)
+
+
+def test_reading_them_runs_nothing_and_a_broken_file_is_left_to_who_loads_it(
+    tmp_path: Path,
+) -> None:
+    found = saved_in(tmp_path)
+    with zipfile.ZipFile(tmp_path / "common.pt", "w") as archive:
+        archive.writestr("common/data.pkl", pickle.dumps({"x": Harmful(tmp_path / "made")}))
+    assert saved_args(found) is None
+    assert not (tmp_path / "made").exists()
+    (tmp_path / "common.pt").write_bytes(b"no archive")
+    assert saved_args(found) is None
+
+
+@pytest.mark.parametrize("name", MODEL)
+def test_another_model_is_refused_by_both_values(name: str, tmp_path: Path) -> None:
+    saved = saved_args(saved_in(tmp_path))
+    args = argparse.Namespace(**RUN)
+    check_model(args, saved, tmp_path)
+    setattr(args, name, 5)
+    with pytest.raises(DataError, match=f"{MODEL[name]}, this run has 5"):
+        check_model(args, saved, tmp_path)
+
+
+def test_another_kind_of_optimizer_is_refused_unless_its_state_is_not_wanted(
+    tmp_path: Path,
+) -> None:
+    saved = saved_args(saved_in(tmp_path, use_distributed_optimizer=True))
+    with pytest.raises(ConfigError, match="add --no-load-optim"):
+        check_optimizer(argparse.Namespace(**RUN), saved, tmp_path)
+    check_optimizer(argparse.Namespace(**{**RUN, "no_load_optim": True}), saved, tmp_path)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_another_kind_of_optimizer_is_refused_in_torch_files_too(
+    distributed: bool, tmp_path: Path
+) -> None:
+    folder = files.begin(tmp_path, 3) / "mp_rank_00"
+    folder.mkdir()
+    saved = argparse.Namespace(**{**RUN, "use_distributed_optimizer": distributed})
+    torch.save({"args": saved, "optimizer": {}}, folder / "model_optim_rng.pt")
+    files.commit(tmp_path, 3)
+    args = parse_args(["--load", str(tmp_path)])
+    for name, value in RUN.items():
+        setattr(args, name, value)
+    args.use_distributed_optimizer = distributed
+    check_start(args)
+    args.use_distributed_optimizer = not distributed
+    with pytest.raises(ConfigError, match=r"iter_0000003 was saved with.*--no-load-optim"):
+        check_start(args)
