@@ -16,7 +16,7 @@ from megatron.dpp.cli import preflight
 from megatron.dpp.cli.fields import core_fields, read_dataclasses
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.schedule import Geometry, Recorder
-from tests.sim.test_plan import measured
+from tests.plan.test_planner import measured
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "datasets_gpt"

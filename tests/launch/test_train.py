@@ -28,7 +28,7 @@ from megatron.dpp.launch.resolve import Setting, base_flags, resolve
 from megatron.dpp.launch.settle import checked, shape_from
 from megatron.dpp.launch.start import prepare
 from megatron.dpp.plan import gpu_device, model_parameters
-from tests.train.test_preflight import WITHOUT_TORCH
+from tests.cli.test_preflight import WITHOUT_TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = Setting(per_node=8, num_nodes=1, on_gpu=True, device=gpu_device("NVIDIA H200", 141 * 2**30))
