@@ -1,5 +1,4 @@
-"""Builds the C++ side of the transport: ``pip install -e .`` or ``python setup.py build_ext
---inplace``.
+"""Builds the C++ extension of the transport; all metadata is in ``pyproject.toml``.
 
 Needs a C++17 compiler and pybind11, and nothing of CUDA, torch or libibverbs: those are opened at
 run time where they exist. One build serves machines with and without GPUs.
@@ -11,7 +10,7 @@ import sys
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
-from setuptools import find_namespace_packages, setup
+from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = sorted(
@@ -41,12 +40,6 @@ class BuildWithCompiler(build_ext):
 ParallelCompile("NPY_NUM_BUILD_JOBS", default=2).install()
 
 setup(
-    name="megatron-dpp",
-    version="0.1.0",
-    description="Dynamic pipeline parallelism for megatron-core",
-    python_requires=">=3.10",
-    packages=find_namespace_packages(include=["megatron.dpp", "megatron.dpp.*"]),
-    package_data={"megatron.dpp.cli": ["core_flags.json"]},
     ext_modules=[
         Pybind11Extension(
             "megatron.dpp.transport._native",

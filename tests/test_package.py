@@ -1,0 +1,89 @@
+"""The package as ``pip install`` sees it: metadata, wheel and source distribution."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def run(*command: str | Path, cwd: Path, **settings: str) -> str:
+    """What a command printed; fails with its output when it fails."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=cwd, env=environment | settings, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_wheel_requires_no_upper_bound() -> None:
+    """Otherwise an installation would replace the megatron-core or PyTorch of its user."""
+    required = [Requirement(line) for line in PROJECT["dependencies"]]
+    assert {r.name for r in required} == {"megatron-core", "torch", "numpy", "psutil", "packaging"}
+    assert {clause.operator for r in required for clause in r.specifier} == {">="}
+
+
+def test_versions_agree_and_the_console_script_exists() -> None:
+    import megatron.dpp
+
+    assert PROJECT["version"] == megatron.dpp.__version__
+    module, _, name = PROJECT["scripts"]["megatron-dpp"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_the_launcher_of_the_source_tree_runs_from_anywhere(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(ROOT / "megatron-dpp")
+    shown = run(tmp_path / "link", "--version", cwd=tmp_path, PYTHON=sys.executable)
+    assert shown == f"megatron-dpp {PROJECT['version']}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_wheel_of_the_source_distribution_runs_from_any_directory(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    files = run("git", "ls-files", cwd=ROOT).splitlines()
+    for name in files:
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    build = "import setuptools.build_meta as b; print(b.build_sdist('dist'))"
+    source = run(sys.executable, "-c", build, cwd=tree).splitlines()[-1]
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    run(*pip, "--wheel-dir", tmp_path, tree / "dist" / source, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+
+    venv.create(tmp_path / "fresh", with_pip=True)
+    python = tmp_path / "fresh" / "bin" / "python"
+    run(python, "-m", "pip", "install", "--no-deps", wheel, cwd=tmp_path)
+    purelib = run(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
+    )
+    # What the wheel requires comes from the environment of the tests.
+    (Path(purelib.strip()) / "tests.pth").write_text(sysconfig.get_path("purelib"))
+
+    command = tmp_path / "fresh" / "bin" / "megatron-dpp"
+    assert "usage: megatron-dpp" in run(command, "--help", cwd=tmp_path)
+    assert "rank 0" in run(command, "sim", "--pp", "2", "--microbatches", "4", cwd=tmp_path)
+    flags = "--ranks 2 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
+    run(command, "estimate", *flags.split(), cwd=tmp_path)
+    run(command, "doctor", cwd=tmp_path)
+    both = "import megatron.core, megatron.dpp.transport._native as built; print(built.__file__)"
+    where = run(python, "-c", both, cwd=tmp_path)
+    assert where.startswith(str(tmp_path))
