@@ -68,16 +68,22 @@ def test_sharded_replicas_read_every_sample_of_a_whole_batch_once(
 
 @pytest.mark.parametrize(("size", "replicas"), LAYOUTS)
 @pytest.mark.parametrize("epoch", [0, 3])
-def test_unsharded_replicas_deal_one_shuffle_out(size: int, replicas: int, epoch: int) -> None:
-    total = 7 * size * replicas
+@pytest.mark.parametrize("rest", [0, 1, 2])
+def test_unsharded_replicas_deal_one_shuffle_out(
+    size: int, replicas: int, epoch: int, rest: int
+) -> None:
+    whole = 7 * size * replicas
+    total = whole + min(rest, size * replicas - 1)
     generator = torch.Generator().manual_seed(epoch)
-    deck = torch.randperm(total, generator=generator).tolist()
+    deck = torch.randperm(total - total % size, generator=generator).tolist()
     hands: list[list[int]] = [[] for _ in range(replicas)]
     for place, sample in enumerate(deck):
         hands[place % replicas].append(sample)
-    parts = cyclic(total, size, replicas, False, consumed=epoch * total)
-    assert [flat(part) for part in parts] == hands
-    assert sorted(flat(hands)) == list(range(total))
+    expected = [hand[: len(hand) - len(hand) % size] for hand in hands]
+    parts = cyclic(total, size, replicas, False, consumed=epoch * whole)
+    assert [flat(part) for part in parts] == expected
+    assert all(len(batch) == size for part in parts for batch in part)
+    assert len(set(flat(expected))) == len(flat(expected)) >= whole
 
 
 @pytest.mark.parametrize("sharded", [True, False])
