@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,8 @@ class Arithmetic:
     log: list[tuple[str, int, int, int]] = field(default_factory=list)
     results: dict[tuple[str, int, int], float] = field(default_factory=dict)
     complete: list[int] = field(default_factory=list)
+    complete_after: list[int] = field(default_factory=list)
+    """Of each entry of ``complete``, the number of tasks in ``log`` by then."""
 
     def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
         self.log.append(("F", chunk, microbatch, 0))
@@ -80,6 +83,7 @@ class Arithmetic:
 
     def chunk_complete(self, chunk: int) -> None:
         self.complete.append(chunk)
+        self.complete_after.append(len(self.log))
 
 
 class StartsLater(HostPace):
@@ -100,10 +104,12 @@ def run_pipeline(
     p: int, v: int, m: int, *, policy: str = "dynamic", cap: str = "auto", split: bool = True,
     delay: float = 0.0, seed: int = 0, timeout: float = 20.0, iterations: int = 1,
     network: FakeNetwork | None = None, members: int = 1, tensors: int = 1, ahead: bool = False,
-    forward_only: bool = False, late: float = 0.0,
+    forward_only: bool = False, late: float = 0.0, evaluations: Collection[int] = (),
+    pieces: Sequence[int] | None = None,
 ) -> list[Arithmetic]:  # fmt: skip
     """Run every rank of a pipeline in a thread of its own; ``members`` ranks share each stage. The
-    last stage's forwards take ``late`` seconds.
+    last stage's forwards take ``late`` seconds. ``evaluations`` are the iterations without
+    backwards among the others; ``pieces`` are those of each chunk's weight gradient.
     """
     topologies = [
         Topology(tuple(range(t, p * members, members)), r, v)
@@ -125,11 +131,12 @@ def run_pipeline(
             index, board_ranks=board, board_counters=channels.num_incoming
         )
         links = Links(transport, channels)
-        pieces = (2,) * v if split else None
-        geometry = Geometry(p, top.rank, v, m, w_pieces=pieces, forward_only=forward_only)
-        cap_chunks = parse_cap(cap, geometry).chunks
+        w_pieces = tuple(pieces or (2,) * v) if split else None
         try:
             for iteration in range(iterations):
+                evaluates = forward_only or iteration in evaluations
+                geometry = Geometry(p, top.rank, v, m, w_pieces=w_pieces, forward_only=evaluates)
+                cap_chunks = parse_cap(cap, geometry).chunks
                 scheduler = Scheduler(geometry, policy=policy, cap=cap_chunks, split_backward=split)
                 decider = decider_for(scheduler, channels.receiving, transport.board)
                 decider.start(links.consumed)
