@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 
 #include <array>
+#include <cstring>
 
 #include "base/error.h"
 
@@ -93,7 +94,14 @@ void Peer::parse(const OnNote& on_note) {
                                         " bytes; it is not listened to any longer");
     }
     if (inbox_.size() < kFrameHead + length) return;
-    if (note == Note::kBye) departed_.store(true, std::memory_order_release);
+    if (note == Note::kBye) {
+      if (length != sizeof(num_sent_)) {
+        throw Error(Fault::kProtocol,
+                    description_ + " sent a goodbye of " + std::to_string(length) + " bytes");
+      }
+      std::memcpy(&num_sent_, inbox_.data() + kFrameHead, length);
+      departed_.store(true, std::memory_order_release);
+    }
     on_note(note, std::string_view(inbox_).substr(kFrameHead, length));
     inbox_.erase(0, kFrameHead + length);
   }

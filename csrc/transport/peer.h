@@ -33,6 +33,8 @@ class Peer {
   int socket() const { return socket_.get(); }
   int pidfd() const { return pidfd_.get(); }
   bool departed() const { return departed_.load(std::memory_order_acquire); }
+  // Messages that it had sent when it departed. They may arrive after its goodbye.
+  uint64_t num_sent() const { return num_sent_; }
 
   // Gives the descriptors back and says nothing. In a forked child, which has no other thread.
   void disown() {
@@ -60,6 +62,7 @@ class Peer {
   UniqueFd socket_;
   UniqueFd pidfd_;
   std::optional<Bell> bell_;
+  uint64_t num_sent_ = 0;              // written before departed_
   std::atomic<bool> departed_{false};  // set by the progress thread, read by any
 
   std::string inbox_;  // progress thread only

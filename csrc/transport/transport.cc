@@ -255,7 +255,27 @@ bool Transport::board_next(uint64_t& word) {
 // ---- failures and closing
 // -------------------------------------------------------------------------------------
 
-bool Transport::departed(int rank) const { return find_peer(rank)->departed(); }
+bool Transport::departed(int rank) {
+  const std::shared_ptr<Peer> peer = find_peer(rank);
+  return peer->departed() && num_arrived_from(rank) >= peer->num_sent();
+}
+
+uint64_t Transport::num_arrived_from(int peer) {
+  uint64_t sum = 0;
+  for (const Incoming& channel : incoming_) {
+    if (channel.peer != peer || !channel.receiver) continue;
+    sum += std::max(keeping_failures([&] { return channel.receiver->arrived(); }), channel.taken);
+  }
+  return sum;
+}
+
+uint64_t Transport::num_sent_to(int peer) const {
+  uint64_t sum = 0;
+  for (const auto& channel : outgoing_) {
+    if (channel && channel->peer() == peer) sum += channel->done();
+  }
+  return sum;
+}
 
 std::string Transport::prefixed(const std::string& text) const {
   return "rank " + std::to_string(settings_.rank) + ": " + text;
@@ -329,7 +349,9 @@ void Transport::close() {
 void Transport::take_leave() {
   const uint64_t deadline = monotonic_ns() + kByeNs;
   for (const auto& peer : peers_) {
-    peer->send_note(Peer::Note::kBye, "");
+    const uint64_t num_sent = num_sent_to(peer->rank());
+    peer->send_note(Peer::Note::kBye,
+                    std::string_view(reinterpret_cast<const char*>(&num_sent), sizeof(num_sent)));
     const uint64_t now = monotonic_ns();
     const int patience = now < deadline ? static_cast<int>((deadline - now) / 1'000'000) : 0;
     pollfd writable = {peer->socket(), POLLOUT, 0};

@@ -90,7 +90,8 @@ class Transport {
   bool board_next(uint64_t& word);
   const Board* board() const { return board_.get(); }
 
-  bool departed(int peer) const;
+  // Whether a peer has closed, and nothing that it sent is still under way.
+  bool departed(int peer);
   void check();                           // throws what went wrong
   std::string failure();                  // any thread: what went wrong, or empty
   void abort(const std::string& reason);  // tells the peers that this rank gives up
@@ -132,6 +133,8 @@ class Transport {
   Incoming& takeable_channel(size_t channel);
   void let_go();
   void take_leave();
+  uint64_t num_sent_to(int peer) const;
+  uint64_t num_arrived_from(int peer);
   void keep_what_is_used();
 
   // Progress thread.

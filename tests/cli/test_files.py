@@ -1,4 +1,4 @@
-"""Samplers, data files and checkpoint directories: what resumes, and what is refused."""
+"""Data files and checkpoint directories: what resumes, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,45 +9,11 @@ import struct
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron.dpp.cli import checkpoint_files as files
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.files import check_files, check_index, check_split
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.train.samplers import CyclicSampler, SequentialSampler
-
-
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 6), st.integers(1, 60))
-def test_sequential_replicas_share_every_batch_once(
-    size: int, replicas: int, consumed_batches: int, extra: int
-) -> None:
-    consumed = consumed_batches * size * replicas
-    total = consumed + extra
-    parts = [list(SequentialSampler(total, consumed, size, r, replicas)) for r in range(replicas)]
-    covered = [i for batch in zip(*parts, strict=True) for part in batch for i in part]
-    whole = extra // (size * replicas) * size * replicas
-    assert covered == list(range(consumed, consumed + whole))
-
-
-@given(st.booleans(), st.integers(1, 3), st.integers(1, 3), st.integers(4, 9))
-def test_cyclic_resumes_where_it_stopped(
-    sharded: bool, size: int, replicas: int, num_batches: int
-) -> None:
-    total = size * replicas * num_batches
-    for replica in range(replicas):
-        whole = list(CyclicSampler(total, 0, size, replica, replicas, sharded))
-        assert len(whole) == num_batches
-        rest = list(CyclicSampler(total, size * replicas * 2, size, replica, replicas, sharded))
-        assert rest == whole[2:]
-        again = list(CyclicSampler(total, size * replicas * num_batches, size, replica, replicas))
-        assert len(again) == num_batches
-
-
-def test_no_samples_left_is_said() -> None:
-    with pytest.raises(DataError, match="8 of 8 are consumed"):
-        SequentialSampler(8, 8, 1, 0, 1)
 
 
 def _write_index(prefix: Path, lengths: list[int]) -> None:

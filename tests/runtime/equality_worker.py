@@ -37,6 +37,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.utils import get_model_config  # noqa: E402
 
 from megatron.dpp import DppConfig, DppSchedule  # noqa: E402
 from megatron.dpp.config import COPIED_SUMS_FROM  # noqa: E402
@@ -66,10 +67,10 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
         hidden_dropout=case.get("dropout", 0.0), attention_dropout=case.get("dropout", 0.0),
         deallocate_pipeline_outputs=True, persist_layer_norm=False, masked_softmax_fusion=False,
         gradient_accumulation_fusion=case.get("fusion", False), bias_dropout_fusion=False,
-        overlap_p2p_comm=v > 1, batch_p2p_comm=v == 1, recompute_granularity=case.get("recompute"),
-        recompute_method="uniform" if case.get("recompute") == "full" else None,
-        recompute_num_layers=1 if case.get("recompute") == "full" else None,
-        **case.get("model", {}),
+        overlap_p2p_comm=v > 1, batch_p2p_comm=v == 1,
+        calculate_per_token_loss=case.get("per_token", False),
+        num_microbatches_with_partial_activation_checkpoints=case.get("partial"),
+        **recomputed(case), **case.get("model", {}),
     )  # fmt: skip
     ddp_config = DistributedDataParallelConfig(
         overlap_grad_reduce=case.get("overlap", False),
@@ -93,6 +94,16 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
     )  # fmt: skip
     config.grad_scale_func = optimizer.scale_loss
     return chunks, optimizer
+
+
+def recomputed(case: dict[str, Any]) -> dict[str, Any]:
+    """What is computed again in backwards; of "some" layers the first one of each chunk."""
+    how = case.get("recompute")
+    settings: dict[str, Any] = {"recompute_granularity": "full" if how == "some" else how}
+    if how in ("full", "some"):
+        settings |= {"recompute_method": "uniform" if how == "full" else "block"}
+        settings |= {"recompute_num_layers": 1}
+    return settings
 
 
 def build_chunk(case: dict[str, Any], config: Any, ddp_config: Any, chunk: int) -> Any:
@@ -132,15 +143,41 @@ def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tenso
     return loss, {"lm loss": loss.detach().clone()}
 
 
-def forward_step(iterator: Any, model: Any) -> Any:
-    tokens = next(iterator)
-    tokens = tokens.cuda()
-    positions = torch.arange(SEQUENCE, device="cuda").expand(MICRO_BATCH, -1)
-    return model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]), partial(loss_func)
+def token_loss(
+    mask: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    total, count = (output.float() * mask).sum(), mask.sum().int()
+    return total, count, {"lm loss": total.detach() / count}
+
+
+class ForwardStep:
+    """Keeps what each forward in training was told: to compute all activations again, or not."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        self.per_token = case.get("per_token", False)
+        self.told: list[bool | None] = []
+
+    def __call__(self, iterator: Any, model: Any, all_again: bool | None = None) -> Any:
+        if model.training:
+            self.told.append(all_again)
+        if all_again is not None:
+            config = get_model_config(model)
+            config.recompute_granularity = "full" if all_again else None
+            config.recompute_method = "uniform" if all_again else None
+            config.recompute_num_layers = 1 if all_again else None
+        tokens = next(iterator)
+        tokens = tokens.cuda()
+        positions = torch.arange(SEQUENCE, device="cuda").expand(MICRO_BATCH, -1)
+        output = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        if self.per_token:  # another number in each microbatch
+            return output, partial(token_loss, tokens[:, 1:] % 3 > 0)
+        return output, loss_func
 
 
 def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
-    """Two optimizer steps and one evaluation; everything that must be equal to the last bit."""
+    """Two optimizer steps and an evaluation behind them, or behind each; everything that must be
+    equal to the last bit.
+    """
     iterations = case.get("iterations", 2)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(
         case["v"] if case.get("v", 1) > 1 else None
@@ -150,8 +187,9 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
     chunks, optimizer = build(case)
     iterators = [batches(case) for _ in chunks]
     losses, norms = [], []
-    for number in range(iterations + 1):
-        evaluating = number == iterations
+    forward_step = ForwardStep(case)
+    steps = [False, True] * iterations if case.get("between") else [False] * iterations + [True]
+    for evaluating in steps:
         for chunk in chunks:
             chunk.zero_grad_buffer()
             chunk.train(not evaluating)
@@ -168,7 +206,7 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
             _, norm, _ = optimizer.step()
             norms.append(norm)
     weights = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
-    return {"losses": losses, "norms": norms, "weights": weights}
+    return {"losses": losses, "norms": norms, "weights": weights, "told": forward_step.told}
 
 
 def check_reduced_everywhere(chunks: list[Any]) -> None:
@@ -182,7 +220,7 @@ def check_reduced_everywhere(chunks: list[Any]) -> None:
 
 
 def compare(expected: dict[str, Any], got: dict[str, Any], what: str) -> None:
-    for name in ("losses", "norms"):
+    for name in ("losses", "norms", "told"):
         assert expected[name] == got[name], f"{what}: {name} {expected[name]} != {got[name]}"
     for index, (one, other) in enumerate(zip(expected["weights"], got["weights"], strict=True)):
         worst = (one - other).abs().max().item()
@@ -198,6 +236,8 @@ def run_case(case: dict[str, Any]) -> None:
     with StaticSchedule(seed=1234) as schedule:
         expected = train(case, schedule)
     assert all(map(torch.isfinite, map(torch.tensor, expected["losses"])))
+    if "partial" in case and parallel_state.is_pipeline_first_stage(ignore_virtual=True):
+        assert set(expected["told"]) == {True, False}
     for settings in case["runs"]:
         kind: Any = StaticSchedule if settings.pop("static", False) else DppSchedule
         by_copies = settings.pop("by_copies", False)

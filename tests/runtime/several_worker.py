@@ -3,7 +3,8 @@ by bit.
 
 Run by test_several_tensors.py, one process per rank: several_worker.py JSON, a list of cases. The
 three are a hidden state, a second stream that most stages hand on untouched, and integers, which
-have no gradient. Prints ``CASE name ok``.
+have no gradient. In an uneven case the last rank hands on two: the hidden state, and the other two
+as one. Prints ``CASE name ok``.
 """
 
 from __future__ import annotations
@@ -73,14 +74,14 @@ class Layer(torch.nn.Module):
 class Chunk(torch.nn.Module):
     """Layers first..last of the model; stage 0 reads the data, the last one computes the loss."""
 
-    def __init__(self, first: int, last: int, config: Any) -> None:
+    def __init__(self, first: int, last: int, config: Any, packs: bool = False) -> None:
         super().__init__()
         self.config, self.model_type = config, 1
         self.decoder = torch.nn.Module()
         self.decoder.layers = torch.nn.ModuleList(
             Layer(number, config) for number in range(first, last)
         )
-        self.begins, self.ends = first == 0, last == LAYERS
+        self.begins, self.ends, self.packs = first == 0, last == LAYERS, packs
         self.given: list[torch.Tensor] = []
         if self.begins:
             generator = torch.Generator().manual_seed(99)
@@ -94,10 +95,20 @@ class Chunk(torch.nn.Module):
             steps = torch.arange(SEQUENCE).view(-1, 1).expand(-1, BATCH) % 3
             state = (data * self.entry[0], data * self.entry[1], steps)
         else:
-            state = tuple(self.given)
+            state = tuple(self.given if len(self.given) == 3 else unpacked(*self.given))
         for layer in self.decoder.layers:
             state = layer(*state)
-        return state[0] * state[1] if self.ends else list(state)
+        if self.ends:
+            return state[0] * state[1]
+        return packed(*state) if self.packs else list(state)
+
+
+def packed(hidden: torch.Tensor, stream: torch.Tensor, steps: torch.Tensor) -> list[torch.Tensor]:
+    return [hidden, torch.cat([stream, steps.unsqueeze(-1).to(stream.dtype)], dim=-1)]
+
+
+def unpacked(hidden: torch.Tensor, both: torch.Tensor) -> list[torch.Tensor]:
+    return [hidden, both[..., :HIDDEN], both[..., HIDDEN].long()]
 
 
 def batches() -> Any:
@@ -133,6 +144,13 @@ def three(receives: list[Any], sends: list[Any]) -> tuple[list[Any], list[Any]]:
     return receives * 3, sends * 3
 
 
+def two_from_the_last_rank(receives: list[Any], sends: list[Any]) -> tuple[list[Any], list[Any]]:
+    """In a pipeline of two ranks."""
+    (*rest, width), three = sends[0], sends * 3
+    two = [tuple(sends[0]), (*rest, width + 1)]
+    return (three, two) if dist.get_rank() else (two, three)
+
+
 def compare(chunks: list[Chunk], whole: Chunk, what: str) -> None:
     expected = {layer.number: layer for layer in whole.decoder.layers}
     for chunk in chunks:
@@ -156,17 +174,21 @@ def run_case(case: dict[str, Any]) -> None:
     config = config_for(case)
     whole = Chunk(0, LAYERS, config)
     expected = run(schedules.forward_backward_no_pipelining, [whole], m)
-    per_stage = LAYERS // (p * v)
+    per_stage, uneven = LAYERS // (p * v), case.get("uneven", False)
+    adjust = two_from_the_last_rank if uneven else three
     for settings in case["runs"]:
         stages = [chunk * p + dist.get_rank() for chunk in range(v)]
-        chunks = [Chunk(s * per_stage, (s + 1) * per_stage, config) for s in stages]
+        packs = uneven and dist.get_rank() == p - 1
+        chunks = [Chunk(s * per_stage, (s + 1) * per_stage, config, packs) for s in stages]
         said: list[str] = []
         with DppSchedule(DppConfig(**settings), log=said.append, capture=unused) as schedule:
-            got = run(schedule, chunks, m, adjust_tensor_shapes_fn=three)
+            got = run(schedule, chunks, m, adjust_tensor_shapes_fn=adjust)
         compare(chunks, whole, f"{case['name']} with {settings}")
         if stages[-1] == p * v - 1:
             assert got == expected, f"{case['name']}: losses {got} != {expected}"
-        assert any("carries several tensors (3 received, 3 sent)" in line for line in said), said
+        numbers = ("2 received, 3 sent", "3 received, 2 sent")[dist.get_rank()]
+        told = f"carries several tensors ({numbers if uneven else '3 received, 3 sent'})"
+        assert any(told in line for line in said), said
     refuse(chunks, m)
     dist.barrier()
     parallel_state.destroy_model_parallel()

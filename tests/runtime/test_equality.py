@@ -47,6 +47,10 @@ def test_two_ranks_any_number_of_chunks() -> None:
         case("selective", 2, 4, late, v=2, recompute="selective", spec="megatron", dropout=0.1),
         case("fused wgrad", 2, 4, fused, late, v=2, fusion=True, overlap=True),
         case("kinds", 2, 4, {"transport": "dist"}, {"transport": "shm", "checksum": True}, v=2),
+        case("some layers", 2, 3, late, {"static": True, "transport": "shm"}, recompute="some"),
+        case("part of the microbatches", 2, 5, fused, late, layers=2, partial=1),
+        case("part of the microbatches v2", 2, 4, late, v=2, layers=4, partial=2),
+        case("per token", 2, 4, fused, late, v=2, layers=4, per_token=True),
     )  # fmt: skip
 
 
@@ -175,7 +179,7 @@ def test_tensor_and_data_parallel() -> None:
             "dp2 distributed optimizer, overlap", 2, 4, fused, late,
             v=2, dropout=0.1, layers=4, distributed_optimizer=True, overlap=True,
         ),
-        case("dp2", 2, 4, late, layers=4),
+        case("dp2", 2, 4, late, layers=4, between=True, per_token=True),
         case("experts, tp2", 2, 4, late, v=2, tp=2, sp=True, layers=4, model=EXPERTS),
     )  # fmt: skip
 
@@ -204,6 +208,15 @@ def test_reduction_that_overlaps() -> None:
         4,
         case("no no_sync_func", 2, 3, late, **both, no_sync=False),
         case("everywhere", 2, 3, late, **both, everywhere=True),
+        case(
+            "everywhere, at the end",
+            2,
+            3,
+            late,
+            layers=2,
+            distributed_optimizer=True,
+            everywhere=True,
+        ),
         case("two instances", 1, 2, late, **both, instances=2),
     )
 

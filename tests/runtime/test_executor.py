@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -34,52 +35,62 @@ from megatron.dpp.transport.fake import FakeNetwork, FakeTransport
 
 @dataclass
 class Arithmetic:
-    """A TaskRunner of sums; ``log`` keeps the order of what was run. With several tensors per
-    boundary, all but the first are copies of it.
+    """A TaskRunner of sums; ``log`` keeps the order of what was run. All elements of all tensors of
+    a boundary are copies of one number.
     """
 
     topology: Topology
-    num_tensors: int = 1
+    receives: Sequence[int] = (4,)
+    """Bytes of each tensor that it gets from the stage before it, and gives a gradient to."""
+    sends: Sequence[int] = (4,)
+    """Likewise, of the stage after it."""
     late: float = 0.0
     """Seconds that a forward takes."""
     log: list[tuple[str, int, int, int]] = field(default_factory=list)
     results: dict[tuple[str, int, int], float] = field(default_factory=dict)
     complete: list[int] = field(default_factory=list)
+    complete_after: list[int] = field(default_factory=list)
+    """Of each entry of ``complete``, the number of tasks in ``log`` by then."""
 
     def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
         self.log.append(("F", chunk, microbatch, 0))
         time.sleep(self.late)
-        value = torch.tensor([float(microbatch)]) if received is None else self.same(received)
+        value = self.same(received, self.receives)
+        value = torch.tensor([float(microbatch)]) if value is None else value
         output = 2 * value + self.topology.stage(chunk)
         self.results["F", chunk, microbatch] = output.item()
-        return self.spread(output)
+        return self.spread(output, self.sends)
 
-    def same(self, received: Tensors) -> torch.Tensor:
-        if self.num_tensors == 1:
-            assert isinstance(received, torch.Tensor)
-            return received
-        assert len(received) == self.num_tensors
-        assert all(torch.equal(received[0], other) for other in received)
-        return received[0]
+    def same(self, received: Tensors | None, sizes: Sequence[int]) -> torch.Tensor | None:
+        if received is None:
+            return None
+        assert isinstance(received, list) == (len(sizes) > 1)
+        tensors = received if isinstance(received, list) else [received]
+        assert [tensor.nbytes for tensor in tensors] == list(sizes)
+        first = tensors[0][:1]
+        assert all(bool((tensor == first).all()) for tensor in tensors)
+        return first
 
-    def spread(self, tensor: torch.Tensor) -> Tensors:
-        copies = [tensor.clone() for _ in range(self.num_tensors)]
-        return copies if self.num_tensors > 1 else tensor
+    def spread(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Tensors:
+        copies = [tensor.expand(size // tensor.itemsize).clone() for size in sizes]
+        return copies if len(sizes) > 1 else copies[0]
 
     def free_output(self, chunk: int, microbatch: int) -> None:
         pass
 
     def backward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors | None:
         self.log.append(("B", chunk, microbatch, 0))
-        value = torch.tensor([1.0 + microbatch]) if received is None else self.same(received)
+        value = self.same(received, self.sends)
+        value = torch.tensor([1.0 + microbatch]) if value is None else value
         self.results["B", chunk, microbatch] = value.item()
-        return self.spread(3 * value) if self.topology.stage(chunk) else None
+        return self.spread(3 * value, self.receives) if self.topology.stage(chunk) else None
 
     def weight(self, chunk: int, microbatch: int, piece: int) -> None:
         self.log.append(("W", chunk, microbatch, piece))
 
     def chunk_complete(self, chunk: int) -> None:
         self.complete.append(chunk)
+        self.complete_after.append(len(self.log))
 
 
 class StartsLater(HostPace):
@@ -100,36 +111,44 @@ def run_pipeline(
     p: int, v: int, m: int, *, policy: str = "dynamic", cap: str = "auto", split: bool = True,
     delay: float = 0.0, seed: int = 0, timeout: float = 20.0, iterations: int = 1,
     network: FakeNetwork | None = None, members: int = 1, tensors: int = 1, ahead: bool = False,
-    forward_only: bool = False, late: float = 0.0,
+    forward_only: bool = False, late: float = 0.0, evaluations: Collection[int] = (),
+    pieces: Sequence[int] | None = None, sizes: Sequence[Sequence[int]] | None = None,
 ) -> list[Arithmetic]:  # fmt: skip
     """Run every rank of a pipeline in a thread of its own; ``members`` ranks share each stage. The
-    last stage's forwards take ``late`` seconds.
+    last stage's forwards take ``late`` seconds. ``evaluations`` are the iterations without
+    backwards among the others; ``pieces`` are those of each chunk's weight gradient;
+    ``sizes`` the bytes of each tensor that a rank's stages send.
     """
     topologies = [
         Topology(tuple(range(t, p * members, members)), r, v)
         for r in range(p)
         for t in range(members)
     ]
-    room = [64] * tensors
-    specs = {s: None for top in topologies for s in top.channels(room, room, 2).specs}
+    sends = sizes or [[4] * tensors] * p
+    rooms = [(sends[top.rank - 1], sends[top.rank]) for top in topologies]
+    opened = [top.channels(*room, 2) for top, room in zip(topologies, rooms, strict=True)]
+    specs = {s: None for channels in opened for s in channels.specs}
     network = network or FakeNetwork(list(specs), seed=seed, delay=delay, ahead=ahead)
-    runners = [Arithmetic(top, tensors, late * (top.rank == p - 1)) for top in topologies]
+    runners = [
+        Arithmetic(top, *room, late * (top.rank == p - 1))
+        for top, room in zip(topologies, rooms, strict=True)
+    ]
     errors: dict[int, BaseException] = {}
 
     def body(index: int) -> None:
-        top, runner = topologies[index], runners[index]
-        channels = top.channels(room, room, 2)
+        top, runner, channels = topologies[index], runners[index], opened[index]
         first = index - index % members
         board = range(first, first + members) if members > 1 else None
         transport = network.transport(
             index, board_ranks=board, board_counters=channels.num_incoming
         )
         links = Links(transport, channels)
-        pieces = (2,) * v if split else None
-        geometry = Geometry(p, top.rank, v, m, w_pieces=pieces, forward_only=forward_only)
-        cap_chunks = parse_cap(cap, geometry).chunks
+        w_pieces = tuple(pieces or (2,) * v) if split else None
         try:
             for iteration in range(iterations):
+                evaluates = forward_only or iteration in evaluations
+                geometry = Geometry(p, top.rank, v, m, w_pieces=w_pieces, forward_only=evaluates)
+                cap_chunks = parse_cap(cap, geometry).chunks
                 scheduler = Scheduler(geometry, policy=policy, cap=cap_chunks, split_backward=split)
                 decider = decider_for(scheduler, channels.receiving, transport.board)
                 decider.start(links.consumed)
@@ -321,8 +340,32 @@ def test_members_of_a_stage_agree_on_whole_boundaries() -> None:
     check_values(runners, 6, iterations=2)
 
 
+@pytest.mark.parametrize(("p", "v", "members"), [(2, 1, 1), (3, 2, 1), (2, 2, 2)])
+def test_each_boundary_has_tensors_of_its_own(p: int, v: int, members: int) -> None:
+    """Another number of them, and other sizes, before a rank than behind it."""
+    sizes = [[4, 64], [16], [8, 8, 120]][-p:]
+    runners = run_pipeline(p, v, 4, delay=0.002, sizes=sizes, members=members, iterations=2)
+    check_values(runners, 4, iterations=2)
+
+
+def test_both_ends_of_a_boundary_mean_the_same_channels() -> None:
+    sends = [(4, 64), (16,), (8, 8, 120)]
+    ends = [Topology((5, 6, 7), r, 2).channels(sends[r - 1], sends[r], 3) for r in range(3)]
+    for rank, channels in enumerate(ends):
+        for other, specs in enumerate(end.specs for end in ends):
+            if rank != other:
+                ids = {5 + rank, 5 + other}
+                shared = {s for s in channels.specs if {s.source, s.destination} == ids}
+                assert shared == {s for s in specs if {s.source, s.destination} == ids} != set()
+        for spec in channels.specs:
+            tensors = sends[min(spec.source, spec.destination) - 5]
+            if {spec.source, spec.destination} == {5, 7}:
+                tensors = sends[2]
+            assert (spec.slot_bytes, spec.depth) == (max(tensors), 3 * len(tensors))
+
+
 def test_an_undeclared_tensor_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arithmetic, "spread", lambda own, t: [t, t] if own.topology.rank else t)
+    monkeypatch.setattr(Arithmetic, "spread", lambda own, t, _: [t, t] if own.topology.rank else t)
     with pytest.raises(TypeError, match="returned Tensor, Tensor to its neighbour; 1 Tensor decl"):
         run_pipeline(2, 1, 2, timeout=0.3)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.dpp.mcore import rng
 from megatron.dpp.mcore.rng import TaskRng
+
+NAMES = ("model-parallel-rng", "expert-parallel-rng")
+"""Generators of which each tensor-parallel rank has its own."""
 
 
 def test_chunks_are_told_apart_without_a_stage_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +41,87 @@ def test_the_forward_step_gets_all_that_it_is_given() -> None:
     seeded = rng.wrap(lambda *rest, **options: given.append(options), [chunk], 0)
     seeded(None, chunk, return_schedule_plan=True)
     assert given == [{"return_schedule_plan": True}]
+
+
+class Generators:
+    """megatron-core's tracker and the default generator, without a process group."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
+        self.tensor_rank = 0
+        self.default = torch.Generator()
+        tracker: Any = SimpleNamespace(states_={name: torch.Generator() for name in NAMES})
+        if saved:  # the tracker's other form: states, not generators
+            tracker.states_ = {name: one.get_state() for name, one in tracker.states_.items()}
+        self.tracker = tracker
+        groups = SimpleNamespace(get_tensor_model_parallel_rank=lambda: self.tensor_rank)
+        monkeypatch.setattr(rng, "get_cuda_rng_tracker", lambda: tracker)
+        monkeypatch.setattr(rng, "parallel_state", groups)
+        monkeypatch.setattr(torch.cuda, "manual_seed", self.default.manual_seed)
+        monkeypatch.setattr(torch.cuda, "get_rng_state", self.default.get_state)
+
+    def draw(self) -> dict[str, float]:
+        """The next number of each generator."""
+        drawn = {"default": torch.rand((), generator=self.default).item()}
+        for name, state in self.tracker.states_.items():
+            one = state if isinstance(state, torch.Generator) else torch.Generator()
+            if one is not state:
+                one.set_state(state)
+            drawn[name] = torch.rand((), generator=one).item()
+        return drawn
+
+
+@pytest.fixture(params=[False, True], ids=["generators", "saved states"])
+def generators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Generators:
+    return Generators(monkeypatch, request.param)
+
+
+def draw_in_tasks(
+    generators: Generators,
+    *,
+    seed: int = 1,
+    rank: int = 0,
+    iteration: int = 0,
+    tensor_rank: int = 0,
+) -> list[dict[str, float]]:
+    """What the forwards of two chunks and two microbatches draw first, on one of two ranks."""
+    chunks: list[torch.nn.Module] = [torch.nn.Identity(), torch.nn.Identity()]
+    drawn: list[dict[str, float]] = []
+    generators.tensor_rank = tensor_rank
+    seeded = TaskRng(seed, num_ranks=2, rank=rank).wrap(
+        lambda *given: drawn.append(generators.draw()), chunks, iteration
+    )
+    for chunk in (0, 1, 1, 0):
+        seeded(None, chunks[chunk])
+    return drawn
+
+
+def test_every_task_and_generator_draws_numbers_of_its_own(generators: Generators) -> None:
+    drawn = [
+        number
+        for seed in (-5, 1, 2)
+        for rank in (0, 1)
+        for iteration in (0, 1)
+        for task in draw_in_tasks(generators, seed=seed, rank=rank, iteration=iteration)
+        for number in task.values()
+    ]
+    assert len(set(drawn)) == len(drawn) == 3 * 2 * 2 * 4 * 3
+
+
+def test_tensor_parallel_ranks_share_the_default_generator_alone(generators: Generators) -> None:
+    ranks = [draw_in_tasks(generators, tensor_rank=rank) for rank in range(3)]
+    for task in zip(*ranks, strict=True):
+        assert len({one["default"] for one in task}) == 1
+        for name in NAMES:
+            assert len({one[name] for one in task}) == 3
+
+
+def test_a_task_draws_the_same_whatever_ran_before_it(generators: Generators) -> None:
+    first = draw_in_tasks(generators)
+    generators.draw()
+    assert draw_in_tasks(generators) == first
+
+
+def test_seeds_are_equal_on_every_machine() -> None:
+    """A resumed run draws what the run before it would have drawn."""
+    assert rng._derive(1, 2, 3, 4) == 7597657864365363701
+    assert rng._derive(1, 2, 3, 4, 0, name="model-parallel-rng") == 3200291550365815258

@@ -165,6 +165,24 @@ def test_a_peer_that_left_is_told_from_a_slow_one(kind: str) -> None:
         closer.join(PATIENCE)
 
 
+def test_a_peer_has_left_only_when_all_that_it_sent_has_arrived(kind: str) -> None:
+    large = torch.ones(1 << 20)
+    channels = pair(slot_bytes=large.nbytes, depth=3)  # over gloo an end takes a slot, too
+    with opened(kind, channels) as (a, b):
+        for index in range(2):
+            for channel in range(2):
+                a.put(channel, large, iteration=0, microbatch=index)
+        a.flush(PATIENCE)
+        closer = threading.Thread(target=a.close)
+        closer.start()
+        deadline = time.monotonic() + PATIENCE
+        while not b.departed(0) and time.monotonic() < deadline:
+            time.sleep(0)
+        assert list(b.poll()) == [2, 2]
+        b.close()
+        closer.join(PATIENCE)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_random_order_between_channels_loses_and_reorders_nothing(kind: str, seed: int) -> None:
     ring = [

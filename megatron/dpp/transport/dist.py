@@ -64,7 +64,7 @@ class _Incoming:
                 buffer = torch.empty(_HEADER_BYTES + self.spec.slot_bytes, dtype=torch.uint8)
                 self._group.recv([buffer], self._peer, self._tag).wait()
                 if buffer[0] == 0:
-                    self._owner.note_departed(self.spec.source)
+                    self._owner.note_end(self.spec)
                     return
                 with self._owner.changed:
                     self.messages.append((buffer, time.monotonic_ns()))
@@ -129,7 +129,7 @@ class DistTransport(Transport):
         self._device = device
         self._seen = self._version = 0
         self._failure: TransportError | None = None
-        self._departed: set[int] = set()
+        self._ended: set[ChannelSpec] = set()
         self._closed = False
         self._bell = None
         if board_ranks:
@@ -182,17 +182,21 @@ class DistTransport(Transport):
         if self._bell:
             self._bell.ring()
 
-    def note_departed(self, peer: int) -> None:
-        """A peer said that it closes."""
-        self._departed.add(peer)
+    def note_end(self, spec: ChannelSpec) -> None:
+        """The sender of an incoming channel said that it closes."""
+        with self.changed:
+            self._ended.add(spec)
         self.ring()
 
     def fail_link(self, spec: ChannelSpec, error: RuntimeError) -> None:
-        """gloo gave up on a link: its process ended."""
+        """gloo gave up on a link: its process ended, or its peer closes."""
         peer = spec.destination if spec.source == self.rank else spec.source
-        if not self._closed and peer not in self._departed and self._failure is None:
-            text = str(error).splitlines()[0]
-            self._failure = PeerDead(f"rank {self.rank}: rank {peer} is gone ({spec}): {text}")
+        with self.changed:
+            if any(ended.source == peer for ended in self._ended):
+                self._ended.add(spec)
+            elif not self._closed and self._failure is None:
+                text = str(error).splitlines()[0]
+                self._failure = PeerDead(f"rank {self.rank}: rank {peer} is gone ({spec}): {text}")
         self.ring()
 
     def _check(self) -> None:
@@ -284,7 +288,11 @@ class DistTransport(Transport):
         ]
 
     def departed(self, peer: int) -> bool:
-        return peer in self._departed
+        """Whether ``peer`` has ended all channels that come from it: what it sent over one of them
+        may arrive later than the end of another.
+        """
+        coming = {spec for spec in self.incoming if spec.source == peer}
+        return bool(coming) and coming <= self._ended
 
     def close(self) -> None:
         if self._closed:
