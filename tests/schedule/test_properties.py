@@ -12,7 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.dpp.schedule import FORWARD, GRADIENT, Geometry, Kind, Scheduler, parse_cap
+from megatron.dpp.direction import Direction
+from megatron.dpp.schedule import Geometry, Kind, Scheduler, parse_cap
+
+FORWARD, GRADIENT = Direction
 
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9))
 

@@ -19,10 +19,11 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron.dpp.direction import Direction
 from megatron.dpp.mcore.patching import replaced
 from megatron.dpp.trace import Recorder
 
-_FORWARD, _BACKWARD = 0, 1
+_FORWARD, _BACKWARD = Direction
 
 
 class _Channel(NamedTuple):

@@ -11,6 +11,7 @@ import enum
 import traceback
 from dataclasses import dataclass
 
+from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, DppError, ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
 from megatron.dpp.schedule.caps import ROUNDING, default_cap
@@ -19,8 +20,7 @@ from megatron.dpp.schedule.reference import peak_in_flight
 from megatron.dpp.schedule.refusals import may_arrive, refusal
 from megatron.dpp.schedule.state import RankState, Reference, View
 
-FORWARD, GRADIENT = 0, 1
-"""Directions of a channel: inputs of forwards, output gradients of backwards."""
+_FORWARD, _BACKWARD = Direction
 
 
 class Cause(enum.Enum):
@@ -49,7 +49,7 @@ class Stall:
 
     cause: Cause
     text: str
-    channels: tuple[tuple[int, int], ...] = ()
+    channels: tuple[tuple[Direction, int], ...] = ()
 
 
 class Scheduler:
@@ -143,13 +143,13 @@ class Scheduler:
         """Forwards and backwards that were not the next of Megatron's order when they ran."""
         return self._state.num_out_of_order
 
-    def arrived(self, direction: int, chunk: int, total: int) -> None:
+    def arrived(self, direction: Direction, chunk: int, total: int) -> None:
         """``total`` messages of a channel have arrived in this iteration.
 
         Stage 0's inputs and the last stage's gradients are implied and must not be reported.
 
         Args:
-            direction: :data:`FORWARD` or :data:`GRADIENT`.
+            direction: ``FORWARD`` for inputs, ``BACKWARD`` for gradients.
             chunk: of this rank.
             total: since the start of the iteration; it only grows.
 
@@ -158,8 +158,8 @@ class Scheduler:
                 exist.
         """
         geometry = self.geometry
-        first = direction == FORWARD and geometry.is_first and chunk == 0
-        last = direction == GRADIENT and geometry.is_last and chunk == geometry.num_chunks - 1
+        first = direction == _FORWARD and geometry.is_first and chunk == 0
+        last = direction == _BACKWARD and geometry.is_last and chunk == geometry.num_chunks - 1
         if first or last:
             what = "inputs come from the data" if first else "gradients come from the loss"
             raise ScheduleError(
@@ -237,19 +237,19 @@ class Scheduler:
             )
         state.apply(action)
 
-    def wanted(self) -> list[tuple[int, int]]:
+    def wanted(self) -> list[tuple[Direction, int]]:
         """Channels, as ``(direction, chunk)``, whose next message would allow a task at once where
         :meth:`next` returned None: gradients, and inputs for which there is room.
         """
         state, chunks = self._state, range(self.geometry.num_chunks)
         gradients = [
-            (GRADIENT, c)
+            (_BACKWARD, c)
             for c in chunks
             if not self.geometry.forward_only
             and state.gradients_arrived[c] == state.backwards_run[c] < state.forwards_run[c]
         ]
         inputs = [
-            (FORWARD, c)
+            (_FORWARD, c)
             for c in chunks
             if state.forwards_arrived[c] == state.forwards_run[c] < self.geometry.num_microbatches
             and state.forward_fits(c)
@@ -265,13 +265,13 @@ class Scheduler:
         ready = [state.forward(c) or state.backward(c) for c in chunks] + [state.weight()]
         total = self.geometry.num_microbatches
         inputs = [
-            (FORWARD, c)
+            (_FORWARD, c)
             for c in chunks
             if state.forwards_arrived[c] == state.forwards_run[c] < total
         ]
         blocked = [c for c in chunks if state.forwards_arrived[c] > state.forwards_run[c]]
         gradients = [
-            (GRADIENT, c) for c in chunks if state.backwards_run[c] < state.forwards_run[c]
+            (_BACKWARD, c) for c in chunks if state.backwards_run[c] < state.forwards_run[c]
         ]
         if self.geometry.forward_only:
             gradients = []
@@ -288,7 +288,7 @@ class Scheduler:
         held = f"{state.held:g} of {state.cap:g} chunk activations held"
         return Stall(cause, f"{cause.value}: next would be {names}; {held}", channels)
 
-    def _cause(self, inputs: list[tuple[int, int]], blocked: list[int]) -> Cause:
+    def _cause(self, inputs: list[tuple[Direction, int]], blocked: list[int]) -> Cause:
         state = self._state
         if state.last_kind is None:
             return Cause.WARMUP

@@ -5,10 +5,10 @@ Start reading at ``base.py`` (the contract), then ``open.py`` (how a transport c
 it.
 """
 
+from megatron.dpp.direction import Direction
 from megatron.dpp.transport.base import (
     Board,
     ChannelSpec,
-    Direction,
     LinkInfo,
     Message,
     Transport,

@@ -12,7 +12,6 @@ whole run, and uses ``poll``/``put``/``take``/``wait`` from one thread.
 from __future__ import annotations
 
 import abc
-import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,17 +20,11 @@ from typing import NamedTuple
 
 import torch
 
+from megatron.dpp.direction import Direction
 from megatron.dpp.errors import PeerDead, TransferTimeout, TransportError
 
-_BLAME_SECONDS = 1.0
+_EXPLAIN_SECONDS = 1.0
 _NAP_SECONDS = 0.05
-
-
-class Direction(enum.IntEnum):
-    """Which way a message travels along the pipeline."""
-
-    FORWARD = 0
-    BACKWARD = 1
 
 
 @dataclass(frozen=True)
@@ -225,7 +218,7 @@ class Transport(abc.ABC):
         A collective of another library fails when a rank dies, often before our link to it is seen
         to be down; our error names the rank, the collective's does not.
         """
-        deadline = time.monotonic() + _BLAME_SECONDS
+        deadline = time.monotonic() + _EXPLAIN_SECONDS
         while time.monotonic() < deadline:
             self.poll()
             self.wait(_NAP_SECONDS)

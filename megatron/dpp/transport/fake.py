@@ -39,6 +39,7 @@ from megatron.dpp.transport.base import (
     Transport,
     check_payload,
 )
+from megatron.dpp.transport.kinds import TransportKind, register
 
 Delay = float | Callable[[random.Random, ChannelSpec, int], float]
 """Seconds a message travels: uniform in 0..delay, or a function of (generator, channel, index of
@@ -410,3 +411,6 @@ class _FakeBoard(Board):
                 return None
             self._state.read[self.index] = position + 1
             return self._state.words[position]
+
+
+register(TransportKind(name="fake"))

@@ -33,6 +33,7 @@ from megatron.dpp.transport.base import (
     check_payload,
 )
 from megatron.dpp.transport.gpu import device_index
+from megatron.dpp.transport.kinds import find
 
 
 def load_native() -> Any:
@@ -100,7 +101,7 @@ class NativeTransport(Transport):
         self._device = device
         self._gpu = device_index(device) if device.type == "cuda" else -1
         self._links = links
-        self._tells_what_comes = any(link.kind == "cuda_ipc" for link in links)
+        self._tells_what_comes = any(find(link.kind).announces for link in links)
         self._takes_in_place = [spec.source in in_place for spec in incoming]
         self._sends_in_place = [spec.destination in in_place for spec in outgoing]
         self._num_incoming = len(incoming)

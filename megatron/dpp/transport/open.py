@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -12,6 +13,7 @@ from torch._C._distributed_c10d import Store
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.transport.base import ChannelSpec, Transport
 from megatron.dpp.transport.fake import FakeNetwork
+from megatron.dpp.transport.kinds import AUTO, find
 from megatron.dpp.transport.options import TransportOptions
 
 
@@ -51,30 +53,19 @@ def open_transport(
             raise ConfigError(f"rank {rank} neither sends nor receives on the channel {spec}")
     if store is None:
         return _open_in_process(channels, rank, board_ranks, board_counters)
-    if kind == "dist":
-        from megatron.dpp.transport.dist import DistTransport
-
-        return DistTransport(
-            channels,
-            rank=rank,
-            store=store,
-            device=torch.device(device),
-            options=options,
-            board_ranks=board_ranks,
-            board_counters=board_counters,
-        )
+    settings: dict[str, Any] = {
+        "rank": rank,
+        "store": store,
+        "device": torch.device(device),
+        "options": options,
+        "board_ranks": board_ranks,
+        "board_counters": board_counters,
+    }
+    if kind != AUTO and (open_own := find(kind).open):
+        return open_own(channels, **settings)
     from megatron.dpp.transport.opening import open_native
 
-    return open_native(
-        channels,
-        rank=rank,
-        store=store,
-        device=torch.device(device),
-        kind=kind,
-        options=options,
-        board_ranks=board_ranks,
-        board_counters=board_counters,
-    )
+    return open_native(channels, kind=kind, **settings)
 
 
 def _open_in_process(

@@ -28,8 +28,8 @@ from torch._C._distributed_c10d import Store
 
 from megatron.dpp.errors import AuthError, ConfigError, ProtocolError, SetupError, VersionMismatch
 from megatron.dpp.transport import handshake
-from megatron.dpp.transport.choose import Facts
 from megatron.dpp.transport.options import TransportOptions
+from megatron.dpp.transport.setup import Facts
 
 CONTROL = "control"
 """Purpose of the connection by which a link judges whether its peer's host is still there."""

@@ -1,5 +1,5 @@
-"""The reference kind: ``torch.distributed`` send and receive over gloo. Slow, simple, and what the
-others must equal.
+"""Kind ``dist``: ``torch.distributed`` send and receive over gloo. Slow and simple; the reference
+that the other kinds must equal.
 
 Every pair of ranks gets a two-rank gloo group of its own over the job's store, so neither a default
 process group nor the other ranks take part. One thread per channel and end does the blocking calls:
@@ -37,6 +37,7 @@ from megatron.dpp.transport.base import (
     Transport,
     check_payload,
 )
+from megatron.dpp.transport.kinds import TransportKind, kind_of_boards, register
 from megatron.dpp.transport.options import TransportOptions
 
 _HEADER_BYTES = 512
@@ -331,8 +332,11 @@ def _open_bell(
         rank=rank,
         store=store,
         device=device,
-        kind="shm",
+        kind=kind_of_boards().name,
         options=options,
         board_ranks=board_ranks,
         board_counters=board_counters,
     )
+
+
+register(TransportKind(name="dist", open=DistTransport, between_hosts=True))
