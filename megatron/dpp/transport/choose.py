@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.dpp.errors import TransportUnavailable
 from megatron.dpp.transport.kinds import AUTO, TransportKind, kinds_of_links
-from megatron.dpp.transport.setup import Facts
+from megatron.dpp.transport.joining import Facts
 
 
 @dataclass(frozen=True)

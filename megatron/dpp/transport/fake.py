@@ -1,9 +1,8 @@
 """An in-process network with seeded delays, reordering between channels and faults on demand.
 
-For tests of whatever drives a transport: every rank of a pipeline lives in this process, in threads
-of its own or stepped by one thread. It keeps the contract of ``base.py`` and is meaner than the
-real kinds: a payload is copied as late as the contract allows, so a caller that overwrites a tensor
-after ``put`` sees wrong numbers here first.
+For tests of a transport's caller: all ranks of a pipeline live in this process, in threads of their
+own or stepped by one thread. A payload is copied as late as the contract of ``base.py`` allows, so
+a caller that overwrites a tensor after ``put`` sees wrong numbers. It is opened from Python only.
 
     network = FakeNetwork(channels, seed=7, delay=0.01)
     transports = [network.transport(rank) for rank in range(4)]
@@ -42,8 +41,8 @@ from megatron.dpp.transport.base import (
 from megatron.dpp.transport.kinds import TransportKind, register
 
 Delay = float | Callable[[random.Random, ChannelSpec, int], float]
-"""Seconds a message travels: uniform in 0..delay, or a function of (generator, channel, index of
-the message).
+"""Seconds that a message travels: uniform in 0..delay, or the result of a function of (generator,
+channel, index of the message).
 """
 
 _BOARD_RING = 4096
@@ -66,7 +65,7 @@ class VirtualClock:
 
 @dataclass
 class _Parcel:
-    """A message on its way."""
+    """A message in flight."""
 
     source: torch.Tensor
     labels: tuple[int, int, int, int]
@@ -91,7 +90,7 @@ class _Channel:
 
 @dataclass
 class _BoardState:
-    """The block that the members of one board share. Guarded by the network's lock."""
+    """The memory of one board. Guarded by the network's lock."""
 
     ranks: tuple[int, ...]
     counters: list[list[int]]
@@ -109,7 +108,7 @@ class FakeNetwork:
             each other.
         clock: a :class:`VirtualClock`, or None for real time.
         stepping: with a virtual clock, one thread drives all ranks, so any ``wait`` may move time.
-        ahead: messages may be taken on their way; ``take`` waits then, as a GPU would.
+        ahead: messages may be taken in flight; ``take`` waits for them, as a GPU would.
     """
 
     def __init__(
@@ -157,9 +156,7 @@ class FakeNetwork:
     # Faults on demand.
 
     def kill(self, rank: int) -> None:
-        """Let ``rank`` die: every other rank fails with ``PeerDead``, and so does its own next
-        call.
-        """
+        """Let ``rank`` die: the next call of every rank raises ``PeerDead``."""
         self.fail(PeerDead(f"rank {rank} died (a fault asked for by the test)"))
 
     def fail(self, error: TransportError) -> None:
@@ -169,7 +166,7 @@ class FakeNetwork:
                 self._failures.setdefault(rank, error)
             self._touch(*self._open)
 
-    def stall(self, spec: ChannelSpec, stalled: bool = True) -> None:
+    def stall(self, spec: ChannelSpec, *, stalled: bool = True) -> None:
         """Hold back (or let go) what has not arrived yet on one channel."""
         with self._changed:
             self._find(spec).stalled = stalled
@@ -219,7 +216,7 @@ class FakeNetwork:
         return min(flying, default=float("inf"))
 
     def _wait(self, rank: int, seen: int, seconds: float) -> bool:
-        """Sleep until the rank's version passes ``seen``, or ``seconds`` pass; true when something
+        """Sleep until the rank's version passes ``seen``, or ``seconds`` pass; True if something
         may have changed.
         """
         deadline = self.now() + seconds

@@ -1,7 +1,7 @@
-"""The Python face of the C++ transport: translates tensors to addresses and keeps them alive.
+"""The Python side of the C++ transport: passes addresses of tensors and keeps tensors alive.
 
-Everything that happens per message is here or in C++. ``opening.py`` sets it up. CUDA tensors pass
-through the host unless a link's kind can read them in place.
+``opening.py`` sets it up. CUDA tensors pass through the host unless a link's kind reads them in
+place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ from megatron.dpp.transport.kinds import find
 
 
 def load_native() -> Any:
-    """The extension module; ``TransportUnavailable`` with what to do where it was not built."""
+    """The extension module.
+
+    Raises:
+        TransportUnavailable: it is not built; the message names the command.
+    """
     try:
         from megatron.dpp.transport import _native  # type: ignore[attr-defined]
     except ImportError as error:
@@ -49,7 +53,7 @@ def load_native() -> Any:
 
 
 class NativeBoard(Board):
-    """The stage's board; see :class:`~megatron.dpp.transport.base.Board`."""
+    """A board in shared memory."""
 
     def __init__(self, native: Any, index: int, size: int) -> None:
         self.index = index
@@ -74,7 +78,7 @@ class NativeBoard(Board):
 
 
 class NativeTransport(Transport):
-    """One rank's channels in C++. Made by :func:`open_native`.
+    """One rank's channels in C++; :func:`open_native` makes it.
 
     ``in_place``: peers whose links read and write CUDA tensors where they are.
     """
@@ -217,7 +221,7 @@ class NativeTransport(Transport):
             self._native.wait(remaining)
 
     def _unsent(self, left: int, seconds: float) -> TransportError:
-        """The error of a flush: its receivers are alive, or one of them left."""
+        """The error of a flush that makes no progress."""
         what = f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s"
         for channel, spec in enumerate(self.outgoing):
             unsent = self._native.done(channel) < self._num_puts[channel]
@@ -256,8 +260,9 @@ class NativeTransport(Transport):
 
 
 def _disown(transport: weakref.ref[NativeTransport]) -> None:
-    """In a forked child: leave the connections to the parent. A data loader's worker that keeps
-    copies of them would let a parent that was killed look alive to its peers.
+    """Close the connections in a forked child.
+
+    Copies of them in a data loader's worker would let a killed parent look alive to its peers.
     """
     inherited = transport()
     if inherited is not None:

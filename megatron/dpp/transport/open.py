@@ -1,6 +1,4 @@
-"""Opens a transport of the kinds that suit each link. The one door of this room besides
-``FakeNetwork``.
-"""
+"""Opens a transport, with a suitable kind for each link."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Sets up a native transport: meets the peers, chooses a kind per link, exchanges slots.
+"""Sets up a native transport: meets the peers, chooses a kind per link, joins the links.
 
-Per link, over its authenticated control connection: first the bells (one host only), then an
-*offer* from each side: the channels that it receives, with what the kind needs to send into them,
-and the stage's board if it leads one. Only then does C++ take the connections over.
+Each link first exchanges bells (one host only) and *offers* over its authenticated control
+connection: the channels that a side receives, and the stage's board if it leads one. Then each kind
+joins its links, and C++ takes the connections over.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.dpp.transport.kinds import AUTO, find, kind_of_boards, kinds_of_li
 from megatron.dpp.transport.native import NativeBoard, NativeTransport, load_native
 from megatron.dpp.transport.options import TransportOptions
 from megatron.dpp.transport.rendezvous import CONTROL, Connection, Rendezvous, host_identity
-from megatron.dpp.transport.setup import Facts, PeerLink, Setup
+from megatron.dpp.transport.joining import Facts, PeerLink, Setup
 
 _LOOPBACK = "127.0.0.1"
 
@@ -83,7 +83,7 @@ class _Opening:
             self._join(native, own, connections)
             native.start()
         except BaseException as error:
-            # A peer that is done with its own set-up would take a mere goodbye for good order.
+            # A peer that has finished its own set-up would take a goodbye alone for good order.
             native.abort(f"{type(error).__name__}: {error}")
             native.close()
             raise
@@ -124,7 +124,7 @@ class _Opening:
         return sorted(peers | set(self._board_partners()))
 
     def _board_partners(self) -> list[int]:
-        """The leader talks with all members, a follower with the leader."""
+        """The members of the board that this rank talks with: all, or the leader."""
         if not self._board_ranks:
             return []
         leader, *followers = self._board_ranks
@@ -262,7 +262,7 @@ class _Opening:
                 os.close(fd)
 
     def _follows(self, peer: int) -> bool:
-        """Whether ``peer`` leads the board of this rank."""
+        """True if ``peer`` leads the board of this rank."""
         return bool(self._board_ranks) and peer == self._board_ranks[0]
 
     def _compare_offer(self, message: dict[str, Any], link: PeerLink) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.dpp.config import TRANSPORT_KINDS
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.transport.base import Transport
-from megatron.dpp.transport.setup import Facts, PeerLink, Setup
+from megatron.dpp.transport.joining import Facts, PeerLink, Setup
 
 AUTO = TRANSPORT_KINDS[0]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.dpp.errors import SetupError
 from megatron.dpp.transport.kinds import TransportKind, register, staged
-from megatron.dpp.transport.setup import Facts, PeerLink, Setup, check_links
+from megatron.dpp.transport.joining import Facts, PeerLink, Setup, check_links
 
 
 def obstacle(one: Facts, other: Facts) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.dpp.errors import ProtocolError, TransportError, TransportUnavailable
 from megatron.dpp.hosts import addresses
 from megatron.dpp.transport.kinds import TransportKind, register, tcp
-from megatron.dpp.transport.setup import Facts, PeerLink, Setup, check_links
+from megatron.dpp.transport.joining import Facts, PeerLink, Setup, check_links
 
 _NAME = "rdma"
 _ELEMENT_BYTES = 4
@@ -106,8 +106,9 @@ def choose_place(
 
 
 def _index_on(port: Mapping[str, Any], wanted: str, behind_interface: bool) -> int | None:
-    """The entry of a port's table of addresses to use: RoCE v2 with our IPv4 address, or, on
-    InfiniBand, the first."""
+    """Index of the address to use in a port's table: RoCE v2 with our IPv4 address, or
+    InfiniBand's first.
+    """
     if port["infiniband"]:
         return 0 if behind_interface and port["addresses"] else None
     kinds = {kind: index for index, gid, kind in port["addresses"] if gid == wanted}

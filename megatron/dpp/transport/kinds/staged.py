@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.dpp.transport.kinds import TransportKind, register, shm
-from megatron.dpp.transport.setup import Facts, PeerLink, Setup
+from megatron.dpp.transport.joining import Facts, PeerLink, Setup
 
 
 def obstacle(one: Facts, other: Facts) -> str | None:
