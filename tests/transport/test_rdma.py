@@ -22,9 +22,9 @@ from megatron.dpp.errors import (
 )
 from megatron.dpp.transport import TransportOptions
 from megatron.dpp.transport.choose import choose
+from megatron.dpp.transport.joining import Facts
 from megatron.dpp.transport.kinds.rdma import choose_place, find_place
 from megatron.dpp.transport.native import load_native
-from megatron.dpp.transport.joining import Facts
 from tests.transport.kinds import PATIENCE, REPOSITORY, fake_verbs, opened, pair, take_next
 
 Trouble = Callable[[str, int], None]

@@ -17,8 +17,8 @@ from torch.distributed import HashStore
 
 from megatron.dpp.errors import PeerDead, ProtocolError, SetupError, TransportError
 from megatron.dpp.transport import TransportOptions, handshake, open_transport, opening
-from megatron.dpp.transport.native import load_native
 from megatron.dpp.transport.joining import PeerLink
+from megatron.dpp.transport.native import load_native
 from tests.transport.kinds import PATIENCE, of_rank, pair, prepared
 
 REASON = "123 bytes of shared memory: Cannot allocate memory"

@@ -10,6 +10,7 @@ A process opens one transport, keeps it for the whole run, and calls it from one
 from __future__ import annotations
 
 import abc
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -176,11 +177,34 @@ class Transport(abc.ABC):
     def pending(self) -> int:
         """Puts whose copy is not done yet."""
 
-    @abc.abstractmethod
     def flush(self, seconds: float) -> None:
-        """Wait until ``pending() == 0``. ``TransferTimeout`` where none left for ``seconds``, or
-        ``PeerDead`` where a receiver has closed its transport.
+        """Wait until ``pending() == 0``.
+
+        Raises:
+            TransferTimeout: no pending put left for ``seconds``.
+            PeerDead: the same, and a receiver has closed its transport.
         """
+        least, deadline = math.inf, 0.0
+        while True:
+            self.poll()  # first, so that a later change ends the wait
+            left = self.pending()
+            if left == 0:
+                return
+            if left < least:
+                least, deadline = left, self._now() + seconds
+            if self._now() >= deadline:
+                raise self._unsent(left, seconds)
+            self.wait(deadline - self._now())
+
+    def _now(self) -> float:
+        return time.monotonic()
+
+    def _unsent(self, left: int, seconds: float) -> TransportError:
+        """The error of a flush that makes no progress."""
+        return TransferTimeout(
+            f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s; their "
+            "receivers are alive but take nothing (--dpp-timeout)"
+        )
 
     @abc.abstractmethod
     def links(self) -> Sequence[LinkInfo]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.dpp.errors import TransportUnavailable
-from megatron.dpp.transport.kinds import AUTO, TransportKind, kinds_of_links
 from megatron.dpp.transport.joining import Facts
+from megatron.dpp.transport.kinds import AUTO, TransportKind, kinds_of_links
 
 
 @dataclass(frozen=True)

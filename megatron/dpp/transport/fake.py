@@ -13,7 +13,6 @@ waits (``stepping=True``: when any one of them waits, for tests that run all ran
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 import time
@@ -336,18 +335,8 @@ class FakeTransport(Transport):
             self._network._deliver()
             return sum(len(c.waiting) + len(c.flying) for c in self._outgoing)
 
-    def flush(self, seconds: float) -> None:
-        least, deadline = math.inf, 0.0
-        while left := self.pending():
-            if left < least:
-                least, deadline = left, self._network.now() + seconds
-            remaining = deadline - self._network.now()
-            if remaining <= 0:
-                raise TransferTimeout(
-                    f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s"
-                )
-            self.poll()
-            self.wait(remaining)
+    def _now(self) -> float:
+        return self._network.now()
 
     def links(self) -> Sequence[LinkInfo]:
         peers = {s.destination for s in self.outgoing} | {s.source for s in self.incoming}

@@ -7,9 +7,7 @@ place.
 from __future__ import annotations
 
 import functools
-import math
 import os
-import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -19,7 +17,6 @@ import torch
 
 from megatron.dpp.errors import (
     PeerDead,
-    TransferTimeout,
     TransportError,
     TransportUnavailable,
 )
@@ -204,32 +201,15 @@ class NativeTransport(Transport):
         pending: int = self._native.pending()
         return pending
 
-    def flush(self, seconds: float) -> None:
-        least, deadline = math.inf, 0.0
-        while True:
-            self._native.poll(
-                self._num_incoming
-            )  # first, so that what finishes later ends the wait
-            left = self.pending()
-            if left == 0:
-                return
-            if left < least:
-                least, deadline = left, time.monotonic() + seconds
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise self._unsent(left, seconds)
-            self._native.wait(remaining)
-
     def _unsent(self, left: int, seconds: float) -> TransportError:
-        """The error of a flush that makes no progress."""
-        what = f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s"
         for channel, spec in enumerate(self.outgoing):
             unsent = self._native.done(channel) < self._num_puts[channel]
             if unsent and self.departed(spec.destination):
-                return PeerDead(f"{what}, and rank {spec.destination} has closed its transport")
-        return TransferTimeout(
-            f"{what}; their receivers are alive but take nothing (--dpp-timeout)"
-        )
+                return PeerDead(
+                    f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s: "
+                    f"rank {spec.destination} has closed its transport"
+                )
+        return super()._unsent(left, seconds)
 
     def links(self) -> Sequence[LinkInfo]:
         return self._links

@@ -19,11 +19,11 @@ from megatron.dpp.errors import ConfigError, VersionMismatch
 from megatron.dpp.transport.base import ChannelSpec, LinkInfo
 from megatron.dpp.transport.choose import Choice, choose
 from megatron.dpp.transport.gpu import device_index, gpu_facts
+from megatron.dpp.transport.joining import Facts, PeerLink, Setup
 from megatron.dpp.transport.kinds import AUTO, find, kind_of_boards, kinds_of_links
 from megatron.dpp.transport.native import NativeBoard, NativeTransport, load_native
 from megatron.dpp.transport.options import TransportOptions
 from megatron.dpp.transport.rendezvous import CONTROL, Connection, Rendezvous, host_identity
-from megatron.dpp.transport.joining import Facts, PeerLink, Setup
 
 _LOOPBACK = "127.0.0.1"
 

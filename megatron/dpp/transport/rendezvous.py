@@ -28,8 +28,8 @@ from torch._C._distributed_c10d import Store
 
 from megatron.dpp.errors import AuthError, ConfigError, ProtocolError, SetupError, VersionMismatch
 from megatron.dpp.transport import handshake
-from megatron.dpp.transport.options import TransportOptions
 from megatron.dpp.transport.joining import Facts
+from megatron.dpp.transport.options import TransportOptions
 
 CONTROL = "control"
 """Purpose of a link's first connection, whose end means that the peer is gone."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.dpp.errors import SetupError
-from megatron.dpp.transport.kinds import TransportKind, register, staged
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup, check_links
+from megatron.dpp.transport.kinds import TransportKind, register, staged
 
 
 def obstacle(one: Facts, other: Facts) -> str | None:

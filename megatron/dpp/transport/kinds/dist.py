@@ -26,7 +26,6 @@ from megatron.dpp.errors import (
     PeerDead,
     ProtocolError,
     SetupError,
-    TransferTimeout,
     TransportError,
     TransportUnavailable,
 )
@@ -132,9 +131,20 @@ class DistTransport(Transport):
         self._failure: TransportError | None = None
         self._departed: set[int] = set()
         self._closed = False
-        self._bell = None
+        self._bell: Any = None  # a native transport without channels: its board and its bell
         if board_ranks:
-            self._bell = _open_bell(rank, store, device, options, board_ranks, board_counters)
+            from megatron.dpp.transport.opening import open_native
+
+            self._bell = open_native(
+                (),
+                rank=rank,
+                store=store,
+                device=device,
+                kind=kind_of_boards().name,
+                options=options,
+                board_ranks=board_ranks,
+                board_counters=board_counters,
+            )
             self.board = self._bell.board
         try:
             self._groups = self._connect(store, options)
@@ -263,21 +273,6 @@ class DistTransport(Transport):
         with self.changed:
             return sum(channel.num_pending for channel in self._outgoing)
 
-    def flush(self, seconds: float) -> None:
-        while left := self.pending():
-            if not self._some_leave(left, seconds):
-                raise TransferTimeout(
-                    f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s"
-                )
-
-    def _some_leave(self, pending: int, seconds: float) -> bool:
-        def fewer() -> bool:
-            now = sum(channel.num_pending for channel in self._outgoing)
-            return self._failure is not None or now < pending
-
-        with self.changed:
-            return self.changed.wait_for(fewer, seconds)
-
     def links(self) -> Sequence[LinkInfo]:
         return [
             LinkInfo(peer, "dist", "asked for: torch.distributed over gloo")
@@ -314,29 +309,6 @@ def _payload(buffer: torch.Tensor, header: dict[str, Any]) -> torch.Tensor:
         body = buffer[_HEADER_BYTES : _HEADER_BYTES + result.nbytes]
         result.view(-1).view(torch.uint8).copy_(body)
     return result
-
-
-def _open_bell(
-    rank: int,
-    store: Store,
-    device: torch.device,
-    options: TransportOptions,
-    board_ranks: Sequence[int],
-    board_counters: int,
-) -> Any:
-    """A transport of the native kind without channels: its board and its bell."""
-    from megatron.dpp.transport.opening import open_native
-
-    return open_native(
-        (),
-        rank=rank,
-        store=store,
-        device=device,
-        kind=kind_of_boards().name,
-        options=options,
-        board_ranks=board_ranks,
-        board_counters=board_counters,
-    )
 
 
 register(TransportKind(name="dist", open=DistTransport, between_hosts=True))

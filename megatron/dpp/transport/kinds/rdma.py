@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron.dpp.errors import ProtocolError, TransportError, TransportUnavailable
 from megatron.dpp.hosts import addresses
-from megatron.dpp.transport.kinds import TransportKind, register, tcp
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup, check_links
+from megatron.dpp.transport.kinds import TransportKind, register, tcp
 
 _NAME = "rdma"
 _ELEMENT_BYTES = 4

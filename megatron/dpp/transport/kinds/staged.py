@@ -9,8 +9,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.dpp.transport.kinds import TransportKind, register, shm
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup
+from megatron.dpp.transport.kinds import TransportKind, register, shm
 
 
 def obstacle(one: Facts, other: Facts) -> str | None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron.dpp.transport.kinds import TransportKind, register
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup
+from megatron.dpp.transport.kinds import TransportKind, register
 
 
 def obstacle(one: Facts, other: Facts) -> str | None:
