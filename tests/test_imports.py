@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "trace": {"config", "direction", "errors", "schedule"},
     "sim": {"config", "direction", "errors", "schedule", "trace"},
     "plan": {"config", "errors", "schedule", "sim", "trace"},
-    "transport": {"config", "direction", "errors", "hosts", "trace"},
+    "transport": {"config", "direction", "errors", "hosts"},
     "mcore": {"config", "direction", "errors", "trace", "transport"},
     "runtime": {
         *("config", "direction", "errors", "hosts", "schedule", "trace"),
@@ -49,8 +49,15 @@ MAY_IMPORT = {
 DOORS = {"__init__", "__main__", "doctor", "estimate", "sim.__main__"}
 """Entry points, which may import any room."""
 WITHOUT_TORCH = {
-    *("errors", "direction", "config", "hosts", "tokenizers"),
-    *("schedule", "sim", "plan", "launch"),
+    "direction",
+    "errors",
+    "config",
+    "hosts",
+    "tokenizers",
+    "schedule",
+    "sim",
+    "plan",
+    "launch",
 }
 PUBLIC = {
     "Action",

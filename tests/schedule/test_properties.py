@@ -12,10 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.dpp.direction import Direction
-from megatron.dpp.schedule import Geometry, Kind, Scheduler, parse_cap
-
-FORWARD, GRADIENT = Direction
+from megatron.dpp.schedule import FORWARD, GRADIENT, Geometry, Kind, Scheduler, parse_cap
 
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9))
 

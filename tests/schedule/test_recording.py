@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, DataError, ReplayError
 from megatron.dpp.schedule import (
+    FORWARD,
+    GRADIENT,
     Action,
     Geometry,
     Recorder,
@@ -16,8 +17,6 @@ from megatron.dpp.schedule import (
     check_recording,
 )
 from megatron.dpp.sim import Plan, Shape, condition_costs, interleaved_placement, simulate
-
-FORWARD, GRADIENT = Direction
 
 SHAPE = Shape(3, 2, 6)
 

@@ -2,17 +2,16 @@
 
 import pytest
 
-from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, ScheduleError
 from megatron.dpp.schedule import (
+    FORWARD,
+    GRADIENT,
     Action,
     Cause,
     Geometry,
     Scheduler,
     find_policy,
 )
-
-FORWARD, GRADIENT = Direction
 
 
 def drain(scheduler):

@@ -18,10 +18,9 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megatron.dpp.direction import Direction
 from megatron.dpp.errors import PeerDead, TransferTimeout
 from megatron.dpp.mcore.patching import replaced
-from megatron.dpp.transport.base import ChannelSpec, Transport
+from megatron.dpp.transport.base import ChannelSpec, Direction, Transport
 
 _NAP_SECONDS = 0.05
 

@@ -19,11 +19,10 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megatron.dpp.direction import Direction
 from megatron.dpp.mcore.patching import replaced
 from megatron.dpp.trace import Recorder
 
-_FORWARD, _BACKWARD = Direction
+_FORWARD, _BACKWARD = 0, 1
 
 
 class _Channel(NamedTuple):

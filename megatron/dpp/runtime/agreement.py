@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.dpp.direction import Direction
 from megatron.dpp.schedule import Action, Scheduler
 from megatron.dpp.transport.base import Board
 
@@ -21,7 +20,7 @@ class Decider:
 
     followed = False
 
-    def __init__(self, scheduler: Scheduler, channels: Sequence[tuple[Direction, int]]) -> None:
+    def __init__(self, scheduler: Scheduler, channels: Sequence[tuple[int, int]]) -> None:
         self.scheduler = scheduler
         self._channels = channels
         self._base = [0] * len(channels)
@@ -86,7 +85,7 @@ class _Member(Decider):
     """One of several ranks of a stage: what it has received is posted on their board."""
 
     def __init__(
-        self, scheduler: Scheduler, channels: Sequence[tuple[Direction, int]], board: Board
+        self, scheduler: Scheduler, channels: Sequence[tuple[int, int]], board: Board
     ) -> None:
         super().__init__(scheduler, channels)
         self._board = board
@@ -130,7 +129,7 @@ class Follower(_Member):
 
 
 def decider_for(
-    scheduler: Scheduler, channels: Sequence[tuple[Direction, int]], board: Board | None
+    scheduler: Scheduler, channels: Sequence[tuple[int, int]], board: Board | None
 ) -> Decider:
     """The right decider: alone, leader or follower."""
     if board is None:

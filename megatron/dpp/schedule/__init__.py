@@ -6,7 +6,6 @@ is theirs. Start reading at ``actions.py``, then ``state.py`` (the safe rule) an
 (the choice).
 """
 
-from megatron.dpp.direction import Direction
 from megatron.dpp.schedule.actions import DIRECTION_OF, Action, Geometry, Kind
 from megatron.dpp.schedule.caps import (
     Cap,
@@ -25,16 +24,17 @@ from megatron.dpp.schedule.recording import (
     replica_path,
 )
 from megatron.dpp.schedule.reference import peak_in_flight, reference_order
-from megatron.dpp.schedule.scheduler import Cause, Scheduler, Stall
+from megatron.dpp.schedule.scheduler import FORWARD, GRADIENT, Cause, Scheduler, Stall
 from megatron.dpp.schedule.state import View
 
 __all__ = [
     "BUILT_IN",
     "DIRECTION_OF",
+    "FORWARD",
+    "GRADIENT",
     "Action",
     "Cap",
     "Cause",
-    "Direction",
     "Geometry",
     "Kind",
     "Memory",

@@ -20,7 +20,8 @@ from megatron.dpp.schedule.reference import peak_in_flight
 from megatron.dpp.schedule.refusals import may_arrive, refusal
 from megatron.dpp.schedule.state import RankState, Reference, View
 
-_FORWARD, _BACKWARD = Direction
+FORWARD, GRADIENT = Direction
+"""Directions of a channel: inputs of forwards, output gradients of backwards."""
 
 
 class Cause(enum.Enum):
@@ -143,13 +144,13 @@ class Scheduler:
         """Forwards and backwards that were not the next of Megatron's order when they ran."""
         return self._state.num_out_of_order
 
-    def arrived(self, direction: Direction, chunk: int, total: int) -> None:
+    def arrived(self, direction: int, chunk: int, total: int) -> None:
         """``total`` messages of a channel have arrived in this iteration.
 
         Stage 0's inputs and the last stage's gradients are implied and must not be reported.
 
         Args:
-            direction: ``FORWARD`` for inputs, ``BACKWARD`` for gradients.
+            direction: :data:`FORWARD` or :data:`GRADIENT`.
             chunk: of this rank.
             total: since the start of the iteration; it only grows.
 
@@ -158,8 +159,8 @@ class Scheduler:
                 exist.
         """
         geometry = self.geometry
-        first = direction == _FORWARD and geometry.is_first and chunk == 0
-        last = direction == _BACKWARD and geometry.is_last and chunk == geometry.num_chunks - 1
+        first = direction == FORWARD and geometry.is_first and chunk == 0
+        last = direction == GRADIENT and geometry.is_last and chunk == geometry.num_chunks - 1
         if first or last:
             what = "inputs come from the data" if first else "gradients come from the loss"
             raise ScheduleError(
@@ -243,13 +244,13 @@ class Scheduler:
         """
         state, chunks = self._state, range(self.geometry.num_chunks)
         gradients = [
-            (_BACKWARD, c)
+            (GRADIENT, c)
             for c in chunks
             if not self.geometry.forward_only
             and state.gradients_arrived[c] == state.backwards_run[c] < state.forwards_run[c]
         ]
         inputs = [
-            (_FORWARD, c)
+            (FORWARD, c)
             for c in chunks
             if state.forwards_arrived[c] == state.forwards_run[c] < self.geometry.num_microbatches
             and state.forward_fits(c)
@@ -265,13 +266,13 @@ class Scheduler:
         ready = [state.forward(c) or state.backward(c) for c in chunks] + [state.weight()]
         total = self.geometry.num_microbatches
         inputs = [
-            (_FORWARD, c)
+            (FORWARD, c)
             for c in chunks
             if state.forwards_arrived[c] == state.forwards_run[c] < total
         ]
         blocked = [c for c in chunks if state.forwards_arrived[c] > state.forwards_run[c]]
         gradients = [
-            (_BACKWARD, c) for c in chunks if state.backwards_run[c] < state.forwards_run[c]
+            (GRADIENT, c) for c in chunks if state.backwards_run[c] < state.forwards_run[c]
         ]
         if self.geometry.forward_only:
             gradients = []

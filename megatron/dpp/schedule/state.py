@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
 from megatron.dpp.schedule.caps import ROUNDING
@@ -223,12 +222,11 @@ class RankState:
 
     # What changes
 
-    def arrive(self, direction: Direction, chunk: int, total: int) -> None:
-        """``total`` inputs (``FORWARD``) or gradients (``BACKWARD``) of ``chunk`` are here."""
-        backward = direction == Direction.BACKWARD
-        counts = self.gradients_arrived if backward else self.forwards_arrived
+    def arrive(self, direction: int, chunk: int, total: int) -> None:
+        """``total`` inputs (``direction`` 0) or gradients (1) of ``chunk`` are here."""
+        counts = self.gradients_arrived if direction else self.forwards_arrived
         if not counts[chunk] <= total <= self.geometry.num_microbatches:
-            what = "gradients" if backward else "inputs"
+            what = "gradients" if direction else "inputs"
             raise ScheduleError(
                 f"pipeline rank {self.geometry.rank}, chunk {chunk}: {total} {what} reported after "
                 f"{counts[chunk]}; the number only grows, to "

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.dpp.direction import Direction
+from megatron.dpp.direction import Direction as Direction
 from megatron.dpp.errors import PeerDead, TransferTimeout, TransportError
 
 _EXPLAIN_SECONDS = 1.0
