@@ -1,4 +1,4 @@
-"""The objects that all kinds share while links are set up: facts, a rank's side, a peer's link.
+"""The objects that all kinds share while links are set up: requests, facts, links.
 
 Per message nothing of this runs.
 """
@@ -12,9 +12,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from megatron.dpp.errors import ProtocolError, TransportUnavailable
 from megatron.dpp.transport import handshake
+from megatron.dpp.transport.base import ChannelSpec
 from megatron.dpp.transport.options import TransportOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The arguments of ``open_transport``, except ``kind``."""
+
+    channels: Sequence[ChannelSpec]
+    rank: int
+    store: Any
+    device: torch.device
+    options: TransportOptions
+    board_ranks: Sequence[int]
+    board_counters: int
+
+    @property
+    def outgoing(self) -> list[ChannelSpec]:
+        """The channels on which this rank sends."""
+        return [spec for spec in self.channels if spec.source == self.rank]
+
+    @property
+    def incoming(self) -> list[ChannelSpec]:
+        """The channels on which this rank receives."""
+        return [spec for spec in self.channels if spec.destination == self.rank]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,6 @@ class NativeTransport(Transport):
         device: torch.device,
         links: Sequence[LinkInfo],
         board: Board | None,
-        dtype_names: Sequence[str],
         in_place: Collection[int] = (),
         abandon_after: float | None = None,
     ) -> None:
@@ -106,7 +105,7 @@ class NativeTransport(Transport):
         self._takes_in_place = [spec.source in in_place for spec in incoming]
         self._sends_in_place = [spec.destination in in_place for spec in outgoing]
         self._num_incoming = len(incoming)
-        self._dtypes = [getattr(torch, name, None) for name in dtype_names]
+        self._dtypes = [getattr(torch, name, None) for name in load_native().dtype_names]
         self._codes = {dtype: code for code, dtype in enumerate(self._dtypes) if dtype is not None}
         # Tensors whose copy is not done, per channel: (number of the put, tensor).
         self._kept: list[deque[tuple[int, torch.Tensor]]] = [deque() for _ in outgoing]

@@ -12,59 +12,34 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch._C._distributed_c10d import Store
 
 from megatron.dpp.errors import ConfigError, VersionMismatch
 from megatron.dpp.transport.base import ChannelSpec, LinkInfo
 from megatron.dpp.transport.choose import Choice, choose
 from megatron.dpp.transport.gpu import device_index, gpu_facts
-from megatron.dpp.transport.joining import Facts, PeerLink, Setup
+from megatron.dpp.transport.joining import Facts, PeerLink, Request, Setup
 from megatron.dpp.transport.kinds import AUTO, find, kind_of_boards, kinds_of_links
 from megatron.dpp.transport.native import NativeBoard, NativeTransport, load_native
-from megatron.dpp.transport.options import TransportOptions
 from megatron.dpp.transport.rendezvous import CONTROL, Connection, Rendezvous, host_identity
 
 _LOOPBACK = "127.0.0.1"
 
 
-def open_native(
-    channels: Sequence[ChannelSpec],
-    *,
-    rank: int,
-    store: Store,
-    device: torch.device,
-    kind: str,
-    options: TransportOptions,
-    board_ranks: Sequence[int] | None = None,
-    board_counters: int = 0,
-) -> NativeTransport:
-    """See :func:`megatron.dpp.transport.open_transport`."""
-    board = list(board_ranks or ())
-    return _Opening(channels, rank, device, kind, options, board, board_counters).run(store)
+def open_native(request: Request, kind: str) -> NativeTransport:
+    """Open a transport with links of ``kind`` (``auto``: of suitable kinds)."""
+    return _Opening(request, kind).run(request.store)
 
 
 class _Opening:
     """The steps of opening, in the order in which ``run`` calls them."""
 
-    def __init__(
-        self,
-        channels: Sequence[ChannelSpec],
-        rank: int,
-        device: torch.device,
-        kind: str,
-        options: TransportOptions,
-        board_ranks: list[int],
-        board_counters: int,
-    ) -> None:
-        self._rank = rank
-        self._device = device
-        self._kind = kind
-        self._options = options
-        self._board_ranks = board_ranks
-        self._board_counters = board_counters
-        self._incoming = [spec for spec in channels if spec.destination == rank]
-        self._outgoing = [spec for spec in channels if spec.source == rank]
+    def __init__(self, request: Request, kind: str) -> None:
+        self._rank, self._options = request.rank, request.options
+        self._device, self._kind = request.device, kind
+        self._board_ranks = list(request.board_ranks)
+        self._board_counters = request.board_counters
+        self._incoming, self._outgoing = request.incoming, request.outgoing
         self._library = load_native()
         self._facts: dict[int, Facts] = {}  # the peers'
         self._choices: dict[int, Choice] = {}
@@ -109,7 +84,6 @@ class _Opening:
             device=self._device,
             links=links,
             board=board,
-            dtype_names=self._library.dtype_names,
             in_place={
                 peer for peer, how in self._choices.items() if how.kind.device_memory and own.gpu
             },

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.dpp.config import TRANSPORT_KINDS
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.transport.base import Transport
-from megatron.dpp.transport.joining import Facts, PeerLink, Setup
+from megatron.dpp.transport.joining import Facts, PeerLink, Request, Setup
 
 AUTO = TRANSPORT_KINDS[0]
 
@@ -37,7 +37,7 @@ class TransportKind:
             what ``obstacle`` and ``join`` need to know, as JSON (``Facts.found``).
         join: makes the slots of all such links of this rank and opens the peers'; returns, by
             peer, a text to append to the link's reason.
-        open: opens a transport; takes the arguments of ``open_transport`` except ``kind``.
+        open: opens a transport of its own.
         between_hosts: the ends may be on two hosts, so that their clocks differ. The control
             connection of such a link is TCP.
         announces: a message may be taken before it has arrived; the GPU waits for it.
@@ -52,7 +52,7 @@ class TransportKind:
     obstacle: Callable[[Facts, Facts], str | None] | None = None
     look: Callable[[Any, str | None], dict[str, Any]] | None = None
     join: Callable[[Setup, Sequence[PeerLink]], Mapping[int, str]] | None = None
-    open: Callable[..., Transport] | None = None
+    open: Callable[[Request], Transport] | None = None
     between_hosts: bool = False
     announces: bool = False
     device_memory: bool = False

@@ -10,6 +10,7 @@ A message is one buffer of the channel's fixed size: a line of JSON, padded, the
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import queue
 import threading
@@ -36,6 +37,7 @@ from megatron.dpp.transport.base import (
     Transport,
     check_payload,
 )
+from megatron.dpp.transport.joining import Request
 from megatron.dpp.transport.kinds import TransportKind, kind_of_boards, register
 from megatron.dpp.transport.options import TransportOptions
 
@@ -107,47 +109,26 @@ class _Outgoing:
 
 
 class DistTransport(Transport):
-    """One rank's channels over gloo. See :func:`megatron.dpp.transport.open_transport` for the
-    arguments.
-    """
+    """One rank's channels over gloo."""
 
-    def __init__(
-        self,
-        channels: Sequence[ChannelSpec],
-        *,
-        rank: int,
-        store: Store,
-        device: torch.device,
-        options: TransportOptions,
-        board_ranks: Sequence[int] | None = None,
-        board_counters: int = 0,
-    ) -> None:
-        self.rank = rank
-        self.outgoing = [spec for spec in channels if spec.source == rank]
-        self.incoming = [spec for spec in channels if spec.destination == rank]
+    def __init__(self, request: Request) -> None:
+        self.rank = request.rank
+        self.outgoing, self.incoming = request.outgoing, request.incoming
         self.changed = threading.Condition()
-        self._device = device
+        self._device = request.device
         self._seen = self._version = 0
         self._failure: TransportError | None = None
         self._departed: set[int] = set()
         self._closed = False
-        self._bell: Any = None  # a native transport without channels: its board and its bell
-        if board_ranks:
+        self._bell: Any = None  # a native transport without channels
+        if request.board_ranks:
             from megatron.dpp.transport.opening import open_native
 
-            self._bell = open_native(
-                (),
-                rank=rank,
-                store=store,
-                device=device,
-                kind=kind_of_boards().name,
-                options=options,
-                board_ranks=board_ranks,
-                board_counters=board_counters,
-            )
+            without_channels = dataclasses.replace(request, channels=())
+            self._bell = open_native(without_channels, kind_of_boards().name)
             self.board = self._bell.board
         try:
-            self._groups = self._connect(store, options)
+            self._groups = self._connect(request.store, request.options)
         except BaseException:
             if self._bell:
                 self._bell.close()
