@@ -21,16 +21,20 @@ PACKAGE = ROOT / "megatron" / "dpp"
 # no arrow runs upwards.
 MAY_IMPORT = {
     "errors": set(),
+    "direction": set(),
     "config": {"errors"},
     "hosts": {"errors"},
     "tokenizers": {"errors"},
-    "schedule": {"config", "errors"},
-    "trace": {"config", "errors", "schedule"},
-    "sim": {"config", "errors", "schedule", "trace"},
+    "schedule": {"config", "direction", "errors"},
+    "trace": {"config", "direction", "errors", "schedule"},
+    "sim": {"config", "direction", "errors", "schedule", "trace"},
     "plan": {"config", "errors", "schedule", "sim", "trace"},
-    "transport": {"config", "errors", "hosts", "trace"},
-    "mcore": {"config", "errors", "trace", "transport"},
-    "runtime": {"config", "errors", "hosts", "schedule", "trace", "transport", "mcore"},
+    "transport": {"config", "direction", "errors", "hosts"},
+    "mcore": {"config", "direction", "errors", "trace", "transport"},
+    "runtime": {
+        *("config", "direction", "errors", "hosts", "schedule", "trace"),
+        *("transport", "mcore"),
+    },
     "cli": {"config", "errors", "schedule", "tokenizers", "trace", "plan", "runtime"},
     "launch": {"config", "errors", "schedule", "plan", "cli"},
     "train": {
@@ -44,7 +48,17 @@ MAY_IMPORT = {
 }
 DOORS = {"__init__", "__main__", "doctor", "estimate", "sim.__main__"}
 """Entry points, which may import any room."""
-WITHOUT_TORCH = {"errors", "config", "hosts", "tokenizers", "schedule", "sim", "plan", "launch"}
+WITHOUT_TORCH = {
+    "direction",
+    "errors",
+    "config",
+    "hosts",
+    "tokenizers",
+    "schedule",
+    "sim",
+    "plan",
+    "launch",
+}
 PUBLIC = {
     "Action",
     "ConfigError",

@@ -134,8 +134,7 @@ class Device {
   const std::string& name() const { return name_; }  // "NVIDIA H200 (cuda:0, 0000:04:00.0)"
 
   enum class Access { kSame, kYes, kNo, kHidden };
-  // Whether this GPU can write into the memory of another one. kHidden: this process does not see
-  // that one.
+  // Access of this GPU to the memory of another one. kHidden: this process does not see that one.
   Access access_to(const std::string& uuid) const;
   // UUIDs of all GPUs that this process sees.
   std::vector<std::string> visible() const;

@@ -1,6 +1,6 @@
-// What went wrong, as one exception type with a kind. Thrown on the control path; the hot calls
-// store the first one and every waiter receives it. The binding maps each kind to a class of
-// megatron/dpp/errors.py.
+// The exception type of this project, with the class of its fault. Thrown on the control path; the
+// hot calls store the first one and every waiter receives it. The binding maps each kind to a class
+// of megatron/dpp/errors.py.
 #pragma once
 
 #include <cerrno>

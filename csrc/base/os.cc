@@ -19,7 +19,7 @@ constexpr size_t kPage = 4096;
 constexpr uintptr_t kLargePage = 2 << 20;
 constexpr size_t kPiece = 4 << 20;
 
-// What this machine has; everything where the kernel does not say.
+// Memory of this machine; the largest number where the kernel does not say.
 // By a system call: a stream over /proc/meminfo has given 0 in a build where the value was not 0.
 size_t total_memory() {
   struct sysinfo facts = {};

@@ -1,4 +1,4 @@
-// What is needed of libibverbs, declared here and loaded with dlopen: neither its headers nor the
+// The parts of libibverbs in use, declared here and loaded with dlopen: neither its headers nor the
 // library are needed to build, and one build serves machines with and without RDMA devices.
 //
 // Layouts and numbers are those of libibverbs' ABI 1 (rdma-core 31 and later), which has been

@@ -13,9 +13,9 @@ namespace py = pybind11;
 
 namespace {
 
+using dpp::ChannelSpec;
 using dpp::Error;
 using dpp::Fault;
-using dpp::Geometry;
 using dpp::Transport;
 using dpp::UniqueFd;
 
@@ -45,20 +45,20 @@ void translate(std::exception_ptr pointer) {
   }
 }
 
-Geometry geometry_of(const py::tuple& spec) {
-  Geometry geometry;
-  geometry.source = spec[0].cast<int32_t>();
-  geometry.destination = spec[1].cast<int32_t>();
-  geometry.chunk = spec[2].cast<int32_t>();
-  geometry.direction = spec[3].cast<int32_t>();
-  geometry.slot_bytes = spec[4].cast<uint64_t>();
-  geometry.depth = spec[5].cast<uint32_t>();
-  return geometry;
+ChannelSpec spec_of(const py::tuple& fields) {
+  ChannelSpec spec;
+  spec.source = fields[0].cast<int32_t>();
+  spec.destination = fields[1].cast<int32_t>();
+  spec.chunk = fields[2].cast<int32_t>();
+  spec.direction = fields[3].cast<int32_t>();
+  spec.slot_bytes = fields[4].cast<uint64_t>();
+  spec.depth = fields[5].cast<uint32_t>();
+  return spec;
 }
 
-std::vector<Geometry> geometries(const std::vector<py::tuple>& specs) {
-  std::vector<Geometry> result;
-  for (const py::tuple& spec : specs) result.push_back(geometry_of(spec));
+std::vector<ChannelSpec> specs_of(const std::vector<py::tuple>& channels) {
+  std::vector<ChannelSpec> result;
+  for (const py::tuple& fields : channels) result.push_back(spec_of(fields));
   return result;
 }
 
@@ -72,7 +72,7 @@ std::unique_ptr<Transport> make_transport(int rank, double timeout, bool checksu
   settings.checksum = checksum;
   settings.max_pending = max_pending;
   settings.spin = spin;
-  return std::make_unique<Transport>(settings, geometries(incoming), geometries(outgoing));
+  return std::make_unique<Transport>(settings, specs_of(incoming), specs_of(outgoing));
 }
 
 dpp::Outgoing::Put put_once(Transport& self, size_t channel, const dpp::Parcel& parcel) {

@@ -49,7 +49,7 @@ struct MadeLink {
 MadeLink make_link(Transport& transport, int peer, const std::vector<size_t>& incoming,
                    const std::vector<size_t>& outgoing, const RdmaPlace& place, int gpu,
                    const std::string& gpudirect, uint32_t max_pending) {
-  std::vector<Geometry> in, out;
+  std::vector<ChannelSpec> in, out;
   for (const size_t index : incoming) in.push_back(transport.incoming(index));
   for (const size_t index : outgoing) out.push_back(transport.outgoing(index));
   const auto make = [&](std::shared_ptr<PayloadMemory> payloads) {

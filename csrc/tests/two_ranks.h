@@ -53,7 +53,7 @@ inline Options parse(int argc, char** argv) {
 
 inline std::unique_ptr<Transport> make(int rank, const Options& options) {
   const auto channel = [slot_bytes = options.slot_bytes](int source, int chunk, uint32_t depth) {
-    return Geometry{source, 1 - source, chunk, 0, slot_bytes, depth};
+    return ChannelSpec{source, 1 - source, chunk, 0, slot_bytes, depth};
   };
   Settings settings;
   settings.rank = rank;
@@ -61,15 +61,15 @@ inline std::unique_ptr<Transport> make(int rank, const Options& options) {
   settings.checksum = options.checksum;
   settings.max_pending = 8;
   return std::make_unique<Transport>(
-      settings, std::vector<Geometry>{channel(1 - rank, 0, 1), channel(1 - rank, 1, 3)},
-      std::vector<Geometry>{channel(rank, 0, 1), channel(rank, 1, 3)});
+      settings, std::vector<ChannelSpec>{channel(1 - rank, 0, 1), channel(1 - rank, 1, 3)},
+      std::vector<ChannelSpec>{channel(rank, 0, 1), channel(rank, 1, 3)});
 }
 
 inline std::shared_ptr<RdmaLink> add_rdma(Transport& transport, int peer, const RdmaPlace& place) {
   auto link = std::make_shared<RdmaLink>(
       transport.find_peer(peer), transport.bell(), transport.copier(), place,
-      std::vector<Geometry>{transport.incoming(0), transport.incoming(1)},
-      std::vector<Geometry>{transport.outgoing(0), transport.outgoing(1)});
+      std::vector<ChannelSpec>{transport.incoming(0), transport.incoming(1)},
+      std::vector<ChannelSpec>{transport.outgoing(0), transport.outgoing(1)});
   for (uint32_t i = 0; i < 2; ++i) {
     transport.set_receiver(i, peer, link->make_receiver(i));
     transport.set_sender(i, peer, link->make_sender(i));

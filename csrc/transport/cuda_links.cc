@@ -19,31 +19,31 @@ constexpr size_t kTailBytes = 64 << 10;
 CudaLinks::CudaLinks(Transport& transport, int ordinal, uint32_t max_pending)
     : transport_(transport), device_(cuda::Device::open(ordinal)), max_pending_(max_pending) {}
 
-std::vector<Geometry> CudaLinks::incoming_geometry(const std::vector<size_t>& channels) const {
-  std::vector<Geometry> geometry;
-  for (const size_t index : channels) geometry.push_back(transport_.incoming(index));
-  return geometry;
+std::vector<ChannelSpec> CudaLinks::incoming_specs(const std::vector<size_t>& channels) const {
+  std::vector<ChannelSpec> specs;
+  for (const size_t index : channels) specs.push_back(transport_.incoming(index));
+  return specs;
 }
 
-std::vector<Geometry> CudaLinks::outgoing_geometry(const std::vector<size_t>& channels) const {
-  std::vector<Geometry> geometry;
-  for (const size_t index : channels) geometry.push_back(transport_.outgoing(index));
-  return geometry;
+std::vector<ChannelSpec> CudaLinks::outgoing_specs(const std::vector<size_t>& channels) const {
+  std::vector<ChannelSpec> specs;
+  for (const size_t index : channels) specs.push_back(transport_.outgoing(index));
+  return specs;
 }
 
 CudaLinks::Offer CudaLinks::make_ipc_slots(int peer, const std::vector<size_t>& channels,
                                            bool legacy) {
-  const std::vector<Geometry> geometry = incoming_geometry(channels);
-  const SlotLayout layout(geometry);
+  const std::vector<ChannelSpec> specs = incoming_specs(channels);
+  const SlotLayout layout(specs);
   const auto make = legacy ? &cuda::Memory::allocate : &cuda::Memory::create;
   auto memory =
       std::make_shared<cuda::Memory>(make(device_, std::max<size_t>(layout.total_bytes, 1)));
-  const auto block = ShmBlock::create(without_payload(geometry));
+  const auto block = ShmBlock::create(without_payload(specs));
   const auto stream = std::make_shared<cuda::Stream>(device_);
   const auto written = std::make_shared<const Written>(device_, block, *stream);
   for (size_t i = 0; i < channels.size(); ++i) {
     auto ring = std::make_unique<ShmReceiver>(block, i, transport_.find_peer(peer));
-    const DeviceSlots slots(memory, layout.offsets[i], geometry[i]);
+    const DeviceSlots slots(memory, layout.offsets[i], specs[i]);
     transport_.set_receiver(
         channels[i], peer,
         std::make_unique<CudaIpcReceiver>(device_, slots, std::move(ring), written, i));
@@ -57,17 +57,17 @@ CudaLinks::Offer CudaLinks::make_ipc_slots(int peer, const std::vector<size_t>& 
 
 void CudaLinks::use_ipc_slots(int peer, const std::vector<size_t>& channels, UniqueFd control,
                               const std::string& handle, UniqueFd fd) {
-  const std::vector<Geometry> geometry = outgoing_geometry(channels);
-  const SlotLayout layout(geometry);
+  const std::vector<ChannelSpec> specs = outgoing_specs(channels);
+  const SlotLayout layout(specs);
   auto memory =
       std::make_shared<cuda::Memory>(fd ? cuda::Memory::import(device_, fd, layout.total_bytes)
                                         : cuda::Memory::open(device_, handle));
   const auto stream = std::make_shared<cuda::Stream>(device_);
-  const auto block = ShmBlock::adopt(std::move(control), without_payload(geometry));
+  const auto block = ShmBlock::adopt(std::move(control), without_payload(specs));
   const auto written = std::make_shared<const Written>(device_, block, *stream);
   for (size_t i = 0; i < channels.size(); ++i) {
     auto ring = std::make_unique<ShmSender>(block, i, transport_.find_peer(peer));
-    const DeviceSlots slots(memory, layout.offsets[i], geometry[i]);
+    const DeviceSlots slots(memory, layout.offsets[i], specs[i]);
     transport_.set_sender(channels[i], peer,
                           std::make_unique<CudaIpcSender>(device_, stream, slots, std::move(ring),
                                                           written, i, max_pending_));
@@ -87,16 +87,16 @@ std::string CudaLinks::ahead_fault(int peer) const {
 
 std::pair<int, int> CudaLinks::make_staged_slots(int peer, const std::vector<size_t>& channels,
                                                  uint64_t workload) {
-  const std::vector<Geometry> geometry = incoming_geometry(channels);
-  const SlotLayout layout(geometry);
+  const std::vector<ChannelSpec> specs = incoming_specs(channels);
+  const SlotLayout layout(specs);
   auto memory = std::make_shared<cuda::Memory>(
       cuda::Memory::allocate(device_, std::max<size_t>(layout.total_bytes, 1)));
   const auto stream = std::make_shared<cuda::Stream>(device_);
-  const auto block = ShmBlock::create(without_payload(geometry));
-  const auto chunks = StagedBlock::create(device_, geometry, workload);
+  const auto block = ShmBlock::create(without_payload(specs));
+  const auto chunks = StagedBlock::create(device_, specs, workload);
   for (size_t i = 0; i < channels.size(); ++i) {
     const auto other = transport_.find_peer(peer);
-    const DeviceSlots slots(memory, layout.offsets[i], geometry[i]);
+    const DeviceSlots slots(memory, layout.offsets[i], specs[i]);
     transport_.set_receiver(
         channels[i], peer,
         std::make_unique<StagedReceiver>(device_, stream, slots, chunks, i,
@@ -107,10 +107,10 @@ std::pair<int, int> CudaLinks::make_staged_slots(int peer, const std::vector<siz
 
 void CudaLinks::use_staged_slots(int peer, const std::vector<size_t>& channels, UniqueFd control,
                                  UniqueFd fd, uint64_t workload) {
-  const std::vector<Geometry> geometry = outgoing_geometry(channels);
+  const std::vector<ChannelSpec> specs = outgoing_specs(channels);
   const auto stream = std::make_shared<cuda::Stream>(device_);
-  const auto block = ShmBlock::adopt(std::move(control), without_payload(geometry));
-  const auto chunks = StagedBlock::adopt(device_, std::move(fd), geometry, workload);
+  const auto block = ShmBlock::adopt(std::move(control), without_payload(specs));
+  const auto chunks = StagedBlock::adopt(device_, std::move(fd), specs, workload);
   for (size_t i = 0; i < channels.size(); ++i) {
     const auto other = transport_.find_peer(peer);
     transport_.set_sender(channels[i], peer,

@@ -18,7 +18,7 @@ class CudaLinks {
 
   const cuda::Device& device() const { return *device_; }
 
-  // What a receiver gives to one sender. Either handle or memory tells where the slots are.
+  // A receiver's message to one sender. Either handle or memory names the slots.
   // Descriptors stay ours.
   struct Offer {
     int control = -1;
@@ -61,8 +61,8 @@ class CudaLinks {
     std::vector<Piece> pieces() const;
   };
 
-  std::vector<Geometry> incoming_geometry(const std::vector<size_t>& channels) const;
-  std::vector<Geometry> outgoing_geometry(const std::vector<size_t>& channels) const;
+  std::vector<ChannelSpec> incoming_specs(const std::vector<size_t>& channels) const;
+  std::vector<ChannelSpec> outgoing_specs(const std::vector<size_t>& channels) const;
 
   Transport& transport_;
   const cuda::DevicePtr device_;

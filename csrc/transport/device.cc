@@ -19,7 +19,9 @@ cuda::StreamHandle as_stream(uintptr_t stream) {
 }
 cuda::Address as_address(const void* data) { return reinterpret_cast<cuda::Address>(data); }
 
-size_t stride_of(const Geometry& channel) { return round_up(channel.slot_bytes, kSlotAlignment); }
+size_t stride_of(const ChannelSpec& channel) {
+  return round_up(channel.slot_bytes, kSlotAlignment);
+}
 
 uint32_t device_checksum(const cuda::Device& device, const void* data, uint64_t bytes,
                          uintptr_t stream) {
@@ -57,24 +59,24 @@ bool Marks::all_passed(uint64_t first, uint64_t last, uint64_t deadline_ns) cons
   return true;
 }
 
-SlotLayout::SlotLayout(const std::vector<Geometry>& channels) {
-  for (const Geometry& channel : channels) {
+SlotLayout::SlotLayout(const std::vector<ChannelSpec>& channels) {
+  for (const ChannelSpec& channel : channels) {
     offsets.push_back(total_bytes);
     total_bytes += channel.depth * stride_of(channel);
   }
 }
 
-std::vector<Geometry> without_payload(std::vector<Geometry> channels) {
-  for (Geometry& channel : channels) channel.slot_bytes = 0;
+std::vector<ChannelSpec> without_payload(std::vector<ChannelSpec> channels) {
+  for (ChannelSpec& channel : channels) channel.slot_bytes = 0;
   return channels;
 }
 
 DeviceSlots::DeviceSlots(std::shared_ptr<cuda::Memory> slots, size_t offset,
-                         const Geometry& geometry)
+                         const ChannelSpec& spec)
     : memory(std::move(slots)),
       first(memory->address() + offset),
-      stride(stride_of(geometry)),
-      depth(geometry.depth) {}
+      stride(stride_of(spec)),
+      depth(spec.depth) {}
 
 DeviceSender::DeviceSender(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream,
                            std::unique_ptr<ShmSender> ring, uint32_t max_pending)

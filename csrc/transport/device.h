@@ -1,5 +1,5 @@
-// What the kinds that serve GPUs share: when a stream has passed a point, the slots in device
-// memory, and both ends' common halves. Order, headers, credit and waking are those of "shm": a
+// Parts that the kinds for GPUs share: marks on a stream, slots in device memory, and the common
+// halves of senders and receivers. Order, headers, credit and waking are those of "shm": a
 // block of host memory without payload.
 //
 // A stream that waits for another process can hold up every other stream that shares its hardware
@@ -39,12 +39,12 @@ class Marks {
 
 // Where the slots of the channels of one link lie in one piece of device memory.
 struct SlotLayout {
-  explicit SlotLayout(const std::vector<Geometry>& channels);
+  explicit SlotLayout(const std::vector<ChannelSpec>& channels);
   std::vector<size_t> offsets;
   size_t total_bytes = 0;
 };
 
-std::vector<Geometry> without_payload(std::vector<Geometry> channels);
+std::vector<ChannelSpec> without_payload(std::vector<ChannelSpec> channels);
 
 // Slots of one channel, as addresses.
 struct DeviceSlots {
@@ -53,7 +53,7 @@ struct DeviceSlots {
   size_t stride = 0;
   size_t depth = 0;
 
-  DeviceSlots(std::shared_ptr<cuda::Memory> slots, size_t offset, const Geometry& geometry);
+  DeviceSlots(std::shared_ptr<cuda::Memory> slots, size_t offset, const ChannelSpec& spec);
   cuda::Address of(uint64_t sequence) const { return first + (sequence - 1) % depth * stride; }
 };
 
@@ -67,7 +67,7 @@ class DeviceSender : public Sender {
   uint32_t checksum(const Parcel& parcel) override;
   bool has_credit() override { return ring_->has_credit(); }
   bool ask_for_credit() override { return ring_->ask_for_credit(); }
-  // What is queued reads memory of the caller and fills buffers or slots that are given up.
+  // Queued copies read the caller's memory and fill buffers or slots that are given up.
   bool comes_to_rest(uint64_t deadline_ns) override { return stream_->drain(deadline_ns); }
 
  protected:

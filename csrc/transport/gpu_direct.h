@@ -43,8 +43,7 @@ class GpuDirect : public PayloadMemory {
   std::string registered_by_;
 };
 
-// Whether memory of a GPU can be registered with an RDMA device, found by doing it; and how, or why
-// not. For the doctor.
+// Registers memory of a GPU with an RDMA device: success, and the way or the error. For the doctor.
 std::pair<bool, std::string> probe_gpu_direct(const std::string& rdma_device, int gpu);
 
 }  // namespace dpp

@@ -83,7 +83,7 @@ class Receiver {
   // CRC32C of what copy_out() moved to `to`.
   virtual uint32_t checksum(const void* to, uint64_t bytes, uintptr_t) { return crc32c(to, bytes); }
 
-  // Whether settle() has anything to do: the progress thread is then woken by every release().
+  // True if settle() has work to do: every release() then wakes the progress thread.
   virtual bool settles() const { return false; }
   // Progress thread: what goes on between arrival and take(), and after release(). kPoll or kMoved
   // while it waits for a GPU. `progressed` becomes true when the caller's thread should look again.

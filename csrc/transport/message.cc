@@ -35,28 +35,28 @@ bool payload_bytes(const Header& header, uint64_t limit, uint64_t& bytes) {
 
 }  // namespace
 
-std::string Geometry::text() const {
+std::string ChannelSpec::text() const {
   return std::string(direction == 0 ? "forward" : "backward") + " of chunk " +
          std::to_string(chunk) + ", rank " + std::to_string(source) + " -> " +
          std::to_string(destination);
 }
 
-void seal_header(Header& header, const Geometry& geometry, uint64_t sequence) {
+void seal_header(Header& header, const ChannelSpec& spec, uint64_t sequence) {
   header.magic = kMagic;
   header.abi = kAbiVersion;
-  header.chunk = geometry.chunk;
-  header.direction = geometry.direction;
+  header.chunk = spec.chunk;
+  header.direction = spec.direction;
   header.sequence = sequence;
   header.reserved = 0;
   header.header_crc = sum_of(header);
 }
 
-std::string header_fault(const Header& header, const Geometry& geometry, uint64_t sequence) {
+std::string header_fault(const Header& header, const ChannelSpec& spec, uint64_t sequence) {
   if (header.magic != kMagic) return differs("magic", header.magic, kMagic);
   if (header.abi != kAbiVersion) return differs("format version", header.abi, kAbiVersion);
   if (header.header_crc != sum_of(header)) return "its checksum is wrong";
   if (header.sequence != sequence) return differs("sequence number", header.sequence, sequence);
-  if (header.chunk != geometry.chunk || header.direction != geometry.direction) {
+  if (header.chunk != spec.chunk || header.direction != spec.direction) {
     return "it names chunk " + std::to_string(header.chunk) + ", direction " +
            std::to_string(header.direction);
   }
@@ -67,8 +67,8 @@ std::string header_fault(const Header& header, const Geometry& geometry, uint64_
     return "part " + std::to_string(header.part) + " of " + std::to_string(header.num_parts);
   }
   uint64_t bytes = 0;
-  if (!payload_bytes(header, geometry.slot_bytes, bytes)) {
-    return "its shape needs more than a slot's " + std::to_string(geometry.slot_bytes) + " bytes";
+  if (!payload_bytes(header, spec.slot_bytes, bytes)) {
+    return "its shape needs more than a slot's " + std::to_string(spec.slot_bytes) + " bytes";
   }
   if (header.bytes != bytes) return differs("byte count", header.bytes, bytes);
   return "";

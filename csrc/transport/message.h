@@ -1,4 +1,4 @@
-// What travels with every payload, and the rule by which a receiver believes it.
+// The header that travels with every payload, and its validation by the receiver.
 #pragma once
 
 #include <cstdint>
@@ -6,15 +6,15 @@
 
 namespace dpp {
 
-constexpr uint32_t kAbiVersion = 3;  // raise with every change of what two processes share
+constexpr uint32_t kAbiVersion = 4;  // raise with every change of what two processes share
 constexpr int kMaxDims = 8;
 
-// One channel as both sides know it.
-struct Geometry {
+// One channel as both sides know it; transport/base.py has the same fields.
+struct ChannelSpec {
   int32_t source = 0;
   int32_t destination = 0;
   int32_t chunk = 0;
-  int32_t direction = 0;  // 0 forward, 1 backward
+  int32_t direction = 0;  // as in direction.py: 0 forward, 1 backward
   uint64_t slot_bytes = 0;
   uint32_t depth = 0;
 
@@ -58,10 +58,10 @@ constexpr DtypeInfo kDtypes[] = {
 constexpr uint8_t kNumDtypes = sizeof(kDtypes) / sizeof(kDtypes[0]);
 
 // Fills in magic, version, channel, sequence and the header's own sum.
-void seal_header(Header& header, const Geometry& geometry, uint64_t sequence);
+void seal_header(Header& header, const ChannelSpec& spec, uint64_t sequence);
 
 // Empty when `header`, a private copy, is the message number `sequence` of the channel; else what
 // is wrong with it.
-std::string header_fault(const Header& header, const Geometry& geometry, uint64_t sequence);
+std::string header_fault(const Header& header, const ChannelSpec& spec, uint64_t sequence);
 
 }  // namespace dpp

@@ -8,7 +8,7 @@ Outgoing::Put Outgoing::put(const Parcel& source) {
   if (queued - done == parcels_.size()) return Put::kFull;
   Parcel& next = parcel(queued);
   next = source;
-  seal_header(next.header, geometry_, queued + 1);
+  seal_header(next.header, spec_, queued + 1);
   sender_->prepare(next);
   Step step = Step::kAgain;
   bool progressed = false;

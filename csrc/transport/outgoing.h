@@ -19,10 +19,10 @@ class Outgoing {
   enum class Put { kDone, kPending, kFull };
 
   // capacity: a power of two.
-  Outgoing(const Geometry& geometry, int peer, std::unique_ptr<Sender> sender, uint32_t capacity)
-      : geometry_(geometry), peer_(peer), sender_(std::move(sender)), parcels_(capacity) {}
+  Outgoing(const ChannelSpec& spec, int peer, std::unique_ptr<Sender> sender, uint32_t capacity)
+      : spec_(spec), peer_(peer), sender_(std::move(sender)), parcels_(capacity) {}
 
-  const Geometry& geometry() const { return geometry_; }
+  const ChannelSpec& spec() const { return spec_; }
   int peer() const { return peer_; }
 
   // Caller's thread. kFull: nothing was queued.
@@ -43,7 +43,7 @@ class Outgoing {
   Step drive(uint64_t target, bool& progressed);
 
   // Constant after construction.
-  const Geometry geometry_;
+  const ChannelSpec spec_;
   const int peer_;
 
   // Owner of the Sender only.

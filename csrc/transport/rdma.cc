@@ -25,9 +25,9 @@ uint64_t widen(uint16_t low, uint64_t near) {
   return near + static_cast<uint64_t>(static_cast<int64_t>(distance));
 }
 
-void check_limits(const std::vector<Geometry>& channels) {
+void check_limits(const std::vector<ChannelSpec>& channels) {
   uint64_t deepest = 0;
-  for (const Geometry& channel : channels) deepest = std::max<uint64_t>(deepest, channel.depth);
+  for (const ChannelSpec& channel : channels) deepest = std::max<uint64_t>(deepest, channel.depth);
   if (channels.size() > RdmaImmediate::kMostChannels || deepest > kMostSlots) {
     throw Error(Fault::kSetup, std::to_string(channels.size()) + " channels of up to " +
                                    std::to_string(deepest) + " slots on one RDMA link; at most " +
@@ -41,9 +41,9 @@ void check_limits(const std::vector<Geometry>& channels) {
 // ---- layout
 // ---------------------------------------------------------------------------------------------------
 
-RdmaLayout::RdmaLayout(const std::vector<Geometry>& channels, bool apart) : apart_(apart) {
+RdmaLayout::RdmaLayout(const std::vector<ChannelSpec>& channels, bool apart) : apart_(apart) {
   check_limits(channels);
-  for (const Geometry& channel : channels) {
+  for (const ChannelSpec& channel : channels) {
     const uint64_t head = apart ? 0 : sizeof(Header);
     const uint64_t stride = round_up(head + channel.slot_bytes, apart ? kGpuAlignment : 64);
     channels_.push_back({total_, stride, channel.depth, num_slots_});
@@ -67,22 +67,22 @@ uint64_t RdmaLayout::payload(uint32_t channel, uint64_t sequence) const {
 // ---- sender
 // ---------------------------------------------------------------------------------------------------
 
-RdmaOutbox::RdmaOutbox(RdmaLink& link, uint32_t channel, const Geometry& geometry)
-    : link_(link), channel_(channel), geometry_(geometry), begun_parcels_(geometry.depth) {}
+RdmaOutbox::RdmaOutbox(RdmaLink& link, uint32_t channel, const ChannelSpec& spec)
+    : link_(link), channel_(channel), spec_(spec), begun_parcels_(spec.depth) {}
 
 bool RdmaOutbox::has_credit() const {
   return begun_.load(std::memory_order_relaxed) - released_.load(std::memory_order_acquire) <
-         geometry_.depth;
+         spec_.depth;
 }
 
 void RdmaOutbox::begin(const Parcel& parcel) {
   const uint64_t begun = begun_.load(std::memory_order_relaxed);
-  begun_parcels_[begun % geometry_.depth] = parcel;
+  begun_parcels_[begun % spec_.depth] = parcel;
   begun_.store(begun + 1, std::memory_order_release);
 }
 
 Step RdmaOutbox::finished(PieceCopier& copier) {
-  const Parcel& parcel = begun_parcels_[num_finished_ % geometry_.depth];
+  const Parcel& parcel = begun_parcels_[num_finished_ % spec_.depth];
   if (!started_) copier.start(parcel);
   started_ = true;  // without a free buffer there may be no piece yet when we come again
   const bool whole = fill(parcel, copier);
@@ -140,7 +140,7 @@ void RdmaOutbox::receive_credit(uint16_t low) {
   const uint64_t before = released_.load(std::memory_order_relaxed);
   const uint64_t released = widen(low, before);
   if (released < before || released > begun_.load(std::memory_order_acquire)) {
-    link_.refuse("credit for messages never sent on " + geometry_.text());
+    link_.refuse("credit for messages never sent on " + spec_.text());
   }
   released_.store(released, std::memory_order_release);
 }
@@ -153,8 +153,8 @@ void RdmaSender::copy(std::byte* to, const std::byte* from, uint64_t bytes, int)
 // -------------------------------------------------------------------------------------------------
 
 RdmaReceiver::RdmaReceiver(std::shared_ptr<RdmaLink> link, uint32_t channel,
-                           const Geometry& geometry)
-    : link_(std::move(link)), channel_(channel), geometry_(geometry), slots_(geometry.depth) {}
+                           const ChannelSpec& spec)
+    : link_(std::move(link)), channel_(channel), spec_(spec), slots_(spec.depth) {}
 
 Header RdmaReceiver::header(uint64_t sequence) {
   Header header;
@@ -181,14 +181,13 @@ void RdmaReceiver::release(uint64_t sequence) {
 bool RdmaReceiver::close_share(uint16_t low, uint32_t num_shares) {
   const uint64_t before = arrived_.load(std::memory_order_relaxed);
   const uint64_t sequence = widen(low, before);
-  if (sequence <= before ||
-      sequence > released_.load(std::memory_order_acquire) + geometry_.depth) {
-    link_->refuse("message " + std::to_string(sequence) + " without credit on " + geometry_.text());
+  if (sequence <= before || sequence > released_.load(std::memory_order_acquire) + spec_.depth) {
+    link_->refuse("message " + std::to_string(sequence) + " without credit on " + spec_.text());
   }
   Slot& target = slot(sequence);
   if (target.sequence != sequence) target = {sequence, 0, num_shares};
   if (num_shares == 0 || num_shares != target.num_shares || target.closed == num_shares) {
-    link_->refuse("a message in parts that do not fit on " + geometry_.text());
+    link_->refuse("a message in parts that do not fit on " + spec_.text());
   }
   ++target.closed;
   uint64_t arrived = before;

@@ -59,7 +59,7 @@ class PayloadMemory {
   virtual void fetch(void* to, uint64_t from, uint64_t bytes) = 0;
 };
 
-// What one side tells the other: where its slots are and how its queue pairs are reached.
+// One side's message to the other: the places of its slots, the addresses of its queue pairs.
 struct RdmaOffer {
   std::string gid;
   uint16_t lid = 0;
@@ -96,7 +96,7 @@ struct RdmaImmediate {
 // one piece of memory, payloads in another one; else each payload behind its header.
 class RdmaLayout {
  public:
-  RdmaLayout(const std::vector<Geometry>& channels, bool apart);
+  RdmaLayout(const std::vector<ChannelSpec>& channels, bool apart);
   uint64_t header(uint32_t channel, uint64_t sequence) const;
   uint64_t payload(uint32_t channel, uint64_t sequence) const;
   bool apart() const { return apart_; }
@@ -121,7 +121,7 @@ class RdmaLayout {
 
 class RdmaLink;
 
-// What is written at once: a buffer that is filled, and where its bytes go in the peer's slots.
+// The bytes of one write: a buffer that is filled, and a place in the peer's slots.
 struct RdmaPiece {
   int buffer = -1;
   size_t rail = 0;
@@ -131,7 +131,7 @@ struct RdmaPiece {
   bool closes = false;
 };
 
-// How the bytes of a piece get into a registered buffer.
+// Copies the bytes of a piece into a registered buffer.
 class PieceCopier {
  public:
   virtual ~PieceCopier() = default;
@@ -144,7 +144,7 @@ class PieceCopier {
 // The sending half of a channel, wherever its tensors are.
 class RdmaOutbox {
  public:
-  RdmaOutbox(RdmaLink& link, uint32_t channel, const Geometry& geometry);
+  RdmaOutbox(RdmaLink& link, uint32_t channel, const ChannelSpec& spec);
   // Owner, as in Sender.
   bool has_credit() const;
   void begin(const Parcel& parcel);
@@ -158,7 +158,7 @@ class RdmaOutbox {
 
   RdmaLink& link_;  // which owns us
   const uint32_t channel_;
-  const Geometry geometry_;
+  const ChannelSpec spec_;
 
   // Owner only.
   std::vector<Parcel> begun_parcels_;
@@ -195,7 +195,7 @@ class RdmaSender : public Sender, private PieceCopier {
 
 class RdmaReceiver : public Receiver {
  public:
-  RdmaReceiver(std::shared_ptr<RdmaLink> link, uint32_t channel, const Geometry& geometry);
+  RdmaReceiver(std::shared_ptr<RdmaLink> link, uint32_t channel, const ChannelSpec& spec);
   uint64_t arrived() override { return arrived_.load(std::memory_order_acquire); }
   Header header(uint64_t sequence) override;
   void copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) override;
@@ -218,7 +218,7 @@ class RdmaReceiver : public Receiver {
 
   const std::shared_ptr<RdmaLink> link_;
   const uint32_t channel_;
-  const Geometry geometry_;
+  const ChannelSpec spec_;
   std::vector<Slot> slots_;  // progress thread only
   std::atomic<uint64_t> arrived_{0};
   std::atomic<uint64_t> released_{0};
@@ -230,7 +230,7 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
   // Opens the device, registers memory and makes the queue pairs. Payloads lie in `payloads`, if
   // there is one. Throws kUnavailable or kSetup.
   RdmaLink(std::shared_ptr<Peer> peer, Bell* bell, const Copier& copier, const RdmaPlace& place,
-           std::vector<Geometry> incoming, std::vector<Geometry> outgoing,
+           std::vector<ChannelSpec> incoming, std::vector<ChannelSpec> outgoing,
            std::shared_ptr<PayloadMemory> payloads = nullptr);
 
   const RdmaOffer& offer() const { return offer_; }
@@ -271,7 +271,7 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
     uint32_t channel;
     uint64_t sequence, bytes;
   };
-  static std::vector<TestSlot> test_slots(const std::vector<Geometry>& channels);
+  static std::vector<TestSlot> test_slots(const std::vector<ChannelSpec>& channels);
   // Headers and payloads, in our buffers as in the peer's slots.
   bool side_by_side() const { return !payloads_ && !peer_slots_.apart(); }
   void make_payloads();
@@ -310,7 +310,7 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
   Bell* const bell_;  // of the transport, which outlives its links
   const Copier copier_;
   const RdmaPlace place_;
-  const std::vector<Geometry> incoming_, outgoing_;
+  const std::vector<ChannelSpec> incoming_, outgoing_;
   const std::shared_ptr<PayloadMemory> payloads_;
   const RdmaLayout slots_;
   RdmaLayout peer_slots_;  // as the peer lays them out from connect() on

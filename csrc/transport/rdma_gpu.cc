@@ -53,9 +53,9 @@ std::unique_ptr<Sender> RdmaGpu::make_sender(uint32_t channel, uint32_t max_pend
   return std::make_unique<RdmaGpuSender>(std::move(self), link_->outbox(channel), max_pending);
 }
 
-std::unique_ptr<Receiver> RdmaGpu::make_receiver(uint32_t channel, const Geometry& geometry,
+std::unique_ptr<Receiver> RdmaGpu::make_receiver(uint32_t channel, const ChannelSpec& spec,
                                                  std::shared_ptr<RdmaGpu> self) {
-  auto receiver = std::make_unique<RdmaGpuReceiver>(std::move(self), channel, geometry);
+  auto receiver = std::make_unique<RdmaGpuReceiver>(std::move(self), channel, spec);
   link_->set_receiver(channel, receiver.get());
   return receiver;
 }
@@ -84,10 +84,10 @@ void RdmaGpuSender::copy(std::byte* to, const std::byte* from, uint64_t bytes, i
 }
 
 RdmaGpuReceiver::RdmaGpuReceiver(std::shared_ptr<RdmaGpu> gpu, uint32_t channel,
-                                 const Geometry& geometry)
-    : RdmaReceiver(gpu->link(), channel, geometry),
+                                 const ChannelSpec& spec)
+    : RdmaReceiver(gpu->link(), channel, spec),
       gpu_(std::move(gpu)),
-      copied_(gpu_->device(), geometry.depth) {}
+      copied_(gpu_->device(), spec.depth) {}
 
 void RdmaGpuReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) {
   const cuda::Device& device = *gpu_->device();

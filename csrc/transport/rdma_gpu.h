@@ -33,7 +33,7 @@ class RdmaGpu {
   // max_pending: puts that may wait at once on a channel.
   std::unique_ptr<Sender> make_sender(uint32_t channel, uint32_t max_pending,
                                       std::shared_ptr<RdmaGpu> self);
-  std::unique_ptr<Receiver> make_receiver(uint32_t channel, const Geometry& geometry,
+  std::unique_ptr<Receiver> make_receiver(uint32_t channel, const ChannelSpec& spec,
                                           std::shared_ptr<RdmaGpu> self);
 
  private:
@@ -68,7 +68,7 @@ class RdmaGpuSender : public DeviceSender, private PieceCopier {
 
 class RdmaGpuReceiver : public RdmaReceiver {
  public:
-  RdmaGpuReceiver(std::shared_ptr<RdmaGpu> gpu, uint32_t channel, const Geometry& geometry);
+  RdmaGpuReceiver(std::shared_ptr<RdmaGpu> gpu, uint32_t channel, const ChannelSpec& spec);
   void copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) override;
   uint32_t checksum(const void* to, uint64_t bytes, uintptr_t stream) override;
   // The slot is free once the copy out of it has happened, which settle() finds.

@@ -72,8 +72,8 @@ uint32_t chosen_buffers(const RdmaLayout& peer_slots, uint64_t piece_bytes) {
 // -----------------------------------------------------------------------------------------------------
 
 RdmaLink::RdmaLink(std::shared_ptr<Peer> peer, Bell* bell, const Copier& copier,
-                   const RdmaPlace& place, std::vector<Geometry> incoming,
-                   std::vector<Geometry> outgoing, std::shared_ptr<PayloadMemory> payloads)
+                   const RdmaPlace& place, std::vector<ChannelSpec> incoming,
+                   std::vector<ChannelSpec> outgoing, std::shared_ptr<PayloadMemory> payloads)
     : peer_(std::move(peer)),
       bell_(bell),
       copier_(copier),
@@ -330,7 +330,7 @@ void RdmaLink::send_credits() {
 // -------------------------------------------------------------------------------------------------------
 
 // Patterns go into the first slot of the first channel and into the last slot of the last one.
-std::vector<RdmaLink::TestSlot> RdmaLink::test_slots(const std::vector<Geometry>& channels) {
+std::vector<RdmaLink::TestSlot> RdmaLink::test_slots(const std::vector<ChannelSpec>& channels) {
   if (channels.empty()) return {};
   const auto last = static_cast<uint32_t>(channels.size() - 1);
   std::vector<TestSlot> slots = {{0, 1, 0}, {last, channels[last].depth, 0}};

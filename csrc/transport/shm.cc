@@ -11,40 +11,40 @@ constexpr size_t kPage = 4096;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-size_t stride(const Geometry& channel) { return round_up(channel.slot_bytes, 64); }
+size_t stride(const ChannelSpec& channel) { return round_up(channel.slot_bytes, 64); }
 
-size_t headers_bytes(const Geometry& channel) {
+size_t headers_bytes(const ChannelSpec& channel) {
   return round_up(channel.depth * sizeof(Header), kPage);
 }
 
-size_t channel_bytes(const Geometry& channel) {
+size_t channel_bytes(const ChannelSpec& channel) {
   return headers_bytes(channel) + round_up(channel.depth * stride(channel), kPage);
 }
 
 }  // namespace
 
-std::shared_ptr<ShmBlock> ShmBlock::create(std::vector<Geometry> channels) {
+std::shared_ptr<ShmBlock> ShmBlock::create(std::vector<ChannelSpec> channels) {
   SharedMemory memory = SharedMemory::create("dpp-slots", total_bytes(channels));
   return std::shared_ptr<ShmBlock>(new ShmBlock(std::move(memory), std::move(channels)));
 }
 
-std::shared_ptr<ShmBlock> ShmBlock::adopt(UniqueFd fd, std::vector<Geometry> channels) {
+std::shared_ptr<ShmBlock> ShmBlock::adopt(UniqueFd fd, std::vector<ChannelSpec> channels) {
   SharedMemory memory = SharedMemory::adopt(std::move(fd), total_bytes(channels));
   return std::shared_ptr<ShmBlock>(new ShmBlock(std::move(memory), std::move(channels)));
 }
 
-ShmBlock::ShmBlock(SharedMemory memory, std::vector<Geometry> channels)
+ShmBlock::ShmBlock(SharedMemory memory, std::vector<ChannelSpec> channels)
     : memory_(std::move(memory)), channels_(std::move(channels)) {
   size_t offset = round_up(channels_.size() * sizeof(Control), kPage);
-  for (const Geometry& channel : channels_) {
+  for (const ChannelSpec& channel : channels_) {
     offsets_.push_back(offset);
     offset += channel_bytes(channel);
   }
 }
 
-size_t ShmBlock::total_bytes(const std::vector<Geometry>& channels) {
+size_t ShmBlock::total_bytes(const std::vector<ChannelSpec>& channels) {
   size_t bytes = round_up(channels.size() * sizeof(Control), kPage);
-  for (const Geometry& channel : channels) bytes += channel_bytes(channel);
+  for (const ChannelSpec& channel : channels) bytes += channel_bytes(channel);
   return bytes;
 }
 
@@ -62,10 +62,9 @@ Header* ShmBlock::header(size_t channel, uint64_t sequence) const {
 }
 
 std::byte* ShmBlock::payload(size_t channel, uint64_t sequence) const {
-  const Geometry& geometry = channels_[channel];
-  const size_t slot = (sequence - 1) % geometry.depth;
-  return memory_.mapping.data() + offsets_[channel] + headers_bytes(geometry) +
-         slot * stride(geometry);
+  const ChannelSpec& spec = channels_[channel];
+  const size_t slot = (sequence - 1) % spec.depth;
+  return memory_.mapping.data() + offsets_[channel] + headers_bytes(spec) + slot * stride(spec);
 }
 
 ShmSender::ShmSender(std::shared_ptr<ShmBlock> block, size_t channel, std::shared_ptr<Peer> peer,

@@ -28,8 +28,8 @@ namespace dpp {
 
 class ShmBlock {
  public:
-  static std::shared_ptr<ShmBlock> create(std::vector<Geometry> channels);
-  static std::shared_ptr<ShmBlock> adopt(UniqueFd fd, std::vector<Geometry> channels);
+  static std::shared_ptr<ShmBlock> create(std::vector<ChannelSpec> channels);
+  static std::shared_ptr<ShmBlock> adopt(UniqueFd fd, std::vector<ChannelSpec> channels);
 
   int fd() const { return memory_.fd.get(); }
 
@@ -53,14 +53,14 @@ class ShmBlock {
   };
   static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
-  ShmBlock(SharedMemory memory, std::vector<Geometry> channels);
-  static size_t total_bytes(const std::vector<Geometry>& channels);
+  ShmBlock(SharedMemory memory, std::vector<ChannelSpec> channels);
+  static size_t total_bytes(const std::vector<ChannelSpec>& channels);
   Control& control(size_t channel) const;
   Header* header(size_t channel, uint64_t sequence) const;
   std::byte* payload(size_t channel, uint64_t sequence) const;
 
   SharedMemory memory_;
-  std::vector<Geometry> channels_;
+  std::vector<ChannelSpec> channels_;
   std::vector<size_t> offsets_;
 };
 

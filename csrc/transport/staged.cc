@@ -16,7 +16,7 @@ size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * 
 }  // namespace
 
 std::shared_ptr<StagedBlock> StagedBlock::create(cuda::DevicePtr device,
-                                                 std::vector<Geometry> channels,
+                                                 std::vector<ChannelSpec> channels,
                                                  uint64_t workload) {
   SharedMemory memory = SharedMemory::create("dpp-staging", total_bytes(channels, workload));
   return std::shared_ptr<StagedBlock>(
@@ -24,27 +24,28 @@ std::shared_ptr<StagedBlock> StagedBlock::create(cuda::DevicePtr device,
 }
 
 std::shared_ptr<StagedBlock> StagedBlock::adopt(cuda::DevicePtr device, UniqueFd fd,
-                                                std::vector<Geometry> channels, uint64_t workload) {
+                                                std::vector<ChannelSpec> channels,
+                                                uint64_t workload) {
   SharedMemory memory = SharedMemory::adopt(std::move(fd), total_bytes(channels, workload));
   return std::shared_ptr<StagedBlock>(
       new StagedBlock(std::move(device), std::move(memory), std::move(channels), workload));
 }
 
 StagedBlock::StagedBlock(cuda::DevicePtr device, SharedMemory memory,
-                         std::vector<Geometry> channels, uint64_t workload)
+                         std::vector<ChannelSpec> channels, uint64_t workload)
     : memory_(std::move(memory)),
       channels_(std::move(channels)),
       workload_(workload),
       buffer_bytes_(buffer_bytes(channels_, workload)),
       pinned_(std::move(device), memory_.mapping.data(), memory_.mapping.size()) {}
 
-size_t StagedBlock::buffer_bytes(const std::vector<Geometry>& channels, uint64_t workload) {
+size_t StagedBlock::buffer_bytes(const std::vector<ChannelSpec>& channels, uint64_t workload) {
   uint64_t largest = 1;
-  for (const Geometry& channel : channels) largest = std::max(largest, channel.slot_bytes);
+  for (const ChannelSpec& channel : channels) largest = std::max(largest, channel.slot_bytes);
   return round_up(workload < largest / kWidestUsual ? workload * kWidestUsual : largest, kPage);
 }
 
-size_t StagedBlock::total_bytes(const std::vector<Geometry>& channels, uint64_t workload) {
+size_t StagedBlock::total_bytes(const std::vector<ChannelSpec>& channels, uint64_t workload) {
   return channels.size() * (kPage + kBuffers * buffer_bytes(channels, workload));
 }
 
@@ -183,12 +184,11 @@ Step StagedReceiver::move_chunks(bool& progressed) {
 
 void StagedReceiver::start_message() {
   header_ = ring_->header(++started_);
-  const Geometry& geometry = block_->channels_[channel_];
-  const std::string fault = header_fault(header_, geometry, started_);
+  const ChannelSpec& spec = block_->channels_[channel_];
+  const std::string fault = header_fault(header_, spec, started_);
   if (!fault.empty()) {
-    throw Error(Fault::kProtocol, peer_->description() + " sent a broken header on " +
-                                      geometry.text() + ": " + fault +
-                                      "; it is not listened to any longer");
+    throw Error(Fault::kProtocol, peer_->description() + " sent a broken header on " + spec.text() +
+                                      ": " + fault + "; it is not listened to any longer");
   }
 }
 

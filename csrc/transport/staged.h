@@ -18,10 +18,10 @@ class StagedBlock {
   static constexpr uint64_t kBuffers = 4;
 
   // workload: elements per chunk.
-  static std::shared_ptr<StagedBlock> create(cuda::DevicePtr device, std::vector<Geometry> channels,
-                                             uint64_t workload);
+  static std::shared_ptr<StagedBlock> create(cuda::DevicePtr device,
+                                             std::vector<ChannelSpec> channels, uint64_t workload);
   static std::shared_ptr<StagedBlock> adopt(cuda::DevicePtr device, UniqueFd fd,
-                                            std::vector<Geometry> channels, uint64_t workload);
+                                            std::vector<ChannelSpec> channels, uint64_t workload);
 
   int fd() const { return memory_.fd.get(); }
 
@@ -36,17 +36,17 @@ class StagedBlock {
                                                // the next chunk
   };
 
-  StagedBlock(cuda::DevicePtr device, SharedMemory memory, std::vector<Geometry> channels,
+  StagedBlock(cuda::DevicePtr device, SharedMemory memory, std::vector<ChannelSpec> channels,
               uint64_t workload);
-  static size_t buffer_bytes(const std::vector<Geometry>& channels, uint64_t workload);
-  static size_t total_bytes(const std::vector<Geometry>& channels, uint64_t workload);
+  static size_t buffer_bytes(const std::vector<ChannelSpec>& channels, uint64_t workload);
+  static size_t total_bytes(const std::vector<ChannelSpec>& channels, uint64_t workload);
   Control& control(size_t channel) const;
   std::byte* buffer(size_t channel, uint64_t chunk) const;  // chunks count from 1
   size_t chunk_bytes(const Header& header) const;
   uint64_t num_chunks(const Header& header) const;  // at least one, also for an empty message
 
   SharedMemory memory_;
-  const std::vector<Geometry> channels_;
+  const std::vector<ChannelSpec> channels_;
   const uint64_t workload_;
   const size_t buffer_bytes_;
   cuda::Pinned pinned_;

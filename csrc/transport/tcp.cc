@@ -19,8 +19,7 @@ struct CreditNote {
   uint64_t released;
 };
 
-// How much later than the end of a data connection a goodbye may come: it may have to be sent
-// again.
+// Time by which a goodbye may follow the end of a data connection: it may have to be sent again.
 constexpr uint64_t kGoodbyeNs = 1'000'000'000;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
@@ -52,14 +51,14 @@ Step TcpSender::finished() {
 // ---- receiver
 // -------------------------------------------------------------------------------------------------
 
-TcpReceiver::TcpReceiver(std::shared_ptr<TcpLink> link, uint32_t channel, const Geometry& geometry)
+TcpReceiver::TcpReceiver(std::shared_ptr<TcpLink> link, uint32_t channel, const ChannelSpec& spec)
     : link_(std::move(link)),
       channel_(channel),
-      geometry_(geometry),
-      stride_(round_up(geometry.slot_bytes, 64)),
+      spec_(spec),
+      stride_(round_up(spec.slot_bytes, 64)),
       memory_(SharedMemory::create("dpp-tcp-slots",
-                                   round_up(std::max<size_t>(1, stride_ * geometry.depth), 4096))),
-      slots_(geometry.depth) {}
+                                   round_up(std::max<size_t>(1, stride_ * spec.depth), 4096))),
+      slots_(spec.depth) {}
 
 std::byte* TcpReceiver::payload(uint64_t sequence) {
   return memory_.mapping.data() + (sequence - 1) % slots_.size() * stride_;
@@ -80,22 +79,21 @@ void TcpReceiver::release(uint64_t sequence) {
 std::byte* TcpReceiver::accept(const TcpFrame& frame) {
   const uint64_t sequence = frame.header.sequence;
   const uint64_t released = released_.load(std::memory_order_acquire);
-  if (sequence <= arrived_.load(std::memory_order_relaxed) ||
-      sequence > released + geometry_.depth) {
-    link_->refuse("message " + std::to_string(sequence) + " without credit on " + geometry_.text());
+  if (sequence <= arrived_.load(std::memory_order_relaxed) || sequence > released + spec_.depth) {
+    link_->refuse("message " + std::to_string(sequence) + " without credit on " + spec_.text());
   }
   Slot& target = slot(sequence);
   if (target.sequence != sequence) {
-    const std::string fault = header_fault(frame.header, geometry_, sequence);
-    if (!fault.empty()) link_->refuse("a broken header on " + geometry_.text() + ": " + fault);
+    const std::string fault = header_fault(frame.header, spec_, sequence);
+    if (!fault.empty()) link_->refuse("a broken header on " + spec_.text() + ": " + fault);
     target = Slot{frame.header, sequence, 0, 0};
   } else if (std::memcmp(&target.header, &frame.header, sizeof(Header)) != 0) {
-    link_->refuse("two headers for one message on " + geometry_.text());
+    link_->refuse("two headers for one message on " + spec_.text());
   }
   const uint64_t bytes = target.header.bytes;
   if (frame.offset > bytes || frame.length > bytes - frame.offset ||
       frame.length > bytes - target.announced) {
-    link_->refuse("a segment outside its message on " + geometry_.text());
+    link_->refuse("a segment outside its message on " + spec_.text());
   }
   target.announced += frame.length;
   return payload(sequence) + frame.offset;
@@ -132,16 +130,16 @@ TcpLink::TcpLink(std::shared_ptr<Peer> peer, Bell* bell, const Copier& copier,
   }
 }
 
-std::unique_ptr<Sender> TcpLink::add_sender(const Geometry& geometry) {
-  auto sender = std::make_unique<TcpSender>(shared_from_this(),
-                                            static_cast<uint32_t>(senders_.size()), geometry);
+std::unique_ptr<Sender> TcpLink::add_sender(const ChannelSpec& spec) {
+  auto sender =
+      std::make_unique<TcpSender>(shared_from_this(), static_cast<uint32_t>(senders_.size()), spec);
   senders_.push_back(sender.get());
   return sender;
 }
 
-std::unique_ptr<Receiver> TcpLink::add_receiver(const Geometry& geometry) {
+std::unique_ptr<Receiver> TcpLink::add_receiver(const ChannelSpec& spec) {
   auto receiver = std::make_unique<TcpReceiver>(shared_from_this(),
-                                                static_cast<uint32_t>(receivers_.size()), geometry);
+                                                static_cast<uint32_t>(receivers_.size()), spec);
   receivers_.push_back(receiver.get());
   return receiver;
 }

@@ -34,8 +34,8 @@ class TcpLink;
 
 class TcpSender : public Sender {
  public:
-  TcpSender(std::shared_ptr<TcpLink> link, uint32_t channel, const Geometry& geometry)
-      : link_(std::move(link)), channel_(channel), unwritten_(geometry.depth) {}
+  TcpSender(std::shared_ptr<TcpLink> link, uint32_t channel, const ChannelSpec& spec)
+      : link_(std::move(link)), channel_(channel), unwritten_(spec.depth) {}
   bool has_credit() override;
   bool ask_for_credit() override { return has_credit(); }
   void begin(Parcel& parcel) override;
@@ -58,7 +58,7 @@ class TcpSender : public Sender {
 
 class TcpReceiver : public Receiver {
  public:
-  TcpReceiver(std::shared_ptr<TcpLink> link, uint32_t channel, const Geometry& geometry);
+  TcpReceiver(std::shared_ptr<TcpLink> link, uint32_t channel, const ChannelSpec& spec);
   uint64_t arrived() override { return arrived_.load(std::memory_order_acquire); }
   Header header(uint64_t sequence) override { return slot(sequence).header; }
   void copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) override;
@@ -83,7 +83,7 @@ class TcpReceiver : public Receiver {
 
   const std::shared_ptr<TcpLink> link_;
   const uint32_t channel_;
-  const Geometry geometry_;
+  const ChannelSpec spec_;
   const size_t stride_;
   SharedMemory memory_;      // payloads, by slot
   std::vector<Slot> slots_;  // progress thread until arrived_ covers it, then caller's thread until
@@ -97,8 +97,8 @@ class TcpLink : public Link, public std::enable_shared_from_this<TcpLink> {
   TcpLink(std::shared_ptr<Peer> peer, Bell* bell, const Copier& copier,
           std::vector<UniqueFd> sockets);
 
-  std::unique_ptr<Sender> add_sender(const Geometry& geometry);
-  std::unique_ptr<Receiver> add_receiver(const Geometry& geometry);
+  std::unique_ptr<Sender> add_sender(const ChannelSpec& spec);
+  std::unique_ptr<Receiver> add_receiver(const ChannelSpec& spec);
 
   const std::vector<int>& descriptors() const override { return descriptors_; }
   bool on_ready(size_t index) override;

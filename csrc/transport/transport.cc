@@ -17,25 +17,25 @@ constexpr uint64_t kByeNs = 500'000'000;
 constexpr uint64_t kRestNs = 2'000'000'000;
 constexpr uint64_t kDrainNs = 2'000'000'000;
 
-uint64_t largest_slot(const std::vector<Geometry>& channels) {
+uint64_t largest_slot(const std::vector<ChannelSpec>& channels) {
   uint64_t largest = 0;
-  for (const Geometry& channel : channels) largest = std::max(largest, channel.slot_bytes);
+  for (const ChannelSpec& channel : channels) largest = std::max(largest, channel.slot_bytes);
   return largest;
 }
 
 }  // namespace
 
-Transport::Transport(const Settings& settings, std::vector<Geometry> incoming,
-                     std::vector<Geometry> outgoing)
+Transport::Transport(const Settings& settings, std::vector<ChannelSpec> incoming,
+                     std::vector<ChannelSpec> outgoing)
     : settings_(settings),
       copier_(Copier::measured(std::max(largest_slot(incoming), largest_slot(outgoing)))),
       bell_(Bell::create()),
-      outgoing_geometry_(std::move(outgoing)),
-      outgoing_(outgoing_geometry_.size()) {
-  for (const Geometry& geometry : incoming) {
+      outgoing_specs_(std::move(outgoing)),
+      outgoing_(outgoing_specs_.size()) {
+  for (const ChannelSpec& spec : incoming) {
     Incoming channel;
-    channel.geometry = geometry;
-    channel.arrived_ns.resize(geometry.depth);
+    channel.spec = spec;
+    channel.arrived_ns.resize(spec.depth);
     incoming_.push_back(std::move(channel));
   }
 }
@@ -71,7 +71,7 @@ std::string Transport::oldest_missing() const {
   const auto oldest = std::min_element(incoming_.begin(), incoming_.end(), behind);
   if (oldest == incoming_.end()) return "";
   std::string text = "; the oldest missing message here is number " +
-                     std::to_string(oldest->seen + 1) + " of " + oldest->geometry.text();
+                     std::to_string(oldest->seen + 1) + " of " + oldest->spec.text();
   if (oldest->taken == oldest->seen && oldest->taken != 0) {
     text += ", after microbatch " + std::to_string(oldest->header.microbatch) + " of iteration " +
             std::to_string(oldest->header.iteration);
@@ -112,7 +112,7 @@ bool Transport::wait_for_room(size_t channel, uint64_t since_ns, uint64_t nanose
     ::nanosleep(&nap, nullptr);
   }
   const std::string what = std::to_string(out.pending()) + " puts wait for credit on " +
-                           out.geometry().text() + "; rank " + std::to_string(out.peer());
+                           out.spec().text() + "; rank " + std::to_string(out.peer());
   if (departed(out.peer())) break_off(Fault::kPeerDead, what + " has closed its transport");
   break_off(Fault::kTimeout, what + " is alive but takes nothing (--dpp-timeout)");
 }
@@ -160,7 +160,7 @@ Transport::Incoming& Transport::takeable_channel(size_t index) {
   const auto coming = [&] { return channel.receiver->coming(); };
   if (channel.seen == channel.taken && keeping_failures(coming) <= channel.taken) {
     throw std::out_of_range("rank " + std::to_string(settings_.rank) + ": nothing has arrived on " +
-                            channel.geometry.text());
+                            channel.spec.text());
   }
   return channel;
 }
@@ -169,10 +169,10 @@ const Header& Transport::head(size_t index, uint64_t& arrived_ns) {
   Incoming& channel = takeable_channel(index);
   if (!channel.has_header) {
     channel.header = keeping_failures([&] { return channel.receiver->header(channel.taken + 1); });
-    const std::string fault = header_fault(channel.header, channel.geometry, channel.taken + 1);
+    const std::string fault = header_fault(channel.header, channel.spec, channel.taken + 1);
     if (!fault.empty()) {
       break_off(Fault::kProtocol, find_peer(channel.peer)->description() +
-                                      " sent a broken header on " + channel.geometry.text() + ": " +
+                                      " sent a broken header on " + channel.spec.text() + ": " +
                                       fault + "; it is not listened to any longer");
     }
     channel.has_header = true;
@@ -196,7 +196,7 @@ void Transport::take(size_t index, void* to, uint64_t bytes, uintptr_t stream) {
   if (torn) {
     break_off(Fault::kProtocol, "payload checksum of microbatch " +
                                     std::to_string(channel.header.microbatch) + " on " +
-                                    channel.geometry.text() + " is wrong");
+                                    channel.spec.text() + " is wrong");
   }
   keeping_failures([&] { channel.receiver->release(sequence); });
   if (channel.receiver->settles()) watch_.kick();

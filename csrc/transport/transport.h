@@ -35,8 +35,8 @@ struct Settings {
 
 class Transport {
  public:
-  Transport(const Settings& settings, std::vector<Geometry> incoming,
-            std::vector<Geometry> outgoing);
+  Transport(const Settings& settings, std::vector<ChannelSpec> incoming,
+            std::vector<ChannelSpec> outgoing);
   Transport(const Transport&) = delete;
   Transport& operator=(const Transport&) = delete;
   ~Transport();
@@ -57,8 +57,8 @@ class Transport {
   }
   Bell* bell() { return &bell_; }
   const Copier& copier() const { return copier_; }
-  const Geometry& incoming(size_t channel) const { return incoming_.at(channel).geometry; }
-  const Geometry& outgoing(size_t channel) const { return outgoing_geometry_.at(channel); }
+  const ChannelSpec& incoming(size_t channel) const { return incoming_.at(channel).spec; }
+  const ChannelSpec& outgoing(size_t channel) const { return outgoing_specs_.at(channel); }
   std::shared_ptr<Peer> find_peer(int rank) const;
   // Channels with one peer over authenticated TCP connections, which it owns from here on.
   void add_tcp_link(int peer, const std::vector<size_t>& incoming,
@@ -102,7 +102,7 @@ class Transport {
 
  private:
   struct Incoming {
-    Geometry geometry;
+    ChannelSpec spec;
     int peer = -1;
     std::unique_ptr<Receiver> receiver;
     uint64_t seen = 0;
@@ -118,7 +118,7 @@ class Transport {
   void fail(const Error& error, std::string_view body);
   [[noreturn]] void fail_and_throw(const Error& error);
   [[noreturn]] void break_off(Fault fault, const std::string& text);
-  // What an act of a kind throws is kept: later calls and the peers learn of it.
+  // Keeps what an act of a kind throws, for later calls and for the peers.
   template <typename Act>
   auto keeping_failures(const Act& act) -> decltype(act()) {
     try {
@@ -155,7 +155,7 @@ class Transport {
   Watch watch_;
   std::vector<std::shared_ptr<Peer>> peers_;
   std::vector<std::pair<int, std::shared_ptr<Link>>> links_;  // by peer
-  std::vector<Geometry> outgoing_geometry_;
+  std::vector<ChannelSpec> outgoing_specs_;
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
   std::vector<Receiver*> settling_;  // of incoming_, for the progress thread and failures
   std::unique_ptr<Board> board_;

@@ -19,7 +19,7 @@ constexpr uint64_t kNapShare = 32;
 constexpr uint64_t kShortestNapNs = 2'000;
 constexpr uint64_t kLongestNapNs = 25'000;
 
-// How urgently the progress thread has to ask again.
+// Urgency with which the progress thread asks again.
 int urgency(Step step) {
   switch (step) {
     case Step::kDone: return 0;

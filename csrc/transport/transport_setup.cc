@@ -24,9 +24,9 @@ std::shared_ptr<Peer> Transport::find_peer(int rank) const {
 }
 
 int Transport::make_shm_slots(int peer, const std::vector<size_t>& channels) {
-  std::vector<Geometry> geometry;
-  for (const size_t index : channels) geometry.push_back(incoming_.at(index).geometry);
-  auto block = ShmBlock::create(geometry);
+  std::vector<ChannelSpec> specs;
+  for (const size_t index : channels) specs.push_back(incoming_.at(index).spec);
+  auto block = ShmBlock::create(specs);
   for (size_t i = 0; i < channels.size(); ++i) {
     set_receiver(channels[i], peer,
                  std::make_unique<ShmReceiver>(block, i, find_peer(peer), copier_));
@@ -35,9 +35,9 @@ int Transport::make_shm_slots(int peer, const std::vector<size_t>& channels) {
 }
 
 void Transport::use_shm_slots(int peer, const std::vector<size_t>& channels, UniqueFd fd) {
-  std::vector<Geometry> geometry;
-  for (const size_t index : channels) geometry.push_back(outgoing_geometry_.at(index));
-  auto block = ShmBlock::adopt(std::move(fd), geometry);
+  std::vector<ChannelSpec> specs;
+  for (const size_t index : channels) specs.push_back(outgoing_specs_.at(index));
+  auto block = ShmBlock::adopt(std::move(fd), specs);
   for (size_t i = 0; i < channels.size(); ++i) {
     set_sender(channels[i], peer, std::make_unique<ShmSender>(block, i, find_peer(peer), copier_));
   }
@@ -49,7 +49,7 @@ void Transport::set_receiver(size_t channel, int peer, std::unique_ptr<Receiver>
 }
 
 void Transport::set_sender(size_t channel, int peer, std::unique_ptr<Sender> sender) {
-  outgoing_.at(channel) = std::make_unique<Outgoing>(outgoing_geometry_[channel], peer,
+  outgoing_.at(channel) = std::make_unique<Outgoing>(outgoing_specs_[channel], peer,
                                                      std::move(sender), settings_.max_pending);
 }
 
@@ -57,10 +57,10 @@ void Transport::add_tcp_link(int peer, const std::vector<size_t>& incoming,
                              const std::vector<size_t>& outgoing, std::vector<UniqueFd> sockets) {
   auto link = std::make_shared<TcpLink>(find_peer(peer), &bell_, copier_, std::move(sockets));
   for (const size_t index : incoming) {
-    set_receiver(index, peer, link->add_receiver(incoming_.at(index).geometry));
+    set_receiver(index, peer, link->add_receiver(incoming_.at(index).spec));
   }
   for (const size_t index : outgoing) {
-    set_sender(index, peer, link->add_sender(outgoing_geometry_.at(index)));
+    set_sender(index, peer, link->add_sender(outgoing_specs_.at(index)));
   }
   add_link(peer, std::move(link));
 }

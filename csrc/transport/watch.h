@@ -1,4 +1,4 @@
-// What a progress thread sleeps on: the descriptors of peers and links, and a kick from elsewhere.
+// The set of descriptors that a progress thread sleeps on: of peers, of links, and one to wake it.
 #pragma once
 
 #include <cstddef>

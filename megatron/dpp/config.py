@@ -10,14 +10,18 @@ import dataclasses
 import ipaddress
 import math
 import os
+import pkgutil
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import ConfigError
 
-TRANSPORT_KINDS = ("auto", "shm", "cuda_ipc", "staged", "rdma", "tcp", "dist")
-"""Names that ``--dpp-transport`` accepts. ``fake`` exists for tests and is opened from Python only.
-"""
+TRANSPORT_KINDS = (
+    "auto",
+    *sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent / "transport/kinds")])),
+)
+"""Values of ``--dpp-transport``: ``auto``, and one per module of ``transport/kinds/``."""
 
 POLICY_NAMES = ("dynamic", "depth-first", "breadth-first", "megatron")
 """Built-in names that ``--dpp-policy`` accepts, beside a user's own ``module:function``."""

@@ -1,8 +1,7 @@
-"""Which of this host's addresses other hosts reach, and which interface has it.
+"""The IPv4 address of this host for links to other hosts, and its interface.
 
-The launch scripts ask before they start anything (``python -m megatron.dpp.hosts``), and
-``runtime/connections.py`` asks where ``--node-ips`` was left out. Nothing here imports torch, sends
-a packet or needs a tool of the system.
+``python -m megatron.dpp.hosts`` prints both for the launch scripts. Nothing here imports torch,
+sends a packet or needs a tool of the system.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ def addresses() -> dict[str, str]:
 
 
 def address_towards(host: str, patience: float = _RESOLVE_SECONDS) -> str:
-    """The address of this host that packets to ``host`` carry; loopback when ``host`` is loopback.
+    """The source address of packets from this host to ``host``; loopback if that is loopback.
 
     Args:
         host: name or IPv4 address.
-        patience: seconds in which the name may become known.
+        patience: seconds to wait for the name to resolve.
 
     Raises:
         ConfigError: the name does not resolve, or no route leads there.
@@ -81,7 +80,7 @@ def own_interface(master: str, own: Sequence[str] = ()) -> tuple[str, str]:
 
 
 def _secondary(address: str) -> tuple[str, ...]:
-    """An interface's further addresses do not show in the list; being able to bind one does."""
+    """``address`` if it can be bound: an interface's further addresses are in no list."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
@@ -91,7 +90,7 @@ def _secondary(address: str) -> tuple[str, ...]:
 
 
 def main(words: Sequence[str]) -> int:
-    """``MASTER [OWN ADDRESS...]``: prints address and interface, or why not."""
+    """``MASTER [OWN ADDRESS...]``: print address and interface, or an error."""
     try:
         print(*own_interface(words[0], words[1:]))
     except ConfigError as error:

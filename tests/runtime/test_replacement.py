@@ -41,7 +41,7 @@ class Opened(Replacement):
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.dpp.transport.base._BLAME_SECONDS", 0.01)
+    monkeypatch.setattr("megatron.dpp.transport.base._EXPLAIN_SECONDS", 0.01)
     monkeypatch.setattr(blame, "_ASK_SECONDS", 0.1)
 
 

@@ -19,10 +19,10 @@ from megatron.dpp.transport import (
     ChannelSpec,
     Direction,
     TransportOptions,
-    gpu,
     handshake,
     open_transport,
 )
+from megatron.dpp.transport.kinds import cuda_ipc
 
 SLOT = 1 << 22
 CHUNKS = 3
@@ -242,18 +242,18 @@ def sender_dies(end):
 
 def refuse_first_offers():
     """As if the driver did not open IPC handles: slots are then exported as descriptors."""
-    open_offer = gpu.GpuLinks._open
+    open_offer = cuda_ipc._open
     refused = set()
 
-    def refuse_once(links, link):
+    def refuse_once(cuda, link):
         if link.peer in refused:
-            return open_offer(links, link)
+            return open_offer(cuda, link)
         refused.add(link.peer)
         for fd in handshake.receive_message(link.sock, 2)[1]:
             os.close(fd)
         return "refused by the test"
 
-    gpu.GpuLinks._open = refuse_once
+    cuda_ipc._open = refuse_once
 
 
 SCENARIOS = {

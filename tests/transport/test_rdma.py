@@ -21,9 +21,10 @@ from megatron.dpp.errors import (
     TransportUnavailable,
 )
 from megatron.dpp.transport import TransportOptions
-from megatron.dpp.transport.choose import Facts, choose
+from megatron.dpp.transport.choose import choose
+from megatron.dpp.transport.joining import Facts
+from megatron.dpp.transport.kinds.rdma import choose_place, find_place
 from megatron.dpp.transport.native import load_native
-from megatron.dpp.transport.rdma import choose_place, find_place
 from tests.transport.kinds import PATIENCE, REPOSITORY, fake_verbs, opened, pair, take_next
 
 Trouble = Callable[[str, int], None]
@@ -229,17 +230,19 @@ def test_infiniband_is_found_by_its_ip_interface() -> None:
     assert place is not None and place.network == "InfiniBand"
 
 
-def facts(rank: int, rdma: str, no_rdma: str = "") -> Facts:
+def facts(rank: int, network: str, missing: str = "") -> Facts:
+    place = {"device": "", "port": 1, "gid_index": 0, "infiniband": network == "InfiniBand"}
+    found = {"missing": missing} if missing else {"place": place}
     return Facts(
         rank=rank, abi=1, host=f"h{rank}", hostname=f"node{rank}", uid=0, pid=1, device="cpu",
-        unix_address="", tcp_address=("10.0.0.1", 1), settings={}, rdma=rdma, no_rdma=no_rdma,
+        unix_address="", tcp_address=("10.0.0.1", 1), settings={}, found={"rdma": found},
     )  # fmt: skip
 
 
 def test_hosts_with_rdma_use_it_and_others_say_why_not() -> None:
-    assert choose(facts(0, "RoCE v2"), facts(1, "RoCE v2")).kind == "rdma"
+    assert choose(facts(0, "RoCE v2"), facts(1, "RoCE v2")).kind.name == "rdma"
     choice = choose(facts(0, "RoCE v2"), facts(1, "", "no RDMA device"))
-    assert choice.kind == "tcp"
+    assert choice.kind.name == "tcp"
     assert "rdma: rank 1 on node1: no RDMA device" in choice.reason
     with pytest.raises(TransportUnavailable, match="rank 0 is on RoCE v2, rank 1 on InfiniBand"):
         choose(facts(0, "RoCE v2"), facts(1, "InfiniBand"), "rdma")

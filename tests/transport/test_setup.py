@@ -16,22 +16,26 @@ import pytest
 from torch.distributed import HashStore
 
 from megatron.dpp.errors import PeerDead, ProtocolError, SetupError, TransportError
-from megatron.dpp.transport import TransportOptions, gpu, handshake, open_transport, opening, rdma
+from megatron.dpp.transport import TransportOptions, handshake, open_transport, opening
+from megatron.dpp.transport.joining import PeerLink
 from megatron.dpp.transport.native import load_native
 from tests.transport.kinds import PATIENCE, of_rank, pair, prepared
 
 REASON = "123 bytes of shared memory: Cannot allocate memory"
 
 
-def fail_on_rank_1(patch: pytest.MonkeyPatch, place: Any, step: str) -> None:
-    original = getattr(place, step)
+def fail_on_rank_1(patch: pytest.MonkeyPatch, step: str, *, after: bool = False) -> None:
+    """Let a step of opening fail on rank 1, before or after its work."""
+    original = getattr(opening._Opening, step)
 
     def fail(self: Any, *rest: Any) -> Any:
         if self._rank == 1:
+            if after:
+                original(self, *rest)
             raise SetupError(REASON)
         return original(self, *rest)
 
-    patch.setattr(place, step, fail)
+    patch.setattr(opening._Opening, step, fail)
 
 
 def error_of_rank_0(kind: str) -> TransportError:
@@ -64,7 +68,7 @@ def error_of_rank_0(kind: str) -> TransportError:
 def test_a_peer_that_fails_in_its_last_step_has_not_left_in_good_order(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_on_rank_1(monkeypatch, opening._Opening, "_join_rdma")
+    fail_on_rank_1(monkeypatch, "_join_kinds", after=True)
     error = error_of_rank_0(kind)
     assert type(error) is PeerDead
     assert f"rank 0: rank 1 gave up: SetupError: {REASON}" in str(error)
@@ -75,7 +79,7 @@ def test_a_peer_that_fails_in_its_last_step_has_not_left_in_good_order(
 def test_a_peer_that_fails_while_links_are_joined_is_named(
     kind: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_on_rank_1(monkeypatch, opening._Opening, step)
+    fail_on_rank_1(monkeypatch, step)
     error = error_of_rank_0(kind)
     assert "rank 1" in str(error) and str(error).startswith("rank 0: ")
     assert type(error) is SetupError
@@ -83,29 +87,22 @@ def test_a_peer_that_fails_while_links_are_joined_is_named(
     assert step == "_add_peer" or f"rank 1 gave up: SetupError: {REASON}" in str(error)
 
 
-@pytest.mark.parametrize("kind", ["cuda_ipc", "staged"])
-def test_a_peer_that_fails_while_gpus_are_joined_is_named(
+@pytest.mark.parametrize("kind", ["cuda_ipc", "staged", "rdma"])
+def test_a_peer_that_fails_while_a_kind_is_joined_is_named(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_on_rank_1(monkeypatch, gpu.GpuLinks, "_open")
-    error = error_of_rank_0(kind)
-    assert type(error) is SetupError
-    text = (
-        f"rank 0: the set-up of the links with rank 1 ended: rank 1 gave up: SetupError: {REASON}"
-    )
-    assert text in str(error)
+    original = PeerLink.receive
 
-
-def test_a_peer_that_fails_while_rdma_is_joined_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = rdma._send
-
-    def fail(rank: int, peer: Any, message: dict[str, Any]) -> None:
-        if rank == 1 and "ready" in message:
+    def fail(self: PeerLink, max_fds: int = 0) -> Any:
+        message, fds = original(self, max_fds)
+        if self.rank == 1 and ({"handle", "rdma"} & set(message) or len(fds) == 2):
+            for fd in fds:
+                os.close(fd)
             raise SetupError(REASON)
-        original(rank, peer, message)
+        return message, fds
 
-    monkeypatch.setattr(rdma, "_send", fail)
-    error = error_of_rank_0("rdma")
+    monkeypatch.setattr(PeerLink, "receive", fail)
+    error = error_of_rank_0(kind)
     assert type(error) is SetupError
     text = (
         f"rank 0: the set-up of the links with rank 1 ended: rank 1 gave up: SetupError: {REASON}"

@@ -1,8 +1,8 @@
-"""``megatron-dpp doctor``: what this machine offers the transport, and what to do.
+"""``megatron-dpp doctor``: prints what this machine offers the transport, and what to do.
 
-Every probe is one function that returns a finding; none changes anything. The exit status is 1 when
-something that every machine needs (PyTorch, the C++ extension, shared memory) is missing. With
-``--rdma`` only RDMA devices are looked at, closely (``doctor_rdma.py``).
+Each probe is one function that changes nothing. The exit status is 1 when PyTorch, the C++
+extension or shared memory is missing, which every machine needs. ``--rdma`` probes RDMA alone
+(``doctor_rdma.py``).
 """
 
 from __future__ import annotations
@@ -13,22 +13,12 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron.dpp.commands import doctor_rdma
+from megatron.dpp.commands.doctor_rdma import Finding
 from megatron.dpp.errors import TransportError, exit_with
-
-
-@dataclass(frozen=True)
-class Finding:
-    """``state`` is ok, note or missing; ``advice`` says what to do, if anything."""
-
-    name: str
-    state: str
-    text: str
-    advice: str = ""
 
 
 def probe_extension() -> Finding:
@@ -43,7 +33,7 @@ def probe_extension() -> Finding:
 
 
 def probe_packages() -> Finding:
-    """PyTorch; the extension and the GPUs cannot be looked at without."""
+    """PyTorch, which the probes of the extension and of GPUs need."""
     if importlib.util.find_spec("torch") is not None:
         return Finding("Python", "ok", f"{sys.executable}, with PyTorch")
     advice = "bash tools/setup.sh prints the Python that has it, and installs what is missing"
@@ -51,19 +41,19 @@ def probe_packages() -> Finding:
 
 
 def probe_memory() -> Finding:
-    """Anonymous shared memory; the size of /dev/shm does not matter to it."""
+    """Anonymous shared memory, which does not depend on the size of /dev/shm."""
     try:
-        fd = os.memfd_create("dpp-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.close(os.memfd_create("dpp-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     except OSError as error:
         advice = "allow memfd_create in the container's seccomp profile"
         return Finding("shared memory", "missing", f"memfd_create: {error.strerror}", advice)
-    os.close(fd)
-    available = _meminfo().get("MemAvailable", 0)
+    lines = map(str.split, Path("/proc/meminfo").read_text().splitlines())
+    available = next((int(line[1]) for line in lines if line[0] == "MemAvailable:"), 0)
     return Finding("shared memory", "ok", f"memfd works, {available >> 20} GiB available")
 
 
 def probe_locked_memory() -> Finding:
-    """RDMA and pinned memory need it."""
+    """The limit on locked memory, which RDMA and pinned memory need."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Finding("locked memory", "ok", "unlimited")
@@ -72,14 +62,14 @@ def probe_locked_memory() -> Finding:
 
 
 def probe_descriptors() -> Finding:
-    """Each peer needs about four descriptors."""
+    """The limit on open descriptors; each peer needs about four."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     advice = "" if soft >= 1024 else "ulimit -n 4096"
     return Finding("descriptors", "note" if advice else "ok", f"{soft} (at most {hard})", advice)
 
 
 def probe_namespaces() -> Finding:
-    """Ranks in different containers: pidfds need a common PID, shm a common network namespace."""
+    """Namespaces of this process: ranks of a host need a common PID and network namespace."""
     names = ", ".join(f"{kind} {os.readlink(f'/proc/self/ns/{kind}')}" for kind in ("pid", "net"))
     contained = Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
     advice = "start all ranks of a host in one container, or with --pid=host --net=host"
@@ -87,7 +77,7 @@ def probe_namespaces() -> Finding:
 
 
 def probe_cores() -> Finding:
-    """Ranks spin before they sleep only when every rank of the host has a core."""
+    """Cores; ranks spin before they sleep only when every rank of the host has a core."""
     cores = len(os.sched_getaffinity(0))
     return Finding("cores", "ok", f"{cores} for this process; ranks spin while there are no more")
 
@@ -127,59 +117,55 @@ def probe_rdma() -> Finding:
     return Finding("RDMA", "ok", "; ".join(ports), "doctor --rdma tries each of them")
 
 
-def probe_gpu_direct() -> Finding:
-    """Whether the network cards reach GPU memory."""
-    return Finding(*doctor_rdma.gpu_direct())
-
-
 def probe_compiler() -> Finding:
-    """Needed to build the extension, not to run it."""
+    """The compiler that builds the extension; running needs none."""
     path = shutil.which((os.environ.get("CXX", "").split() or ["g++"])[0])
     advice = "" if path else "apt-get install g++"
     return Finding("C++ compiler", "ok" if path else "note", path or "none", advice)
 
 
 PROBES: tuple[Callable[[], Finding], ...] = (
-    probe_extension,
     probe_memory,
     probe_locked_memory,
     probe_descriptors,
     probe_namespaces,
     probe_cores,
-    probe_gpus,
     probe_rdma,
-    probe_gpu_direct,
+    doctor_rdma.gpu_direct,
     probe_compiler,
 )
-_NEED_TORCH = (probe_extension, probe_gpus)
 
 
-def _meminfo() -> dict[str, int]:
-    """KiB by name."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return {line.split(":")[0]: int(line.split()[1]) for line in lines if len(line.split()) > 1}
+def findings(*, rdma_only: bool) -> Iterator[Finding]:
+    """Run the probes."""
+    if rdma_only:
+        yield from (probe_locked_memory(), probe_rdma(), *doctor_rdma.findings())
+        return
+    packages = probe_packages()
+    yield packages
+    if packages.state == "ok":
+        yield from (probe_extension(), probe_gpus())
+    yield from (probe() for probe in PROBES)
 
 
 def main(words: Sequence[str] = ()) -> int:
-    """Print all findings; 1 when something necessary is missing."""
+    """Print all findings.
+
+    Returns:
+        1 when something necessary is missing, else 0.
+    """
     parser = argparse.ArgumentParser(
         prog="megatron-dpp doctor",
-        description="What this machine offers the transport, and what to do about the rest.",
+        description="Print what this machine offers the transport, and what to do.",
     )
-    parser.add_argument("--rdma", action="store_true", help="RDMA alone, but every port of it")
-    if parser.parse_args(words).rdma:
-        findings = [probe_locked_memory(), probe_rdma()]
-        findings += [Finding(*line) for line in doctor_rdma.findings()]
-    else:
-        packages = probe_packages()
-        probes = [probe for probe in PROBES if packages.state == "ok" or probe not in _NEED_TORCH]
-        findings = [packages, *(probe() for probe in probes)]
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
+    parser.add_argument("--rdma", action="store_true", help="probe RDMA alone, every port of it")
+    found = list(findings(rdma_only=parser.parse_args(words).rdma))
+    width = max(len(finding.name) for finding in found)
+    for finding in found:
         print(f"{finding.name:{width}}  {finding.state:7}  {finding.text}")
         if finding.advice:
             print(f"{'':{width}}           -> {finding.advice}")
-    return 1 if any(finding.state == "missing" for finding in findings) else 0
+    return 1 if any(finding.state == "missing" for finding in found) else 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""``megatron-dpp doctor --rdma``: is it the fabric, or is it us?
+"""``megatron-dpp doctor --rdma``: tests RDMA devices without the code of this transport.
 
 With pyverbs (Debian and Ubuntu: ``apt-get install python3-pyverbs``, for the system's Python) every
-device is listed, and a write goes from one of its queue pairs to another one: libibverbs, driver
-and card without a line of our transport. Without pyverbs only what the kernel shows is listed.
-Needs neither torch nor the C++ extension; where that loads, it says which ports know dma-buf, and
-tries whether they can reach the memory of a GPU.
+device is listed, and each port writes from one of its queue pairs to another one. Without pyverbs
+only the kernel's list is printed. Torch and the C++ extension are optional; with them the ports'
+dma-buf support and access to GPU memory are probed.
 """
 
 from __future__ import annotations
@@ -13,12 +12,9 @@ import contextlib
 import importlib.util
 import time
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.dpp.errors import TransportError
-
-Line = tuple[str, str, str, str]
-"""Name, state (ok, note or missing), text, advice: a finding of the doctor."""
 
 _LINK_LAYERS = {1: "InfiniBand", 2: "Ethernet"}
 _ACTIVE = 4
@@ -27,10 +23,20 @@ _SECONDS = 5.0
 _INSTALL = "apt-get install python3-pyverbs, and run this with /usr/bin/python3"
 
 
-def findings() -> Iterator[Line]:
-    """Everything about RDMA, device by device."""
+class Finding(NamedTuple):
+    """The result of a probe; ``state`` is ok, note or missing, ``advice`` a remedy or empty."""
+
+    name: str
+    state: str
+    text: str
+    advice: str = ""
+
+
+def findings() -> Iterator[Finding]:
+    """Probe all RDMA devices, port by port."""
     if importlib.util.find_spec("pyverbs") is None:
-        yield "pyverbs", "note", "not installed for this Python: no loop-back test", _INSTALL
+        text = "not installed for this Python: no loop-back test"
+        yield Finding("pyverbs", "note", text, _INSTALL)
         return
     from pyverbs.device import get_device_list
     from pyverbs.pyverbs_error import PyverbsError
@@ -38,21 +44,22 @@ def findings() -> Iterator[Line]:
     try:
         names = [device.name.decode() for device in get_device_list()]
     except PyverbsError as error:
-        yield "RDMA", "missing", f"listing the devices: {error}", "is /dev/infiniband there?"
+        yield Finding("RDMA", "missing", f"listing the devices: {error}", "check /dev/infiniband")
         return
     if not names:
-        yield "RDMA", "note", "no device", "ibv_devinfo and dmesg say whether a driver is loaded"
+        advice = "ibv_devinfo and dmesg say whether a driver is loaded"
+        yield Finding("RDMA", "note", "no device", advice)
     dmabuf = _dmabuf_ports()
     for name in names:
         try:
             yield from _device(name, dmabuf)
         except PyverbsError as error:
             advice = "containers: --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1"
-            yield name, "missing", str(error), advice
+            yield Finding(name, "missing", str(error), advice)
     yield gpu_direct()
 
 
-def _device(name: str, dmabuf: dict[tuple[str, int], bool]) -> Iterator[Line]:
+def _device(name: str, dmabuf: dict[tuple[str, int], bool]) -> Iterator[Finding]:
     from pyverbs.device import Context
 
     with Context(name=name) as context:
@@ -66,21 +73,19 @@ def _device(name: str, dmabuf: dict[tuple[str, int], bool]) -> Iterator[Line]:
             if (name, port) in dmabuf:
                 text += f", dma-buf {'yes' if dmabuf[name, port] else 'no'}"
             if attributes.state != _ACTIVE:
-                yield (
-                    label,
-                    "note",
-                    f"{text}, not active",
-                    "cable, switch; InfiniBand: subnet manager",
-                )
+                advice = "cable, switch; InfiniBand: subnet manager"
+                yield Finding(label, "note", f"{text}, not active", advice)
                 continue
-            yield label, "ok", text, ""
+            yield Finding(label, "ok", text)
             index = yield from _addresses(context, label, port)
             yield _loop_back(context, label, port, index)
 
 
-def _addresses(context: Any, label: str, port: int) -> Generator[Line, None, int]:
-    """Lists a port's addresses; returns the index of the one to use: RoCE v2 with an IPv4 address,
-    else the first.
+def _addresses(context: Any, label: str, port: int) -> Generator[Finding, None, int]:
+    """List a port's addresses.
+
+    Returns:
+        Index of the address to use: RoCE v2 with an IPv4 address, else the first.
     """
     chosen = 0
     entries = [e for e in context.query_gid_table(256) if e.port_num == port]
@@ -89,22 +94,22 @@ def _addresses(context: Any, label: str, port: int) -> Generator[Line, None, int
         gid = str(context.query_gid(port, entry.gid_index))
         if kind == "RoCE v2" and gid.startswith(("0000:0000:0000:0000:0000:ffff:", "::ffff:")):
             chosen = entry.gid_index
-        yield f"  GID {entry.gid_index}", "ok", f"{gid} ({kind})", ""
+        yield Finding(f"  GID {entry.gid_index}", "ok", f"{gid} ({kind})")
     if not entries:
-        yield label, "note", "no address", "give the interface an IPv4 address"
+        yield Finding(label, "note", "no address", "give the interface an IPv4 address")
     return chosen
 
 
-def _loop_back(context: Any, label: str, port: int, gid_index: int) -> Line:
-    """A write between two queue pairs of one port; the card sends it to itself."""
+def _loop_back(context: Any, label: str, port: int, gid_index: int) -> Finding:
+    """Write from one queue pair of a port to another one; the card sends it to itself."""
     from pyverbs.pyverbs_error import PyverbsError
 
     try:
         seconds = _write_to_self(context, port, gid_index)
     except PyverbsError as error:
         advice = "this is below our transport: driver, firmware, memlock or the fabric"
-        return f"{label} loop-back", "missing", str(error), advice
-    return f"{label} loop-back", "ok", f"{_BYTES} bytes in {seconds * 1e6:.0f} us", ""
+        return Finding(f"{label} loop-back", "missing", str(error), advice)
+    return Finding(f"{label} loop-back", "ok", f"{_BYTES} bytes in {seconds * 1e6:.0f} us")
 
 
 def _write_to_self(context: Any, port: int, gid_index: int) -> float:
@@ -172,7 +177,7 @@ def _path(context: Any, port: int, gid_index: int, peer: int) -> Any:
 
 
 def _dmabuf_ports() -> dict[tuple[str, int], bool]:
-    """Which ports can register memory of a GPU; empty where the C++ side is not built."""
+    """Support for dma-buf by (device, port); empty where the C++ side is not built."""
     with contextlib.suppress(ImportError, TransportError):
         from megatron.dpp.transport.native import load_native
 
@@ -181,8 +186,8 @@ def _dmabuf_ports() -> dict[tuple[str, int], bool]:
     return {}
 
 
-def gpu_direct() -> Line:
-    """Whether each RDMA device can read and write memory of the first GPU: registers some of it."""
+def gpu_direct() -> Finding:
+    """Probe the access of RDMA devices to GPU memory: each registers some of the first GPU."""
     name = "GPUDirect"
     try:
         from megatron.dpp.transport.native import load_native
@@ -191,14 +196,15 @@ def gpu_direct() -> Line:
         library.CudaDevice(0)
         ports, refused = library.rdma_ports()
     except ImportError as error:
-        return name, "note", f"not tried: {error}", "with torch: megatron-dpp doctor"
+        return Finding(name, "note", f"not tried: {error}", "with torch: megatron-dpp doctor")
     except TransportError as error:
-        return name, "note", str(error), ""
+        return Finding(name, "note", str(error))
     devices = sorted({port["device"] for port in ports})
     if not devices:
-        return name, "note", "; ".join(refused) or "no RDMA device", ""
+        return Finding(name, "note", "; ".join(refused) or "no RDMA device")
     found = {device: library.probe_gpu_direct(device, 0) for device in devices}
     text = "; ".join([*(f"{device}: {how}" for device, (_, how) in found.items()), *refused])
     if all(possible for possible, _ in found.values()) and not refused:
-        return name, "ok", text, ""
-    return name, "note", text, "without it GPU tensors between hosts pass through the host's memory"
+        return Finding(name, "ok", text)
+    advice = "without it GPU tensors between hosts pass through the host's memory"
+    return Finding(name, "note", text, advice)

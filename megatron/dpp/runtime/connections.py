@@ -13,7 +13,7 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.hosts import address_towards
 from megatron.dpp.runtime.pace import DevicePace, HostPace, Pace
 from megatron.dpp.runtime.topology import Topology
-from megatron.dpp.transport import TransportOptions, open_transport
+from megatron.dpp.transport import TransportOptions, kinds, open_transport
 from megatron.dpp.transport.base import ChannelSpec, Transport
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -80,7 +80,8 @@ def why_not_ahead(config: DppConfig, transport: Transport) -> str | None:
     """Why tasks are not launched ahead of their inputs though ``config`` asks for it; None where
     they are, or where that makes no difference.
     """
-    waits = any(link.kind == "cuda_ipc" for link in transport.links()) and transport.board is None
+    announced = any(kinds.find(link.kind).announces for link in transport.links())
+    waits = announced and transport.board is None
     if config.launch_ahead and waits and os.environ.get(_CONNECTIONS) == "1":
         return f"with {_CONNECTIONS}=1 a GPU that waits would hold up what it has to send"
     return None

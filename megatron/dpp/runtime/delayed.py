@@ -14,10 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from megatron.dpp.runtime.inject import Injector
+from megatron.dpp.transport import kinds
 from megatron.dpp.transport.base import LinkInfo, Message, Transport
-
-_BETWEEN_HOSTS = frozenset({"tcp", "rdma", "dist"})
-"""Kinds whose two ends may read different clocks."""
 
 
 class DelayedTransport(Transport):
@@ -39,7 +37,7 @@ class DelayedTransport(Transport):
         self.outgoing, self.incoming = inner.outgoing, inner.incoming
         place = {rank: index for index, rank in enumerate(ranks)}
         self._pairs = [(place[c.source], place[c.destination]) for c in inner.incoming]
-        far = {link.peer for link in inner.links() if link.kind in _BETWEEN_HOSTS}
+        far = {link.peer for link in inner.links() if kinds.find(link.kind).between_hosts}
         self._one_clock = [c.source not in far for c in inner.incoming]
         self._num_taken = [0] * len(inner.incoming)
         self._visible = [0] * len(inner.incoming)

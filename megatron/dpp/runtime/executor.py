@@ -16,14 +16,15 @@ from typing import Protocol
 
 import torch
 
+from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ProtocolError, TransferTimeout
 from megatron.dpp.runtime.agreement import Decider
 from megatron.dpp.runtime.inject import Injector, Task
 from megatron.dpp.runtime.pace import Pace
 from megatron.dpp.runtime.topology import Channels
-from megatron.dpp.schedule import Action, Cause, Geometry, Kind
+from megatron.dpp.schedule import DIRECTION_OF, Action, Cause, Geometry, Kind
 from megatron.dpp.trace import Recorder
-from megatron.dpp.transport.base import Direction, Transport
+from megatron.dpp.transport.base import Transport
 
 _NAP_SECONDS = 0.05
 """Longest sleep between two looks at the world; an arrival ends it at once."""
@@ -44,6 +45,7 @@ _TRACE_CAUSES = {
     Cause.WARMUP: "warm-up",
     Cause.MEMORY_CAP: "memory-cap",
 }
+_KIND_OF = {way: kind for kind, way in DIRECTION_OF.items()}
 _KIND_NAMES = tuple(kind.name for kind in Kind)  # the enumeration takes longer to tell a name
 
 
@@ -406,7 +408,7 @@ class Executor:
             index = self._channels.incoming(way, chunk)
             if index is None or self._channels.spec_in(index).source not in left:
                 continue
-            number = sum(a.kind == way and a.chunk == chunk for a in self.actions)
+            number = sum(a.kind == _KIND_OF[way] and a.chunk == chunk for a in self.actions)
             if arrived[index] - self._consumed[index] <= number:
                 raise self._transport.overdue(
                     index, 0.0, iteration=self._iteration, microbatch=number
@@ -417,8 +419,7 @@ class Executor:
             self._open_gap("tp-agreement")
             return
         stall = self._scheduler.stall()
-        names = ("F", "B")
-        waiting = " ".join(f"{names[way]}{chunk}" for way, chunk in stall.channels)
+        waiting = " ".join(f"{_KIND_OF[way].name}{chunk}" for way, chunk in stall.channels)
         self._open_gap(_TRACE_CAUSES.get(stall.cause, "message"), waiting)
 
     def _open_gap(self, cause: str, detail: str = "") -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.transport.base import ChannelSpec, Direction
+from megatron.dpp.transport.base import ChannelSpec
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,10 @@ class Channels:
     def bind(self, outgoing: Sequence[ChannelSpec], incoming: Sequence[ChannelSpec]) -> None:
         """Take over the order in which an opened transport lists the channels."""
         self._outgoing, self._incoming = list(outgoing), list(incoming)
-        self.receiving = [(int(spec.direction), spec.chunk) for spec in self._incoming]
+        self.receiving = [(spec.direction, spec.chunk) for spec in self._incoming]
         self._index_of = {key: index for index, key in enumerate(self.receiving)}
         self._sending = {
-            (int(spec.direction), self._own_chunk(spec)): index
+            (spec.direction, self._own_chunk(spec)): index
             for index, spec in enumerate(self._outgoing)
         }
 
@@ -123,13 +124,13 @@ class Channels:
         forward = self._outgoing[index].direction == Direction.FORWARD
         return self._num_after if forward else self._num_before
 
-    def incoming(self, direction: int, chunk: int) -> int | None:
+    def incoming(self, direction: Direction, chunk: int) -> int | None:
         """Index of the channel that feeds a task of ``chunk``; None where the task needs no
         message.
         """
         return self._index_of.get((direction, chunk))
 
-    def outgoing(self, direction: int, chunk: int) -> int | None:
+    def outgoing(self, direction: Direction, chunk: int) -> int | None:
         """Index of the channel that takes the result of ``chunk``; None at the ends of the
         pipeline.
         """

@@ -6,7 +6,7 @@ is theirs. Start reading at ``actions.py``, then ``state.py`` (the safe rule) an
 (the choice).
 """
 
-from megatron.dpp.schedule.actions import Action, Geometry, Kind
+from megatron.dpp.schedule.actions import DIRECTION_OF, Action, Geometry, Kind
 from megatron.dpp.schedule.caps import (
     Cap,
     Memory,
@@ -29,6 +29,7 @@ from megatron.dpp.schedule.state import View
 
 __all__ = [
     "BUILT_IN",
+    "DIRECTION_OF",
     "FORWARD",
     "GRADIENT",
     "Action",

@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, ScheduleError
 
 
@@ -26,6 +27,9 @@ class Kind(enum.IntEnum):
     W = 2
     """Backward for (a piece of) the weight gradients, deferred from its ``B``."""
 
+
+DIRECTION_OF = {Kind.F: Direction.FORWARD, Kind.B: Direction.BACKWARD}
+"""The direction of a task's input, and of its result."""
 
 _NOTATION = re.compile(r"(\d+)([FBW])(\d+)(?:\.(\d+))?")
 _PIECE_BITS, _MICROBATCH_BITS, _CHUNK_BITS = 16, 24, 16

@@ -11,6 +11,7 @@ import enum
 import traceback
 from dataclasses import dataclass
 
+from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, DppError, ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
 from megatron.dpp.schedule.caps import ROUNDING, default_cap
@@ -19,7 +20,7 @@ from megatron.dpp.schedule.reference import peak_in_flight
 from megatron.dpp.schedule.refusals import may_arrive, refusal
 from megatron.dpp.schedule.state import RankState, Reference, View
 
-FORWARD, GRADIENT = 0, 1
+FORWARD, GRADIENT = Direction
 """Directions of a channel: inputs of forwards, output gradients of backwards."""
 
 
@@ -49,7 +50,7 @@ class Stall:
 
     cause: Cause
     text: str
-    channels: tuple[tuple[int, int], ...] = ()
+    channels: tuple[tuple[Direction, int], ...] = ()
 
 
 class Scheduler:
@@ -237,7 +238,7 @@ class Scheduler:
             )
         state.apply(action)
 
-    def wanted(self) -> list[tuple[int, int]]:
+    def wanted(self) -> list[tuple[Direction, int]]:
         """Channels, as ``(direction, chunk)``, whose next message would allow a task at once where
         :meth:`next` returned None: gradients, and inputs for which there is room.
         """
@@ -288,7 +289,7 @@ class Scheduler:
         held = f"{state.held:g} of {state.cap:g} chunk activations held"
         return Stall(cause, f"{cause.value}: next would be {names}; {held}", channels)
 
-    def _cause(self, inputs: list[tuple[int, int]], blocked: list[int]) -> Cause:
+    def _cause(self, inputs: list[tuple[Direction, int]], blocked: list[int]) -> Cause:
         state = self._state
         if state.last_kind is None:
             return Cause.WARMUP

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ScheduleError
-from megatron.dpp.schedule import Action, Kind
+from megatron.dpp.schedule import DIRECTION_OF, Action, Kind
 from megatron.dpp.sim.costs import Costs
 
 _SAME_TIME = 1e-9
@@ -31,7 +32,7 @@ class Lane(Protocol):
     def done(self) -> bool: ...
     @property
     def peak_held(self) -> float: ...
-    def arrived(self, direction: int, chunk: int, total: int) -> None: ...
+    def arrived(self, direction: Direction, chunk: int, total: int) -> None: ...
     def next(self) -> Action | None: ...
 
 
@@ -142,8 +143,8 @@ class _Clock:
         self._split, self._pieces, self._lead = split_backward, w_pieces, lead
         self._free_at = [0.0] * num_ranks
         self._idle = [True] * num_ranks
-        # (time, number, rank, direction or -1 when the rank becomes free, chunk, total)
-        self._events: list[tuple[float, int, int, int, int, int]] = []
+        # (time, number, rank, direction or None when the rank becomes free, chunk, total)
+        self._events: list[tuple[float, int, int, Direction | None, int, int]] = []
         self._number = 0
         self._link_free: dict[tuple[int, int], float] = {}
         self._channel_last = [[0.0] * costs.num_stages for _ in range(2)]
@@ -158,7 +159,7 @@ class _Clock:
             touched = set()
             while events and events[0][0] <= until:
                 _, _, rank, direction, chunk, total = pop(events)
-                if direction < 0:
+                if direction is None:
                     self._idle[rank] = True
                 else:
                     self._lanes[rank].arrived(direction, chunk, total)
@@ -184,7 +185,7 @@ class _Clock:
         self.slots[rank].append(Slot(action, start, end))
         free = self._free_at[rank] = end + self._costs.overhead.get(rank, 0.0)
         self._idle[rank] = False
-        self._push(max(start, free - self._lead), rank, -1, 0, 0)
+        self._push(max(start, free - self._lead), rank, None, 0, 0)
         if action.kind != Kind.W:
             self._send(action, stage, end)
 
@@ -202,8 +203,8 @@ class _Clock:
         """Put the output of ``action``, which is finished at ``time``, on its way to the next
         stage.
         """
-        direction = int(action.kind)
-        target = stage - 1 if direction else stage + 1
+        direction = DIRECTION_OF[action.kind]
+        target = stage + 1 if direction == Direction.FORWARD else stage - 1
         where = self._placement.where
         if not 0 <= target < len(where):
             return
@@ -218,7 +219,9 @@ class _Clock:
             time = last[target] = max(last[target], leaves + hop.latency * scale)
         self._push(time, rank, direction, chunk, action.microbatch + 1)
 
-    def _push(self, time: float, rank: int, direction: int, chunk: int, total: int) -> None:
+    def _push(
+        self, time: float, rank: int, direction: Direction | None, chunk: int, total: int
+    ) -> None:
         self._number += 1
         heapq.heappush(self._events, (time, self._number, rank, direction, chunk, total))
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.dpp.schedule import Action, Geometry, Kind
+from megatron.dpp.direction import Direction
+from megatron.dpp.schedule import DIRECTION_OF, Action, Geometry, Kind
 
 
 class FixedOrder:
@@ -36,7 +37,7 @@ class FixedOrder:
     def done(self) -> bool:
         return self._position == len(self._order)
 
-    def arrived(self, direction: int, chunk: int, total: int) -> None:
+    def arrived(self, direction: Direction, chunk: int, total: int) -> None:
         """``total`` messages of a channel are here."""
         self._arrived[direction][chunk] = total
 
@@ -57,7 +58,7 @@ class FixedOrder:
         implied = self._first if action.kind == Kind.F else self._last
         if action.chunk == implied:
             return True
-        return self._arrived[action.kind].get(action.chunk, 0) > action.microbatch
+        return self._arrived[DIRECTION_OF[action.kind]].get(action.chunk, 0) > action.microbatch
 
 
 def gpipe_order(geometry: Geometry) -> list[Action]:

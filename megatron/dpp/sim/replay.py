@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.dpp.schedule import Action, Kind
+from megatron.dpp.direction import Direction
+from megatron.dpp.schedule import DIRECTION_OF, Action, Kind
 from megatron.dpp.sim.clock import interleaved_placement
 from megatron.dpp.sim.costs import Costs
 
@@ -66,7 +67,8 @@ class _Replay:
             stage = self._stages[rank][action.chunk]
             start = self._free[rank]
             if action.kind != Kind.W:
-                arrived = self._arrived.get((int(action.kind), stage), {}).get(action.microbatch)
+                channel = (DIRECTION_OF[action.kind], stage)
+                arrived = self._arrived.get(channel, {}).get(action.microbatch)
                 if arrived is None:
                     break
                 start = max(start, arrived)
@@ -81,8 +83,8 @@ class _Replay:
         return self._position[rank] > begin
 
     def _send(self, action: Action, stage: int, sent: float) -> None:
-        way = int(action.kind)
-        target = stage - 1 if way else stage + 1
+        way = DIRECTION_OF[action.kind]
+        target = stage + 1 if way == Direction.FORWARD else stage - 1
         if not 0 <= target < self._costs.num_stages:
             return
         hop = self._costs.hops[min(stage, target)]

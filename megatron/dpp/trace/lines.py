@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron.dpp.direction import Direction
 from megatron.dpp.trace.schema import (
     ARRIVAL_TRACK,
     HEADER_NAME,
@@ -77,7 +78,7 @@ def link_of(channel: object) -> dict[str, Any]:
         "source": source,
         "destination": getattr(channel, "destination", -1),
         "chunk": getattr(channel, "chunk", 0),
-        "direction": "forward" if direction == 0 else "backward",
+        "direction": "forward" if direction == Direction.FORWARD else "backward",
     }
 
 

@@ -1,14 +1,13 @@
-"""Moving tensors between pipeline ranks: channels, and the kinds that carry them.
+"""Channels between pipeline ranks, and the kinds that carry them.
 
-Start reading at ``base.py`` (the contract), then ``open.py`` (how a transport comes to be) and
-``fake.py`` (the smallest implementation). This room knows nothing of schedules; ``runtime/`` calls
-it.
+Read ``base.py`` (the contract) first, then ``open.py``, ``kinds/`` (one module per kind) and
+``fake.py`` (the smallest implementation). This room knows nothing of schedules.
 """
 
+from megatron.dpp.direction import Direction
 from megatron.dpp.transport.base import (
     Board,
     ChannelSpec,
-    Direction,
     LinkInfo,
     Message,
     Transport,

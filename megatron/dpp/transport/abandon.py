@@ -1,10 +1,9 @@
-"""Ends a process that cannot notice that its peer is gone.
+"""Ends a process that does not notice a link's failure.
 
-A failure of a link is raised at the rank's next call into the transport. A rank that waits in a
-collective of another library meanwhile (a gradient norm over gloo, say) makes no such call, and the
-other library may wait for half an hour: the lost host answers nothing. So a thread looks, and after
-a grace in which the rank could have noticed by itself, it says why and ends the process; the
-launcher then ends the other ranks of the node. ``native.py`` starts it where the options ask.
+A failure is raised at the rank's next call into the transport. A rank that waits in a collective of
+another library makes no such call, and that library may wait for half an hour. So a thread watches
+for failures. After a grace period it prints the failure and ends the process; the launcher then
+ends the node's other ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ _EXIT_STATUS = 1
 
 
 class Abandon:
-    """Watches until ``stop``.
+    """A thread that watches for a failure until ``stop``.
 
     Args:
-        failure: what went wrong, or an empty string; called from the thread.
+        failure: returns the failure's text, or an empty string; called from the thread.
         rank: for the message.
         grace: seconds between a failure and the end of the process.
     """
@@ -34,7 +33,7 @@ class Abandon:
         self._thread.start()
 
     def stop(self) -> None:
-        """The rank has noticed, or closes: watch no longer. Twice is fine."""
+        """Stop watching; may be called twice."""
         self._stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join()

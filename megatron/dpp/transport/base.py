@@ -1,18 +1,16 @@
 """The contract that every transport kind keeps.
 
 A *channel* is a one-way first-in-first-out queue between two ranks. It belongs to one (chunk,
-direction) of the receiving rank. Order inside a channel is fixed; order between channels is free,
-and that freedom is what lets a pipeline schedule be dynamic. This room knows nothing of schedules:
-it moves tensors and says what has arrived.
+direction) of the receiving rank. Order inside a channel is fixed. Order between channels is free,
+so a pipeline schedule can be dynamic.
 
-The executor in ``runtime/`` is the caller. It opens one transport per process, keeps it for the
-whole run, and uses ``poll``/``put``/``take``/``wait`` from one thread.
+A process opens one transport, keeps it for the whole run, and calls it from one thread.
 """
 
 from __future__ import annotations
 
 import abc
-import enum
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,22 +19,16 @@ from typing import NamedTuple
 
 import torch
 
+from megatron.dpp.direction import Direction as Direction
 from megatron.dpp.errors import PeerDead, TransferTimeout, TransportError
 
-_BLAME_SECONDS = 1.0
+_EXPLAIN_SECONDS = 1.0
 _NAP_SECONDS = 0.05
-
-
-class Direction(enum.IntEnum):
-    """Which way a message travels along the pipeline."""
-
-    FORWARD = 0
-    BACKWARD = 1
 
 
 @dataclass(frozen=True)
 class ChannelSpec:
-    """One channel: who sends, who receives, what it carries, and the room it has.
+    """One channel: its ends, its payload and its size.
 
     Args:
         source: global rank of the sender.
@@ -60,13 +52,13 @@ class ChannelSpec:
 
 
 class Message(NamedTuple):
-    """What ``take`` returns. ``tensor`` is fresh: it never shares storage with a slot.
+    """The result of ``take``. ``tensor`` is fresh: it never shares storage with a slot.
 
-    ``part``/``num_parts``: a stage boundary that carries several tensors sends one message per
-        tensor.
-    ``sent_ns`` is the sender's ``CLOCK_MONOTONIC`` when ``put`` was called and ``arrived_ns`` the
-    receiver's when the message was first seen to be complete, 0 if it was taken before it was; two
-    hosts' clocks are not the same clock.
+    Args:
+        part, num_parts: a stage boundary of several tensors sends one message per tensor.
+        sent_ns: the sender's ``CLOCK_MONOTONIC`` at ``put``.
+        arrived_ns: the receiver's ``CLOCK_MONOTONIC`` when the message was first seen to be
+            complete; 0 if it was taken earlier. Clocks of two hosts differ.
     """
 
     tensor: torch.Tensor
@@ -80,7 +72,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkInfo:
-    """How one peer is reached, and why in that way (printed once at start)."""
+    """The kind of the link to one peer, and the reason for it (printed once at start)."""
 
     peer: int
     kind: str
@@ -88,13 +80,11 @@ class LinkInfo:
 
 
 class Board(abc.ABC):
-    """A small block shared by the ranks of one pipeline stage, with which they agree on one order
-    of tasks.
+    """A block of memory through which the ranks of one pipeline stage agree on one order of tasks.
 
-    Member 0 is the leader. Each member posts its own counters (they only grow); the leader reads
-    their element-wise minimum and appends words, which every other member reads in the same order.
-    No collective, no lock. A change made by any member ends the ``wait`` of the transport that the
-    board was opened with.
+    Member 0 is the leader. Each member posts its own counters, which only grow. The leader reads
+    their element-wise minimum and appends words; the other members read these in the same order.
+    No collective, no lock. A change by any member ends the ``wait`` of the transport.
     """
 
     index: int
@@ -110,13 +100,14 @@ class Board(abc.ABC):
 
     @abc.abstractmethod
     def append(self, word: int) -> None:
-        """Publish the next word, 0 <= word < 2**63 (leader). Waits, with the transport's deadline,
-        for a reader that lags a full ring.
+        """Publish the next word, 0 <= word < 2**63 (leader).
+
+        Waits, with the transport's deadline, for a reader that lags a full ring.
         """
 
     @abc.abstractmethod
     def next(self) -> int | None:
-        """The next word that this member has not read yet, or None (followers)."""
+        """The first word that this member has not read yet, or None (followers)."""
 
 
 class Transport(abc.ABC):
@@ -158,9 +149,9 @@ class Transport(abc.ABC):
         """
 
     def coming(self) -> Sequence[int]:
-        """Messages on each incoming channel that may be taken: those that have arrived, and those
-        whose sender's GPU has all the work queued that makes and sends them. Empty where a kind
-        cannot tell.
+        """Messages on each incoming channel that may be taken; empty where a kind cannot tell.
+
+        These have arrived, or the sender's GPU has all the work queued that makes and sends them.
 
         ``take`` of one that has not arrived returns at once; the current stream waits for it.
         """
@@ -186,11 +177,34 @@ class Transport(abc.ABC):
     def pending(self) -> int:
         """Puts whose copy is not done yet."""
 
-    @abc.abstractmethod
     def flush(self, seconds: float) -> None:
-        """Wait until ``pending() == 0``. ``TransferTimeout`` where none left for ``seconds``, or
-        ``PeerDead`` where a receiver has closed its transport.
+        """Wait until ``pending() == 0``.
+
+        Raises:
+            TransferTimeout: no pending put left for ``seconds``.
+            PeerDead: the same, and a receiver has closed its transport.
         """
+        least, deadline = math.inf, 0.0
+        while True:
+            self.poll()  # first, so that a later change ends the wait
+            left = self.pending()
+            if left == 0:
+                return
+            if left < least:
+                least, deadline = left, self._now() + seconds
+            if self._now() >= deadline:
+                raise self._unsent(left, seconds)
+            self.wait(deadline - self._now())
+
+    def _now(self) -> float:
+        return time.monotonic()
+
+    def _unsent(self, left: int, seconds: float) -> TransportError:
+        """The error of a flush that makes no progress."""
+        return TransferTimeout(
+            f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s; their "
+            "receivers are alive but take nothing (--dpp-timeout)"
+        )
 
     @abc.abstractmethod
     def links(self) -> Sequence[LinkInfo]:
@@ -203,9 +217,7 @@ class Transport(abc.ABC):
     def overdue(
         self, channel: int, seconds: float, *, iteration: int, microbatch: int
     ) -> TransportError:
-        """The error to raise when an incoming message is not there after ``seconds``: its sender is
-        alive, or left.
-        """
+        """The error to raise when an incoming message is missing after ``seconds``."""
         spec = self.incoming[channel]
         what = (
             f"rank {self.rank}: microbatch {microbatch} of iteration {iteration} ({spec}) has not "
@@ -219,13 +231,12 @@ class Transport(abc.ABC):
         )
 
     def raise_failure(self) -> None:
-        """Raise the failure of a link that explains an error met elsewhere; return if none shows
-        within a second.
+        """Raise a link's failure that explains an error met elsewhere, if one shows in a second.
 
-        A collective of another library fails when a rank dies, often before our link to it is seen
-        to be down; our error names the rank, the collective's does not.
+        When a rank dies, a collective of another library often fails first, and its error does not
+        name the rank.
         """
-        deadline = time.monotonic() + _BLAME_SECONDS
+        deadline = time.monotonic() + _EXPLAIN_SECONDS
         while time.monotonic() < deadline:
             self.poll()
             self.wait(_NAP_SECONDS)
@@ -237,9 +248,7 @@ class Transport(abc.ABC):
         """
 
     def departed(self, peer: int) -> bool:
-        """Whether ``peer`` has closed its transport in good order (a dead one is a failure
-        instead).
-        """
+        """True if ``peer`` has closed its transport in good order; a dead peer is a failure."""
         return False
 
     def __enter__(self) -> Transport:
@@ -257,7 +266,7 @@ class Transport(abc.ABC):
 
 
 def check_payload(tensor: torch.Tensor, spec: ChannelSpec) -> None:
-    """Refuse what cannot travel on a channel: the caller's mistake, so a ``ValueError``."""
+    """Raise ``ValueError`` for a tensor that cannot travel on a channel."""
     if not tensor.is_contiguous():
         raise ValueError(
             f"{spec}: a tensor of shape {tuple(tensor.shape)} is not contiguous; call .contiguous()"

@@ -1,9 +1,8 @@
 """An in-process network with seeded delays, reordering between channels and faults on demand.
 
-For tests of whatever drives a transport: every rank of a pipeline lives in this process, in threads
-of its own or stepped by one thread. It keeps the contract of ``base.py`` and is meaner than the
-real kinds: a payload is copied as late as the contract allows, so a caller that overwrites a tensor
-after ``put`` sees wrong numbers here first.
+For tests of a transport's caller: all ranks of a pipeline live in this process, in threads of their
+own or stepped by one thread. A payload is copied as late as the contract of ``base.py`` allows, so
+a caller that overwrites a tensor after ``put`` sees wrong numbers. It is opened from Python only.
 
     network = FakeNetwork(channels, seed=7, delay=0.01)
     transports = [network.transport(rank) for rank in range(4)]
@@ -14,7 +13,6 @@ waits (``stepping=True``: when any one of them waits, for tests that run all ran
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 import time
@@ -39,10 +37,11 @@ from megatron.dpp.transport.base import (
     Transport,
     check_payload,
 )
+from megatron.dpp.transport.kinds import TransportKind, register
 
 Delay = float | Callable[[random.Random, ChannelSpec, int], float]
-"""Seconds a message travels: uniform in 0..delay, or a function of (generator, channel, index of
-the message).
+"""Seconds that a message travels: uniform in 0..delay, or the result of a function of (generator,
+channel, index of the message).
 """
 
 _BOARD_RING = 4096
@@ -65,7 +64,7 @@ class VirtualClock:
 
 @dataclass
 class _Parcel:
-    """A message on its way."""
+    """A message in flight."""
 
     source: torch.Tensor
     labels: tuple[int, int, int, int]
@@ -90,7 +89,7 @@ class _Channel:
 
 @dataclass
 class _BoardState:
-    """The block that the members of one board share. Guarded by the network's lock."""
+    """The memory of one board. Guarded by the network's lock."""
 
     ranks: tuple[int, ...]
     counters: list[list[int]]
@@ -108,7 +107,7 @@ class FakeNetwork:
             each other.
         clock: a :class:`VirtualClock`, or None for real time.
         stepping: with a virtual clock, one thread drives all ranks, so any ``wait`` may move time.
-        ahead: messages may be taken on their way; ``take`` waits then, as a GPU would.
+        ahead: messages may be taken in flight; ``take`` waits for them, as a GPU would.
     """
 
     def __init__(
@@ -156,9 +155,7 @@ class FakeNetwork:
     # Faults on demand.
 
     def kill(self, rank: int) -> None:
-        """Let ``rank`` die: every other rank fails with ``PeerDead``, and so does its own next
-        call.
-        """
+        """Let ``rank`` die: the next call of every rank raises ``PeerDead``."""
         self.fail(PeerDead(f"rank {rank} died (a fault asked for by the test)"))
 
     def fail(self, error: TransportError) -> None:
@@ -168,7 +165,7 @@ class FakeNetwork:
                 self._failures.setdefault(rank, error)
             self._touch(*self._open)
 
-    def stall(self, spec: ChannelSpec, stalled: bool = True) -> None:
+    def stall(self, spec: ChannelSpec, *, stalled: bool = True) -> None:
         """Hold back (or let go) what has not arrived yet on one channel."""
         with self._changed:
             self._find(spec).stalled = stalled
@@ -218,7 +215,7 @@ class FakeNetwork:
         return min(flying, default=float("inf"))
 
     def _wait(self, rank: int, seen: int, seconds: float) -> bool:
-        """Sleep until the rank's version passes ``seen``, or ``seconds`` pass; true when something
+        """Sleep until the rank's version passes ``seen``, or ``seconds`` pass; True if something
         may have changed.
         """
         deadline = self.now() + seconds
@@ -338,18 +335,8 @@ class FakeTransport(Transport):
             self._network._deliver()
             return sum(len(c.waiting) + len(c.flying) for c in self._outgoing)
 
-    def flush(self, seconds: float) -> None:
-        least, deadline = math.inf, 0.0
-        while left := self.pending():
-            if left < least:
-                least, deadline = left, self._network.now() + seconds
-            remaining = deadline - self._network.now()
-            if remaining <= 0:
-                raise TransferTimeout(
-                    f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s"
-                )
-            self.poll()
-            self.wait(remaining)
+    def _now(self) -> float:
+        return self._network.now()
 
     def links(self) -> Sequence[LinkInfo]:
         peers = {s.destination for s in self.outgoing} | {s.source for s in self.incoming}
@@ -410,3 +397,6 @@ class _FakeBoard(Board):
                 return None
             self._state.read[self.index] = position + 1
             return self._state.words[position]
+
+
+register(TransportKind(name="fake"))

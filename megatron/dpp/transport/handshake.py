@@ -1,17 +1,14 @@
-"""Letting peers in and keeping everybody else out: a mutual proof over a fresh connection.
+"""Mutual authentication over a fresh connection, and the messages of a set-up.
 
-Both sides know a random token of the job. Each sends a nonce and proves with an HMAC-SHA256 over
-both nonces, both ranks and the purpose of the connection that it knows the token; the token itself
-never travels here. Until the proof is complete nothing is read but at most ``MAX_HELLO`` bytes, for
-at most ``HELLO_SECONDS``.
+Both sides know a random token of the job. Each sends a nonce and proves its knowledge with an
+HMAC-SHA256 over both nonces, both ranks and the purpose of the connection. The token never travels.
+Until the proof is complete, at most ``MAX_HELLO`` bytes are read in at most ``HELLO_SECONDS``.
 
     connector                      acceptor
       hello {rank, nonce}    ->
                              <-    hello {rank, nonce, proof "acceptor"}
       {proof "connector"}    ->
                              <-    {welcome}
-
-``rendezvous.py`` makes the connections and is the only caller.
 """
 
 from __future__ import annotations
@@ -37,32 +34,29 @@ MAX_HELLO = 4096
 """Bytes of the longest set-up message."""
 
 HELLO_SECONDS = 5.0
-"""How long a connection may take to prove itself."""
+"""Seconds in which a connection must prove itself."""
 
 _LENGTH = struct.Struct("<H")
 
 _MOST_UNREAD = 8
-"""Messages that a peer may have sent before it gave up: more than any step of a set-up."""
+"""Limit on the messages that a peer has sent before it gave up; no set-up sends more."""
 
 _FAILED = 3
 _NOTES = (1, 2, _FAILED)
-"""Kinds of the notes that C++ sends on the same connections (``Peer::Note``), in the place of a
-message's first character.
-"""
+"""Notes that C++ sends on the same connections (``Peer::Note``), as a message's first byte."""
 
 
 class PeerEnded(ProtocolError):
-    """Instead of a message there is the end of the connection, a peer's farewell, or nothing."""
+    """The connection ended, or the peer gave up or stayed silent, in the place of a message."""
 
 
 @contextlib.contextmanager
 def joining(rank: int, peer: int, sock: socket.socket) -> Iterator[None]:
-    """For messages of ``rank`` with ``peer`` while their links are set up: errors say whose they
-    are.
+    """Name both ranks in the errors of a link's set-up.
 
     Raises:
-        SetupError: the peer met an error of its own, which is named where it has said so.
-        ProtocolError: it sent what is no message.
+        SetupError: the peer failed; with its own error, if it has sent it.
+        ProtocolError: it sent an invalid message.
     """
     try:
         yield
@@ -95,7 +89,7 @@ def receive_message(sock: socket.socket, max_fds: int = 0) -> tuple[dict[str, An
 
     Raises:
         PeerEnded: the other side ended the connection or gave up.
-        ProtocolError: what came is not a message.
+        ProtocolError: the message is invalid.
     """
     fds: list[int] = []
     try:
@@ -162,16 +156,14 @@ def _last_words(sock: socket.socket) -> str:
 
 
 def _take_leave(note: int, body: bytes) -> NoReturn:
-    """What C++ says for a peer that gives up, or closes, during the set-up."""
+    """Raise ``PeerEnded`` for a note of a peer that gives up, or closes, during the set-up."""
     if note == _FAILED and len(body) > 1:
         raise PeerEnded(body[1:].decode(errors="replace"))  # the first byte classes the fault
     raise PeerEnded("it has closed its transport; its own message says why")
 
 
 def _despite_reset(read: Callable[[], _Read]) -> _Read:
-    """A peer that closed with messages of ours unread: Linux may say so before it hands out the
-    peer's own last one.
-    """
+    """Read again after a reset: Linux may report it before it delivers the peer's last message."""
     try:
         return read()
     except ConnectionResetError:
@@ -191,7 +183,7 @@ def _receive_exactly(sock: socket.socket, count: int) -> bytes:
 def connect_side(
     sock: socket.socket, token: bytes, rank: int, peer: int, purpose: str, seconds: float
 ) -> None:
-    """Prove ourselves to the rank that accepts, and make it prove itself within ``seconds``.
+    """Authenticate with the rank that accepts, within ``seconds``.
 
     Raises:
         AuthError: the other side does not know the token, is not ``peer``, or refuses us.
@@ -212,11 +204,11 @@ def connect_side(
 
 
 def accept_side(sock: socket.socket, token: bytes, rank: int) -> tuple[int, str]:
-    """Let a connection prove which rank it is; returns that rank and the connection's purpose.
+    """Authenticate a connection; returns its rank and its purpose.
 
     Raises:
         AuthError: it does not know the token.
-        ProtocolError: it does not speak our language.
+        ProtocolError: it sent an invalid message.
     """
     sock.settimeout(HELLO_SECONDS)
     hello, _ = receive_message(sock)

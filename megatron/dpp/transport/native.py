@@ -1,15 +1,13 @@
-"""The Python face of the C++ transport: translates tensors to addresses and keeps them alive.
+"""The Python side of the C++ transport: passes addresses of tensors and keeps tensors alive.
 
-Everything that happens per message is here or in C++. ``opening.py`` sets it up. CUDA tensors pass
-through the host unless a link's kind can read them in place.
+``opening.py`` sets it up. CUDA tensors pass through the host unless a link's kind reads them in
+place.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import os
-import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -19,7 +17,6 @@ import torch
 
 from megatron.dpp.errors import (
     PeerDead,
-    TransferTimeout,
     TransportError,
     TransportUnavailable,
 )
@@ -33,10 +30,15 @@ from megatron.dpp.transport.base import (
     check_payload,
 )
 from megatron.dpp.transport.gpu import device_index
+from megatron.dpp.transport.kinds import find
 
 
 def load_native() -> Any:
-    """The extension module; ``TransportUnavailable`` with what to do where it was not built."""
+    """The extension module.
+
+    Raises:
+        TransportUnavailable: it is not built; the message names the command.
+    """
     try:
         from megatron.dpp.transport import _native  # type: ignore[attr-defined]
     except ImportError as error:
@@ -48,7 +50,7 @@ def load_native() -> Any:
 
 
 class NativeBoard(Board):
-    """The stage's board; see :class:`~megatron.dpp.transport.base.Board`."""
+    """A board in shared memory."""
 
     def __init__(self, native: Any, index: int, size: int) -> None:
         self.index = index
@@ -73,7 +75,7 @@ class NativeBoard(Board):
 
 
 class NativeTransport(Transport):
-    """One rank's channels in C++. Made by :func:`open_native`.
+    """One rank's channels in C++; :func:`open_native` makes it.
 
     ``in_place``: peers whose links read and write CUDA tensors where they are.
     """
@@ -88,7 +90,6 @@ class NativeTransport(Transport):
         device: torch.device,
         links: Sequence[LinkInfo],
         board: Board | None,
-        dtype_names: Sequence[str],
         in_place: Collection[int] = (),
         abandon_after: float | None = None,
     ) -> None:
@@ -100,11 +101,11 @@ class NativeTransport(Transport):
         self._device = device
         self._gpu = device_index(device) if device.type == "cuda" else -1
         self._links = links
-        self._tells_what_comes = any(link.kind == "cuda_ipc" for link in links)
+        self._tells_what_comes = any(find(link.kind).announces for link in links)
         self._takes_in_place = [spec.source in in_place for spec in incoming]
         self._sends_in_place = [spec.destination in in_place for spec in outgoing]
         self._num_incoming = len(incoming)
-        self._dtypes = [getattr(torch, name, None) for name in dtype_names]
+        self._dtypes = [getattr(torch, name, None) for name in load_native().dtype_names]
         self._codes = {dtype: code for code, dtype in enumerate(self._dtypes) if dtype is not None}
         # Tensors whose copy is not done, per channel: (number of the put, tensor).
         self._kept: list[deque[tuple[int, torch.Tensor]]] = [deque() for _ in outgoing]
@@ -199,32 +200,15 @@ class NativeTransport(Transport):
         pending: int = self._native.pending()
         return pending
 
-    def flush(self, seconds: float) -> None:
-        least, deadline = math.inf, 0.0
-        while True:
-            self._native.poll(
-                self._num_incoming
-            )  # first, so that what finishes later ends the wait
-            left = self.pending()
-            if left == 0:
-                return
-            if left < least:
-                least, deadline = left, time.monotonic() + seconds
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise self._unsent(left, seconds)
-            self._native.wait(remaining)
-
     def _unsent(self, left: int, seconds: float) -> TransportError:
-        """The error of a flush: its receivers are alive, or one of them left."""
-        what = f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s"
         for channel, spec in enumerate(self.outgoing):
             unsent = self._native.done(channel) < self._num_puts[channel]
             if unsent and self.departed(spec.destination):
-                return PeerDead(f"{what}, and rank {spec.destination} has closed its transport")
-        return TransferTimeout(
-            f"{what}; their receivers are alive but take nothing (--dpp-timeout)"
-        )
+                return PeerDead(
+                    f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s: "
+                    f"rank {spec.destination} has closed its transport"
+                )
+        return super()._unsent(left, seconds)
 
     def links(self) -> Sequence[LinkInfo]:
         return self._links
@@ -255,8 +239,9 @@ class NativeTransport(Transport):
 
 
 def _disown(transport: weakref.ref[NativeTransport]) -> None:
-    """In a forked child: leave the connections to the parent. A data loader's worker that keeps
-    copies of them would let a parent that was killed look alive to its peers.
+    """Close the connections in a forked child.
+
+    Copies of them in a data loader's worker would let a killed parent look alive to its peers.
     """
     inherited = transport()
     if inherited is not None:

@@ -1,6 +1,4 @@
-"""Opens a transport of the kinds that suit each link. The one door of this room besides
-``FakeNetwork``.
-"""
+"""Opens a transport, with a suitable kind for each link."""
 
 from __future__ import annotations
 
@@ -12,6 +10,8 @@ from torch._C._distributed_c10d import Store
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.transport.base import ChannelSpec, Transport
 from megatron.dpp.transport.fake import FakeNetwork
+from megatron.dpp.transport.joining import Request
+from megatron.dpp.transport.kinds import AUTO, find
 from megatron.dpp.transport.options import TransportOptions
 
 
@@ -45,49 +45,34 @@ def open_transport(
         TransportUnavailable: ``kind`` is not possible on a link; the message says why.
         SetupError, AuthError, VersionMismatch: see ``errors.py``.
     """
-    options = options or TransportOptions()
     for spec in channels:
         if rank not in (spec.source, spec.destination):
             raise ConfigError(f"rank {rank} neither sends nor receives on the channel {spec}")
-    if store is None:
-        return _open_in_process(channels, rank, board_ranks, board_counters)
-    if kind == "dist":
-        from megatron.dpp.transport.dist import DistTransport
-
-        return DistTransport(
-            channels,
-            rank=rank,
-            store=store,
-            device=torch.device(device),
-            options=options,
-            board_ranks=board_ranks,
-            board_counters=board_counters,
-        )
-    from megatron.dpp.transport.opening import open_native
-
-    return open_native(
-        channels,
+    request = Request(
+        channels=channels,
         rank=rank,
         store=store,
         device=torch.device(device),
-        kind=kind,
-        options=options,
-        board_ranks=board_ranks,
+        options=options or TransportOptions(),
+        board_ranks=tuple(board_ranks or ()),
         board_counters=board_counters,
     )
+    if store is None:
+        return _open_in_process(request)
+    if kind != AUTO and (open_own := find(kind).open):
+        return open_own(request)
+    from megatron.dpp.transport.opening import open_native
+
+    return open_native(request, kind)
 
 
-def _open_in_process(
-    channels: Sequence[ChannelSpec],
-    rank: int,
-    board_ranks: Sequence[int] | None,
-    board_counters: int,
-) -> Transport:
+def _open_in_process(request: Request) -> Transport:
+    rank, channels = request.rank, request.channels
     others = {spec.source for spec in channels} | {spec.destination for spec in channels}
-    if others - {rank} or set(board_ranks or ()) - {rank}:
+    if others - {rank} or set(request.board_ranks) - {rank}:
         raise ConfigError(
             f"rank {rank} has channels with other ranks; open_transport needs a store to find them"
         )
     return FakeNetwork(channels).transport(
-        rank, board_ranks=board_ranks, board_counters=board_counters
+        rank, board_ranks=request.board_ranks, board_counters=request.board_counters
     )

@@ -1,8 +1,8 @@
-"""Sets up a native transport: meets the peers, chooses a kind per link, exchanges slots.
+"""Sets up a native transport: meets the peers, chooses a kind per link, joins the links.
 
-Per link, over its authenticated control connection: first the bells (one host only), then an
-*offer* from each side: the channels that it receives, with what the kind needs to send into them,
-and the stage's board if it leads one. Only then does C++ take the connections over.
+Each link first exchanges bells (one host only) and *offers* over its authenticated control
+connection: the channels that a side receives, and the stage's board if it leads one. Then each kind
+joins its links, and C++ takes the connections over.
 """
 
 from __future__ import annotations
@@ -12,76 +12,38 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch._C._distributed_c10d import Store
 
-from megatron.dpp.errors import (
-    ConfigError,
-    ProtocolError,
-    TransportUnavailable,
-    VersionMismatch,
-)
-from megatron.dpp.transport import handshake
+from megatron.dpp.errors import ConfigError, VersionMismatch
 from megatron.dpp.transport.base import ChannelSpec, LinkInfo
-from megatron.dpp.transport.choose import GPU_KINDS, Choice, Facts, choose
-from megatron.dpp.transport.gpu import GpuLink, GpuLinks, device_index, gpu_facts
+from megatron.dpp.transport.choose import Choice, choose
+from megatron.dpp.transport.gpu import device_index, gpu_facts
+from megatron.dpp.transport.joining import Facts, PeerLink, Request, Setup
+from megatron.dpp.transport.kinds import AUTO, find, kind_of_boards, kinds_of_links
 from megatron.dpp.transport.native import NativeBoard, NativeTransport, load_native
-from megatron.dpp.transport.options import TransportOptions
-from megatron.dpp.transport.rdma import Place, RdmaPeer, find_place, join_rdma
 from megatron.dpp.transport.rendezvous import CONTROL, Connection, Rendezvous, host_identity
-
-_DATA = ("data 0", "data 1")
-"""Purposes of a link's connections; messages from 4 MiB up are spread over all of ``_DATA``."""
-
-_BETWEEN_HOSTS = ("rdma", "tcp")
-"""Kinds whose control connection is TCP, also when both ranks are on one host."""
 
 _LOOPBACK = "127.0.0.1"
 
 
-def open_native(
-    channels: Sequence[ChannelSpec],
-    *,
-    rank: int,
-    store: Store,
-    device: torch.device,
-    kind: str,
-    options: TransportOptions,
-    board_ranks: Sequence[int] | None = None,
-    board_counters: int = 0,
-) -> NativeTransport:
-    """See :func:`megatron.dpp.transport.open_transport`."""
-    board = list(board_ranks or ())
-    return _Opening(channels, rank, device, kind, options, board, board_counters).run(store)
+def open_native(request: Request, kind: str) -> NativeTransport:
+    """Open a transport with links of ``kind`` (``auto``: of suitable kinds)."""
+    return _Opening(request, kind).run(request.store)
 
 
 class _Opening:
     """The steps of opening, in the order in which ``run`` calls them."""
 
-    def __init__(
-        self,
-        channels: Sequence[ChannelSpec],
-        rank: int,
-        device: torch.device,
-        kind: str,
-        options: TransportOptions,
-        board_ranks: list[int],
-        board_counters: int,
-    ) -> None:
-        self._rank = rank
-        self._device = device
-        self._kind = kind
-        self._options = options
-        self._board_ranks = board_ranks
-        self._board_counters = board_counters
-        self._incoming = [spec for spec in channels if spec.destination == rank]
-        self._outgoing = [spec for spec in channels if spec.source == rank]
+    def __init__(self, request: Request, kind: str) -> None:
+        self._rank, self._options = request.rank, request.options
+        self._device, self._kind = request.device, kind
+        self._board_ranks = list(request.board_ranks)
+        self._board_counters = request.board_counters
+        self._incoming, self._outgoing = request.incoming, request.outgoing
         self._library = load_native()
-        self._facts: dict[int, Facts] = {}
+        self._facts: dict[int, Facts] = {}  # the peers'
         self._choices: dict[int, Choice] = {}
-        self._place: Place | None = None
-        self._gpu = -1  # the GPU whose tensors our links can read and write
-        self._gpu_ways: dict[int, str] = {}  # how links reach it, for their reasons
+        self._notes: dict[int, str] = {}  # appended to the reasons of links
 
     def run(self, store: Store) -> NativeTransport:
         """Open the transport, or leave nothing behind."""
@@ -93,25 +55,25 @@ class _Opening:
             connections = rendezvous.connect(self._wanted_connections())
         native = self._make_native(len(peers))
         try:
-            self._join(native, connections)
+            self._join(native, own, connections)
             native.start()
         except BaseException as error:
-            # A peer that is done with its own set-up would take a mere goodbye for good order.
+            # A peer that has finished its own set-up would take a goodbye alone for good order.
             native.abort(f"{type(error).__name__}: {error}")
             native.close()
             raise
         finally:
             for connection in connections.values():
                 connection.close()
-        return self._wrap(native)
+        return self._wrap(native, own)
 
-    def _wrap(self, native: Any) -> NativeTransport:
+    def _wrap(self, native: Any, own: Facts) -> NativeTransport:
         board = None
         if self._board_ranks:
             index = self._board_ranks.index(self._rank)
             board = NativeBoard(native, index, len(self._board_ranks))
         links = [
-            LinkInfo(peer, how.kind, how.reason + self._gpu_ways.get(peer, ""))
+            LinkInfo(peer, how.kind.name, how.reason + self._notes.get(peer, ""))
             for peer, how in self._choices.items()
         ]
         return NativeTransport(
@@ -122,14 +84,11 @@ class _Opening:
             device=self._device,
             links=links,
             board=board,
-            dtype_names=self._library.dtype_names,
-            in_place={link.peer for link in links if self._in_place(link.kind)},
+            in_place={
+                peer for peer, how in self._choices.items() if how.kind.device_memory and own.gpu
+            },
             abandon_after=self._options.abandon_after,
         )
-
-    def _in_place(self, kind: str) -> bool:
-        """Whether links of a kind carry CUDA tensors without help."""
-        return kind in GPU_KINDS or (kind == "rdma" and self._gpu >= 0)
 
     def _peers(self) -> list[int]:
         peers = {spec.source for spec in self._incoming}
@@ -139,27 +98,19 @@ class _Opening:
         return sorted(peers | set(self._board_partners()))
 
     def _board_partners(self) -> list[int]:
-        """The leader talks with all members, a follower with the leader."""
+        """The members of the board that this rank talks with: all, or the leader."""
         if not self._board_ranks:
             return []
         leader, *followers = self._board_ranks
         return followers if self._rank == leader else [leader]
 
     def _tcp_host(self) -> str | None:
-        """Where to listen for other hosts: nowhere unless told, or if such a kind is forced."""
-        return self._options.node_ips or (_LOOPBACK if self._kind in _BETWEEN_HOSTS else None)
-
-    def _find_place(self) -> str:
-        """Sets our RDMA port; returns why there is none, where one would be of use."""
-        if self._kind not in ("auto", "rdma"):
-            return f"--dpp-transport {self._kind}"
-        self._place, why = find_place(self._library, self._tcp_host())
-        return why
+        """The address to listen on for other hosts; None for no address."""
+        forced = self._kind != AUTO and find(self._kind).between_hosts
+        return self._options.node_ips or (_LOOPBACK if forced else None)
 
     def _own_facts(self, rendezvous: Rendezvous) -> Facts:
         gpu, gpu_access = gpu_facts(self._library, self._device)
-        self._gpu = device_index(self._device) if gpu else -1
-        no_rdma = self._find_place()
         return Facts(
             rank=self._rank,
             abi=self._library.abi_version,
@@ -173,26 +124,28 @@ class _Opening:
             settings={"checksum": self._options.checksum, "workload": self._options.workload},
             gpu=gpu,
             gpu_access=gpu_access,
-            rdma=self._place.network if self._place else "",
-            no_rdma=no_rdma,
+            found={
+                kind.name: kind.look(self._library, self._tcp_host())
+                for kind in kinds_of_links(self._kind)
+                if kind.look
+            },
         )
 
     def _choose(self, own: Facts, peer: int) -> Choice:
-        if peer in self._board_partners() and not self._carries_channels(peer):
-            return choose(own, self._facts[peer], "shm")
-        return choose(own, self._facts[peer], self._kind)
+        board_only = peer in self._board_partners() and not self._carries_channels(peer)
+        wanted = kind_of_boards().name if board_only else self._kind
+        return choose(own, self._facts[peer], wanted)
 
     def _carries_channels(self, peer: int) -> bool:
         specs = (*self._incoming, *self._outgoing)
         return any(peer in (spec.source, spec.destination) for spec in specs)
 
     def _wanted_connections(self) -> list[tuple[Facts, str, bool]]:
-        wanted = []
-        for peer, choice in self._choices.items():
-            over_tcp = choice.kind in _BETWEEN_HOSTS
-            purposes = (CONTROL, *_DATA) if choice.kind == "tcp" else (CONTROL,)
-            wanted += [(self._facts[peer], purpose, over_tcp) for purpose in purposes]
-        return wanted
+        return [
+            (self._facts[peer], purpose, choice.kind.between_hosts)
+            for peer, choice in self._choices.items()
+            for purpose in (CONTROL, *choice.kind.connections)
+        ]
 
     def _make_native(self, num_peers: int) -> Any:
         spin = self._options.spin
@@ -210,125 +163,96 @@ class _Opening:
             outgoing=[_as_tuple(spec) for spec in self._outgoing],
         )
 
-    def _join(self, native: Any, connections: dict[tuple[int, str], Connection]) -> None:
-        """Every step first sends to all peers, then receives from all: nobody waits in a circle."""
-        controls = {peer: connections[peer, CONTROL] for peer in self._choices}
-        for peer, control in controls.items():
-            control.sock.settimeout(self._options.setup_timeout)
-            shared = self._choices[peer].kind not in _BETWEEN_HOSTS
-            with handshake.joining(self._rank, peer, control.sock):
-                handshake.send_message(control.sock, {}, [native.bell_fd()] if shared else None)
-        for peer, control in controls.items():
-            with handshake.joining(self._rank, peer, control.sock):
-                _, fds = handshake.receive_message(control.sock, 1)
-            self._add_peer(native, peer, control, fds)
+    def _join(
+        self, native: Any, own: Facts, connections: dict[tuple[int, str], Connection]
+    ) -> None:
+        """Make all links; every round first sends to all peers, then receives from all."""
+        links = {peer: self._link(peer, connections) for peer in self._choices}
+        for peer, link in links.items():
+            between_hosts = self._choices[peer].kind.between_hosts
+            link.send({}, () if between_hosts else [native.bell_fd()])
+        for peer, link in links.items():
+            _, fds = link.receive(1)
+            self._add_peer(native, connections[peer, CONTROL], fds)
         board_fd = -1
         if self._board_ranks and self._rank == self._board_ranks[0]:
             size, followers = len(self._board_ranks), self._board_ranks[1:]
             board_fd = native.make_board(size, self._board_counters, followers)
-        for peer, control in controls.items():
-            self._send_offer(native, peer, control, board_fd)
-        for peer, control in controls.items():
-            self._receive_offer(native, peer, control)
-            if self._choices[peer].kind == "tcp":
-                data = [connections[peer, purpose].sock.detach() for purpose in _DATA]
-                incoming = _channels_with(self._incoming, peer)
-                native.add_tcp_link(peer, incoming, _channels_with(self._outgoing, peer), data)
-        self._join_gpus(native, controls)
-        self._join_rdma(native, controls)
+        for link in links.values():
+            self._send_offer(link, board_fd)
+        for link in links.values():
+            self._receive_offer(native, link)
+        gpu = device_index(self._device) if own.gpu else -1
+        setup = Setup(
+            library=self._library, native=native, options=self._options, facts=own, gpu=gpu
+        )
+        self._join_kinds(setup, list(links.values()))
 
-    def _join_gpus(self, native: Any, controls: dict[int, Connection]) -> None:
-        links = [
-            GpuLink(
-                peer,
-                self._choices[peer].kind,
-                control.sock,
-                _channels_with(self._incoming, peer),
-                _channels_with(self._outgoing, peer),
-            )
-            for peer, control in controls.items()
-            if self._choices[peer].kind in GPU_KINDS
-        ]
-        if not links:
-            return
-        gpu = GpuLinks(self._library, native, self._rank, self._device, self._options)
-        for peer, fault in gpu.join(links).items():
-            self._gpu_ways[peer] = f"; nothing is launched ahead: {fault}"
+    def _link(self, peer: int, connections: dict[tuple[int, str], Connection]) -> PeerLink:
+        control = connections[peer, CONTROL].sock
+        control.settimeout(self._options.setup_timeout)
+        return PeerLink(
+            rank=self._rank,
+            peer=peer,
+            sock=control,
+            incoming=_channels_with(self._incoming, peer),
+            outgoing=_channels_with(self._outgoing, peer),
+            data=[connections[peer, use].sock for use in self._choices[peer].kind.connections],
+        )
 
-    def _join_rdma(self, native: Any, controls: dict[int, Connection]) -> None:
-        peers = [
-            RdmaPeer(
-                peer,
-                control.sock,
-                _channels_with(self._incoming, peer),
-                _channels_with(self._outgoing, peer),
-            )
-            for peer, control in controls.items()
-            if self._choices[peer].kind == "rdma"
-        ]
-        if peers and self._gpu < 0 and self._options.gpudirect == "on":
-            raise TransportUnavailable(
-                f"--dpp-gpudirect on: rank {self._rank} has no GPU of NVIDIA "
-                f"(device {self._device})"
-            )
-        if peers and self._place:
-            join_rdma(
-                self._library, native, self._rank, self._place, self._options, peers, self._gpu
-            )
-            self._gpu_ways |= {p.peer: f"; {p.link.gpu_way}" for p in peers if p.link.gpu_way}
+    def _join_kinds(self, setup: Setup, links: Sequence[PeerLink]) -> None:
+        """Join the links kind by kind; all ranks go through the kinds in one order."""
+        for kind in kinds_of_links():
+            mine = [link for link in links if self._choices[link.peer].kind is kind]
+            if mine and kind.join:
+                self._notes |= kind.join(setup, mine)
 
-    def _add_peer(self, native: Any, peer: int, control: Connection, fds: list[int]) -> None:
-        facts, kind = self._facts[peer], self._choices[peer].kind
+    def _add_peer(self, native: Any, control: Connection, fds: list[int]) -> None:
+        peer = control.peer
+        facts, kind = self._facts[peer], self._choices[peer].kind.name
         about = f"rank {peer} (pid {facts.pid} on {facts.hostname}, {kind})"
         socket_fd = os.dup(control.sock.fileno())
         pidfd, control.pidfd = control.pidfd, -1
         native.add_peer(peer, about, socket_fd, pidfd, fds[0] if fds else -1)
 
-    def _send_offer(self, native: Any, peer: int, control: Connection, board_fd: int) -> None:
-        indices = _channels_with(self._incoming, peer)
-        message: dict[str, Any] = {"channels": _digest(self._incoming, indices)}
+    def _send_offer(self, link: PeerLink, board_fd: int) -> None:
+        message: dict[str, Any] = {"channels": _digest(self._incoming, link.incoming)}
         fds = []
-        if indices and self._choices[peer].kind == "shm":
-            fds.append(native.make_shm_slots(peer, indices))
-        if board_fd >= 0 and peer in self._board_ranks:
+        if board_fd >= 0 and link.peer in self._board_ranks:
             message["board"] = [len(self._board_ranks), self._board_counters]
             fds.append(board_fd)
-        with handshake.joining(self._rank, peer, control.sock):
-            handshake.send_message(control.sock, message, fds)
+        link.send(message, fds)
 
-    def _receive_offer(self, native: Any, peer: int, control: Connection) -> None:
-        with handshake.joining(self._rank, peer, control.sock):
-            message, fds = handshake.receive_message(control.sock, 2)
+    def _receive_offer(self, native: Any, link: PeerLink) -> None:
+        message, fds = link.receive(1)
         try:
-            self._compare_offer(message, peer)
-            indices = _channels_with(self._outgoing, peer)
-            if indices and self._choices[peer].kind == "shm":
-                native.use_shm_slots(peer, indices, fds.pop(0))
-            if self._board_ranks and peer == self._board_ranks[0]:
+            self._compare_offer(message, link)
+            if self._follows(link.peer):
+                link.require_fds(fds, 1)
                 index, size = self._board_ranks.index(self._rank), len(self._board_ranks)
-                native.use_board(fds.pop(0), index, size, self._board_counters, peer)
-        except IndexError as error:
-            raise ProtocolError(
-                f"rank {self._rank}: rank {peer} sent too few descriptors"
-            ) from error
+                native.use_board(fds.pop(), index, size, self._board_counters, link.peer)
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def _compare_offer(self, message: dict[str, Any], peer: int) -> None:
-        ours = _digest(self._outgoing, _channels_with(self._outgoing, peer))
+    def _follows(self, peer: int) -> bool:
+        """True if ``peer`` leads the board of this rank."""
+        return bool(self._board_ranks) and peer == self._board_ranks[0]
+
+    def _compare_offer(self, message: dict[str, Any], link: PeerLink) -> None:
+        ours = _digest(self._outgoing, link.outgoing)
         theirs = message.get("channels")
         if theirs != ours:
             raise VersionMismatch(
-                f"rank {self._rank} wants to send on the channels {ours}, rank {peer} has opened "
-                f"{theirs} (chunk, direction, slot bytes, depth); start both with equal settings"
+                f"rank {self._rank} wants to send on the channels {ours}, rank {link.peer} has "
+                f"opened {theirs} (chunk, direction, slot bytes, depth); start both with equal "
+                "settings"
             )
         board = [len(self._board_ranks), self._board_counters]
-        follows = bool(self._board_ranks) and peer == self._board_ranks[0]
-        if follows and message.get("board") != board:
+        if self._follows(link.peer) and message.get("board") != board:
             raise VersionMismatch(
-                f"rank {self._rank} expects a board of {board} (members, counters), rank {peer} "
-                f"has {message.get('board')}"
+                f"rank {self._rank} expects a board of {board} (members, counters), rank "
+                f"{link.peer} has {message.get('board')}"
             )
 
 
@@ -338,7 +262,7 @@ def _channels_with(specs: Sequence[ChannelSpec], peer: int) -> list[int]:
     return sorted(mine, key=lambda i: (specs[i].chunk, specs[i].direction))
 
 
-def _digest(specs: Sequence[ChannelSpec], indices: list[int]) -> list[list[int]]:
+def _digest(specs: Sequence[ChannelSpec], indices: Sequence[int]) -> list[list[int]]:
     return [list(_as_tuple(specs[index])[2:]) for index in indices]
 
 

@@ -1,6 +1,4 @@
-"""What a caller may set when it opens a transport. Checked once, here; nothing below checks
-again.
-"""
+"""Settings of a transport, checked once."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from megatron.dpp.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class TransportOptions:
-    """Settings of one transport; every rank of a job gives the same ones.
+    """Settings of one transport; equal on all ranks of a job.
 
     Args:
         timeout: seconds that a wait inside the transport (a lagging board reader, a full queue of
@@ -20,16 +18,16 @@ class TransportOptions:
         setup_timeout: seconds in which all peers must have opened their side.
         checksum: send a CRC32C with every payload and check it in ``take``.
         workload: elements per chunk where a kind stages tensors through host memory.
-        gpudirect: whether an RDMA card reads and writes the GPU's memory itself: ``auto`` where it
-            can, ``on`` (else an error), ``off``.
+        gpudirect: RDMA cards read and write GPU memory themselves: ``auto`` (where possible),
+            ``on`` (else an error), ``off``.
         node_ips: this host's address that links to other hosts are bound to; None lets no other
             host in.
-        name: tells transports apart that one job opens over one store.
+        name: distinguishes the transports that one job opens over one store.
         token_file: file (mode 0600) with the job's secret; None agrees on a random one through the
             store.
         max_pending: puts that may be waiting for credit on one channel before ``put`` itself waits.
-        abandon_after: seconds after a failure at which this process is ended when it has not
-            noticed, because it waits in something else (see ``abandon.py``); None lets it wait.
+        abandon_after: seconds after a failure at which a process that has not noticed it is ended
+            (see ``abandon.py``); None never ends it.
         spin: spin before sleeping in ``wait``; None decides from the cores that are free.
     """
 

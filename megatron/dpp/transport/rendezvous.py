@@ -1,7 +1,7 @@
-"""How ranks find each other: facts in the job's store, then authenticated connections.
+"""Rendezvous of ranks: facts in the job's store, then authenticated connections.
 
 The lower rank of a pair connects, over an abstract unix socket on one host and over TCP between
-hosts. ``opening.py`` is the caller; it gets connected sockets and hands them to C++.
+hosts.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from torch._C._distributed_c10d import Store
 
 from megatron.dpp.errors import AuthError, ConfigError, ProtocolError, SetupError, VersionMismatch
 from megatron.dpp.transport import handshake
-from megatron.dpp.transport.choose import Facts
+from megatron.dpp.transport.joining import Facts
 from megatron.dpp.transport.options import TransportOptions
 
 CONTROL = "control"
-"""Purpose of the connection by which a link judges whether its peer's host is still there."""
+"""Purpose of a link's first connection, whose end means that the peer is gone."""
 
 _LOST_AFTER_MS = 3000
 _MAX_STRANGERS = 64
@@ -43,7 +43,7 @@ _ACCEPT_SLICE = 0.02  # seconds; also how late a finished proof may be noticed
 
 @dataclass
 class Connection:
-    """A connection, to whom and what for, and a pidfd of the process at its other end or -1."""
+    """A connection to a peer; ``pidfd`` is of the process at its other end, or -1."""
 
     peer: int
     purpose: str
@@ -51,7 +51,7 @@ class Connection:
     pidfd: int = -1
 
     def close(self) -> None:
-        """Give both descriptors back; twice is fine."""
+        """Close both descriptors; may be called twice."""
         self.sock.close()
         if self.pidfd >= 0:
             os.close(self.pidfd)
@@ -59,15 +59,13 @@ class Connection:
 
 
 def host_identity() -> str:
-    """Equal for two processes exactly when shared memory can be passed between them over an
-    abstract socket.
-    """
+    """Equal for two processes if they can pass shared memory over an abstract socket."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 class Rendezvous:
-    """One rank's meeting with its peers, over one store, for one transport. Use with ``with``."""
+    """One rank's rendezvous with its peers over a store, for one transport; a context manager."""
 
     def __init__(
         self, store: Store, rank: int, options: TransportOptions, tcp_host: str | None = None
@@ -112,7 +110,7 @@ class Rendezvous:
         self.close()
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         for listener in self._listeners:
             listener.close()
 
@@ -120,8 +118,8 @@ class Rendezvous:
         """Publish our facts and return the peers'.
 
         Raises:
-            VersionMismatch: a peer runs something else.
-            SetupError: a peer does not come.
+            VersionMismatch: a peer runs another version or other settings.
+            SetupError: a peer does not publish its facts in time.
         """
         self._store.set(f"{self._prefix}/facts/{self._rank}", json.dumps(asdict(own)))
         found = {}
@@ -144,7 +142,7 @@ class Rendezvous:
         try:
             for peer, purpose, over_tcp in sorted(wanted, key=lambda entry: entry[0].rank):
                 if peer.rank > self._rank:
-                    made[peer.rank, purpose] = self._reach(peer, purpose, over_tcp)
+                    made[peer.rank, purpose] = self._reach(peer, purpose, over_tcp=over_tcp)
             missing = {(peer.rank, purpose) for peer, purpose, _ in wanted} - set(made)
             self._admit(missing, made)
             for (_, purpose), connection in made.items():
@@ -177,8 +175,8 @@ class Rendezvous:
     def _remaining(self) -> float:
         return self._deadline - time.monotonic()
 
-    def _reach(self, peer: Facts, purpose: str, over_tcp: bool) -> Connection:
-        connection = Connection(peer.rank, purpose, _new_socket(over_tcp))
+    def _reach(self, peer: Facts, purpose: str, *, over_tcp: bool) -> Connection:
+        connection = Connection(peer.rank, purpose, _new_socket(over_tcp=over_tcp))
         try:
             connection.sock.settimeout(handshake.HELLO_SECONDS)
             where = peer.tcp_address if over_tcp else "\0" + peer.unix_address
@@ -203,8 +201,8 @@ class Rendezvous:
     def _admit(
         self, missing: set[tuple[int, str]], made: dict[tuple[int, str], Connection]
     ) -> None:
-        """Accept until nobody is missing. Each stranger proves itself in a thread of its own, so
-        that one that stalls holds nobody up.
+        """Accept until no connection is missing. Each one proves itself in a thread of its own,
+        so that one that stalls delays no other.
         """
         proven: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
         with selectors.DefaultSelector() as selector:
@@ -249,7 +247,7 @@ class Rendezvous:
             proven.put(None)
 
     def _check_process(self, connection: Connection) -> None:
-        """Refuse another user's process on this host, and keep hold of the one that is there."""
+        """Refuse another user's process on this host, and open a pidfd of our own user's."""
         sock = connection.sock
         if sock.family != socket.AF_UNIX:
             _watch_tcp(sock)
@@ -266,16 +264,14 @@ class Rendezvous:
             connection.pidfd = os.pidfd_open(pid)
 
 
-def _new_socket(over_tcp: bool) -> socket.socket:
+def _new_socket(*, over_tcp: bool) -> socket.socket:
     if over_tcp:
         return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def _watch_tcp(sock: socket.socket) -> None:
-    """No delay for small messages, and three seconds of silence until a host that vanished is
-    noticed.
-    """
+    """Disable Nagle's delay, and notice a lost host after three seconds of silence."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
@@ -284,9 +280,10 @@ def _watch_tcp(sock: socket.socket) -> None:
 
 
 def _end_when_unanswered(sock: socket.socket) -> None:
-    """Notice a host that vanished also while something is on its way to it. Not for connections
-    that carry payloads: a process that is stopped leaves those unread, its kernel answers that
-    there is no room, and this timer takes that for silence.
+    """Notice a lost host also while data is in flight to it.
+
+    Not for connections that carry payloads: a stopped process leaves those unread, and this timer
+    takes its kernel's full receive window for silence.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_AFTER_MS)
 
@@ -306,7 +303,7 @@ def read_token(path: Path) -> bytes:
 
 
 def _compare(own: Facts, peer: dict[str, Any]) -> None:
-    """Before a peer's facts are taken for facts of our version."""
+    """Raise ``VersionMismatch`` for facts of another version, or of other settings."""
     who = f"rank {peer.get('rank')} on {peer.get('hostname')}"
     if own.abi != peer.get("abi"):
         raise VersionMismatch(

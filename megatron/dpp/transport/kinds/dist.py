@@ -1,5 +1,5 @@
-"""The reference kind: ``torch.distributed`` send and receive over gloo. Slow, simple, and what the
-others must equal.
+"""Kind ``dist``: ``torch.distributed`` send and receive over gloo. Slow and simple; the reference
+that the other kinds must equal.
 
 Every pair of ranks gets a two-rank gloo group of its own over the job's store, so neither a default
 process group nor the other ranks take part. One thread per channel and end does the blocking calls:
@@ -10,6 +10,7 @@ A message is one buffer of the channel's fixed size: a line of JSON, padded, the
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import queue
 import threading
@@ -26,7 +27,6 @@ from megatron.dpp.errors import (
     PeerDead,
     ProtocolError,
     SetupError,
-    TransferTimeout,
     TransportError,
     TransportUnavailable,
 )
@@ -37,6 +37,8 @@ from megatron.dpp.transport.base import (
     Transport,
     check_payload,
 )
+from megatron.dpp.transport.joining import Request
+from megatron.dpp.transport.kinds import TransportKind, kind_of_boards, register
 from megatron.dpp.transport.options import TransportOptions
 
 _HEADER_BYTES = 512
@@ -107,36 +109,26 @@ class _Outgoing:
 
 
 class DistTransport(Transport):
-    """One rank's channels over gloo. See :func:`megatron.dpp.transport.open_transport` for the
-    arguments.
-    """
+    """One rank's channels over gloo."""
 
-    def __init__(
-        self,
-        channels: Sequence[ChannelSpec],
-        *,
-        rank: int,
-        store: Store,
-        device: torch.device,
-        options: TransportOptions,
-        board_ranks: Sequence[int] | None = None,
-        board_counters: int = 0,
-    ) -> None:
-        self.rank = rank
-        self.outgoing = [spec for spec in channels if spec.source == rank]
-        self.incoming = [spec for spec in channels if spec.destination == rank]
+    def __init__(self, request: Request) -> None:
+        self.rank = request.rank
+        self.outgoing, self.incoming = request.outgoing, request.incoming
         self.changed = threading.Condition()
-        self._device = device
+        self._device = request.device
         self._seen = self._version = 0
         self._failure: TransportError | None = None
         self._ended: set[ChannelSpec] = set()
         self._closed = False
-        self._bell = None
-        if board_ranks:
-            self._bell = _open_bell(rank, store, device, options, board_ranks, board_counters)
+        self._bell: Any = None  # a native transport without channels
+        if request.board_ranks:
+            from megatron.dpp.transport.opening import open_native
+
+            without_channels = dataclasses.replace(request, channels=())
+            self._bell = open_native(without_channels, kind_of_boards().name)
             self.board = self._bell.board
         try:
-            self._groups = self._connect(store, options)
+            self._groups = self._connect(request.store, request.options)
         except BaseException:
             if self._bell:
                 self._bell.close()
@@ -266,21 +258,6 @@ class DistTransport(Transport):
         with self.changed:
             return sum(channel.num_pending for channel in self._outgoing)
 
-    def flush(self, seconds: float) -> None:
-        while left := self.pending():
-            if not self._some_leave(left, seconds):
-                raise TransferTimeout(
-                    f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s"
-                )
-
-    def _some_leave(self, pending: int, seconds: float) -> bool:
-        def fewer() -> bool:
-            now = sum(channel.num_pending for channel in self._outgoing)
-            return self._failure is not None or now < pending
-
-        with self.changed:
-            return self.changed.wait_for(fewer, seconds)
-
     def links(self) -> Sequence[LinkInfo]:
         return [
             LinkInfo(peer, "dist", "asked for: torch.distributed over gloo")
@@ -323,24 +300,4 @@ def _payload(buffer: torch.Tensor, header: dict[str, Any]) -> torch.Tensor:
     return result
 
 
-def _open_bell(
-    rank: int,
-    store: Store,
-    device: torch.device,
-    options: TransportOptions,
-    board_ranks: Sequence[int],
-    board_counters: int,
-) -> Any:
-    """A transport of the native kind without channels: its board and its bell."""
-    from megatron.dpp.transport.opening import open_native
-
-    return open_native(
-        (),
-        rank=rank,
-        store=store,
-        device=device,
-        kind="shm",
-        options=options,
-        board_ranks=board_ranks,
-        board_counters=board_counters,
-    )
+register(TransportKind(name="dist", open=DistTransport, between_hosts=True))

@@ -1,0 +1,180 @@
+"""The objects that all kinds share while links are set up: requests, facts, links.
+
+Per message nothing of this runs.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron.dpp.errors import ProtocolError, TransportUnavailable
+from megatron.dpp.transport import handshake
+from megatron.dpp.transport.base import ChannelSpec
+from megatron.dpp.transport.options import TransportOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The arguments of ``open_transport``, except ``kind``."""
+
+    channels: Sequence[ChannelSpec]
+    rank: int
+    store: Any
+    device: torch.device
+    options: TransportOptions
+    board_ranks: Sequence[int]
+    board_counters: int
+
+    @property
+    def outgoing(self) -> list[ChannelSpec]:
+        """The channels on which this rank sends."""
+        return [spec for spec in self.channels if spec.source == self.rank]
+
+    @property
+    def incoming(self) -> list[ChannelSpec]:
+        """The channels on which this rank receives."""
+        return [spec for spec in self.channels if spec.destination == self.rank]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The facts that a rank publishes about itself.
+
+    Args:
+        host: equal for processes that can pass each other shared memory over an abstract socket;
+            differs between machines, and between network namespaces of one machine.
+        tcp_address: where it listens for other hosts; None if it does not.
+        settings: options that both sides of a link must share.
+        gpu: UUID of its GPU; empty without a GPU of NVIDIA.
+        gpu_access: for each GPU that it sees, whether its own GPU can write there.
+        found: by kind, the result of that kind's ``look``.
+    """
+
+    rank: int
+    abi: int
+    host: str
+    hostname: str
+    uid: int
+    pid: int
+    device: str
+    unix_address: str
+    tcp_address: tuple[str, int] | None
+    settings: dict[str, int | float | bool]
+    gpu: str = ""
+    gpu_access: dict[str, bool] = field(default_factory=dict)
+    found: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """This rank's side of a set-up.
+
+    Args:
+        library: the C++ extension module.
+        native: its ``Transport``, not started yet.
+        gpu: number of the GPU whose tensors links may carry; -1 without one.
+    """
+
+    library: Any
+    native: Any
+    options: TransportOptions
+    facts: Facts
+    gpu: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerLink:
+    """One peer, the connections to it, and our channels with it in the order of both sides.
+
+    Every round of a set-up first sends to all peers and then receives from all, so that ranks never
+    wait for each other in a circle.
+
+    Args:
+        rank: this rank, for errors.
+        sock: the authenticated control connection. Descriptors travel over unix sockets only.
+        data: the further connections that the kind has asked for.
+    """
+
+    rank: int
+    peer: int
+    sock: socket.socket
+    incoming: Sequence[int]
+    outgoing: Sequence[int]
+    data: Sequence[socket.socket] = ()
+
+    def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """Send one set-up message; the descriptors stay ours."""
+        with handshake.joining(self.rank, self.peer, self.sock):
+            handshake.send_message(self.sock, message, list(fds))
+
+    def receive(self, max_fds: int = 0) -> tuple[dict[str, Any], list[int]]:
+        """Receive one set-up message and its descriptors, which the caller then owns."""
+        with handshake.joining(self.rank, self.peer, self.sock):
+            return handshake.receive_message(self.sock, max_fds)
+
+    def receive_fds(self, count: int) -> list[int]:
+        """Receive a message with ``count`` descriptors.
+
+        Raises:
+            ProtocolError: there are fewer.
+        """
+        _, fds = self.receive(count)
+        self.require_fds(fds, count)
+        return fds
+
+    def require_fds(self, fds: Sequence[int], count: int) -> None:
+        """Close received descriptors and raise ``ProtocolError`` if there are fewer than
+        ``count``.
+        """
+        if len(fds) >= count:
+            return
+        for fd in fds:
+            os.close(fd)
+        raise ProtocolError(
+            f"rank {self.rank}: rank {self.peer} sent {len(fds)} descriptors, expected {count}"
+        )
+
+
+def check_links(
+    links: Sequence[PeerLink],
+    write: Callable[[PeerLink, int], object],
+    fault_of: Callable[[PeerLink, int], str],
+    *,
+    name: str,
+    instead: str,
+) -> None:
+    """Write a pattern through each link and compare it at the receiver.
+
+    Args:
+        write: writes the pattern of a seed into the peer's slots.
+        fault_of: compares our slots with the pattern of a seed; returns the difference or "".
+        name: of the links, for the error.
+        instead: the option that avoids them, for the error.
+
+    Raises:
+        TransportUnavailable: a link does not deliver the data that was written; on both sides.
+    """
+    for link in links:
+        seed = secrets.randbits(63)
+        write(link, seed)
+        link.send({"seed": seed})
+    faults = []
+    for link in links:
+        fault = fault_of(link, int(link.receive()[0].get("seed", 0)))
+        link.send({"fault": fault})
+        faults.append((link, fault))
+    faults += [(link, str(link.receive()[0].get("fault", ""))) for link in links]
+    for link, fault in faults:
+        if fault:
+            raise TransportUnavailable(
+                f"rank {link.rank}: the {name} link with rank {link.peer} does not deliver what is "
+                f"written: {fault}. An IOMMU or ACS redirects its traffic: turn it off in the "
+                f"firmware, or use {instead}"
+            )

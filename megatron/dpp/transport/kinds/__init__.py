@@ -1,0 +1,94 @@
+"""The registry of transport kinds.
+
+Each module of this folder is one kind. The module's name is the kind's name and a value of
+``--dpp-transport``; at its end the module registers a :class:`TransportKind`. All other code asks
+the registry for capabilities and compares no names.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.dpp.config import TRANSPORT_KINDS
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.transport.base import Transport
+from megatron.dpp.transport.joining import Facts, PeerLink, Request, Setup
+
+AUTO = TRANSPORT_KINDS[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportKind:
+    """A kind and its capabilities.
+
+    A kind of *links* has ``obstacle`` and ``join``, and shares the native transport with other
+    kinds. A kind with ``open`` makes a transport of its own, on request only.
+
+    Args:
+        name: of the module.
+        preference: order in which ``auto`` tries the kinds of links, lowest first.
+        reason: text that explains why ``auto`` took it.
+        obstacle: reason why two ranks cannot have such a link, or None. A pure function: both
+            ranks call it with equal arguments, the lower rank's facts first.
+        look: takes the C++ extension and this host's address for other hosts (or None); returns
+            what ``obstacle`` and ``join`` need to know, as JSON (``Facts.found``).
+        join: makes the slots of all such links of this rank and opens the peers'; returns, by
+            peer, a text to append to the link's reason.
+        open: opens a transport of its own.
+        between_hosts: the ends may be on two hosts, so that their clocks differ. The control
+            connection of such a link is TCP.
+        announces: a message may be taken before it has arrived; the GPU waits for it.
+        device_memory: reads and writes CUDA tensors in place, where the rank has a GPU of NVIDIA.
+        carries_board: links the members of a board (one kind does).
+        connections: purposes of the connections that a link needs besides the control connection.
+    """
+
+    name: str
+    preference: int = 0
+    reason: str = ""
+    obstacle: Callable[[Facts, Facts], str | None] | None = None
+    look: Callable[[Any, str | None], dict[str, Any]] | None = None
+    join: Callable[[Setup, Sequence[PeerLink]], Mapping[int, str]] | None = None
+    open: Callable[[Request], Transport] | None = None
+    between_hosts: bool = False
+    announces: bool = False
+    device_memory: bool = False
+    carries_board: bool = False
+    connections: tuple[str, ...] = ()
+
+
+_registered: dict[str, TransportKind] = {}
+
+
+def register(kind: TransportKind) -> TransportKind:
+    """Add a kind; each module calls this once, when it is imported."""
+    _registered[kind.name] = kind
+    return kind
+
+
+def find(name: str) -> TransportKind:
+    """The kind of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in _registered and name in TRANSPORT_KINDS and name != AUTO:
+        importlib.import_module(f"{__name__}.{name}")
+    if name not in _registered:
+        raise ConfigError(f"--dpp-transport {name}: expected one of {', '.join(TRANSPORT_KINDS)}")
+    return _registered[name]
+
+
+def kinds_of_links(wanted: str = AUTO) -> list[TransportKind]:
+    """The kinds of links that ``wanted`` allows, in order of preference."""
+    names = TRANSPORT_KINDS[1:] if wanted == AUTO else (wanted,)
+    kinds = (find(name) for name in names)
+    return sorted((kind for kind in kinds if kind.join), key=lambda kind: kind.preference)
+
+
+def kind_of_boards() -> TransportKind:
+    """The kind that links the members of a board."""
+    return next(kind for kind in kinds_of_links() if kind.carries_board)

@@ -1,0 +1,100 @@
+"""Kind ``cuda_ipc``: GPUs of one host with peer access, slots in the receiver's GPU memory.
+
+The C++ side is ``csrc/transport/cuda_ipc.h``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.dpp.errors import SetupError
+from megatron.dpp.transport.joining import Facts, PeerLink, Setup, check_links
+from megatron.dpp.transport.kinds import TransportKind, register, staged
+
+
+def obstacle(one: Facts, other: Facts) -> str | None:
+    """Reason why two ranks' GPUs cannot write into each other's memory.
+
+    A GPU that is hidden from the other process (CUDA_VISIBLE_DEVICES) is tried when it is opened.
+    """
+    for own, peer in ((one, other), (other, one)):
+        if not own.gpu_access.get(peer.gpu, True):
+            return f"the GPU of rank {own.rank} has no peer access to the one of rank {peer.rank}"
+    return staged.obstacle(one, other)
+
+
+def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
+    """Make our slots, open the peers', and test every link.
+
+    Slots that a peer cannot open as a legacy IPC handle are offered again as a descriptor.
+
+    Raises:
+        SetupError: memory ran out, or the driver opens neither offer.
+        TransportUnavailable: a link does not deliver the data that was written.
+    """
+    cuda = setup.library.CudaLinks(setup.native, setup.gpu, setup.options.max_pending)
+    for link in links:
+        _offer(cuda, link, legacy=True)
+    refused = {}
+    for link in links:
+        refused[link.peer] = _open(cuda, link)
+        link.send({"refused": refused[link.peer]})
+    for link in links:
+        if link.receive()[0].get("refused"):
+            _offer(cuda, link, legacy=False)
+    for link in links:
+        if refused[link.peer] and (again := _open(cuda, link)):
+            raise SetupError(
+                f"rank {link.rank} cannot open the GPU memory of rank {link.peer}: "
+                f"{refused[link.peer]}; {again}. Containers must share the IPC and PID namespaces "
+                "(--ipc=host --pid=host); --dpp-transport staged does without"
+            )
+    check_links(
+        links,
+        lambda link, seed: link.outgoing and cuda.write_pattern(link.peer, seed),
+        lambda link, seed: cuda.pattern_fault(link.peer, seed) if link.incoming else "",
+        name="GPU",
+        instead="--dpp-transport staged",
+    )
+    faults = {link.peer: cuda.ahead_fault(link.peer) for link in links}
+    return {peer: f"; nothing is launched ahead: {why}" for peer, why in faults.items() if why}
+
+
+def _offer(cuda: Any, link: PeerLink, *, legacy: bool) -> None:
+    if not link.incoming:
+        link.send({})
+        return
+    control, handle, memory = cuda.make_ipc_slots(link.peer, link.incoming, legacy)
+    link.send({"handle": handle.hex()}, [fd for fd in (control, memory) if fd >= 0])
+
+
+def _open(cuda: Any, link: PeerLink) -> str:
+    """Opens the slots that the peer offers; returns why they could not be opened."""
+    message, fds = link.receive(2)
+    if not link.outgoing:
+        for fd in fds:
+            os.close(fd)
+        return ""
+    handle = bytes.fromhex(str(message.get("handle", "")))
+    link.require_fds(fds, 1)
+    control, memory = [*fds, -1][:2]
+    try:
+        cuda.use_ipc_slots(link.peer, link.outgoing, control, handle, memory)
+    except SetupError as error:
+        return str(error)[:1000]
+    return ""
+
+
+register(
+    TransportKind(
+        name="cuda_ipc",
+        preference=10,
+        reason="GPUs of one host with peer access: CUDA IPC",
+        obstacle=obstacle,
+        join=join,
+        announces=True,
+        device_memory=True,
+    )
+)

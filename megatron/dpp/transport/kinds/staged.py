@@ -1,0 +1,60 @@
+"""Kind ``staged``: GPUs of one host without peer access, in chunks through pinned shared memory.
+
+The C++ side is ``csrc/transport/staged.h``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.dpp.transport.joining import Facts, PeerLink, Setup
+from megatron.dpp.transport.kinds import TransportKind, register, shm
+
+
+def obstacle(one: Facts, other: Facts) -> str | None:
+    """Reason why two ranks' GPUs cannot be linked through the memory of one host."""
+    for side in (one, other):
+        if not side.gpu:
+            return f"rank {side.rank} has no GPU of NVIDIA (device {side.device})"
+    return shm.obstacle(one, other)
+
+
+def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
+    """Pass each sender the descriptors of headers and chunks.
+
+    Raises:
+        SetupError: memory ran out, or the driver does not pin it.
+    """
+    workload = setup.options.workload
+    cuda = setup.library.CudaLinks(setup.native, setup.gpu, setup.options.max_pending)
+    for link in links:
+        made = link.incoming and cuda.make_staged_slots(link.peer, link.incoming, workload)
+        link.send({}, made or ())
+    for link in links:
+        _open(cuda, link, workload)
+        link.send({"ready": True})
+    for link in links:
+        link.receive()
+    return {}
+
+
+def _open(cuda: Any, link: PeerLink, workload: int) -> None:
+    if link.outgoing:
+        cuda.use_staged_slots(link.peer, link.outgoing, *link.receive_fds(2), workload)
+    else:
+        for fd in link.receive(2)[1]:
+            os.close(fd)
+
+
+register(
+    TransportKind(
+        name="staged",
+        preference=20,
+        reason="GPUs of one host without peer access: pinned host memory",
+        obstacle=obstacle,
+        join=join,
+        device_memory=True,
+    )
+)

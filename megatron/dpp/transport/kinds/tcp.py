@@ -1,0 +1,43 @@
+"""Kind ``tcp``: different hosts without RDMA, one control connection and two data connections.
+
+The C++ side is ``csrc/transport/tcp.h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron.dpp.transport.joining import Facts, PeerLink, Setup
+from megatron.dpp.transport.kinds import TransportKind, register
+
+
+def obstacle(one: Facts, other: Facts) -> str | None:
+    """Reason why two ranks cannot connect over TCP."""
+    for side in (one, other):
+        if side.tcp_address is None:
+            return (
+                f"rank {side.rank} on {side.hostname} listens on no address; name this host's "
+                "address with --node-ips"
+            )
+    return None
+
+
+def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
+    """Hand the data connections over; messages from 4 MiB up are spread over all of them."""
+    for link in links:
+        data = [sock.detach() for sock in link.data]
+        setup.native.add_tcp_link(link.peer, link.incoming, link.outgoing, data)
+    return {}
+
+
+register(
+    TransportKind(
+        name="tcp",
+        preference=50,
+        reason="different hosts, and no RDMA link: TCP",
+        obstacle=obstacle,
+        join=join,
+        between_hosts=True,
+        connections=("data 0", "data 1"),
+    )
+)
