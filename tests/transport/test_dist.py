@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.transport import dist
+from megatron.dpp.transport.kinds import dist
 from megatron.dpp.transport.dist import DistTransport
 from tests.transport.kinds import PATIENCE, close_and_wait, opened, pair, take_next
 
