@@ -30,9 +30,6 @@ ENGINE_ROWS = 128
 this; of 16 and 64 a replay accessed memory that is not its own.
 """
 
-COPIED_SUMS_FROM = 16 << 20
-"""Bytes of a hidden state from which copy engines sum gradients; less was not measured."""
-
 GPUDIRECT = ("auto", "on", "off")
 """Values of ``--dpp-gpudirect``."""
 
@@ -99,12 +96,6 @@ class DppConfig:
         "on a GPU: capture each chunk's forward, backward and weight gradients once and replay "
         "them: auto (with --use-dpp, where launching them takes nearly as long as running them), "
         "on (without --use-dpp, too), off",
-        needs="nothing",
-    )
-    copy_engine_sums: bool = _option(
-        True,
-        "in CUDA graphs of two tensor-parallel ranks, unless the backward is split: sum the "
-        "gradients of large inputs by the GPUs' copy engines while those of weights are computed",
         needs="nothing",
     )
     task_rng: bool = _option(

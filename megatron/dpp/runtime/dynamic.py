@@ -247,7 +247,6 @@ class DppSchedule(Replacement):
             self._log,
             pays,
             self._capture,
-            self.config.copy_engine_sums,
         )
 
     def _graphs_pay(self, call: StepCall, chunks: Sequence[int]) -> bool:

@@ -113,7 +113,6 @@ class StaticSchedule(Replacement):
                 self._log,
                 lambda _: True,
                 self._capture,
-                self.config.copy_engine_sums,
             )
             self._graphed = list(call.model)
         return self._graphs

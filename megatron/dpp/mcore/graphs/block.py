@@ -21,7 +21,6 @@ from megatron.dpp.errors import one_line
 from megatron.dpp.mcore.graphs.capture import Capture
 from megatron.dpp.mcore.graphs.reductions import Additions, Reductions
 from megatron.dpp.mcore.graphs.rng import CapturedRng, RecomputedDraws
-from megatron.dpp.mcore.pair_sums import PairSums
 from megatron.dpp.mcore.wgrad.linear import (
     DeferredWork,
     WeightGradients,
@@ -258,8 +257,6 @@ class GraphedBlock:
             if parameter.requires_grad
         ]
         self.reductions = Reductions(chunk, [parameter for parameter, _ in self.accumulators])
-        self.sums: PairSums | None = None
-        """What sums over the tensor-parallel ranks behind weight gradients; None: NCCL does."""
         self._slots: Slots | None = None
         self._signature: Any = None
         self._failed = False
@@ -324,14 +321,11 @@ class GraphedBlock:
         for table in tables:
             table.update((name, alias_of.get(p, p)) for name, p in table.items() if p is not None)
         try:
-            with adding(self._block.modules()), self._summing():
+            with adding(self._block.modules()):
                 yield
         finally:
             for table, original in zip(tables, own, strict=True):
                 table.update(original)
-
-    def _summing(self) -> AbstractContextManager[None]:
-        return self.sums.used() if self.sums is not None else contextlib.nullcontext()
 
     def prepare(self, forward: Callable[[], Any]) -> None:
         """Before the first capture: see what a backward will have to draw again."""
@@ -396,21 +390,14 @@ class GraphedBlock:
 
     def _capture_in(self, slot: _Slot, slots: Slots, options: Mapping[str, Any]) -> None:
         """Add this block's graphs to a slot; where that fails, it runs eagerly from here on."""
-        graphs, fault = None, "they could not be captured on the other tensor-parallel rank"
         try:
-            graphs = _Graphs(self, slot, slots, options)
+            slot.graphs[self] = _Graphs(self, slot, slots, options)
         except Exception as error:  # whatever it is, this chunk can be run without
             first: BaseException = error
             while first.__context__ is not None:
                 first = first.__context__
-            fault = one_line(first, 200)
-        if self.sums is not None and not self.sums.agree(graphs is not None):
-            graphs = None
-        if graphs is not None:
-            slot.graphs[self] = graphs
-            return
-        self._failed = True
-        self._say(f"runs without graphs: {fault}")
+            self._failed = True
+            self._say(f"runs without graphs: {one_line(first, 200)}")
 
 
 def _taken(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,6 @@ from megatron.dpp.config import ENGINE_ROWS
 from megatron.dpp.mcore.graphs.block import GraphedBlock, Slots
 from megatron.dpp.mcore.graphs.capture import Capture, cuda_capture
 from megatron.dpp.mcore.graphs.rng import CapturedRng
-from megatron.dpp.mcore.pair_sums import open_pair_sums
 from megatron.dpp.mcore.rng import needs_task_rng
 from megatron.dpp.mcore.wgrad.linear import WeightGradients, decoder_block
 
@@ -49,8 +48,6 @@ class ChunkGraphs:
         wanted: asked once, after the first steps, with the numbers of the chunks that can be
             captured, whether to capture at all.
         capture: how work is captured; None captures CUDA graphs on the current device.
-        pair_sums: two tensor-parallel ranks sum by their copy engines where they can; of no use
-            with a ``store``.
     """
 
     def __init__(
@@ -60,7 +57,6 @@ class ChunkGraphs:
         log: Callable[[str], None],
         wanted: Callable[[Sequence[int]], bool],
         capture: Capture | None = None,
-        pair_sums: bool = False,
     ) -> None:
         self._log, self._said, self._wanted = log, set[str](), wanted
         self._blocks: list[GraphedBlock] = []
@@ -70,8 +66,6 @@ class ChunkGraphs:
         self._addresses: list[list[int]] = []
         self._num_steps = 0
         self._num_said = 0
-        # Of a split backward no weight gradient stands beside the sum.
-        self._pair_sums = pair_sums and capture is None and store is None
         self._by_engine = any(_has_engine_layers(chunk) for chunk in chunks)
         rng = CapturedRng()
         draws = capture is None and needs_task_rng(chunks)
@@ -135,8 +129,6 @@ class ChunkGraphs:
             yield
             return
         self._make_room(example)
-        if self._pair_sums:
-            self._open_pair_sums(example)
         for block in self._blocks:
             block.bind(self._slots)
         try:
@@ -152,13 +144,6 @@ class ChunkGraphs:
                 f"CUDA graphs: memory for {self._num_said} chunk activations of "
                 f"{self._slots.slot_bytes / (1 << 20):.0f} MiB"
             )
-
-    def _open_pair_sums(self, example: torch.Tensor) -> None:
-        """Before the first capture, once."""
-        self._pair_sums = False
-        sums = open_pair_sums(self._blocks[0].chunk, example, self._log)
-        for block in self._blocks:
-            block.sums = sums
 
     def _attends(self, example: torch.Tensor) -> bool:
         """Whether attention can be captured for inputs like this one, [s, b, h]."""
