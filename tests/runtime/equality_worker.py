@@ -39,9 +39,9 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 from megatron.dpp import DppConfig, DppSchedule  # noqa: E402
+from megatron.dpp.mcore.compat import replaced  # noqa: E402
 from megatron.dpp.mcore.graphs.reductions import Reductions  # noqa: E402
 from megatron.dpp.mcore.layers import block_spec, prediction_spec  # noqa: E402
-from megatron.dpp.mcore.patching import replaced  # noqa: E402
 from megatron.dpp.mcore.wgrad import fused as fused_wgrad  # noqa: E402
 from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
 from tests.runtime.rerun import Rerun  # noqa: E402

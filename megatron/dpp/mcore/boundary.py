@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.pipeline_parallel import schedules
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore import compat
+
+_BACKWARD_STEP = "pipeline_parallel.schedules:backward_step"
 
 Tensors = torch.Tensor | list[torch.Tensor]
 """One tensor where a boundary carries one, else a list of them."""
@@ -119,19 +121,24 @@ def backward(
         Gradient of each input, without elements where there is none; None on the first stage.
     """
     if isinstance(output, torch.Tensor) and not isinstance(given, list):
-        return schedules.backward_step(  # type: ignore[no-any-return]
-            given, output, received, model_type, config
-        )
+        return _backward_step(given, output, received, model_type, config)  # type: ignore[no-any-return]
     inputs = as_list(given)
     if isinstance(output, torch.Tensor):
         leaves = [tensor for tensor in inputs if tensor.requires_grad]
-        schedules.backward_step(leaves or None, output, received, model_type, config)
+        _backward_step(leaves or None, output, received, model_type, config)
     else:
         _backward_from_several(output, as_list(received), config)
     gradients = [tensor.new_empty(0) if tensor.grad is None else tensor.grad for tensor in inputs]
     if isinstance(given, torch.Tensor):
         return gradients[0]
     return gradients or None
+
+
+def _backward_step(given: Any, output: Any, received: Any, model_type: Any, config: Any) -> Any:
+    """megatron-core's own, which takes no model type from 0.17 on."""
+    takes_type = "model_type" in (compat.form_of(_BACKWARD_STEP).parameters or "")
+    rest = (model_type, config) if takes_type else (config,)
+    return compat.lookup(_BACKWARD_STEP)(given, output, received, *rest)
 
 
 def _backward_from_several(

@@ -167,21 +167,22 @@ def _seed_cpu(seed: int) -> None:
 
 def _core_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """Replacements inside megatron-core, for names that it binds when it is imported."""
-    from megatron.core import jit
-    from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
-    from megatron.core.pipeline_parallel import p2p_communication
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer import module
-    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.dpp.mcore import compat
 
-    yield jit, "jit_fuser", jit.noop_decorator
-    yield random, "_lazy_call", lambda callback, **_: callback()
-    yield random, "_lazy_init", _nothing
-    for name, kind in (("FLOAT", "Float"), ("HALF", "Half"), ("BF16", "BFloat16")):
-        yield module, f"_{name}_TYPES", (getattr(torch, f"{kind}Tensor"),)
-    yield fsdp, "DeviceMesh", _CpuMesh  # torch_fully_sharded_data_parallel.py:80
-    yield token_dispatcher, "maybe_move_tensor_to_cpu", _split_sizes
-    yield p2p_communication, "_p2p_ops", _SafeSends(p2p_communication._p2p_ops)
+    sends = "pipeline_parallel.p2p_communication:_p2p_ops"
+    values = {
+        "jit:jit_fuser": compat.lookup("jit:noop_decorator"),
+        "tensor_parallel.random:_lazy_call": lambda callback, **_: callback(),
+        "tensor_parallel.random:_lazy_init": _nothing,
+        "transformer.module:_FLOAT_TYPES": (torch.FloatTensor,),
+        "transformer.module:_HALF_TYPES": (torch.HalfTensor,),
+        "transformer.module:_BF16_TYPES": (torch.BFloat16Tensor,),
+        "distributed.torch_fully_sharded_data_parallel:DeviceMesh": _CpuMesh,
+        "transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": _split_sizes,
+        sends: _SafeSends(compat.lookup(sends)),
+    }
+    for name, value in values.items():
+        yield *compat.resolve(name), value
 
 
 @contextlib.contextmanager

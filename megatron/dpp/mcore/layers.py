@@ -36,7 +36,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore.patching import replaced
+from megatron.dpp.mcore import compat
 
 IMPLEMENTATIONS = ("torch", "megatron", "transformer_engine")
 
@@ -250,12 +250,11 @@ def _bert_block(
 def bert_head_norm() -> contextlib.AbstractContextManager[None]:
     """While a BERT model is built: the norm of its masked-word head is :class:`TorchNorm`, since
     megatron-core's refuses ``sequence_parallel`` where Apex is missing (bert_lm_head.py:38)."""
-    from megatron.core.models.bert import bert_lm_head
 
     def norm(_: Any, **arguments: Any) -> torch.nn.Module:
         return TorchNorm(**arguments)
 
-    return replaced(bert_lm_head, "LNImpl", norm)
+    return compat.patched("models.bert.bert_lm_head:LNImpl", norm)
 
 
 def _name_missing_kernel() -> None:
@@ -264,10 +263,9 @@ def _name_missing_kernel() -> None:
     It compares ``te_general_gemm`` with None (moe_utils.py:1192,1225), but has no such name at all
     where the package is missing.
     """
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    moe_utils, name = compat.resolve("transformer.moe.moe_utils:te_general_gemm")
+    if not hasattr(moe_utils, name):
+        setattr(moe_utils, name, None)
 
 
 def _local_layer(layer: ModuleSpec, implementation: str, own_masks: bool = False) -> ModuleSpec:

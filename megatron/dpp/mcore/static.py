@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron.dpp.errors import PeerDead, TransferTimeout
-from megatron.dpp.mcore.patching import replaced
+from megatron.dpp.mcore import compat
 from megatron.dpp.transport.base import ChannelSpec, Direction, Transport
 
+_FORWARD_STEP = "pipeline_parallel.schedules:forward_step"
+_BACKWARD_STEP = "pipeline_parallel.schedules:backward_step"
+_COMMUNICATE = "pipeline_parallel.p2p_communication:P2PCommunicator._communicate"
 _NAP_SECONDS = 0.05
 
 
@@ -149,9 +150,7 @@ class ChannelExchange:
 @contextlib.contextmanager
 def over_channels(exchange: ChannelExchange) -> Iterator[None]:
     """megatron-core's P2P exchange goes over ``exchange`` while the block runs."""
-    with replaced(
-        P2PCommunicator, "_communicate", lambda original, own, **k: exchange.communicate(own, **k)
-    ):
+    with compat.patched(_COMMUNICATE, lambda original, own, **k: exchange.communicate(own, **k)):
         yield
         exchange.finish()
 
@@ -179,7 +178,7 @@ def around_steps(
         return result
 
     with (
-        replaced(schedules, "forward_step", forward_step),
-        replaced(schedules, "backward_step", backward_step),
+        compat.patched(_FORWARD_STEP, forward_step),
+        compat.patched(_BACKWARD_STEP, backward_step),
     ):
         yield

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megatron.dpp.mcore.patching import replaced
+from megatron.dpp.mcore import compat
 from megatron.dpp.trace import Recorder
 
+_FORWARD_STEP = "pipeline_parallel.schedules:forward_step"
+_BACKWARD_STEP = "pipeline_parallel.schedules:backward_step"
+_COMMUNICATE = "pipeline_parallel.p2p_communication:P2PCommunicator._communicate"
 _FORWARD, _BACKWARD = 0, 1
 
 
@@ -216,8 +218,8 @@ def instrument_static_schedule(recorder: Recorder) -> Iterator[None]:
         return
     trace = _StaticTrace(recorder)
     with (
-        replaced(schedules, "forward_step", trace.forward_step),
-        replaced(schedules, "backward_step", trace.backward_step),
-        replaced(P2PCommunicator, "_communicate", trace.communicate),
+        compat.patched(_FORWARD_STEP, trace.forward_step),
+        compat.patched(_BACKWARD_STEP, trace.backward_step),
+        compat.patched(_COMMUNICATE, trace.communicate),
     ):
         yield

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron.dpp.mcore.patching import replaced
+from megatron.dpp.mcore import compat
+
+_STATES = "tensor_parallel.random:_get_all_rng_states"
 
 
 class CapturedRng:
@@ -172,14 +173,14 @@ def _answering(answer: Callable[[], Any]) -> AbstractContextManager[None]:
     """megatron-core's question for all random states, at the start of a recomputed part, is
     answered by ``answer``; by itself where that returns None.
     """
-    return replaced(parallel_random, "_get_all_rng_states", lambda itself: answer() or itself())
+    return compat.patched(_STATES, lambda itself: answer() or itself())
 
 
 @contextlib.contextmanager
 def _unchanged_states() -> Iterator[None]:
     """Whatever is drawn meanwhile is forgotten."""
-    saved = parallel_random._get_all_rng_states()
+    saved = compat.lookup(_STATES)()
     try:
         yield
     finally:
-        parallel_random._set_all_rng_states(*saved)
+        compat.lookup("tensor_parallel.random:_set_all_rng_states")(*saved)

@@ -11,7 +11,6 @@ import contextlib
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import optimizer as checkpointed_optimizer
 from megatron.core.distributed import (
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
@@ -20,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.distributed.tensor import DTensor
 
-from megatron.dpp.mcore.patching import replaced
+from megatron.dpp.mcore import compat
 
 
 class _FullySharded(TorchFullyShardedDataParallel):  # type: ignore[misc]
@@ -59,7 +58,7 @@ def shards_keep_identity() -> contextlib.AbstractContextManager[None]:
     def local(_: Any, tensor: torch.Tensor) -> Any:
         return getattr(tensor, "_local_tensor", tensor)
 
-    return replaced(checkpointed_optimizer, "to_local_if_dtensor", local)
+    return compat.patched("dist_checkpointing.optimizer:to_local_if_dtensor", local)
 
 
 def as_shards(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:

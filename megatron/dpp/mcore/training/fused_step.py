@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import clip_grads
-from megatron.core.optimizer import optimizer as core
 from megatron.core.utils import local_multi_tensor_l2_norm, to_local_if_dtensor
 from torch.distributed.tensor import DTensor
 
-from megatron.dpp.mcore.patching import replaced
+from megatron.dpp.mcore import compat
 
 
 @contextlib.contextmanager
@@ -35,9 +33,12 @@ def fused_step(optimizer: Any) -> Iterator[None]:
         for inner in on_gpus:
             if isinstance(inner, torch.optim.Adam):  # AdamW is one
                 around.enter_context(_one_kernel(inner))
-        if on_gpus and clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
-            for owner, name, ours in _KERNELS:
-                around.enter_context(replaced(owner, name, ours))
+        if (
+            on_gpus
+            and compat.lookup("optimizer.clip_grads:l2_norm_impl") is local_multi_tensor_l2_norm
+        ):
+            for name, ours in _KERNELS.items():
+                around.enter_context(compat.patched(name, ours))
             around.enter_context(clipping(on_gpus))
         yield
 
@@ -98,8 +99,8 @@ def clipping(inner: Sequence[Any]) -> Iterator[None]:
 
     try:
         with (
-            replaced(core, "get_grad_norm_fp32", grad_norm),
-            replaced(core, "clip_grad_by_total_norm_fp32", clip),
+            compat.patched("optimizer.optimizer:get_grad_norm_fp32", grad_norm),
+            compat.patched("optimizer.optimizer:clip_grad_by_total_norm_fp32", clip),
         ):
             yield
     finally:
@@ -177,10 +178,11 @@ def _shards(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [to_local_if_dtensor(tensor) for tensor in tensors]
 
 
-_KERNELS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    (clip_grads, "l2_norm_impl", l2_norm),
-    (clip_grads, "multi_tensor_scale_impl", scale),
-    (core, "multi_tensor_scale_impl", scale),
-    (core, "_multi_tensor_copy_this_to_that", copy),
-)
-"""Owner, name, what takes its place."""
+_L2_NORM = "optimizer.clip_grads:l2_norm_impl"
+_KERNELS: dict[str, Callable[..., Any]] = {
+    _L2_NORM: l2_norm,
+    "optimizer.clip_grads:multi_tensor_scale_impl": scale,
+    "optimizer.optimizer:multi_tensor_scale_impl": scale,
+    "optimizer.optimizer:_multi_tensor_copy_this_to_that": copy,
+}
+"""megatron-core's functions, and what takes their place."""

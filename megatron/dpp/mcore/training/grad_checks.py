@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-from megatron.dpp.mcore.patching import replaced
+from megatron.dpp.mcore import compat
+
+_CHECK = "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.check_grads"
 
 
 def on_the_way(value: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -42,7 +43,7 @@ class GradientChecks:
         :meth:`read`. Where gradients are compared with earlier ones, checks are megatron-core's.
         """
         self._unread.clear()  # of a step that was broken off
-        with replaced(_ParamAndGradBucketGroup, "check_grads", self._look):
+        with compat.patched(_CHECK, self._look):
             yield
 
     def _look(

@@ -14,10 +14,10 @@ import contextlib
 from typing import Any
 
 import torch
-from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
+from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron.dpp.mcore.patching import replaced
+from megatron.dpp.mcore import compat
 
 
 def parameter_groups(chunks: list[Any], settings: Any) -> list[dict[str, Any]]:
@@ -27,7 +27,7 @@ def parameter_groups(chunks: list[Any], settings: Any) -> list[dict[str, Any]]:
     Args:
         settings: megatron-core's ``OptimizerConfig``.
     """
-    groups: list[dict[str, Any]] = _get_param_groups(
+    groups: list[dict[str, Any]] = compat.lookup("optimizer:_get_param_groups")(
         chunks, settings, get_standard_config_overrides(config=settings)
     )
     return groups
@@ -61,7 +61,8 @@ def steps_may_lack() -> contextlib.AbstractContextManager[None]:
             self, model_param, {**self._get_main_param_and_optimizer_states(model_param), **tensors}
         )
 
-    return replaced(DistributedOptimizer, "_set_main_param_and_optimizer_states", put_what_is_there)
+    name = "optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states"
+    return compat.patched(name, put_what_is_there)
 
 
 def own_steps(optimizer: Any) -> None:

@@ -17,19 +17,21 @@ from collections.abc import Callable, Iterator
 from multiprocessing.managers import SyncManager
 from typing import Any
 
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-from megatron.dpp.mcore.patching import replaced
+from megatron.dpp.mcore import compat
 from megatron.dpp.mcore.training.parent import end_with_parent
+
+_FILES = "dist_checkpointing.strategies.filesystem_async"
+_QUEUE = f"{_FILES}:_results_queue"
 
 
 @contextlib.contextmanager
 def bound_writers() -> Iterator[None]:
     """While it lasts, what megatron-core starts for a save ends with this process."""
     with (
-        replaced(filesystem_async, "_get_write_results_queue", _results_queue),
-        replaced(filesystem_async.FileSystemWriterAsync, "write_preloaded_data", _bound),
+        compat.patched(f"{_FILES}:_get_write_results_queue", _results_queue),
+        compat.patched(f"{_FILES}:FileSystemWriterAsync.write_preloaded_data", _bound),
     ):
         yield
 
@@ -41,14 +43,14 @@ def bound_request(request: AsyncRequest) -> AsyncRequest:
     return request._replace(async_fn=functools.partial(_write_bound, request.async_fn))
 
 
-def _results_queue(original: Callable[[], Any]) -> Any:
-    if filesystem_async._results_queue is None:
+def _results_queue(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if compat.lookup(_QUEUE) is None:
         # An address without a file: nothing of it can be left behind.
         address = f"\0dpp-writers-{os.getpid()}-{secrets.token_hex(4)}"
         manager = SyncManager(address, ctx=multiprocessing.get_context("spawn"))
         manager.start(end_with_parent)
-        filesystem_async._results_queue = manager.Queue()
-    return original()
+        compat.assign(_QUEUE, manager.Queue())
+    return original(*args, **kwargs)
 
 
 def _bound(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
