@@ -24,14 +24,17 @@ MAY_IMPORT = {
     "config": {"errors"},
     "hosts": {"errors"},
     "tokenizers": {"errors"},
+    "inject": {"errors"},
     "schedule": {"config", "errors"},
     "trace": {"config", "errors", "schedule"},
     "sim": {"config", "errors", "schedule", "trace"},
     "plan": {"config", "errors", "schedule", "sim", "trace"},
     "transport": {"config", "errors", "hosts", "trace"},
     "mcore": {"config", "errors", "trace", "transport"},
-    "runtime": {"config", "errors", "hosts", "schedule", "trace", "transport", "mcore"},
-    "cli": {"config", "errors", "schedule", "tokenizers", "trace", "plan", "runtime"},
+    "runtime": {
+        *("config", "errors", "hosts", "inject", "schedule", "trace", "transport", "mcore"),
+    },
+    "cli": {"config", "errors", "schedule", "tokenizers", "trace", "plan", "inject"},
     "launch": {"config", "errors", "schedule", "plan", "cli"},
     "train": {
         *("config", "errors", "tokenizers", "schedule", "trace", "plan"),
@@ -44,7 +47,17 @@ MAY_IMPORT = {
 }
 DOORS = {"__init__", "__main__", "doctor", "estimate", "sim.__main__"}
 """Entry points, which may import any room."""
-WITHOUT_TORCH = {"errors", "config", "hosts", "tokenizers", "schedule", "sim", "plan", "launch"}
+WITHOUT_TORCH = {
+    "errors",
+    "config",
+    "hosts",
+    "tokenizers",
+    "inject",
+    "schedule",
+    "sim",
+    "plan",
+    "launch",
+}
 PUBLIC = {
     "Action",
     "ConfigError",

@@ -30,6 +30,9 @@ ENGINE_ROWS = 128
 this; of 16 and 64 a replay accessed memory that is not its own.
 """
 
+GRAPHS_PAY_FROM = 0.75
+"""Share of launching in the tasks' time from which ``--dpp-cuda-graphs auto`` captures graphs."""
+
 GPUDIRECT = ("auto", "on", "off")
 """Values of ``--dpp-gpudirect``."""
 

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.validate import validate
+from megatron.dpp.config import GRAPHS_PAY_FROM
 from megatron.dpp.plan import (
     ModelShape,
     RunShape,
@@ -17,7 +18,7 @@ from megatron.dpp.plan import (
     lines,
     shape_of,
 )
-from megatron.dpp.plan.layer_times import GRAPHS_PAY_FROM, part_times
+from megatron.dpp.plan.layer_times import part_times
 from megatron.dpp.plan.timing import model_costs, predict
 
 H200 = gpu_device("NVIDIA H200", 140 * 2**30)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron.dpp.config import GRAPHS_PAY_FROM
 from megatron.dpp.plan.activations import layer_bytes
 from megatron.dpp.plan.device import Device
 from megatron.dpp.plan.model_costs import (
@@ -23,9 +24,6 @@ from megatron.dpp.plan.model_costs import (
 from megatron.dpp.plan.shape import RunShape
 from megatron.dpp.schedule import Kind
 
-GRAPHS_PAY_FROM = 0.75
-"""Share of launching in the tasks' time from which training captures graphs by itself, as in
-``runtime.schedule``; ``tests/estimate`` holds the two together."""
 _BULK = 0.95
 """Share of a link that a tensor-parallel collective reaches, fitted like its latency."""
 _LOSS_COLLECTIVES = 3
