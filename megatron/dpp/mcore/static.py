@@ -103,7 +103,7 @@ class _Handle:
 
 _SENDS = {"send_next": Direction.FORWARD, "send_prev": Direction.BACKWARD}
 _RECEIVES = {"recv_prev": Direction.FORWARD, "recv_next": Direction.BACKWARD}
-"""What ``_communicate`` calls its transfers."""
+"""The names of ``_communicate`` for its transfers."""
 
 
 class ChannelExchange:

@@ -1,4 +1,4 @@
-"""What dynamic and static schedules open in the same way: links, and a device's timer."""
+"""Opens the links of a schedule, and counts what has arrived on them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The optimizer's step in a few kernels, where neither Transformer Engine nor Apex is installed.
+"""The optimizer's step in a few kernels, without Transformer Engine and Apex.
 
-megatron-core then updates, clips and copies parameter by parameter, and waits for the device once
-for each parameter's norm. PyTorch has a kernel over all parameters for each of these. Nor does the
-host wait for the norm of all: what clipping divides by stays on the device.
+megatron-core updates, clips and copies parameter by parameter, and waits for the device at each
+parameter's norm. PyTorch has kernels over all parameters, and the norm stays on the device.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from megatron.dpp.mcore import compat
 
 @contextlib.contextmanager
 def fused_step(optimizer: Any) -> Iterator[None]:
-    """Around ``optimizer.step()`` of one of megatron-core's optimizers.
+    """Fuse ``optimizer.step()`` of one of megatron-core's optimizers.
 
-    On a CPU nothing changes, and nothing that Transformer Engine or Apex brings is replaced. The
-    results differ in their last digits from those of the many kernels; every schedule gets the
-    same.
+    Nothing changes on a CPU, or with Transformer Engine or Apex. Results differ in their last
+    digits from those of the many kernels, equally for all schedules.
     """
     on_gpus = [inner for inner in _optimizers(optimizer) if _is_on_gpus(inner)]
     with contextlib.ExitStack() as around:
@@ -44,7 +42,7 @@ def fused_step(optimizer: Any) -> Iterator[None]:
 
 
 def _optimizers(optimizer: Any) -> list[Any]:
-    """PyTorch's (or their kin) inside of megatron-core's; none on a rank without parameters."""
+    """The optimizers inside of megatron-core's; none on a rank without parameters."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     inner = [getattr(each, "optimizer", None) for each in chained]
     return [each for each in inner if each is not None]
@@ -57,9 +55,7 @@ def _is_on_gpus(inner: Any) -> bool:
 
 @contextlib.contextmanager
 def _one_kernel(adam: torch.optim.Adam) -> Iterator[None]:
-    """PyTorch's fused Adam, for one step: the setting would be saved with the parameter groups and
-    bind whoever loads them.
-    """
+    """Use PyTorch's fused Adam for one step; a lasting setting would be saved in checkpoints."""
     settings = [{name: group[name] for name in ("fused", "foreach")} for group in adam.param_groups]
     for group in adam.param_groups:
         group["fused"], group["foreach"] = True, False
@@ -77,8 +73,8 @@ def _one_kernel(adam: torch.optim.Adam) -> Iterator[None]:
 
 @contextlib.contextmanager
 def clipping(inner: Sequence[Any]) -> Iterator[None]:
-    """Gradients are clipped by a norm that the host does not know yet, those of an Adam within its
-    step (as PyTorch's gradient scaler would divide them).
+    """Clip gradients by a norm that stays on the device; Adam divides by it within its step, as by
+    a gradient scale.
     """
     owners = {p: each for each in inner for group in each.param_groups for p in group["params"]}
 
@@ -114,9 +110,8 @@ def grad_norm(
     norm_type: float = 2,
     grad_stats_parallel_group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """megatron-core's norm of all gradients over ``grad_stats_parallel_group``: fp64 [], on their
-    device, for a rank without any, too; a number, as megatron-core's own, for other norms and for
-    DTensors.
+    """The norm of all gradients over ``grad_stats_parallel_group``: fp64 [] on their device; a
+    number for other norms than 2 and for DTensors, as megatron-core's own.
     """
     if norm_type != 2 or _sharded(grads):
         return original(grads, norm_type, grad_stats_parallel_group)
@@ -133,8 +128,8 @@ def _sharded(grads: Sequence[torch.Tensor]) -> bool:
 
 
 def divisor(max_norm: float, total_norm: torch.Tensor) -> torch.Tensor:
-    """What clips gradients of this norm to ``max_norm``: fp32 []; 1 if they are within it, and
-    where the norm is NaN, as megatron-core clips none of them then.
+    """The divisor that clips gradients of this norm to ``max_norm``: fp32 [], at least 1; 1 for
+    NaN, as megatron-core does not clip then.
     """
     excess = (total_norm + 1e-6) / max_norm
     return excess.nan_to_num(nan=1.0, posinf=math.inf).clamp(min=1.0).float()

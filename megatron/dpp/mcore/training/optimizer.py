@@ -1,5 +1,4 @@
-"""megatron-core's optimizers: parameter groups, and loading into a distributed one around PyTorch's
-Adam.
+"""Parameter groups, and checkpoints of a distributed optimizer around PyTorch's Adam.
 
 megatron-core's distributed optimizer was written for Transformer Engine's and Apex's Adam, which
 keep one step count for all parameters; PyTorch's has a tensor of its own per parameter.
@@ -21,8 +20,7 @@ from megatron.dpp.mcore import compat
 
 
 def parameter_groups(chunks: list[Any], settings: Any) -> list[dict[str, Any]]:
-    """The groups that megatron-core makes of the parameters of ``chunks``: which take weight decay,
-    which have a learning rate of their own.
+    """megatron-core's groups of the parameters of ``chunks``, by weight decay and learning rate.
 
     Args:
         settings: megatron-core's ``OptimizerConfig``.
@@ -34,7 +32,7 @@ def parameter_groups(chunks: list[Any], settings: Any) -> list[dict[str, Any]]:
 
 
 def fill_state(optimizer: Any) -> None:
-    """Give every distributed optimizer without state one of zeros, which loading then overwrites.
+    """Give distributed optimizers without state one of zeros, which loading overwrites.
 
     megatron-core's ``sharded_state_dict`` reads the step from the state of PyTorch's Adam
     (distrib_optimizer.py:641), which has none before its first step; Transformer Engine's keeps the
@@ -50,7 +48,7 @@ def fill_state(optimizer: Any) -> None:
 
 
 def steps_may_lack() -> contextlib.AbstractContextManager[None]:
-    """While a state is loaded: what the checkpoint does not have of a parameter stays as it is.
+    """Keep the parts of a parameter's state that a loaded checkpoint does not have.
 
     distrib_optimizer.py:940 asks the checkpoint for every tensor of PyTorch's Adam, but the step is
     never stored by parameter (distrib_optimizer.py:2101).
@@ -66,7 +64,7 @@ def steps_may_lack() -> contextlib.AbstractContextManager[None]:
 
 
 def own_steps(optimizer: Any) -> None:
-    """Give every parameter the step count of the checkpoint, each in a tensor of its own.
+    """Give every parameter the checkpoint's step count, in a tensor of its own.
 
     distrib_optimizer.py:820 puts one tensor into the states of all parameters, in which PyTorch's
     Adam then counts every parameter's update, and the states of :func:`fill_state` bring a count of

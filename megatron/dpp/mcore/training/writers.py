@@ -1,9 +1,8 @@
 """Processes that write a ``torch_dist`` checkpoint, bound to the life of the rank that saves.
 
 megatron-core starts a manager process at the first save, for its queue of results, and a writer per
-file. Neither looks at the rank: when that is killed, the manager stays for ever, with a socket in
-the temporary folder, and writers go on writing into a folder that the next run may write to.
-``train.checkpointing`` saves inside :func:`bound_writers`.
+file. When the rank is killed, the manager would stay for ever, and writers would go on writing into
+a folder that the next run may use. ``train.checkpointing`` saves inside :func:`bound_writers`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _QUEUE = f"{_FILES}:_results_queue"
 
 @contextlib.contextmanager
 def bound_writers() -> Iterator[None]:
-    """While it lasts, what megatron-core starts for a save ends with this process."""
+    """Let the processes that megatron-core starts for a save end with this one."""
     with (
         compat.patched(f"{_FILES}:_get_write_results_queue", _results_queue),
         compat.patched(f"{_FILES}:FileSystemWriterAsync.write_preloaded_data", _bound),
@@ -37,7 +36,7 @@ def bound_writers() -> Iterator[None]:
 
 
 def bound_request(request: AsyncRequest) -> AsyncRequest:
-    """``request`` for a process of its own, forked or spawned, and that one's writers alike."""
+    """``request`` for a process of its own that ends, with its writers, with this one."""
     if request.async_fn is None:
         return request
     return request._replace(async_fn=functools.partial(_write_bound, request.async_fn))

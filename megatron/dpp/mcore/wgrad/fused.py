@@ -1,10 +1,8 @@
 """The weight gradient's matrix product that adds into ``main_grad``, from PyTorch.
 
-megatron-core's ``gradient_accumulation_fusion`` calls an extension of Apex. Where that is not
-installed, ``provide`` puts the two functions of this module in its place, for megatron-core's own
-linear layers and for the deferred ones (``wgrad``) alike: cuBLAS adds the fp32 result of the
-product into the gradient buffer, so that no gradient in half precision is written, rounded and read
-again.
+megatron-core's ``gradient_accumulation_fusion`` calls an extension of Apex. Without it ``provide``
+puts the two functions of this module in its place: cuBLAS adds the fp32 product into the gradient
+buffer, and no half-precision gradient is written and read again.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ _KERNELS = "tensor_parallel.layers:fused_weight_gradient_mlp_cuda"
 
 
 def available() -> bool:
-    """Whether Apex or this PyTorch has such a product for GPUs (PyTorch 2.8 and later have)."""
+    """True if Apex or this PyTorch (2.8 or later) has such a product for GPUs."""
     return compat.lookup(_AVAILABLE) or hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
