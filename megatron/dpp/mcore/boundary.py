@@ -24,7 +24,7 @@ Tensors = torch.Tensor | list[torch.Tensor]
 class Boundaries(NamedTuple):
     """Bytes of each tensor that one rank's chunks receive from and send to their neighbours.
 
-    ``usual_bytes`` is the size of the one tensor of a boundary that nobody adjusts; it is the same
+    ``usual_bytes`` is the size of a boundary's one tensor without adjustment; it is the same
     on every rank.
     """
 

@@ -85,6 +85,7 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        *,
         own_masks: bool = False,
     ) -> None:
         super().__init__(config=config)

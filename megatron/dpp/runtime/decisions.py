@@ -88,7 +88,7 @@ class Decisions:
             f"a deferred weight gradient keeps {measured.deferred_bytes / mib:.1f} MiB of it"
         )
 
-    def scheduler(self, geometry: Geometry, split: bool) -> Scheduler:
+    def scheduler(self, geometry: Geometry, *, split: bool) -> Scheduler:
         """A scheduler at its start, for one call.
 
         Raises:
@@ -138,7 +138,7 @@ class Decisions:
             self._recording = Recording.load(path, geometry.rank)
         return self._recording.replay(self._num_calls, geometry, split)
 
-    def ran(self, geometry: Geometry, split: bool, actions: Sequence[Action]) -> None:
+    def ran(self, geometry: Geometry, actions: Sequence[Action], *, split: bool) -> None:
         """End a call; record its decisions if asked to."""
         self._num_calls += 1
         if self._recorder is not None:

@@ -139,7 +139,7 @@ class DppSchedule(PipelineSchedule):
         split: bool,
         iteration: int,
     ) -> None:
-        links, scheduler = session.links, decisions.scheduler(geometry, split)
+        links, scheduler = session.links, decisions.scheduler(geometry, split=split)
         decider = decider_for(scheduler, links.channels.receiving, links.transport.board)
         decider.start(links.consumed)
         executor = Executor(
@@ -156,7 +156,7 @@ class DppSchedule(PipelineSchedule):
         )
         executor.run()
         links.consume(geometry)
-        decisions.ran(geometry, split, executor.actions)
+        decisions.ran(geometry, executor.actions, split=split)
         self.peak_held = max(self.peak_held, scheduler.peak_held)
         self.num_out_of_order = scheduler.num_out_of_order
         self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)

@@ -334,7 +334,7 @@ class Executor:
             if held_back:
                 self._transport.flush(0.0)  # names the receivers that take nothing
             raise TransferTimeout(self._timeout_text())
-        nap = _REST_SECONDS if held_back else _NAP_SECONDS  # a slot that falls free wakes nobody
+        nap = _REST_SECONDS if held_back else _NAP_SECONDS  # a free slot wakes no sleeper
         self._transport.wait(min(nap, self._timeout - waited + 1e-3))
 
     def _input_came(self) -> bool:
