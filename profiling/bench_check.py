@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.runtime.inject import Injector
+from megatron.dpp.inject import Injector
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.schedule.reference import padded_microbatches
 

@@ -90,7 +90,7 @@ class Naps:
     def __init__(
         self, args: argparse.Namespace, rank: int, num_chunks: int, iteration: int, fused: bool
     ) -> None:
-        from megatron.dpp.runtime.inject import Injector
+        from megatron.dpp.inject import Injector
 
         self._unit = args.sleep_ms * 1e-3
         self._fused, self._iteration, self._work = fused, iteration, 0.0
@@ -101,7 +101,7 @@ class Naps:
         self.total = 0.0
 
     def __call__(self, kind: str, chunk: int, microbatch: int) -> None:
-        from megatron.dpp.runtime.inject import Task
+        from megatron.dpp.inject import Task
 
         units = 2 if kind == "B" and self._fused else 1
         seconds, cost = units * self._unit, units / self._num_chunks
@@ -172,7 +172,7 @@ def run_dynamic(
     """One step of the real executor; seconds this rank's tasks slept."""
     from megatron.dpp.runtime.agreement import decider_for
     from megatron.dpp.runtime.executor import Executor
-    from megatron.dpp.runtime.pace import HostPace
+    from megatron.dpp.runtime.timer import HostTimer
     from megatron.dpp.schedule import Geometry, Scheduler, parse_cap
 
     rank = dist.get_rank()
@@ -188,7 +188,7 @@ def run_dynamic(
         decider=decider,
         links=links,
         recorder=recorder,
-        pace=HostPace(),
+        timer=HostTimer(),
         injector=None,
         split_backward=split,
         iteration=iteration,
@@ -218,10 +218,10 @@ def open_links(args: argparse.Namespace, v: int, injector: Any = None) -> Any:
     those that were asked for.
     """
     from megatron.dpp.config import DppConfig
-    from megatron.dpp.runtime.connections import open_links as open_transport
+    from megatron.dpp.inject import Injector
     from megatron.dpp.runtime.delayed import DelayedTransport
     from megatron.dpp.runtime.executor import Links
-    from megatron.dpp.runtime.inject import Injector
+    from megatron.dpp.runtime.links import open_links as open_transport
     from megatron.dpp.runtime.topology import Topology
 
     topology = Topology(tuple(range(args.ranks)), dist.get_rank(), v)
@@ -238,10 +238,10 @@ def open_links(args: argparse.Namespace, v: int, injector: Any = None) -> Any:
 def open_static(args: argparse.Namespace, v: int) -> Any:
     """Our channels under a static schedule where links are to be slow; None keeps gloo."""
     from megatron.dpp.config import DppConfig
+    from megatron.dpp.inject import Injector
     from megatron.dpp.mcore.static import ChannelExchange, ring_channels
-    from megatron.dpp.runtime.connections import open_links as open_transport
     from megatron.dpp.runtime.delayed import DelayedTransport
-    from megatron.dpp.runtime.inject import Injector
+    from megatron.dpp.runtime.links import open_links as open_transport
 
     rank, ranks = dist.get_rank(), tuple(range(args.ranks))
     injector = Injector(args.inject, rank, args.ranks, num_chunks=v) if args.inject else None

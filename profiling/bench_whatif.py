@@ -102,8 +102,8 @@ def _rank(args: argparse.Namespace) -> None:
     import bench_sleeping
     import torch.distributed as dist
 
+    from megatron.dpp.inject import Injector
     from megatron.dpp.mcore import cpu
-    from megatron.dpp.runtime.inject import Injector
 
     support = cpu.install()
     dist.init_process_group("gloo")

@@ -166,8 +166,9 @@ void Device::write_value(StreamHandle stream, Address to, uint32_t value) const 
   api_->check(api_->cuStreamWriteValue32(stream, to, value, 0), "cuStreamWriteValue32 on " + name_);
 }
 
-void Device::wait_value(StreamHandle stream, Address from, uint32_t value, Until until) const {
-  api_->check(api_->cuStreamWaitValue32(stream, from, value, static_cast<unsigned>(until)),
+void Device::wait_value(StreamHandle stream, Address from, uint32_t value) const {
+  constexpr unsigned kAtLeast = 0;  // CU_STREAM_WAIT_VALUE_GEQ
+  api_->check(api_->cuStreamWaitValue32(stream, from, value, kAtLeast),
               "cuStreamWaitValue32 on " + name_);
 }
 

@@ -143,9 +143,8 @@ class Device {
   // Stream memory operations: no kernel, so neither needs a multiprocessor; a capture keeps them.
   // Everything that the stream wrote before is visible, also to other GPUs, when the value is.
   void write_value(StreamHandle stream, Address to, uint32_t value) const;
-  // kAtLeast: as a difference, so that a number that is counted up may wrap around.
-  enum class Until : unsigned { kAtLeast = 0, kEqual = 1 };
-  void wait_value(StreamHandle stream, Address from, uint32_t value, Until until) const;
+  // Waits for this value or a larger one, as a difference: a number that is counted up may wrap.
+  void wait_value(StreamHandle stream, Address from, uint32_t value) const;
 
  private:
   Device(std::shared_ptr<const Api> api, int ordinal);

@@ -40,20 +40,7 @@ void bind_cuda(py::module_& module) {
       .def_property_readonly("name", &cuda::Device::name)
       .def("access_to", [](const cuda::Device& self,
                            const std::string& uuid) { return access_name(self.access_to(uuid)); })
-      .def("visible", &cuda::Device::visible)
-      .def(
-          "write_value",
-          [](const cuda::Device& self, uintptr_t stream, uintptr_t address, uint32_t value) {
-            self.write_value(reinterpret_cast<cuda::StreamHandle>(stream), address, value);
-          },
-          no_gil, "Queues: the 32 bits at a device's address are set.")
-      .def(
-          "wait_value",
-          [](const cuda::Device& self, uintptr_t stream, uintptr_t address, uint32_t value) {
-            self.wait_value(reinterpret_cast<cuda::StreamHandle>(stream), address, value,
-                            cuda::Device::Until::kEqual);
-          },
-          no_gil, "Queues: the stream waits until the 32 bits at an address have this value.");
+      .def("visible", &cuda::Device::visible);
   py::class_<CudaLinks>(module, "CudaLinks")
       .def(py::init<Transport&, int, uint32_t>(), py::keep_alive<1, 2>(), py::arg("transport"),
            py::arg("ordinal"), py::arg("max_pending"))

@@ -24,8 +24,7 @@ void Written::say(size_t channel, uint64_t sequence, cuda::StreamHandle stream) 
 }
 
 void Written::await(size_t channel, uint64_t sequence, cuda::StreamHandle stream) const {
-  device_->wait_value(stream, of(channel), static_cast<uint32_t>(sequence),
-                      cuda::Device::Until::kAtLeast);
+  device_->wait_value(stream, of(channel), static_cast<uint32_t>(sequence));
 }
 
 CudaIpcSender::CudaIpcSender(cuda::DevicePtr device, std::shared_ptr<cuda::Stream> stream,

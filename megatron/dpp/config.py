@@ -34,8 +34,8 @@ ENGINE_ROWS = 128
 this; of 16 and 64 a replay accessed memory that is not its own.
 """
 
-COPIED_SUMS_FROM = 16 << 20
-"""Bytes of a hidden state from which copy engines sum gradients; less was not measured."""
+GRAPHS_PAY_FROM = 0.75
+"""Share of launching in the tasks' time from which ``--dpp-cuda-graphs auto`` captures graphs."""
 
 GPUDIRECT = ("auto", "on", "off")
 """Values of ``--dpp-gpudirect``."""
@@ -103,12 +103,6 @@ class DppConfig:
         "on a GPU: capture each chunk's forward, backward and weight gradients once and replay "
         "them: auto (with --use-dpp, where launching them takes nearly as long as running them), "
         "on (without --use-dpp, too), off",
-        needs="nothing",
-    )
-    copy_engine_sums: bool = _option(
-        True,
-        "in CUDA graphs of two tensor-parallel ranks, unless the backward is split: sum the "
-        "gradients of large inputs by the GPUs' copy engines while those of weights are computed",
         needs="nothing",
     )
     task_rng: bool = _option(

@@ -263,7 +263,6 @@ OURS = {
     "--dpp-transport": "shm", "--dpp-slots": "3", "--workload": "7", "--dpp-gpudirect": "off",
     "--dpp-timeout": "5", "--dpp-checksum": "",
     "--no-dpp-task-rng": "", "--dpp-cuda-graphs": "on", "--dpp-inject": "jitter:0.1",
-    "--no-dpp-copy-engine-sums": "",
     "--node-ips": "10.0.0.1",
 }  # fmt: skip
 DYNAMIC = set(list(OURS)[:7])

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.validate import validate
+from megatron.dpp.config import GRAPHS_PAY_FROM
 from megatron.dpp.plan import (
     ModelShape,
     RunShape,
@@ -17,7 +18,7 @@ from megatron.dpp.plan import (
     lines,
     shape_of,
 )
-from megatron.dpp.plan.layer_times import GRAPHS_PAY_FROM, part_times
+from megatron.dpp.plan.layer_times import part_times
 from megatron.dpp.plan.timing import model_costs, predict
 
 H200 = gpu_device("NVIDIA H200", 140 * 2**30)
@@ -194,7 +195,6 @@ SIZES = {
     "--micro-batch-size 4 ",
 }
 GRAPHS = "--dpp-cuda-graphs on "
-NCCL = "--no-dpp-copy-engine-sums "
 PIPELINE = "--use-dpp --pipeline-model-parallel-size 2 "
 
 
@@ -250,10 +250,10 @@ def test_what_train_runs_since_a_step_is_launched_whole(
     ("model", "flags", "measured_ms", "measured_gib"),
     [
         ("345M", GRAPHS, 214.4, 10.38),
-        ("345M", GRAPHS + NCCL + "--tensor-model-parallel-size 2 ", 309.9, 6.16),
+        ("345M", GRAPHS + "--tensor-model-parallel-size 2 ", 309.9, 6.16),
         ("345M", GRAPHS + "--tensor-model-parallel-size 2 --sequence-parallel ", 346.3, 5.37),
         ("1.3B", GRAPHS, 1126.6, 16.58),
-        ("1.3B", GRAPHS + NCCL + "--tensor-model-parallel-size 2 ", 1368.7, 10.05),
+        ("1.3B", GRAPHS + "--tensor-model-parallel-size 2 ", 1368.7, 10.05),
         ("1.3B", GRAPHS + "--tensor-model-parallel-size 2 --sequence-parallel ", 1441.8, 8.48),
         ("1.3B", "--use-dpp --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout "
          "Ettt|tttt|ttt|ttt|ttt|ttt|ttt|ttL --dpp-activation-cap megatron ", 1250.0, 21.06),
@@ -272,18 +272,14 @@ def test_what_train_runs_on_four(
 
 
 @pytest.mark.parametrize(
-    ("model", "batch", "copied_ms", "nccl_ms"),
-    [("345M", 128, 579.0, 604.1), ("1.3B", 32, 661.8, 687.7), ("1.3B", 128, 2681.4, 2757.3)],
+    ("model", "batch", "measured_ms"),
+    [("345M", 128, 604.1), ("1.3B", 32, 687.7), ("1.3B", 128, 2757.3)],
 )
-def test_sums_by_copy_engines(model: str, batch: int, copied_ms: float, nccl_ms: float) -> None:
-    """Two GPUs, in turns on one machine. The share that is hidden was fitted to the first two."""
-    flags = (
-        f"{TRAIN}{SIZES[model]}{GRAPHS}--tensor-model-parallel-size 2 --global-batch-size {batch} "
-    )
-    copied, by_nccl = (estimate(shape_on(2, flags + more), H200).seconds for more in ("", NCCL))
-    assert copied * 1e3 == pytest.approx(copied_ms, rel=0.07)
-    assert by_nccl * 1e3 == pytest.approx(nccl_ms, rel=0.07)
-    assert copied / by_nccl == pytest.approx(copied_ms / nccl_ms, abs=0.01)
+def test_time_of_two_tensor_parallel_ranks(model: str, batch: int, measured_ms: float) -> None:
+    """Two GPUs without sequence parallelism."""
+    flags = f"{TRAIN}{SIZES[model]}{GRAPHS}--tensor-model-parallel-size 2 "
+    found = estimate(shape_on(2, f"{flags}--global-batch-size {batch} "), H200)
+    assert found.seconds * 1e3 == pytest.approx(measured_ms, rel=0.07)
 
 
 @pytest.mark.parametrize(("flags", "measured_ms"), [("", 251.1), ("--sequence-parallel", 279.0)])
@@ -295,7 +291,7 @@ def test_time_of_tensor_parallel_collectives(flags: str, measured_ms: float) -> 
         "--max-position-embeddings 2048 --transformer-impl local --micro-batch-size 2 "
         "--global-batch-size 16 --hidden-dropout 0 --attention-dropout 0 --mock-data "
         "--padded-vocab-size 4096 --train-iters 9 --lr 1e-4 --eval-iters 0 --dpp-cuda-graphs on "
-        "--tensor-model-parallel-size 2 --no-dpp-copy-engine-sums "
+        "--tensor-model-parallel-size 2 "
     )
     shape = shape_on(2, model + flags)
     seconds = predict(shape, model_costs(shape, H200)).seconds

@@ -40,11 +40,9 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.utils import get_model_config  # noqa: E402
 
 from megatron.dpp import DppConfig, DppSchedule  # noqa: E402
-from megatron.dpp.config import COPIED_SUMS_FROM  # noqa: E402
-from megatron.dpp.mcore import pair_sums  # noqa: E402
+from megatron.dpp.mcore.compat import replaced  # noqa: E402
 from megatron.dpp.mcore.graphs.reductions import Reductions  # noqa: E402
 from megatron.dpp.mcore.layers import block_spec, prediction_spec  # noqa: E402
-from megatron.dpp.mcore.patching import replaced  # noqa: E402
 from megatron.dpp.mcore.wgrad import fused as fused_wgrad  # noqa: E402
 from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
 from tests.runtime.rerun import Rerun  # noqa: E402
@@ -240,8 +238,6 @@ def run_case(case: dict[str, Any]) -> None:
         assert set(expected["told"]) == {True, False}
     for settings in case["runs"]:
         kind: Any = StaticSchedule if settings.pop("static", False) else DppSchedule
-        by_copies = settings.pop("by_copies", False)
-        pair_sums.COPIED_SUMS_FROM = 0 if by_copies else COPIED_SUMS_FROM
         replays: list[Rerun] = []
         if settings.get("cuda_graphs") == "on" and SUPPORT is not None:
             kind = partial(kind, capture=partial(Rerun, replays=replays))
@@ -257,8 +253,6 @@ def run_case(case: dict[str, Any]) -> None:
         if settings.get("cuda_graphs") == "on":
             captured = any("CUDA graphs: memory for" in line for line in said)
             assert replays or captured, f"{case['name']} with {settings}: nothing was replayed"
-        if by_copies:
-            assert any("copy engines sum" in line for line in said), said
         compare(expected, got, f"{case['name']} with {settings}")
     dist.barrier()
     parallel_state.destroy_model_parallel()

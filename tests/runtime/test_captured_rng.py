@@ -53,9 +53,12 @@ class Machine:
     def all_states(self) -> tuple[Any, ...]:
         return None, self.default.get_state(), self.get_states()
 
-    def set_all_states(self, _: Any, default: torch.Tensor, states: dict[str, Any]) -> None:
-        self.default.set_state(default)
-        self.states_ = states
+    def set_all_states(
+        self, cpu_rng_state: Any, cuda_rng_state: torch.Tensor,
+        cuda_rng_state_tracker: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.default.set_state(cuda_rng_state)
+        self.states_ = cuda_rng_state_tracker
 
     def fork(self) -> torch.Tensor:
         """Switch the default generator to the tracker's state; returns what it had."""

@@ -155,20 +155,6 @@ def test_graphs_on_two_gpus() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.multigpu
-def test_sums_by_copy_engines() -> None:
-    static = {"static": True, "cuda_graphs": "on", "by_copies": True}
-    alone = {"split_backward": False, "cuda_graphs": "on", "by_copies": True}
-    pair = {"tp": 2, "layers": 2, "iterations": 6}
-    check(
-        2,
-        case("tp2", 1, 3, static, alone, dropout=0.1, **pair),
-        case("tp2 fused wgrad", 1, 3, static, bf16=True, fusion=True, overlap=True, **pair),
-        case("tp2 full", 1, 3, static, dropout=0.1, recompute="full", fusion=True, **pair),
-        case("tp2 selective", 1, 3, static, dropout=0.1, recompute="selective", **pair),
-    )
-
-
 def test_tensor_and_data_parallel() -> None:
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
     check(

@@ -23,9 +23,9 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, PeerDead, TransferTimeout
 from megatron.dpp.mcore.boundary import boundaries
 from megatron.dpp.runtime.agreement import decider_for
-from megatron.dpp.runtime.connections import why_not_ahead
 from megatron.dpp.runtime.executor import Executor, Links, Tensors
-from megatron.dpp.runtime.pace import HostPace
+from megatron.dpp.runtime.links import why_not_ahead
+from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Action, Geometry, Scheduler, View, parse_cap
 from megatron.dpp.trace import NullRecorder
@@ -93,13 +93,13 @@ class Arithmetic:
         self.complete_after.append(len(self.log))
 
 
-class StartsLater(HostPace):
+class StartsLater(HostTimer):
     """A device that is seen to start a task launched ahead at the second look."""
 
     _looks = 0
 
-    def begin(self, ahead: bool = False) -> None:
-        super().begin(ahead)
+    def begin(self, *, ahead: bool = False) -> None:
+        super().begin(ahead=ahead)
         self._looks = 2 if ahead else 0
 
     def waiting(self) -> bool:
@@ -154,7 +154,7 @@ def run_pipeline(
                 decider.start(links.consumed)
                 Executor(
                     runner=runner, decider=decider, links=links, recorder=NullRecorder(),
-                    pace=StartsLater(), injector=None, split_backward=split,
+                    timer=StartsLater(), injector=None, split_backward=split,
                     iteration=iteration, timeout=timeout,
                 ).run()  # fmt: skip
                 links.consume(geometry)
@@ -243,14 +243,14 @@ LAST = Topology((0, 1), 1, 1)
 
 
 def last_rank(
-    network: FakeNetwork, scheduler: Scheduler, pace: HostPace, timeout: float
+    network: FakeNetwork, scheduler: Scheduler, timer: HostTimer, timeout: float
 ) -> Executor:
     """Its executor, to be looked at alone."""
     channels = LAST.channels([64], [64], 2)
     links = Links(network.transport(1), channels)
     return Executor(
         runner=Arithmetic(LAST), decider=decider_for(scheduler, channels.receiving, None),
-        links=links, recorder=NullRecorder(), pace=pace, injector=None, split_backward=False,
+        links=links, recorder=NullRecorder(), timer=timer, injector=None, split_backward=False,
         iteration=0, timeout=timeout,
     )  # fmt: skip
 
@@ -261,7 +261,7 @@ def test_a_peer_that_left_is_named_at_once() -> None:
     network.transport(0).close()
     scheduler = Scheduler(Geometry(2, 1, 1, 2), split_backward=False)
     with pytest.raises(PeerDead, match="rank 0 has closed its transport"):
-        last_rank(network, scheduler, HostPace(), timeout=600.0).run()
+        last_rank(network, scheduler, HostTimer(), timeout=600.0).run()
 
 
 def test_missing_message_ends_in_a_named_timeout() -> None:
@@ -314,14 +314,14 @@ def test_a_first_rank_notices_that_its_receiver_left(policy: str) -> None:
     scheduler = Scheduler(Geometry(2, 0, 1, 8), policy=policy, split_backward=False)
     executor = Executor(
         runner=Arithmetic(FIRST), decider=decider_for(scheduler, channels.receiving, None),
-        links=links, recorder=NullRecorder(), pace=HostPace(), injector=None,
+        links=links, recorder=NullRecorder(), timer=HostTimer(), injector=None,
         split_backward=False, iteration=0, timeout=60.0,
     )  # fmt: skip
     with pytest.raises(PeerDead, match="rank 1 has closed its transport"):
         executor.run()
 
 
-def test_policies_that_wait_for_each_other_are_blamed() -> None:
+def test_policies_that_wait_for_each_other_are_named() -> None:
     """Rank 1 runs no backward, so rank 0 waits for a gradient and rank 1 for the input after it."""
     timid = f"{__name__}:_one_at_a_time"
     with pytest.raises(TransferTimeout, match="or --dpp-policy waits for messages"):
@@ -425,7 +425,7 @@ def test_one_hardware_queue_launches_nothing_ahead(
     assert reason is None or "CUDA_DEVICE_MAX_CONNECTIONS=1" in reason
 
 
-class Busy(HostPace):
+class Busy(HostTimer):
     """A device that is busy for 30 ms and then has the input of a task that was launched ahead."""
 
     def __init__(self) -> None:
@@ -437,8 +437,8 @@ class Busy(HostPace):
         self.looks += 1
         return max(0.0, self._free_at - time.monotonic())
 
-    def begin(self, ahead: bool = False) -> None:
-        super().begin(ahead)
+    def begin(self, *, ahead: bool = False) -> None:
+        super().begin(ahead=ahead)
         self._free_at = time.monotonic() + 0.03
 
     def waiting(self) -> bool:
@@ -447,13 +447,13 @@ class Busy(HostPace):
 
 def test_a_busy_device_leaves_the_interpreter_to_other_threads() -> None:
     """A loop that only looked kept a data loader's thread from it, and batches came late."""
-    scheduler, pace = Scheduler(Geometry(2, 1, 1, 1, forward_only=True)), Busy()
-    last_rank(on_its_way(0.0), scheduler, pace, timeout=20.0).run()
+    scheduler, timer = Scheduler(Geometry(2, 1, 1, 1, forward_only=True)), Busy()
+    last_rank(on_its_way(0.0), scheduler, timer, timeout=20.0).run()
     assert scheduler.done
-    assert pace.looks < 2 * 30 / 0.05, "it looks every 50 us at most"
+    assert timer.looks < 2 * 30 / 0.05, "it looks every 50 us at most"
 
 
-class NeverStarts(HostPace):
+class NeverStarts(HostTimer):
     """A device that never gets the input of the task that was launched ahead."""
 
     def waiting(self) -> bool:

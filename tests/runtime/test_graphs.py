@@ -5,7 +5,6 @@ That replayed numbers are the eager ones is test_equality.py's matter.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -237,22 +236,6 @@ def test_graphs_are_left_where_memory_is_short() -> None:
     assert why_no_graphs("auto", 0.9, filled=0.8) is None
     assert "1.3 times the memory" in (why_no_graphs("auto", 0.9, filled=1.3) or "")
     assert why_no_graphs("on", 0.9, filled=1.3) is None
-
-
-def test_a_chunk_that_the_other_rank_could_not_capture_runs_eagerly(chunk: Chunk) -> None:
-    """One of a pair that replays waits for copies that the other one would never send."""
-    asked: list[bool] = []
-
-    def agree(fine: bool) -> bool:
-        asked.append(fine)
-        return False
-
-    made, said = graphs_of(chunk)
-    made._blocks[0].sums = SimpleNamespace(used=contextlib.nullcontext, agree=agree)
-    expected = step(made, chunk)
-    assert asked == [True] and chunk.decoder.num_eager
-    assert any("on the other tensor-parallel rank" in line for line in said)
-    assert torch.equal(step(made, chunk), expected) and asked == [True]
 
 
 def test_whatever_fails_in_a_capture_leaves_the_chunk_eager_and_its_first_error_is_named(

@@ -7,7 +7,7 @@ import torch
 
 from megatron.dpp.runtime.agreement import Decider, decider_for
 from megatron.dpp.runtime.executor import Executor, Links
-from megatron.dpp.runtime.pace import HostPace
+from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler, View
 from megatron.dpp.trace import NullRecorder
 from megatron.dpp.transport.fake import FakeNetwork
@@ -48,7 +48,7 @@ def test_an_iteration_of_a_neighbour_that_is_ahead_waits_for_its_turn() -> None:
         decider = decider_for(scheduler, links.channels.receiving, None)
         decider.start(links.consumed)
         Executor(
-            runner=runner, decider=decider, links=links, recorder=NullRecorder(), pace=HostPace(),
+            runner=runner, decider=decider, links=links, recorder=NullRecorder(), timer=HostTimer(),
             injector=None, split_backward=False, iteration=iteration, timeout=5.0,
         ).run()  # fmt: skip
         links.consume(GEOMETRY)

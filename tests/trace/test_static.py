@@ -11,7 +11,8 @@ schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
 
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 
-from megatron.dpp.mcore.trace_static import instrument_static_schedule  # noqa: E402
+from megatron.dpp.mcore import compat  # noqa: E402
+from megatron.dpp.mcore.static import traced  # noqa: E402
 from megatron.dpp.trace import NullRecorder, TraceLayout, open_recorder  # noqa: E402
 from megatron.dpp.trace.reader import open_run, read_events  # noqa: E402
 
@@ -31,6 +32,9 @@ def pipeline(monkeypatch):
             None if wait_on_reqs else handles,
         )
 
+    for name in ("schedules:forward_step", "schedules:backward_step"):
+        compat.resolve(f"pipeline_parallel.{name}")
+    compat.resolve("pipeline_parallel.p2p_communication:P2PCommunicator._communicate")
     monkeypatch.setattr(schedules, "forward_step", lambda *a, **k: (torch.zeros(2), 1))
     monkeypatch.setattr(schedules, "backward_step", lambda *a: torch.full((2,), 2.0))
     monkeypatch.setattr(P2PCommunicator, "_communicate", communicate)
@@ -66,10 +70,10 @@ def run_iteration(communicator):
 def test_tasks_waits_and_messages_are_recorded(tmp_path, pipeline):
     before = schedules.forward_step, schedules.backward_step, P2PCommunicator._communicate
     with open_recorder(tmp_path, rank=5, layout=LAYOUT) as recorder:
-        with instrument_static_schedule(recorder):
-            recorder.begin_iteration(7)
+        recorder.begin_iteration(7)
+        with traced(recorder):
             run_iteration(pipeline)
-            recorder.end_iteration()
+        recorder.end_iteration()
         run_iteration(pipeline)
     after = schedules.forward_step, schedules.backward_step, P2PCommunicator._communicate
     assert before == after
@@ -95,7 +99,7 @@ def test_tasks_waits_and_messages_are_recorded(tmp_path, pipeline):
 
 def test_without_a_trace_nothing_is_wrapped(pipeline):
     before = schedules.forward_step
-    with instrument_static_schedule(NullRecorder()):
+    with traced(NullRecorder()):
         assert schedules.forward_step is before
 
 
@@ -105,7 +109,7 @@ def test_an_error_inside_leaves_nothing_wrapped(tmp_path, pipeline):
     with (
         recorder,
         pytest.raises(RuntimeError, match="stop"),
-        instrument_static_schedule(recorder),
+        traced(recorder),
     ):
         raise RuntimeError("stop")
     assert schedules.forward_step is before

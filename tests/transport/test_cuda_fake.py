@@ -174,26 +174,3 @@ def test_the_doctor_says_what_gpudirect_finds(driver, gpu, state, text):
     )  # fmt: skip
     assert f"('GPUDirect', '{state}', " in done.stdout, done.stdout + done.stderr
     assert text in done.stdout
-
-
-VALUES = """
-import ctypes, threading
-from megatron.dpp.transport.native import load_native
-device, word = load_native().CudaDevice(0), ctypes.c_uint32(9)
-threading.Timer(0.1, lambda: device.write_value(0, ctypes.addressof(word), 7)).start()
-device.wait_value(0, ctypes.addressof(word), 7)
-print("waited for", word.value)
-"""
-
-
-def test_a_stream_waits_for_one_value(driver):
-    """Not, as for numbers that are counted up, for that one or a larger one."""
-    settings = {"PYTHONPATH": str(REPOSITORY), "LD_LIBRARY_PATH": str(driver)}
-    told = subprocess.run(
-        [sys.executable, "-c", VALUES],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert told.stdout == "waited for 7\n", told.stderr

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.dpp.transport.kinds import dist
-from megatron.dpp.transport.dist import DistTransport
+from megatron.dpp.transport.kinds.dist import DistTransport
 from tests.transport.kinds import PATIENCE, close_and_wait, opened, pair, take_next
 
 

@@ -24,7 +24,7 @@ from megatron.dpp.cli.planned import take_plan
 from megatron.dpp.cli.validate import validate
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.runtime.inject import Injector
+from megatron.dpp.inject import Injector
 from megatron.dpp.schedule import (
     Geometry,
     check_recording,

@@ -1,9 +1,8 @@
-"""What travels between two stages: one tensor, or a fixed number of them.
+"""Stage boundaries: the one tensor, or the fixed number of them, that two stages exchange.
 
-megatron-core 0.16.1 lets a caller declare several tensor shapes per boundary
-(``adjust_tensor_shapes_fn``) and hands a stage's inputs to ``set_input_tensor`` as a list, but its
-own static schedules send one tensor and start a backward from one output. ``steps.Stage`` calls the
-functions here for what lies beyond that; the shapes declared become the channels' slots.
+megatron-core lets a caller declare several tensor shapes per boundary
+(``adjust_tensor_shapes_fn``), but its static schedules send one tensor and start a backward from
+one output. ``steps.Stage`` uses the functions here instead.
 """
 
 from __future__ import annotations
@@ -12,18 +11,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.pipeline_parallel import schedules
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore import compat
+
+_BACKWARD_STEP = "pipeline_parallel.schedules:backward_step"
 
 Tensors = torch.Tensor | list[torch.Tensor]
-"""One tensor where a boundary carries one, else a list of them."""
+"""The tensor of a boundary, or a list if it carries several."""
 
 
 class Boundaries(NamedTuple):
     """Bytes of each tensor that one rank's chunks receive from and send to their neighbours.
 
-    ``usual_bytes`` is the size of the one tensor of a boundary that nobody adjusts; it is the same
+    ``usual_bytes`` is the size of a boundary's one tensor without adjustment; it is the same
     on every rank.
     """
 
@@ -33,11 +34,11 @@ class Boundaries(NamedTuple):
 
     @property
     def several(self) -> bool:
-        """Whether any boundary of this rank carries more than one tensor."""
+        """True if any boundary of this rank carries more than one tensor."""
         return max(len(self.receives), len(self.sends)) > 1
 
     def check_fits(self, opened: Boundaries) -> None:
-        """Refuse shapes for which links that are open already have no room.
+        """Refuse shapes that do not fit into the links that are open.
 
         Raises:
             ConfigError: another number of tensors, or a larger one.
@@ -60,11 +61,10 @@ def boundaries(
     """The boundaries of one rank.
 
     Args:
-        shape: of the one tensor that a stage usually hands on.
+        shape: of the one tensor that a stage usually sends.
         itemsize: bytes of an element. Wider elements need a larger shape.
-        adjust: megatron-core's ``adjust_tensor_shapes_fn(receives, sends)``, which is given and
-            returns a list of shapes per direction of a rank's forwards; None leaves them as they
-            are.
+        adjust: megatron-core's ``adjust_tensor_shapes_fn(receives, sends)``, which takes and
+            returns a list of shapes per direction of a rank's forwards; or None.
 
     Raises:
         ConfigError: it returns something else.
@@ -91,14 +91,14 @@ def boundaries(
 
 
 def as_list(tensors: Tensors | None) -> list[torch.Tensor]:
-    """None or one tensor or several, as a list."""
+    """No tensor, one or several, as a list."""
     if tensors is None:
         return []
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def want_gradients(received: Tensors) -> None:
-    """Let the backward find the gradients of a stage's inputs; integers and masks have none."""
+    """Make a stage's floating-point inputs require gradients."""
     for tensor in as_list(received):
         if tensor.is_floating_point():
             tensor.requires_grad_()
@@ -111,21 +111,19 @@ def backward(
 
     Args:
         given: the stage's inputs; None on the first stage.
-        output: what it returned; a list may hold an input that was handed on as it is.
-        received: gradient of the output, or of each of them, where one without elements stands for
-            none; None after the last stage.
+        output: what it returned; a list may hold an unchanged input.
+        received: gradient of the output, or of each; an empty tensor stands for none. None after
+            the last stage.
 
     Returns:
-        Gradient of each input, without elements where there is none; None on the first stage.
+        Gradient of each input, an empty tensor if it has none; None on the first stage.
     """
     if isinstance(output, torch.Tensor) and not isinstance(given, list):
-        return schedules.backward_step(  # type: ignore[no-any-return]
-            given, output, received, model_type, config
-        )
+        return _backward_step(given, output, received, model_type, config)  # type: ignore[no-any-return]
     inputs = as_list(given)
     if isinstance(output, torch.Tensor):
         leaves = [tensor for tensor in inputs if tensor.requires_grad]
-        schedules.backward_step(leaves or None, output, received, model_type, config)
+        _backward_step(leaves or None, output, received, model_type, config)
     else:
         _backward_from_several(output, as_list(received), config)
     gradients = [tensor.new_empty(0) if tensor.grad is None else tensor.grad for tensor in inputs]
@@ -134,10 +132,17 @@ def backward(
     return gradients or None
 
 
+def _backward_step(given: Any, output: Any, received: Any, model_type: Any, config: Any) -> Any:
+    """megatron-core's own, which takes no model type from 0.17 on."""
+    takes_type = "model_type" in (compat.form_of(_BACKWARD_STEP).parameters or "")
+    rest = (model_type, config) if takes_type else (config,)
+    return compat.lookup(_BACKWARD_STEP)(given, output, received, *rest)
+
+
 def _backward_from_several(
     outputs: Sequence[torch.Tensor], received: Sequence[torch.Tensor], config: Any
 ) -> None:
-    """Where megatron-core starts from the first output only: from all that have a gradient."""
+    """Run the backward from all outputs that have a gradient."""
     if config.timers is not None:
         config.timers("backward-compute", log_level=2).start()
     pairs = [

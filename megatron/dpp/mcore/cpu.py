@@ -1,11 +1,9 @@
 """megatron-core on a machine without a GPU, unmodified.
 
-megatron-core names CUDA in a few dozen places. :func:`install` answers them from the CPU: a torch
-function mode rewrites ``device="cuda"``, and stand-ins take the place of a handful of
-``torch.cuda`` functions. Each entry says which file of megatron-core 0.16.1 needs it. The training
-layer calls this, once, before it builds anything, and only when no GPU is there or ``--device
-cpu`` is given; collectives are left to gloo and pipeline messages of the static schedules are made
-safe for it (see :class:`_KeptSend`).
+megatron-core names CUDA in a few dozen places. After :func:`install` a torch function mode rewrites
+``device="cuda"``, and stand-ins replace some ``torch.cuda`` functions; comments name the files of
+megatron-core 0.16.1 that need them. Call it once, before anything is built. Collectives are gloo's,
+and the static schedules' sends are made safe for it (see :class:`_KeptSend`).
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _MAX_KEPT_SENDS = 32
 
 
 class CpuSupport:
-    """The installed stand-ins. ``close()`` puts everything back; calling it twice is fine."""
+    """The installed stand-ins. ``close()`` restores everything and may be called twice."""
 
     def __init__(self) -> None:
         self._undo = contextlib.ExitStack()
@@ -51,8 +49,7 @@ class CpuSupport:
 
 
 def install() -> CpuSupport:
-    """Let megatron-core run on the CPU of this process until ``close()`` of the result is
-    called."""
+    """Let megatron-core run on the CPU of this process until ``close()`` of the result."""
     return CpuSupport()
 
 
@@ -92,7 +89,7 @@ def _on_cpu(device: Any) -> Any:
 
 class _NoStream:
     """Streams and events (param_and_grad_buffer.py:417,529, distributed_data_parallel.py:230,
-    timers.py): the CPU runs in program order, so there is nothing to wait for.
+    timers.py); the CPU runs in program order, so nothing waits.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -108,20 +105,19 @@ class _NoStream:
         return _NoStream()
 
     def query(self) -> bool:
-        """Everything before this point is done."""
+        """True: all work before this point is done."""
         return True
 
 
 class _CpuGenerators:
-    """``torch.cuda.default_generators`` (tensor_parallel/random.py:41-113): one, the CPU's, for
-    any index."""
+    """``torch.cuda.default_generators`` (tensor_parallel/random.py:41-113): the CPU's only."""
 
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator
 
 
 class _CpuMesh:
-    """``DeviceMesh`` where megatron-core makes one of a process group for ``cuda``."""
+    """``DeviceMesh`` for megatron-core, which asks for one on ``cuda``."""
 
     @staticmethod
     def from_group(group: torch.distributed.ProcessGroup, device_type: str) -> Any:
@@ -156,8 +152,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What moe/moe_utils.py:1078 answers for a tensor that is on the GPU: as numpy where that is
-    asked for, because an exchange between expert-parallel ranks takes no tensor of sizes."""
+    """The result of moe/moe_utils.py:1078 for a tensor on a GPU, as numpy if asked for."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -167,26 +162,27 @@ def _seed_cpu(seed: int) -> None:
 
 def _core_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """Replacements inside megatron-core, for names that it binds when it is imported."""
-    from megatron.core import jit
-    from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
-    from megatron.core.pipeline_parallel import p2p_communication
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer import module
-    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.dpp.mcore import compat
 
-    yield jit, "jit_fuser", jit.noop_decorator
-    yield random, "_lazy_call", lambda callback, **_: callback()
-    yield random, "_lazy_init", _nothing
-    for name, kind in (("FLOAT", "Float"), ("HALF", "Half"), ("BF16", "BFloat16")):
-        yield module, f"_{name}_TYPES", (getattr(torch, f"{kind}Tensor"),)
-    yield fsdp, "DeviceMesh", _CpuMesh  # torch_fully_sharded_data_parallel.py:80
-    yield token_dispatcher, "maybe_move_tensor_to_cpu", _split_sizes
-    yield p2p_communication, "_p2p_ops", _SafeSends(p2p_communication._p2p_ops)
+    sends = "pipeline_parallel.p2p_communication:_p2p_ops"
+    values = {
+        "jit:jit_fuser": compat.lookup("jit:noop_decorator"),
+        "tensor_parallel.random:_lazy_call": lambda callback, **_: callback(),
+        "tensor_parallel.random:_lazy_init": _nothing,
+        "transformer.module:_FLOAT_TYPES": (torch.FloatTensor,),
+        "transformer.module:_HALF_TYPES": (torch.HalfTensor,),
+        "transformer.module:_BF16_TYPES": (torch.BFloat16Tensor,),
+        "distributed.torch_fully_sharded_data_parallel:DeviceMesh": _CpuMesh,
+        "transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": _split_sizes,
+        sends: _SafeSends(compat.lookup(sends)),
+    }
+    for name, value in values.items():
+        yield *compat.resolve(name), value
 
 
 @contextlib.contextmanager
 def _quiet_random() -> Iterator[None]:
-    """random.py warns at every use that the CPU's generator moved inside a region of the GPU's;
+    """Silence random.py's warning that the CPU's generator moved inside a region of the GPU's:
     here they are one."""
     name = "megatron.core.tensor_parallel.random"
     log = logging.getLogger(name)
@@ -202,19 +198,18 @@ def _quiet_random() -> Iterator[None]:
 
 
 def _keep_dynamo_off() -> None:
-    """jit.py compiles small functions with torch.compile, which costs minutes on a CPU and gains
-    nothing."""
+    """Turn torch.compile off, which costs minutes on a CPU (jit.py)."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if "torch._dynamo.config" in sys.modules:
         sys.modules["torch._dynamo.config"].disable = True  # type: ignore[attr-defined]
 
 
 class _KeptSend:
-    """A send under way with the tensor it reads.
+    """A send in flight with the tensor it reads.
 
     megatron-core frees a stage's output as soon as ``isend`` has returned
-    (schedules.py:1497,1522,1600,1770), which NCCL allows. gloo would then send freed memory: NaN,
-    or silently wrong losses. So a copy is sent, and kept.
+    (schedules.py:1497,1522,1600,1770), which NCCL allows. gloo would send freed memory, and losses
+    would be wrong. So a copy is sent, and kept.
     """
 
     def __init__(self, work: Any, tensor: torch.Tensor) -> None:
@@ -223,7 +218,7 @@ class _KeptSend:
 
     @property
     def done(self) -> bool:
-        """The send has been waited for."""
+        """True if the send has been waited for."""
         return self._tensor is None
 
     def wait(self) -> bool:

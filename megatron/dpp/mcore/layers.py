@@ -1,12 +1,9 @@
 """Layer specs: which modules a transformer layer of megatron-core is built from.
 
-Three implementations exist for GPT and BERT. ``torch`` (ours) uses PyTorch's scaled-dot-product
-attention and norms that carry sequence-parallel marks; it needs neither Transformer Engine nor
-Apex. ``megatron`` is megatron-core's own local spec with those norms, kept for parity with
-Megatron-LM.
-``transformer_engine`` is megatron-core's, where that package is installed. The training layer and
-the benchmarks are the callers; parameter names are the same in all of them, so checkpoints move
-between ``torch`` and ``megatron``.
+GPT and BERT have three implementations. ``torch`` uses PyTorch's scaled-dot-product attention and
+norms that support sequence parallelism; it needs neither Transformer Engine nor Apex. ``megatron``
+is megatron-core's local spec with those norms. ``transformer_engine`` is megatron-core's.
+Checkpoints move between ``torch`` and ``megatron``, whose parameter names are equal.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore.patching import replaced
+from megatron.dpp.mcore import compat
 
 IMPLEMENTATIONS = ("torch", "megatron", "transformer_engine")
 
@@ -44,9 +41,8 @@ IMPLEMENTATIONS = ("torch", "megatron", "transformer_engine")
 class TorchNorm:
     """PyTorch's LayerNorm or RMSNorm whose parameters carry Megatron's ``sequence_parallel`` mark.
 
-    megatron-core's ``WrappedTorchNorm`` refuses ``sequence_parallel``: its weights lack the mark by
-    which ``finalize_model_grads`` sums their gradients over the tensor-parallel ranks. That mark is
-    all that is missing.
+    megatron-core's ``WrappedTorchNorm`` refuses ``sequence_parallel``, as its weights lack the mark
+    by which ``finalize_model_grads`` all-reduces their gradients over the tensor-parallel ranks.
     """
 
     def __new__(  # type: ignore[misc]
@@ -89,6 +85,7 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        *,
         own_masks: bool = False,
     ) -> None:
         super().__init__(config=config)
@@ -109,8 +106,8 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Attend. ``attention_mask`` is Megatron's: True where a key must not be seen; unused when
-        causal, unless samples bring masks of their own.
+        """Attend. ``attention_mask`` is Megatron's, True where a key must not be seen; causal
+        attention ignores it unless samples have masks of their own.
         """
         if packed_seq_params is not None or attention_bias is not None:
             raise ConfigError(
@@ -138,7 +135,7 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]
 
 
 def _check_sdpa_can(config: TransformerConfig) -> None:
-    """Refuse by name what this attention cannot do."""
+    """Refuse settings that this attention does not support."""
     refused = {
         "--context-parallel-size": config.context_parallel_size > 1,
         "--window-size": config.window_size is not None,
@@ -248,26 +245,23 @@ def _bert_block(
 
 
 def bert_head_norm() -> contextlib.AbstractContextManager[None]:
-    """While a BERT model is built: the norm of its masked-word head is :class:`TorchNorm`, since
-    megatron-core's refuses ``sequence_parallel`` where Apex is missing (bert_lm_head.py:38)."""
-    from megatron.core.models.bert import bert_lm_head
+    """Let a BERT model be built with :class:`TorchNorm` in its masked-word head, as megatron-core's
+    norm refuses ``sequence_parallel`` without Apex (bert_lm_head.py:38).
+    """
 
     def norm(_: Any, **arguments: Any) -> torch.nn.Module:
         return TorchNorm(**arguments)
 
-    return replaced(bert_lm_head, "LNImpl", norm)
+    return compat.patched("models.bert.bert_lm_head:LNImpl", norm)
 
 
 def _name_missing_kernel() -> None:
-    """Let megatron-core's router find out that Transformer Engine's product is not there.
-
-    It compares ``te_general_gemm`` with None (moe_utils.py:1192,1225), but has no such name at all
-    where the package is missing.
+    """Give megatron-core's router the name ``te_general_gemm``, which it compares with None
+    (moe_utils.py:1192,1225) but lacks without Transformer Engine.
     """
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    moe_utils, name = compat.resolve("transformer.moe.moe_utils:te_general_gemm")
+    if not hasattr(moe_utils, name):
+        setattr(moe_utils, name, None)
 
 
 def _local_layer(layer: ModuleSpec, implementation: str, own_masks: bool = False) -> ModuleSpec:

@@ -1,9 +1,4 @@
-"""How much memory one chunk's activation takes, counted where autograd keeps it, and is left.
-
-``Stage`` counts the outputs of a run's first forwards with :func:`saved_bytes`; a cap in bytes and
-the share that a deferred weight gradient keeps (beta) are made from the result. Whether graphs,
-which need more, fit is judged by :func:`room`.
-"""
+"""Measures the activation memory of a chunk, and the free device memory."""
 
 from __future__ import annotations
 
@@ -16,10 +11,8 @@ import torch
 def saved_bytes(outputs: Sequence[torch.Tensor], model: torch.nn.Module) -> int:
     """Bytes of the storages that a forward keeps for its backward, each once, weights not counted.
 
-    The graph behind the outputs is read as it stands. Hooks on saved tensors could count, too, but
-    a backward gets copies of what went through them, and a weight that is a copy has lost what
-    DistributedDataParallel attached to it: the linear layers that add into ``main_grad`` would then
-    return no gradient, which an overlapped reduction refuses.
+    The autograd graph is read. Hooks on saved tensors would hand copies of the weights to the
+    backward, which lack what DistributedDataParallel attaches (``main_grad``).
 
     Args:
         outputs: of the forward, before its backward.
@@ -36,12 +29,12 @@ def saved_bytes(outputs: Sequence[torch.Tensor], model: torch.nn.Module) -> int:
 
 
 def is_readable(config: Any) -> bool:
-    """Whether saved tensors lie where autograd keeps them; reading offloaded ones fetches them."""
+    """True if reading saved tensors is free of side effects: offloaded ones would be fetched."""
     return not (config.cpu_offloading or config.fine_grained_activation_offloading)
 
 
 def _saved_tensors(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """What each function of the graph behind the outputs has saved."""
+    """The saved tensors of each function of the graph behind the outputs."""
     waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     reached = set(waiting)
     while waiting:
@@ -57,7 +50,7 @@ def _saved_tensors(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a nest of lists and tuples."""
+    """The tensors in lists and tuples, at any depth."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -66,7 +59,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def room() -> int | None:
-    """Bytes that tensors may still take on the current GPU; None without one."""
+    """Free bytes for tensors on the current GPU; None without one."""
     if not torch.cuda.is_available():
         return None
     free, _ = torch.cuda.mem_get_info()

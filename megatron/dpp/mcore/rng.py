@@ -1,10 +1,9 @@
-"""The random state of a task, derived from what the task is and not from when it runs.
+"""Random states of tasks that do not depend on the order of execution.
 
-Megatron draws dropout masks from generators that advance from task to task, so the masks depend on
-the order of execution. A dynamic schedule has no fixed order. ``TaskRng`` therefore seeds every
-forward from (seed, iteration, microbatch, stage), for the dynamic and the static schedules alike:
-both then draw the same masks. Recomputation in a backward is not touched, because megatron-core
-saves and restores the states that its forward used.
+Megatron draws dropout masks from generators that advance from task to task. A dynamic schedule has
+no fixed order, so ``TaskRng`` seeds every forward from (seed, iteration, microbatch, stage), for
+static schedules, too: both draw the same masks. Recomputation needs nothing, as megatron-core
+restores the states of the forward.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class TaskRng:
         chunks: Sequence[torch.nn.Module],
         iteration: int,
     ) -> Callable[..., Any]:
-        """``forward_step_func`` with seeding before it; counts each chunk's microbatches, which run
-        in order.
+        """``forward_step_func`` with seeding before it. Each chunk's microbatches run in order.
 
         Args:
             chunks: the rank's model, as its forwards get it, in chunk order.
@@ -71,7 +69,7 @@ class TaskRng:
 
 
 def needs_task_rng(model: list[torch.nn.Module]) -> bool:
-    """Whether a forward of this model draws random numbers in training (dropout, routers)."""
+    """True if a forward of this model draws random numbers in training (dropout, routers)."""
     config = get_model_config(model[0])
     return bool(
         config.hidden_dropout > 0.0

@@ -1,10 +1,10 @@
-"""megatron-core's static schedules, unmodified, over our channels and with injected variability.
+"""megatron-core's static schedules over the project's channels, slowed down and traced.
 
-So that a difference in speed or numbers can be assigned to the schedule or to the transport, the
-two are exchanged one at a time: ``over_channels`` lets the static schedules' ``P2PCommunicator``
-put and take on a transport of ours, and ``prolonged`` makes their steps as slow as ``--dpp-inject``
-makes the dynamic schedule's. Both replace private names of megatron-core 0.16.1 for the length of a
-``with`` block. ``runtime.static`` is the caller.
+The static schedules call the module-level ``forward_step`` and ``backward_step`` of
+``megatron.core.pipeline_parallel.schedules`` and exchange tensors through
+``P2PCommunicator._communicate``. For the length of a ``with`` block :func:`around_steps` wraps the
+former two, :func:`over_channels` replaces the latter, and :func:`traced` records all three.
+``runtime.static`` is the caller.
 """
 
 from __future__ import annotations
@@ -12,17 +12,65 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron.dpp.errors import PeerDead, TransferTimeout
-from megatron.dpp.mcore.patching import replaced
+from megatron.dpp.mcore import compat
+from megatron.dpp.trace import Recorder
 from megatron.dpp.transport.base import ChannelSpec, Direction, Transport
 
+_COMMUNICATE = "pipeline_parallel.p2p_communication:P2PCommunicator._communicate"
 _NAP_SECONDS = 0.05
+
+
+class Step(NamedTuple):
+    """One F or B of a static schedule."""
+
+    kind: str
+    chunk: int
+    microbatch: int
+
+
+@contextlib.contextmanager
+def around_steps(
+    before: Callable[[Step, Any], None], after: Callable[[Step, Any], None]
+) -> Iterator[None]:
+    """Call ``before(step, received)`` and ``after(step, result)`` around each F and B of one
+    schedule call, with the tensors that come from and go to the neighbours.
+    """
+    made: dict[int, Step] = {}
+
+    def forward_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        step = Step("F", kwargs.get("vp_stage") or 0, kwargs.get("current_microbatch") or 0)
+        before(step, _first(kwargs["input_tensor"] if "input_tensor" in kwargs else args[4]))
+        result = original(*args, **kwargs)
+        output = _first(result[0])
+        made[id(output)] = step
+        after(step, output)
+        return result
+
+    def backward_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        _, output, gradient = args[:3]
+        _, *task = made.pop(id(_first(output)), Step("F", 0, 0))
+        step = Step("B", *task)
+        before(step, _first(gradient))
+        result = original(*args, **kwargs)
+        after(step, _first(result))
+        return result
+
+    with (
+        compat.patched("pipeline_parallel.schedules:forward_step", forward_step),
+        compat.patched("pipeline_parallel.schedules:backward_step", backward_step),
+    ):
+        yield
+
+
+def _first(tensors: Any) -> Any:
+    return tensors[0] if isinstance(tensors, list) else tensors
 
 
 def ring_channels(
@@ -33,34 +81,29 @@ def ring_channels(
     A static schedule sends and receives in one fixed order, so all chunks share a channel (their
     ``chunk`` is 0), and the last rank is a neighbour of the first.
     """
-    size = len(ranks)
     specs = set()
-    for here in range(size):
-        there = (here + 1) % size
-        for way, ends in (
-            (Direction.FORWARD, (here, there)),
-            (Direction.BACKWARD, (there, here)),
-        ):
-            if rank in ends:
-                specs.add(ChannelSpec(ranks[ends[0]], ranks[ends[1]], 0, way, slot_bytes, depth))
+    for here, there in zip(ranks, (*ranks[1:], ranks[0]), strict=True):
+        if ranks[rank] in (here, there):
+            specs.add(ChannelSpec(here, there, 0, Direction.FORWARD, slot_bytes, depth))
+            specs.add(ChannelSpec(there, here, 0, Direction.BACKWARD, slot_bytes, depth))
     return sorted(specs, key=lambda spec: (spec.source, spec.destination, spec.direction))
 
 
-class _Receive:
-    """Stands for the handle of a receive: ``wait`` fills the buffer that was returned before."""
+class _Handle:
+    """A request handle of ``_communicate``; ``on_wait`` finishes a receive, and a send needs
+    nothing.
+    """
 
-    def __init__(self, exchange: ChannelExchange, direction: Direction, buffer: Any) -> None:
-        self._exchange, self._direction, self._buffer = exchange, direction, buffer
+    def __init__(self, on_wait: Callable[[], Any] = lambda: None) -> None:
+        self._on_wait = on_wait
 
-    def wait(self) -> None:
-        self._buffer.data = self._exchange.take(self._direction)
+    def wait(self) -> Any:
+        return self._on_wait()
 
 
-class _Sent:
-    """Stands for the handle of a send, which the transport finishes by itself."""
-
-    def wait(self) -> None:
-        pass
+_SENDS = {"send_next": Direction.FORWARD, "send_prev": Direction.BACKWARD}
+_RECEIVES = {"recv_prev": Direction.FORWARD, "recv_next": Direction.BACKWARD}
+"""The names of ``_communicate`` for its transfers."""
 
 
 class ChannelExchange:
@@ -79,36 +122,27 @@ class ChannelExchange:
         self._num_taken = dict.fromkeys(Direction, 0)
 
     def communicate(self, communicator: Any, **asked: Any) -> Any:
-        """Two sends and two receives, each of which may be absent; handles if asked not to wait."""
-        for name, way in (
-            ("tensor_send_next", Direction.FORWARD),
-            ("tensor_send_prev", Direction.BACKWARD),
-        ):
-            if asked[name] is not None:
-                self._put(way, asked[name])
-        waited = asked.get("wait_on_reqs", True)
-        received: list[Any] = []
-        handles: dict[str, Any] = {}
-        for name, way in (("recv_prev", Direction.FORWARD), ("recv_next", Direction.BACKWARD)):
-            if not asked[name]:
-                received.append(None)
-                continue
-            buffer = self._buffer(communicator, waited, way)
-            received.append(buffer)
-            if not waited:
-                handles[name] = _Receive(self, way, buffer)
-        if not waited:
-            for name in ("send_next", "send_prev"):
-                if asked[f"tensor_{name}"] is not None:
-                    handles[name] = _Sent()
-        return received[0], received[1], None if waited else handles
+        """Run up to two sends and two receives; returns handles if asked not to wait."""
+        sent = [name for name in _SENDS if asked[f"tensor_{name}"] is not None]
+        for name in sent:
+            self._put(_SENDS[name], asked[f"tensor_{name}"])
+        received: dict[str, Any] = dict.fromkeys(_RECEIVES)
+        wanted = [name for name in _RECEIVES if asked[name]]
+        if asked.get("wait_on_reqs", True):
+            for name in wanted:
+                received[name] = self.take(_RECEIVES[name]).requires_grad_()
+            return *received.values(), None
+        handles = {name: _Handle() for name in sent}
+        for name in wanted:
+            received[name] = buffer = _empty(communicator.config.pipeline_dtype)
+            handles[name] = self._receive_into(buffer, _RECEIVES[name])
+        return *received.values(), handles
 
-    def _buffer(self, communicator: Any, waited: bool, way: Direction) -> torch.Tensor:
-        if waited:
-            return self.take(way).requires_grad_()
-        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-        dtype = communicator.config.pipeline_dtype
-        return torch.empty(0, dtype=dtype, device=device, requires_grad=True)
+    def _receive_into(self, buffer: torch.Tensor, way: Direction) -> _Handle:
+        def fill() -> None:
+            buffer.data = self.take(way)
+
+        return _Handle(fill)
 
     def _put(self, way: Direction, tensor: torch.Tensor) -> None:
         number = self._num_sent[way]
@@ -142,44 +176,136 @@ class ChannelExchange:
         return self.transport.take(channel).tensor
 
     def finish(self) -> None:
-        """At the end of a step: everything that was put has left."""
+        """Wait until everything that was put has left, at the end of a step."""
         self.transport.flush(self._timeout)
+
+
+def _empty(dtype: torch.dtype) -> torch.Tensor:
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    return torch.empty(0, dtype=dtype, device=device, requires_grad=True)
 
 
 @contextlib.contextmanager
 def over_channels(exchange: ChannelExchange) -> Iterator[None]:
-    """megatron-core's P2P exchange goes over ``exchange`` while the block runs."""
-    with replaced(
-        P2PCommunicator, "_communicate", lambda original, own, **k: exchange.communicate(own, **k)
-    ):
+    """Send megatron-core's P2P messages over ``exchange`` while the block runs."""
+    with compat.patched(_COMMUNICATE, lambda original, own, **k: exchange.communicate(own, **k)):
         yield
         exchange.finish()
 
 
 @contextlib.contextmanager
-def around_steps(
-    before: Callable[[], None], after: Callable[[str, int, int], None]
-) -> Iterator[None]:
-    """``before()`` and ``after(kind, chunk, microbatch)`` run around each ``F`` and ``B``."""
-    made: dict[int, tuple[int, int]] = {}
-
-    def forward_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        task = (kwargs.get("vp_stage") or 0, kwargs.get("current_microbatch") or 0)
-        before()
-        result = original(*args, **kwargs)
-        made[id(result[0])] = task
-        after("F", *task)
-        return result
-
-    def backward_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        task = made.pop(id(args[1]), (0, 0))
-        before()
-        result = original(*args, **kwargs)
-        after("B", *task)
-        return result
-
+def traced(recorder: Recorder) -> Iterator[None]:
+    """Record the tasks, waits and messages of one static schedule call, in the recorder's current
+    iteration; with a :class:`~megatron.dpp.trace.NullRecorder` nothing is wrapped.
+    """
+    if not recorder.enabled:
+        yield
+        return
+    trace = _Trace(recorder)
     with (
-        replaced(schedules, "forward_step", forward_step),
-        replaced(schedules, "backward_step", backward_step),
+        around_steps(trace.before, trace.after),
+        compat.patched(_COMMUNICATE, trace.communicate),
     ):
         yield
+
+
+class _Channel(NamedTuple):
+    """The part of a channel that a trace names; ``chunk`` is the receiver's."""
+
+    source: int
+    destination: int
+    chunk: int
+    direction: Direction
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A message received, as :class:`megatron.dpp.trace.recorder.TakenMessage`."""
+
+    tensor: torch.Tensor
+    arrived_ns: Any
+    iteration: int
+    microbatch: int
+    sent_ns: None = None
+
+
+class _Trace:
+    """The record of one schedule call.
+
+    Tensors are recognised by identity: a result of a step is what is sent, and a received tensor is
+    what a later step gets. So a message's chunk and microbatch are known when it is used, and its
+    arrival is recorded then, with the time at which the wait for it ended.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._made: dict[int, Step] = {}
+        self._received: dict[int, tuple[torch.Tensor, int, Any]] = {}
+        """Tensor, sender and arrival of each message that no step has used yet."""
+        self._tasks_run = 0
+
+    def before(self, step: Step, received: Any) -> None:
+        """Record the arrival of a step's input, and its beginning."""
+        tensor, peer, arrived = self._received.pop(id(received), (None, 0, None))
+        if tensor is not None:
+            way = Direction.FORWARD if step.kind == "F" else Direction.BACKWARD
+            channel = _Channel(peer, torch.distributed.get_rank(), step.chunk, way)
+            arrival = _Arrival(tensor, arrived, self._recorder.iteration, step.microbatch)
+            self._recorder.taken(channel, arrival)
+        self._recorder.begin_task(*step)
+
+    def after(self, step: Step, result: Any) -> None:
+        """Record a step's end."""
+        self._recorder.end_task()
+        self._tasks_run += 1
+        if isinstance(result, torch.Tensor):
+            self._made[id(result)] = step
+
+    def communicate(self, original: Callable[..., Any], communicator: Any, **kwargs: Any) -> Any:
+        """``P2PCommunicator._communicate`` with its sends and receives recorded."""
+        for name, way in _SENDS.items():
+            self._sent(kwargs[f"tensor_{name}"], communicator, way)
+        waits = kwargs.get("wait_on_reqs", True)
+        start = self._recorder.mark() if waits else None
+        previous, following, handles = original(communicator, **kwargs)
+        tensors = {"recv_prev": previous, "recv_next": following}
+        if waits:
+            received = {way: tensors[name] for name, way in _RECEIVES.items() if kwargs[name]}
+            self._waited(start, received, communicator)
+        else:
+            for name in _RECEIVES.keys() & handles.keys():
+                arriving = {_RECEIVES[name]: tensors[name]}
+                wait = partial(self._timed, handles[name].wait, arriving, communicator)
+                handles[name] = _Handle(wait)
+        return previous, following, handles
+
+    def _timed(
+        self, wait: Callable[[], Any], received: dict[Direction, Any], communicator: Any
+    ) -> Any:
+        start = self._recorder.mark()
+        result = wait()
+        self._waited(start, received, communicator)
+        return result
+
+    def _waited(self, start: Any, received: dict[Direction, Any], communicator: Any) -> None:
+        """Record a wait that ends now, and keep what it received."""
+        end, cause, detail = self._recorder.mark(), "send", ""
+        if received:
+            cause = "message" if self._tasks_run else "warm-up"
+            detail = next(iter(received)).name.lower()
+        self._recorder.gap(start, end, cause, detail)
+        for way, tensor in received.items():
+            forward = way is Direction.FORWARD
+            peer = communicator.prev_rank if forward else communicator.next_rank
+            self._received[id(tensor)] = (tensor, peer or 0, end)
+
+    def _sent(self, tensor: Any, communicator: Any, way: Direction) -> None:
+        step = self._made.get(id(tensor))
+        if tensor is None or step is None:
+            return
+        group, forward = communicator.pp_group, way is Direction.FORWARD
+        wraps = group.rank() == (group.size() - 1 if forward else 0)
+        chunk = step.chunk + (1 if forward else -1) * wraps
+        peer = communicator.next_rank if forward else communicator.prev_rank
+        channel = _Channel(torch.distributed.get_rank(), peer or 0, chunk, way)
+        self._recorder.put(channel, step.microbatch, tensor.nbytes, "p2p")

@@ -1,9 +1,8 @@
 """One iteration's tasks on one rank, run with megatron-core's own step functions.
 
-``Stage`` knows how a forward, a backward and a weight gradient of a chunk are executed and what has
-to be kept between them; it decides nothing about order. The executor in ``runtime/`` is its caller.
-``StepCall`` is the validated form of the keyword arguments of megatron-core's
-``forward_backward_func``, which this project's schedules take over unchanged.
+``Stage`` executes the forwards, backwards and weight gradients of a rank's chunks, in the order in
+which the executor in ``runtime/`` calls it. ``StepCall`` holds the validated keyword arguments of
+megatron-core's ``forward_backward_func``, which all schedules take.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class StepCall:
                 )
 
     def boundaries(self) -> Boundaries:
-        """What lies between this rank's stages and their neighbours.
+        """The boundaries between this rank's stages and their neighbours.
 
         Raises:
             ConfigError: ``adjust_tensor_shapes_fn`` returns no shapes, or several tensors meet a
@@ -158,14 +157,13 @@ def _default_groups() -> Any:
 
 
 class Stage:
-    """Runs the tasks of one iteration on this rank's chunks and keeps what lies between F, B and W.
+    """Runs the tasks of one iteration on this rank's chunks, and keeps tensors between F, B and W.
 
     Args:
         call: the iteration's arguments.
         rank, num_ranks: place in the pipeline and its size.
         window: activations that Megatron's own order would hold at most on this rank.
-        weight_gradients: where backward passes defer weight gradients to; None for a fused
-            backward.
+        weight_gradients: takes deferred weight gradients; None for a fused backward.
     """
 
     def __init__(
@@ -197,15 +195,15 @@ class Stage:
         """Bytes that each chunk's first backward deferred, likewise."""
 
     def is_last(self, chunk: int) -> bool:
-        """Whether this chunk computes the loss."""
+        """True if this chunk computes the loss."""
         return self._is_last_rank and chunk == self._num_chunks - 1
 
     def is_first(self, chunk: int) -> bool:
-        """Whether this chunk reads the data."""
+        """True if this chunk reads the data."""
         return self._is_first_rank and chunk == 0
 
     def open(self) -> None:
-        """Before the first task: reduction of gradients is held back until a chunk is complete."""
+        """Begin the iteration; no chunk's gradients are reduced before they are complete."""
         if self._config.timers is not None:
             self._config.timers("forward-backward", log_level=1).start(
                 barrier=self._config.barrier_with_L1_time
@@ -217,8 +215,8 @@ class Stage:
             self._no_sync.enter_context(function())
 
     def measure(self) -> None:
-        """Measure the memory of each chunk's first forward and backward (costs them some time);
-        of none where activations are offloaded.
+        """Measure the memory of each chunk's first forward and backward, unless activations are
+        offloaded.
         """
         self._measuring = set(range(self._num_chunks)) if is_readable(self._config) else set()
 
@@ -268,15 +266,15 @@ class Stage:
         return output  # type: ignore[no-any-return]
 
     def free_output(self, chunk: int, microbatch: int) -> None:
-        """Let go of an output's storage after it was handed to its channel; only its graph is
-        needed from here. One of several outputs may be what another was computed from: they stay.
+        """Free the storage of an output that was sent; only its graph is still needed. Several
+        outputs stay, as one may be computed from another.
         """
         _, output = self._kept.get((chunk, microbatch), (None, None))
         if isinstance(output, torch.Tensor):
             schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
     def backward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors | None:
-        """Run B (with W's work deferred, or at once when the backward is fused).
+        """Run B; W's work is deferred unless the backward is fused.
 
         Args:
             received: gradient of the chunk's output, or of each of several (None on the last
@@ -301,10 +299,9 @@ class Stage:
         self._weight_gradients.run(chunk, microbatch, piece)
 
     def chunk_complete(self, chunk: int) -> None:
-        """All of a chunk's gradients are there: start their reduction, where it overlaps.
+        """Start the reduction of a chunk's complete gradients, if it overlaps.
 
-        Data-parallel replicas must issue collectives in one order, so chunks are reduced as v-1..0
-        although replicas may finish single tasks in different orders.
+        Data-parallel replicas must issue collectives in one order: chunks are reduced as v-1..0.
         """
         if chunk != self._num_chunks - 1 - self._num_synced:
             raise AssertionError(f"chunk {chunk} is complete before chunk {chunk + 1}")
@@ -323,7 +320,7 @@ class Stage:
                     group.start_grad_sync(force_all_reduce=everywhere)
 
     def finish(self) -> list[Any]:
-        """After the last task: finalise gradients; returns what the whole call returns."""
+        """Finalise gradients after the last task; returns the result of the call."""
         self._no_sync.close()
         call, config = self.call, self._config
         if not call.forward_only:
@@ -341,8 +338,8 @@ class Stage:
         return self.forward_data_store
 
     def _checkpointed(self) -> bool | None:
-        """Whether the next forward recomputes all layers (partial activation checkpoints): as many
-        in a row keep their activations as in Megatron's order of this rank.
+        """True if the next forward recomputes all layers (partial activation checkpoints); the
+        pattern is that of Megatron's order on this rank.
         """
         partial = self._config.num_microbatches_with_partial_activation_checkpoints
         if partial is None:
@@ -350,9 +347,7 @@ class Stage:
         return bool(self._num_forwards % self._window >= partial)
 
     def _sync_params(self, chunk: int) -> None:
-        """Start gathering parameters up to the chunk after this one (overlapped parameter
-        gathering).
-        """
+        """Start gathering parameters up to the next chunk (overlapped parameter gathering)."""
         sync = self._config.param_sync_func
         if sync is None or self.call.forward_only:
             return

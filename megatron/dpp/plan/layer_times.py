@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.dpp.config import COPIED_SUMS_FROM
+from megatron.dpp.config import GRAPHS_PAY_FROM
 from megatron.dpp.plan.activations import layer_bytes
 from megatron.dpp.plan.device import Device
 from megatron.dpp.plan.model_costs import (
@@ -24,13 +24,8 @@ from megatron.dpp.plan.model_costs import (
 from megatron.dpp.plan.shape import RunShape
 from megatron.dpp.schedule import Kind
 
-GRAPHS_PAY_FROM = 0.75
-"""Share of launching in the tasks' time from which training captures graphs by itself, as in
-``runtime.schedule``; ``tests/estimate`` holds the two together."""
 _BULK = 0.95
 """Share of a link that a tensor-parallel collective reaches, fitted like its latency."""
-_HIDDEN = 2 / 3
-"""Share of a sum's transfer that copy engines have hidden behind a weight gradient, in graphs."""
 _LOSS_COLLECTIVES = 3
 """Of the loss over a vocabulary that is shared out: a few bytes for each token."""
 _COLLECTIVE = 0.2
@@ -82,29 +77,11 @@ def collective_bytes(shape: RunShape) -> float:
 
 
 def collective_seconds(shape: RunShape, device: Device) -> float:
-    """What one of them takes; but for ``_hidden_seconds`` nothing of it is hidden."""
+    """What one of them takes; nothing of it is hidden."""
     if shape.tensor == 1:
         return 0.0
-    return device.collective + _transfer_seconds(shape, device)
-
-
-def _transfer_seconds(shape: RunShape, device: Device) -> float:
     link = device.group_link(shape.tensor, shape.tensor_per_node)
-    return collective_bytes(shape) / (_BULK * link)
-
-
-def _hidden_seconds(shape: RunShape, device: Device) -> float:
-    """What of the two sums in a captured layer's backward runs beside its weight gradients, as
-    ``mcore.pair_sums`` has it: of the layers that make queries, keys and values, and the wide ones.
-    """
-    pair = shape.tensor == shape.tensor_per_node == 2 and not shape.sequence_parallel
-    large = shape.element_bytes * shape.elements >= COPIED_SUMS_FROM
-    if not (shape.copied_sums and pair and large) or shape.split_backward:
-        return 0.0
-    most = _HIDDEN * _transfer_seconds(shape, device)
-    each = 2 * shape.hidden_size * shape.tokens / shape.tensor / device.flops
-    wide = shape.ffn_hidden_size * (2 if shape.gated else 1)
-    return sum(min(most, each * out) for out in (shape.queries + 2 * shape.keys, wide))
+    return device.collective + collective_bytes(shape) / (_BULK * link)
 
 
 def part_times(shape: RunShape, device: Device) -> PartTimes:
@@ -113,8 +90,6 @@ def part_times(shape: RunShape, device: Device) -> PartTimes:
     lookup = _lookup_on_device(shape, device)
     if replays(shape, device, layer, head):
         between = device.between
-        forward, backward, weight = layer
-        layer = forward, backward - _hidden_seconds(shape, device), weight
         return PartTimes(layer=layer, lookup=lookup, head=head, between=between, replayed=True)
     least = _launches(shape, device)
     paced = _paced(shape, layer, least)

@@ -41,7 +41,6 @@ class RunShape:
         split_backward: weight gradients are tasks of their own.
         cuda_graphs: ``--dpp-cuda-graphs``; ``off`` where there is no GPU or a chunk cannot be
             captured, whatever is recomputed or shared out.
-        copied_sums: ``--dpp-copy-engine-sums``.
         per_node: ranks of one node.
         mapped: ``--use-tp-pp-dp-mapping``: the pipeline's stages are nearer than the replicas.
     """
@@ -86,7 +85,6 @@ class RunShape:
     cap: str
     split_backward: bool
     cuda_graphs: str
-    copied_sums: bool
     per_node: int
     mapped: bool
 
@@ -250,7 +248,6 @@ def shape_of(
         cap=args.dpp_activation_cap if args.use_dpp else "megatron",
         split_backward=args.use_dpp and args.dpp_split_backward,
         cuda_graphs=args.dpp_cuda_graphs if on_gpu and _captured(args) else "off",
-        copied_sums=args.dpp_copy_engine_sums and not args.fp32_residual_connection,
         per_node=per_node or args.world_size,
         mapped=args.use_tp_pp_dp_mapping,
     )

@@ -1,4 +1,4 @@
-"""Who decides what a rank runs next: the rank itself, or the leader of its stage.
+"""Deciders: a rank that decides for itself, or the leader and followers of a stage.
 
 The tensor- and context-parallel ranks of one stage share collectives inside every task, so they
 must run the same tasks in the same order. Member 0 of the stage decides; an arrival counts only
@@ -29,9 +29,7 @@ class Decider:
         self._seen: Sequence[int] = ()
 
     def start(self, arrived_before: Sequence[int]) -> None:
-        """Counts of earlier iterations, per incoming channel; later counts are taken relative to
-        them.
-        """
+        """Begin an iteration; later counts are relative to these, per incoming channel."""
         self._base = list(arrived_before)
 
     def next(self, arrived: Sequence[int]) -> Action | None:
@@ -45,13 +43,12 @@ class Decider:
         return self.scheduler.next()
 
     def next_coming(self, coming: Sequence[int]) -> Action | None:
-        """Where nothing may run: the task that one message which is on its way allows, gradients
-        first; None if none does.
+        """The task that one message in flight allows, gradients first; None if none does.
 
-        One message only is believed to be here, so that no later choice is made for another.
+        Only that message counts as arrived, so that no later choice depends on another.
 
         Args:
-            coming: microbatches per incoming channel that have arrived or are on their way, as
+            coming: microbatches per incoming channel that have arrived or are in flight, as
                 :meth:`next` takes them; empty if unknown.
         """
         if not coming:
@@ -82,7 +79,7 @@ class Decider:
 
 
 class _Member(Decider):
-    """One of several ranks of a stage: what it has received is posted on their board."""
+    """One of several ranks of a stage; it posts its arrivals on their board."""
 
     def __init__(
         self, scheduler: Scheduler, channels: Sequence[tuple[int, int]], board: Board
@@ -92,7 +89,7 @@ class _Member(Decider):
         self._posted: Sequence[int] = ()
 
     def next_coming(self, coming: Sequence[int]) -> Action | None:
-        """Nothing: what is coming to one member may not be coming to the others."""
+        """None: the other members may not get the same message."""
         return None
 
     def _post(self, arrived: Sequence[int]) -> None:
@@ -102,7 +99,7 @@ class _Member(Decider):
 
 
 class Leader(_Member):
-    """Member 0 of a stage: decides for all, from what all have received."""
+    """Member 0 of a stage: decides for all, by the arrivals that all have."""
 
     def next(self, arrived: Sequence[int]) -> Action | None:
         self._post(arrived)
@@ -113,7 +110,7 @@ class Leader(_Member):
 
 
 class Follower(_Member):
-    """Any other member: reports what it has received and runs what the leader has published."""
+    """Any other member: posts its arrivals and runs the leader's tasks."""
 
     followed = True
 
@@ -131,7 +128,7 @@ class Follower(_Member):
 def decider_for(
     scheduler: Scheduler, channels: Sequence[tuple[int, int]], board: Board | None
 ) -> Decider:
-    """The right decider: alone, leader or follower."""
+    """A decider for this rank: alone, leader or follower."""
     if board is None:
         return Decider(scheduler, channels)
     return (Leader if board.index == 0 else Follower)(scheduler, channels, board)

@@ -1,4 +1,4 @@
-"""What the dynamic schedule and the static ones are to their users: settings, and an end."""
+"""Base class of the schedules: configuration and cleanup."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from megatron.dpp.config import DppConfig
 from megatron.dpp.mcore.graphs.capture import Capture
 from megatron.dpp.mcore.rng import needs_task_rng
-from megatron.dpp.runtime.failure import explained, reason, tell
+from megatron.dpp.runtime.failure import explained, reason, report
 from megatron.dpp.trace import NullRecorder, Recorder
 from megatron.dpp.transport.base import Transport
 
 logger = logging.getLogger("megatron.dpp")
 
-_Schedule = TypeVar("_Schedule", bound="Replacement")
+_Schedule = TypeVar("_Schedule", bound="PipelineSchedule")
 
 
-class Replacement(abc.ABC):
+class PipelineSchedule(abc.ABC):
     """A callable with the keyword signature of megatron-core's ``forward_backward_func``.
 
     Args:
@@ -32,10 +32,9 @@ class Replacement(abc.ABC):
         log: called with each line about links and caps; None uses the ``megatron.dpp`` logger.
         capture: what ``config.cuda_graphs`` captures with; None captures CUDA graphs, on GPUs.
 
-    Use it as a context manager, or call :meth:`close`, so that links and processes' resources are
-    freed. An error of a collective that ends the context becomes the
-    :class:`~megatron.dpp.errors.TransportError` that explains it, where a link has failed or
-    another rank has told why it ends.
+    Use it as a context manager, or call :meth:`close`, to free links and captured graphs. An error
+    of a collective that ends the context becomes the :class:`~megatron.dpp.errors.TransportError`
+    that explains it, if a link has failed or another rank has reported why it ends.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Replacement(abc.ABC):
     @property
     @abc.abstractmethod
     def injected_seconds(self) -> float:
-        """By how much ``config.inject`` has prolonged this rank's tasks so far."""
+        """Seconds by which ``config.inject`` has prolonged this rank's tasks so far."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -72,14 +71,14 @@ class Replacement(abc.ABC):
 
     @abc.abstractmethod
     def _links(self) -> Transport | None:
-        """What is open to other ranks."""
+        """The open transport, if any."""
 
     def _wants_rng(self, chunks: list[torch.nn.Module], num_ranks: int) -> bool:
-        """One stage alone runs in one order anyway and keeps Megatron's own random states."""
+        """True if tasks need random states of their own; a single stage keeps Megatron's."""
         return self.config.task_rng and num_ranks > 1 and needs_task_rng(chunks)
 
     def _captures(self) -> bool:
-        """Whether anything can be captured here."""
+        """True if CUDA graphs, or the ``capture`` of a test, are available."""
         return self._capture is not None or torch.cuda.is_available()
 
     def __enter__(self: _Schedule) -> _Schedule:
@@ -92,7 +91,7 @@ class Replacement(abc.ABC):
         trace: TracebackType | None,
     ) -> None:
         try:
-            if error is not None and not _in_good_order(error):
+            if error is not None and not _is_clean_exit(error):
                 self._leave_by(error)
         finally:
             self.close()
@@ -100,14 +99,14 @@ class Replacement(abc.ABC):
     def _leave_by(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends, and raise what explains ``error``."""
         transport = self._links()
-        cause = explained(error, transport)  # of a collective's error, of the optimizer's perhaps
+        cause = explained(error, transport)
         if transport is not None:
             transport.abort(reason(cause))
-        tell(cause)
+        report(cause)
         if cause is not error:
             raise cause from error
 
 
-def _in_good_order(error: BaseException) -> bool:
-    """A script that ends by ``sys.exit()``: what it has sent is on its way, and nothing failed."""
+def _is_clean_exit(error: BaseException) -> bool:
+    """True for ``sys.exit()`` without an error status."""
     return isinstance(error, SystemExit) and error.code in (None, 0)

@@ -1,8 +1,7 @@
-"""The schedulers of a run: which policy and cap they get, and where their decisions are kept.
+"""Builds the schedulers of a run, and records or replays their decisions.
 
 One is built per shape of call (training, evaluation, another number of microbatches) and reused. A
-cap in bytes becomes one in chunk activations as soon as an activation has been measured;
-``--dpp-record`` and ``--dpp-replay`` are carried out here. ``DppSchedule`` is the caller.
+cap in bytes becomes one in chunk activations as soon as an activation has been measured.
 """
 
 from __future__ import annotations
@@ -24,21 +23,26 @@ from megatron.dpp.schedule import (
 )
 
 _MOST_SCHEDULERS = 4
-"""Shapes of call that are kept ready; a batch size that ramps up has many, one after the other."""
+"""Shapes of call that are kept; a batch size that ramps up has many, one after the other."""
 
 
 class Decisions:
-    """Makes schedulers, and records or replays what they decide.
+    """Makes schedulers, and records or replays their decisions.
 
     Args:
         config: policy, cap, record and replay.
         log: called with a line per new cap.
         replica: number of this data-parallel replica, whose files are its own.
-        decides: whether this rank leads its stage; only leaders record and replay.
+        decides: this rank leads its stage; only leaders record and replay.
     """
 
     def __init__(
-        self, config: DppConfig, log: Callable[[str], None], replica: int = 0, decides: bool = True
+        self,
+        config: DppConfig,
+        log: Callable[[str], None],
+        replica: int = 0,
+        *,
+        decides: bool = True,
     ) -> None:
         self._config, self._log = config, log
         self._schedulers: dict[tuple[Geometry, bool], Scheduler] = {}
@@ -54,26 +58,26 @@ class Decisions:
 
     @property
     def wants_measuring(self) -> bool:
-        """Whether the next training step should measure its activations."""
+        """True if the next training step should measure its activations."""
         return self._measured is None
 
     @property
     def activation_bytes(self) -> float:
-        """Of one chunk and microbatch as measured; 0 before that."""
+        """Measured bytes of one chunk's activation of a microbatch; 0 before that."""
         return self._measured.activation_bytes if self._measured else 0
 
     @property
     def head_room(self) -> float:
-        """What the LM head takes on the last rank, in chunk activations, as measured."""
+        """Measured memory of the LM head on the last rank, in chunk activations."""
         return self._measured.head_room if self._measured else 1.0
 
     def renew(self) -> None:
-        """Another model, or longer sequences: what was measured means nothing any more."""
+        """Forget measurements, for another model or longer sequences."""
         self._measured = None
         self._schedulers.clear()
 
     def measured(self, measured: Memory) -> None:
-        """Take over what was measured; schedulers are rebuilt with it."""
+        """Take measurements over; schedulers are rebuilt with them."""
         self._measured = measured
         self._schedulers.clear()
         if not measured.activation_bytes:
@@ -84,7 +88,7 @@ class Decisions:
             f"a deferred weight gradient keeps {measured.deferred_bytes / mib:.1f} MiB of it"
         )
 
-    def scheduler(self, geometry: Geometry, split: bool) -> Scheduler:
+    def scheduler(self, geometry: Geometry, *, split: bool) -> Scheduler:
         """A scheduler at its start, for one call.
 
         Raises:
@@ -134,8 +138,8 @@ class Decisions:
             self._recording = Recording.load(path, geometry.rank)
         return self._recording.replay(self._num_calls, geometry, split)
 
-    def ran(self, geometry: Geometry, split: bool, actions: Sequence[Action]) -> None:
-        """A call is over; write its decisions down if asked to."""
+    def ran(self, geometry: Geometry, actions: Sequence[Action], *, split: bool) -> None:
+        """End a call; record its decisions if asked to."""
         self._num_calls += 1
         if self._recorder is not None:
             self._recorder.write(geometry, split, actions)

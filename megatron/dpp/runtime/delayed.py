@@ -1,8 +1,7 @@
-"""A transport whose messages arrive late on purpose.
+"""A transport whose messages arrive late on purpose, for ``--dpp-inject`` and tests.
 
-Wraps any other transport and hides a message until its time has come; order inside a channel stays
-as it is. Used by ``--dpp-inject`` and by the tests that hold the numbers to be independent of
-timing.
+It wraps another transport and hides each message until its delay is over. Order inside a channel
+stays as it is.
 """
 
 from __future__ import annotations
@@ -13,21 +12,20 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.dpp.runtime.inject import Injector
+from megatron.dpp.inject import Injector
 from megatron.dpp.transport import kinds
 from megatron.dpp.transport.base import LinkInfo, Message, Transport
 
 
 class DelayedTransport(Transport):
-    """``inner``, with every message hidden for as long as ``injector`` says.
+    """``inner``, with every message delayed by ``injector``.
 
-    A message's delay begins when it was sent, or, where the sender may be on another host, when it
-    was first seen. What has arrived is taken out of ``inner`` at once: a slow link does not hold up
-    its sender.
+    A delay begins when the message was sent or, if the sender may be on another host, when it was
+    first seen. Messages are taken out of ``inner`` at once, so a slow link causes no back-pressure.
 
     Args:
         inner: the transport that moves the tensors; closed with this one.
-        injector: says how late each message is, by the ranks' places in the pipeline.
+        injector: gives the delay of each message, by the ranks' places in the pipeline.
         ranks: global ranks of the pipeline, to find those places.
     """
 
@@ -57,7 +55,7 @@ class DelayedTransport(Transport):
         return tuple(self._visible)
 
     def _hide(self, index: int, number: int) -> None:
-        """Take a message, which arrives when its delay is over and those before it have arrived."""
+        """Take a message, due when its delay is over and those before it have arrived."""
         message = self._inner.take(index)
         begin = message.sent_ns if self._one_clock[index] else message.arrived_ns
         late = self._injector.message_seconds(*self._pairs[index], number)
@@ -85,7 +83,7 @@ class DelayedTransport(Transport):
         )  # fmt: skip
 
     def take(self, channel: int) -> Message:
-        """The message, arrived when it was shown: a trace is to see the delay."""
+        """The message, with its delay in ``arrived_ns``, for traces."""
         if not self._shown[channel]:
             raise IndexError(f"rank {self.rank}: nothing has arrived on {self.incoming[channel]}")
         return self._shown[channel].popleft()
@@ -100,7 +98,7 @@ class DelayedTransport(Transport):
         return self._inner.links()
 
     def departed(self, peer: int) -> bool:
-        """Whether ``peer`` has left and nothing of it is still held back here."""
+        """True if ``peer`` has left and no message of it is delayed here."""
         if not self._inner.departed(peer):
             return False
         self.poll()  # its last messages may not have been looked at yet

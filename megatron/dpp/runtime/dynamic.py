@@ -1,28 +1,29 @@
 """``DppSchedule``: the dynamic pipeline in the place of megatron-core's ``forward_backward_func``.
 
     with DppSchedule(DppConfig()) as forward_backward:
-        losses = forward_backward(forward_step_func=..., data_iterator=..., model=...,
-        num_microbatches=...,
-                                  seq_length=..., micro_batch_size=...)
+        losses = forward_backward(
+            forward_step_func=..., data_iterator=..., model=...,
+            num_microbatches=..., seq_length=..., micro_batch_size=...,
+        )
 
-The first call looks at the model and the process groups, opens the links and says what each rank
-may hold; later calls reuse all of it. Everything that one iteration needs is built per call and
-thrown away after it.
+The first call inspects the model and the process groups and opens the links; later calls reuse
+them. The objects of one iteration are built per call.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from megatron.dpp.config import DppConfig
+from megatron.dpp.config import GRAPHS_PAY_FROM, DppConfig
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.inject import Injector
 from megatron.dpp.mcore.boundary import Boundaries
 from megatron.dpp.mcore.graphs.slots import ChunkGraphs
 from megatron.dpp.mcore.memory import room
@@ -31,49 +32,46 @@ from megatron.dpp.mcore.steps import Stage, StepCall
 from megatron.dpp.mcore.wgrad.linear import WeightGradients
 from megatron.dpp.mcore.wgrad.te import refuse_delayed
 from megatron.dpp.runtime.agreement import decider_for
-from megatron.dpp.runtime.base import Replacement
-from megatron.dpp.runtime.connections import open_links, pace_for, pipeline_of, why_not_ahead
+from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.delayed import DelayedTransport
-from megatron.dpp.runtime.executor import Executor, Links
-from megatron.dpp.runtime.inject import Injector
-from megatron.dpp.runtime.pace import Pace
-from megatron.dpp.runtime.topology import Topology
+from megatron.dpp.runtime.executor import Executor
+from megatron.dpp.runtime.links import Links, open_links, why_not_ahead
+from megatron.dpp.runtime.timer import TaskTimer, timer_for
+from megatron.dpp.runtime.topology import Topology, pipeline_of
 from megatron.dpp.schedule import Geometry, Memory, head_room
 from megatron.dpp.schedule.reference import num_warmup
 from megatron.dpp.transport.base import Transport
 
-_GRAPHS_PAY_FROM = 0.75
-"""Share of launching in a task's time from which on graphs are captured by themselves."""
 _GRAPH_POOL = 2.0
-"""The most that a graph's pool has taken for an activation, over what it takes without graphs."""
+"""Largest measured ratio of an activation's memory with graphs to that without."""
 
 
-@dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class _Session:
-    """What stays open from call to call."""
+    """State that is kept from call to call."""
 
     topology: Topology
     links: Links
     boundaries: Boundaries
-    pace: Pace
+    timer: TaskTimer
     injector: Injector | None
     rng: TaskRng
     launch_ahead: bool
 
 
-class DppSchedule(Replacement):
+class DppSchedule(PipelineSchedule):
     """The dynamic pipeline.
 
-    Arguments and use are those of :class:`~megatron.dpp.runtime.base.Replacement`.
+    Arguments and use are those of :class:`~megatron.dpp.runtime.base.PipelineSchedule`.
     """
 
     peak_held = 0.0
-    """Most chunk activations this rank has held so far."""
+    """Largest number of chunk activations that this rank has held so far."""
     num_out_of_order = 0
-    """Forwards and backwards of the last call that did not follow Megatron's own order."""
+    """Forwards and backwards of the last call that deviated from Megatron's order."""
     host_us_per_task = 0.0
-    """Host microseconds per task of the last call, PyTorch's own launches not counted."""
+    """Host microseconds per task of the last call, without PyTorch's launches."""
     _session: _Session | None = None
     _decisions: Decisions | None = None
     _injected_before = 0.0
@@ -85,8 +83,8 @@ class DppSchedule(Replacement):
         """Run all forwards and backwards of one step; keywords and result are megatron-core's.
 
         Returns:
-            What the loss function reduced, one entry per microbatch, on the last stage; an empty
-            list elsewhere.
+            The loss function's reduced values, one entry per microbatch, on the last stage; an
+            empty list elsewhere.
 
         Raises:
             ConfigError: an argument or a model setting that cannot be honoured, by name.
@@ -100,7 +98,7 @@ class DppSchedule(Replacement):
         self.iteration += 1
         if not call.forward_only and self._wants_rng(call.model, topology.num_ranks):
             function = session.rng.wrap(call.forward_step_func, call.model, iteration)
-            call = StepCall(**{**call.__dict__, "forward_step_func": function})
+            call = dataclasses.replace(call, forward_step_func=function)
         weights = self._weight_gradients if split else None
         geometry = self._geometry(call, topology, split)
         window = num_warmup(geometry) + 1
@@ -118,10 +116,10 @@ class DppSchedule(Replacement):
             return stage.finish()
 
     def own_work_seconds(self, num_microbatches: int) -> float:
-        """How long this rank's own tasks of one step take, by the durations measured so far."""
+        """Seconds of this rank's own tasks in one step, by the durations measured so far."""
         if self._session is None:
             return 0.0
-        durations = self._session.pace.durations
+        durations = self._session.timer.durations
         pieces = self._weight_gradients.num_pieces if self._weight_gradients else ()
         once = sum(took for (kind, _), took in durations.items() if kind != "W")
         weights = sum(n * durations.get(("W", chunk), 0.0) for chunk, n in enumerate(pieces))
@@ -129,7 +127,7 @@ class DppSchedule(Replacement):
 
     @property
     def injected_seconds(self) -> float:
-        now = self._session.pace.injected_seconds if self._session else 0.0
+        now = self._session.timer.injected_seconds if self._session else 0.0
         return self._injected_before + now
 
     def _execute(
@@ -141,7 +139,7 @@ class DppSchedule(Replacement):
         split: bool,
         iteration: int,
     ) -> None:
-        links, scheduler = session.links, decisions.scheduler(geometry, split)
+        links, scheduler = session.links, decisions.scheduler(geometry, split=split)
         decider = decider_for(scheduler, links.channels.receiving, links.transport.board)
         decider.start(links.consumed)
         executor = Executor(
@@ -149,7 +147,7 @@ class DppSchedule(Replacement):
             decider=decider,
             links=links,
             recorder=self._recorder,
-            pace=session.pace,
+            timer=session.timer,
             injector=session.injector,
             split_backward=split,
             iteration=iteration,
@@ -158,17 +156,17 @@ class DppSchedule(Replacement):
         )
         executor.run()
         links.consume(geometry)
-        decisions.ran(geometry, split, executor.actions)
+        decisions.ran(geometry, executor.actions, split=split)
         self.peak_held = max(self.peak_held, scheduler.peak_held)
         self.num_out_of_order = scheduler.num_out_of_order
         self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
 
     def _account(self, call: StepCall, decisions: Decisions, measured: Stage | None) -> None:
-        """Tell what an activation was measured to take: eagerly first, in a graph's slot later. The
-        ranks of a stage go by the largest of theirs, as one of them decides for all.
+        """Pass on the measured memory of an activation: the eager one first, a graph's slot later.
+        The ranks of a stage use their largest, as one of them decides for all.
         """
         if measured is not None:
-            activation, deferred, head = _most_of_stage(
+            activation, deferred, head = _stage_max(
                 call,
                 max(measured.activation_bytes.values(), default=0),
                 max(measured.deferred_bytes.values(), default=0),
@@ -180,17 +178,17 @@ class DppSchedule(Replacement):
         graphs = self._graphs
         if graphs is None or not graphs.awaits_size:
             return
-        (slot_bytes,) = _most_of_stage(call, graphs.slot_bytes)
+        (slot_bytes,) = _stage_max(call, graphs.slot_bytes)
         if slot_bytes:
             graphs.keep_size(slot_bytes)
-            # All of it until the last W.
+            # A slot is held until the last W.
             room = decisions.head_room
             decisions.measured(
                 Memory(activation_bytes=slot_bytes, deferred_bytes=slot_bytes, head_room=room)
             )
 
     def _head_room(self, activation_bytes: dict[int, int]) -> float:
-        """Only the last rank's counts, where the last chunk has the LM head."""
+        """The LM head's memory in chunk activations; it matters on the last rank only."""
         if self._weight_gradients is None or not activation_bytes:
             return 1.0
         sizes = [activation_bytes[chunk] for chunk in range(len(activation_bytes))]
@@ -209,14 +207,14 @@ class DppSchedule(Replacement):
         )
 
     def _prepare(self, call: StepCall) -> bool:
-        """Get ready for this model's backwards; whether they are split."""
+        """Prepare this model's backwards; True if they are split."""
         if self._prepared_model != call.model:
             if self._prepared_model and self._decisions is not None:
                 self._decisions.renew()
             self._forget_model()
             if self.config.split_backward:
                 self._weight_gradients = WeightGradients(call.model)
-                self._say_if_fused(self._weight_gradients)
+                self._log_if_fused(self._weight_gradients)
             else:
                 refuse_delayed(call.model, "--no-dpp-split-backward runs no W tasks")
             if self.config.cuda_graphs != "off" and self._captures():
@@ -224,12 +222,12 @@ class DppSchedule(Replacement):
             self._prepared_model = list(call.model)
         return any(self._weight_gradients.num_pieces) if self._weight_gradients else False
 
-    def _say_if_fused(self, weights: WeightGradients) -> None:
+    def _log_if_fused(self, weights: WeightGradients) -> None:
         chunks = [chunk for chunk, pieces in enumerate(weights.num_pieces) if not pieces]
         if chunks:
             self._log(
-                f"dynamic pipeline: the backward of chunks {chunks} is fused: no linear layer of "
-                "their transformer layers lets its weight gradient be deferred"
+                f"dynamic pipeline: the backward of chunks {chunks} is fused: their transformer "
+                "layers have no linear layer whose weight gradient can be deferred"
             )
 
     def _make_graphs(self, call: StepCall) -> ChunkGraphs | None:
@@ -247,25 +245,24 @@ class DppSchedule(Replacement):
             self._log,
             pays,
             self._capture,
-            self.config.copy_engine_sums,
         )
 
     def _graphs_pay(self, call: StepCall, chunks: Sequence[int]) -> bool:
-        """Whether to capture ``chunks``, now that the first steps have shown how long launching
-        takes; all ranks that compute this stage together say the same.
+        """True if ``chunks`` should be captured, by the launch times of the first steps; equal on
+        all ranks that share this stage.
         """
         assert self._session is not None
-        share, filled = _most_of_stage(
-            call, self._session.pace.launch_share(chunks), self._filled_by_graphs()
+        share, filled = _stage_max(
+            call, self._session.timer.launch_share(chunks), self._filled_by_graphs()
         )
         recomputes = call.config.recompute_granularity == "full"
-        reason = why_no_graphs(self.config.cuda_graphs, share, filled, recomputes)
+        reason = why_no_graphs(self.config.cuda_graphs, share, filled, recomputes_all=recomputes)
         if reason:
             self._log(f"CUDA graphs: not used, {reason}")
         return not reason
 
     def _filled_by_graphs(self) -> float:
-        """The part of the memory left beside model and optimizer that graphs' pools may need."""
+        """The share of the memory left beside model and optimizer that graphs' pools may need."""
         left = room()
         if left is None or self._decisions is None:
             return 0.0
@@ -273,7 +270,7 @@ class DppSchedule(Replacement):
 
     @contextlib.contextmanager
     def _bound(self, call: StepCall) -> Iterator[None]:
-        """Around the tasks of one call: what training replaces in the model's layers."""
+        """Bind deferred weight gradients and graphs to the model for one call."""
         with contextlib.ExitStack() as around:
             if not call.forward_only:
                 if self._weight_gradients is not None:
@@ -323,12 +320,14 @@ class DppSchedule(Replacement):
         board = links.transport.board
         follow = board is not None and board.index > 0
         if self._decisions is None:  # recordings and replays go on when links are opened anew
-            self._decisions = Decisions(self.config, self._log, _replica_of(call), not follow)
+            self._decisions = Decisions(
+                self.config, self._log, _replica_of(call), decides=not follow
+            )
         return _Session(
             topology=topology,
             links=links,
             boundaries=boundaries,
-            pace=pace_for(self.config, follow),
+            timer=timer_for(self.config, follow=follow),
             injector=injector,
             rng=TaskRng(self._seed, topology.num_ranks, rank),
             launch_ahead=self.config.launch_ahead and reason is None,
@@ -348,7 +347,7 @@ class DppSchedule(Replacement):
         if self._session is not None:
             if self._decisions is not None:
                 self._decisions.renew()
-            self._injected_before += self._session.pace.injected_seconds
+            self._injected_before += self._session.timer.injected_seconds
             self._session.links.transport.close()
             self._session = None
 
@@ -364,23 +363,22 @@ class DppSchedule(Replacement):
 
 
 def why_no_graphs(
-    setting: str, launch_share: float, filled: float = 0.0, recomputes_all: bool = False
+    setting: str, launch_share: float, filled: float = 0.0, *, recomputes_all: bool = False
 ) -> str | None:
-    """Why ``--dpp-cuda-graphs`` leads to none; None where it leads to some.
+    """The reason why no CUDA graphs are captured; None if they are.
 
     Args:
-        setting: ``auto`` or ``on``.
-        launch_share: the part of the time of a chunk's tasks for which the host is busy launching
-            them; that of the most launch-bound chunk that has layers. Beside an output layer
-            launching may seem to take little, but those chunks' devices wait for it all the same.
-        filled: the part of the memory left for activations that graphs may need.
+        setting: ``--dpp-cuda-graphs``, ``auto`` or ``on``.
+        launch_share: the share of launching in the task time of the most launch-bound chunk that
+            has layers.
+        filled: the share of the memory left for activations that graphs may need.
         recomputes_all: whole layers are recomputed, so memory is short.
     """
     if setting == "on":
         return None
     if recomputes_all:
         reason = "as --recompute-granularity full asks for little memory"
-    elif launch_share < _GRAPHS_PAY_FROM:
+    elif launch_share < GRAPHS_PAY_FROM:
         reason = f"as launching takes {launch_share:.0%} of the time that tasks run"
     elif filled > 1.0:
         reason = f"as they may need {filled:.1f} times the memory that is left for activations"
@@ -398,13 +396,13 @@ def _stage_group(call: StepCall) -> torch.distributed.ProcessGroup | None:
 
 
 def _stage_ranks(call: StepCall) -> list[int]:
-    """Their global numbers, leader first; none for a single rank."""
+    """The global ranks that share this stage, leader first; none for a single rank."""
     group = _stage_group(call)
     return sorted(torch.distributed.get_process_group_ranks(group)) if group else []
 
 
-def _most_of_stage(call: StepCall, *values: float) -> list[float]:
-    """Of each value the largest among the ranks that share this stage. A collective of theirs."""
+def _stage_max(call: StepCall, *values: float) -> list[float]:
+    """The largest of each value over the ranks that share this stage; a collective."""
     group = _stage_group(call)
     if group is None:
         return list(values)
@@ -414,7 +412,7 @@ def _most_of_stage(call: StepCall, *values: float) -> list[float]:
 
 
 def _replica_of(call: StepCall) -> int:
-    """This rank's data-parallel replica: each has recordings of its own."""
+    """The number of this rank's data-parallel replica."""
     index: int = torch.distributed.get_rank(call.pg_collection.dp_cp)
     return index // int(call.pg_collection.cp.size())
 

@@ -1,11 +1,10 @@
 """The loop that drives one iteration of one rank.
 
-    poll channels -> tell the Scheduler what arrived -> ask for the next action -> run it -> hand on
+    poll channels -> tell the Scheduler what arrived -> ask for the next action -> run it -> send
     its output
 
-The executor carries decisions out and makes none: what runs next is the Scheduler's (or the stage
-leader's) choice, how a task is run is ``mcore.steps.Stage``'s, how tensors move is the transport's.
-``DppSchedule`` builds one per iteration.
+The executor decides nothing: the Scheduler or the stage's leader picks tasks, ``mcore.steps.Stage``
+runs them, and the transport moves tensors. ``DppSchedule`` builds one per iteration.
 """
 
 from __future__ import annotations
@@ -18,43 +17,42 @@ import torch
 
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ProtocolError, TransferTimeout
+from megatron.dpp.inject import Injector, Task
 from megatron.dpp.runtime.agreement import Decider
-from megatron.dpp.runtime.inject import Injector, Task
-from megatron.dpp.runtime.pace import Pace
-from megatron.dpp.runtime.topology import Channels
+from megatron.dpp.runtime.links import Links
+from megatron.dpp.runtime.timer import TaskTimer
 from megatron.dpp.schedule import DIRECTION_OF, Action, Cause, Geometry, Kind
 from megatron.dpp.trace import Recorder
-from megatron.dpp.transport.base import Transport
 
 _NAP_SECONDS = 0.05
-"""Longest sleep between two looks at the world; an arrival ends it at once."""
+"""Longest sleep without a task; an arrival ends it at once."""
 
 _REST_SECONDS = 1e-3
 """Longest sleep beside a busy device, whose tasks may be shorter than expected."""
 
 _WAKE_SECONDS = 2e-4
-"""A rest ends so long before a decision is due, as sleeps take longer than they are asked to."""
+"""Margin by which a rest ends before a decision is due, as sleeps take longer than asked."""
 
 _LOOK_SECONDS = 5e-5
-"""Rest between two looks at a device that waits for an input."""
+"""Interval of looks at a device that waits for an input."""
 
 _MOST_PENDING = 8
-"""Messages that may wait for a free slot while no cap bounds them, in an evaluation."""
+"""Pending sends from which a rank admits no new microbatch in an evaluation, where no cap does."""
 
 _TRACE_CAUSES = {
     Cause.WARMUP: "warm-up",
     Cause.MEMORY_CAP: "memory-cap",
 }
 _KIND_OF = {way: kind for kind, way in DIRECTION_OF.items()}
-_KIND_NAMES = tuple(kind.name for kind in Kind)  # the enumeration takes longer to tell a name
+_KIND_NAMES = tuple(kind.name for kind in Kind)  # faster than an enumeration's ``name``
 
 
 Tensors = torch.Tensor | list[torch.Tensor]
-"""What one boundary carries per microbatch; a list where it is several tensors."""
+"""Content of one boundary per microbatch; a list if it is several tensors."""
 
 
 class TaskRunner(Protocol):
-    """What the executor needs of a stage; ``mcore.steps.Stage`` is the real one."""
+    """The part of ``mcore.steps.Stage`` that the executor needs."""
 
     def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors: ...
 
@@ -67,59 +65,20 @@ class TaskRunner(Protocol):
     def chunk_complete(self, chunk: int) -> None: ...
 
 
-class Links:
-    """An opened transport, the maps between its channels and tasks, and how far it has been read.
-
-    Args:
-        transport: opened with ``channels.specs``.
-        channels: this rank's channels.
-    """
-
-    def __init__(self, transport: Transport, channels: Channels) -> None:
-        channels.bind(transport.outgoing, transport.incoming)
-        self.transport, self.channels = transport, channels
-        self.consumed = [0] * len(transport.incoming)
-        """Microbatches of earlier iterations, per incoming channel."""
-        self._parts = [channels.tensors_in(index) for index in range(channels.num_incoming)]
-        self._whole = max(self._parts, default=1) == 1
-
-    def poll(self) -> Sequence[int]:
-        """Microbatches that have arrived on each incoming channel with all of their tensors."""
-        arrived = self.transport.poll()
-        if self._whole:
-            return arrived
-        return [total // parts for total, parts in zip(arrived, self._parts, strict=True)]
-
-    def coming(self) -> Sequence[int]:
-        """As :meth:`poll`, with microbatches that are on their way and may be taken; empty where
-        that is not known.
-        """
-        coming = self.transport.coming()
-        if self._whole or not coming:
-            return coming
-        return [total // parts for total, parts in zip(coming, self._parts, strict=True)]
-
-    def consume(self, geometry: Geometry) -> None:
-        """An iteration is over: its microbatches have all been taken."""
-        for index, (direction, _) in enumerate(self.channels.receiving):
-            if not (geometry.forward_only and direction == Direction.BACKWARD):
-                self.consumed[index] += geometry.num_microbatches
-
-
 class Executor:
     """Runs all tasks of one iteration.
 
     Args:
-        runner: carries tasks out.
-        decider: says which task is next.
+        runner: runs tasks.
+        decider: picks the next task.
         links: the channels of this rank.
-        recorder: told of every task, message and gap.
-        pace: says when the next decision is due.
+        recorder: records every task, message and gap.
+        timer: says when the next decision is due.
         injector: slows tasks down on purpose, or None.
         split_backward: weight gradients are tasks of their own.
         iteration: number that every message of this iteration carries.
         timeout: seconds without any progress after which the rank gives up.
-        launch_ahead: launch a task before its input is there, where nothing else may run.
+        launch_ahead: launch a task before its input has arrived, if nothing else may run.
     """
 
     def __init__(
@@ -129,7 +88,7 @@ class Executor:
         decider: Decider,
         links: Links,
         recorder: Recorder,
-        pace: Pace,
+        timer: TaskTimer,
         injector: Injector | None,
         split_backward: bool,
         iteration: int,
@@ -148,13 +107,13 @@ class Executor:
         self._awaited: tuple[int, int] | None = None
         """Channel and microbatch of the input that the device waits for."""
         self._sources = {spec.source for spec in links.transport.incoming}
-        self._pace, self._injector = pace, injector
+        self._timer, self._injector = timer, injector
         self._iteration, self._timeout, self._launch_ahead = iteration, timeout, launch_ahead
         self._gap_start = 0
         self._gap_cause = ""
         self._gap_detail = ""
         self.actions: list[Action] = []
-        """What was run so far, in order."""
+        """Tasks run so far, in order."""
         self._runner_ns = 0
         self._work = 0.0
         self.overhead_ns = 0
@@ -168,13 +127,13 @@ class Executor:
         return self._scheduler.geometry
 
     def run(self) -> None:
-        """Run until every task of the iteration has been carried out and its output is on its way.
+        """Run every task of the iteration, and wait until all outputs have left.
 
         Raises:
             TransferTimeout: nothing could run for ``timeout`` seconds; names what is missing.
             TransportError: a peer died or a link failed.
         """
-        scheduler, pace, poll = self._scheduler, self._pace, self._links.poll
+        scheduler, timer, poll = self._scheduler, self._timer, self._links.poll
         bounded = self._geometry.forward_only and not self._decider.followed
         while not scheduler.done:
             self._arrived = poll()
@@ -182,7 +141,7 @@ class Executor:
                 scheduler.hold_back(self._transport.pending() > _MOST_PENDING)
             if self._awaited is not None and not self._input_came():
                 continue
-            pause = pace.pause()
+            pause = timer.pause()
             if pause > 0.0:
                 self._open_gap("lookahead")
                 self._rest(pause - _WAKE_SECONDS)
@@ -199,8 +158,8 @@ class Executor:
         self._transport.flush(self._timeout)
 
     def _next_coming(self) -> Action | None:
-        """Nothing may run: the task whose input is on its way, to be launched ahead of it. The
-        device waits for the input then, and not for the host.
+        """The task whose input is in flight, to be launched ahead of it if nothing else may run:
+        the device then waits for the input, and not for the host.
         """
         if self._gap_cause in ("", "lookahead"):
             self._describe_gap()
@@ -218,16 +177,16 @@ class Executor:
         self._run_kind[action.kind](action)
         self.actions.append(action)
 
-    def _begin(self, action: Action, ahead: bool = False) -> None:
+    def _begin(self, action: Action, *, ahead: bool = False) -> None:
         kind, chunk, microbatch, piece = action
         if not ahead:
             self._close_gap()  # else it lasts until the device has got the task's input
         self._recorder.begin_task(_KIND_NAMES[kind], chunk, microbatch, piece)
-        self._pace.begin(ahead)
+        self._timer.begin(ahead=ahead)
 
     def _receive(self, action: Action, direction: Direction) -> Tensors | None:
-        """Begin a task and take its input; one that has not arrived yet comes before the
-        beginning, and a gap lasts until it has.
+        """Begin a task and take its input. An input in flight is taken first, and a gap lasts until
+        it has arrived.
         """
         channel = self._channels.incoming(direction, action.chunk)
         if channel is None:
@@ -275,16 +234,16 @@ class Executor:
         self._count_complete(chunk)
 
     def _finish_task(self, kind: str, chunk: int, microbatch: int) -> None:
-        """The task's own work is queued: prolong it if asked to, before its output may leave."""
+        """End a task whose work is queued; prolong it if asked to, before its output leaves."""
         key = (kind, chunk)
         if self._injector is not None:
             cost = self._cost(kind, chunk)
             task = Task(self._iteration, kind, chunk, microbatch, self._work, cost)
             self._work += cost
             begin = time.perf_counter_ns()
-            self._pace.prolong(key, self._injector.factor(task), self._injector.seconds(task))
+            self._timer.prolong(key, self._injector.factor(task), self._injector.seconds(task))
             self._runner_ns += time.perf_counter_ns() - begin
-        self._pace.launched(key)
+        self._timer.launched(key)
         self._recorder.end_task()
         if self._recorder.enabled:
             self._recorder.counter("held", self._scheduler.held)
@@ -311,10 +270,11 @@ class Executor:
             message = message._replace(arrived_ns=self._recorder.mark())
         self._recorder.taken(spec, message, ahead)
         expected = (self._iteration, microbatch, part, num_parts)
-        if message[1:5] != expected:
+        found = (message.iteration, message.microbatch, message.part, message.num_parts)
+        if found != expected:
             names = "iteration {}, microbatch {}, tensor {} of {}"
             raise ProtocolError(
-                f"{spec}: expected {names.format(*expected)}, got {names.format(*message[1:5])}; "
+                f"{spec}: expected {names.format(*expected)}, got {names.format(*found)}; "
                 "do all ranks run the same step?"
             )
         return message.tensor
@@ -322,7 +282,7 @@ class Executor:
     def _put(
         self, direction: Direction, chunk: int, microbatch: int, result: Tensors | None
     ) -> bool:
-        """Hand a result to its channel; False at the end of the pipeline."""
+        """Put a result into its channel; False at the end of the pipeline."""
         channel = self._channels.outgoing(direction, chunk)
         if channel is None:
             return False
@@ -353,39 +313,39 @@ class Executor:
         )  # fmt: skip
 
     def _count_complete(self, chunk: int) -> None:
-        """Report complete chunks in the order v-1..0, whatever order a policy finished them in."""
+        """Report complete chunks in the order v-1..0, whatever the order of tasks."""
         self._owed[chunk] -= 1
         while self._next_complete >= 0 and self._owed[self._next_complete] == 0:
             self._runner.chunk_complete(self._next_complete)
             self._next_complete -= 1
 
     def _rest(self, seconds: float) -> None:
-        """Leave the interpreter to other threads while the device is busy. A loop that only looked
-        would keep it from a data loader's thread, and the next batch would come milliseconds late.
+        """Leave the interpreter to other threads while the device is busy; a busy loop would delay
+        a data loader's thread by milliseconds.
         """
         if seconds > 0.0:
             self._transport.wait(min(seconds, _REST_SECONDS))
 
     def _sleep(self) -> None:
-        """Nothing may run: wait for an arrival, and give up after ``timeout`` seconds."""
+        """Wait for an arrival, and give up after ``timeout`` seconds."""
         self._check_senders()
         waited = (time.monotonic_ns() - self._gap_start) * 1e-9
         held_back = self._geometry.forward_only and self._transport.pending() > _MOST_PENDING
         if waited > self._timeout:
             if held_back:
-                self._transport.flush(0.0)  # says whose receivers take nothing
+                self._transport.flush(0.0)  # names the receivers that take nothing
             raise TransferTimeout(self._timeout_text())
-        nap = _REST_SECONDS if held_back else _NAP_SECONDS  # a slot that falls free wakes nobody
+        nap = _REST_SECONDS if held_back else _NAP_SECONDS  # a free slot wakes no sleeper
         self._transport.wait(min(nap, self._timeout - waited + 1e-3))
 
     def _input_came(self) -> bool:
-        """Whether the device has got the input that it waits for, which ends the gap.
+        """True, and the end of the gap, when the device has the input that it waits for.
 
         Raises:
             TransferTimeout: it has waited for ``timeout`` seconds.
         """
         assert self._awaited is not None
-        if not self._pace.waiting():
+        if not self._timer.waiting():
             self._awaited = None
             self._close_gap()
             return True
@@ -399,7 +359,7 @@ class Executor:
         return False
 
     def _check_senders(self) -> None:
-        """A message that is missing from a rank that has closed its links will never come."""
+        """Raise if a missing message is from a rank that has closed its links."""
         left = {peer for peer in self._sources if self._transport.departed(peer)}
         if not left:
             return

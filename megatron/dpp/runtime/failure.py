@@ -1,9 +1,8 @@
-"""Whose fault a failed collective is.
+"""Finds the cause of a failed collective.
 
-gloo and NCCL say that a connection broke, not which rank has died, and our links, which do, join
+gloo and NCCL report a broken connection, not the rank that died. Our links name that rank, but join
 the ranks of one pipeline only. So the rank that meets a cause writes it into the job's store, and a
-rank of another data-parallel replica whose gradient reduction, loss or norm fails for it reads it
-there. ``Replacement`` is the only caller, when an error ends a schedule.
+rank of another data-parallel replica reads it there when its collective fails.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from megatron.dpp.errors import PeerDead, TransportError
 from megatron.dpp.transport.base import Transport
 
 _KEY = "dpp/failure"
-_TELL_SECONDS = 0.5
+_REPORT_SECONDS = 0.5
 _ASK_SECONDS = 2.0
-"""The other ranks see the death about when this one does, and the store may be lost as well."""
+"""Short, as the store may be lost, too."""
 _NAP_SECONDS = 0.02
 _LONGEST = 200
 """Characters of an error's text that are quoted."""
-_HEARSAY = "(says rank"
+_SAID_BY = "(says rank"
 _MET_HERE, _MISSING = "; met here as ", "; the oldest missing message here"
-"""What follows the cause in a text; the links append the latter."""
+"""Texts that follow the cause; the links append the latter."""
 
 
 def explained(error: BaseException, transport: Transport | None) -> BaseException:
-    """The error that explains ``error``: a link's failure, or, of a collective, what another rank
-    has told of; ``error`` itself where nothing is known.
+    """The error that explains ``error``: a link's failure or, for a collective's error, the cause
+    that another rank has reported; ``error`` itself if nothing is known.
     """
     if not isinstance(error, RuntimeError):
         return error
@@ -42,28 +41,28 @@ def explained(error: BaseException, transport: Transport | None) -> BaseExceptio
             transport.raise_failure()
         except TransportError as failure:
             return type(failure)(f"{failure}{met}")
-    told = _ask() if _of_a_collective(error) else None
+    told = _ask() if _is_of_collective(error) else None
     return PeerDead(f"rank {dist.get_rank()}: {told}{met}") if told else error
 
 
-def tell(error: BaseException) -> None:
-    """Write into the store that this rank ends with ``error``; what was told first stays. A
-    collective's error is no cause, and what another rank says is there already.
+def report(error: BaseException) -> None:
+    """Write ``error`` into the store, unless a cause is there already. A collective's error is no
+    cause, nor is one that another rank has reported.
     """
-    if not dist.is_initialized() or _of_a_collective(error) or _HEARSAY in str(error):
+    if not dist.is_initialized() or _is_of_collective(error) or _SAID_BY in str(error):
         return
     rank, text = dist.get_rank(), reason(error)
     if isinstance(error, TransportError):
-        text += f" {_HEARSAY} {rank})"
+        text += f" {_SAID_BY} {rank})"
     else:
         text = f"rank {rank} gave up: {text}"
     store = dist.distributed_c10d._get_default_store()
-    _within(_TELL_SECONDS, lambda: store.compare_set(_KEY, "", text))
+    _within(_REPORT_SECONDS, lambda: store.compare_set(_KEY, "", text))
 
 
 def reason(error: BaseException) -> str:
-    """Why a rank ends, for the others: of a failed link what had happened, without who tells it and
-    what was missing there.
+    """The text by which other ranks learn why this one ends; a link's failure is cut down to its
+    cause.
     """
     if not isinstance(error, TransportError):
         return f"{type(error).__name__}: {_quoted(error)}"
@@ -74,7 +73,7 @@ def reason(error: BaseException) -> str:
 
 
 def _ask() -> str | None:
-    """What a rank has told, if one does soon."""
+    """The cause that a rank has reported, waited for briefly."""
     if not dist.is_initialized():
         return None
     store, found = dist.distributed_c10d._get_default_store(), []
@@ -90,14 +89,14 @@ def _ask() -> str | None:
     return found[0] if found else None
 
 
-def _of_a_collective(error: BaseException) -> bool:
-    """gloo's errors have PyTorch's plainest type, and gloo's source file in their text."""
+def _is_of_collective(error: BaseException) -> bool:
+    """True for errors of NCCL, and for RuntimeErrors that name gloo's source file."""
     of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
     return of_gloo or isinstance(error, dist.DistError)
 
 
 def _within(seconds: float, function: Callable[[], object]) -> None:
-    """Run what may fail, or never end: the store's host may be what was lost."""
+    """Run a request to the store, which may fail or hang with the host that was lost."""
 
     def attempt() -> None:
         try:
@@ -105,13 +104,13 @@ def _within(seconds: float, function: Callable[[], object]) -> None:
         except RuntimeError:  # the store's own
             return
 
-    thread = threading.Thread(target=attempt, name="dpp-blame", daemon=True)
+    thread = threading.Thread(target=attempt, name="dpp-failure", daemon=True)
     thread.start()
     thread.join(seconds)
 
 
 def _quoted(error: BaseException) -> str:
-    """The first line, of gloo's without its place in the source and its advice."""
+    """The first line, without gloo's place in the source and advice."""
     line = (str(error).splitlines() or [""])[0]
     line = re.sub(r"^\[\S*gloo\S*\] |\. This is typically caused by.*", "", line)
     return line[:_LONGEST]

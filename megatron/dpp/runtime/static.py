@@ -1,9 +1,8 @@
-"""megatron-core's own 1F1B and interleaved schedules, in the same clothes as ``DppSchedule``.
+"""megatron-core's own 1F1B and interleaved schedules behind the interface of ``DppSchedule``.
 
-What is run is ``get_forward_backward_func()``, untouched. Around it are the things that a fair
-comparison needs: the tasks' random states (so that dropout draws the same masks), the injected
-variability, the trace, and, when ``--dpp-transport`` names a kind, our channels in the place of
-NCCL or gloo.
+``get_forward_backward_func()`` runs unmodified. Around it are the tasks' random states (so that
+dropout draws the same masks), injected delays, the trace, and, when ``--dpp-transport`` names a
+kind, our channels in the place of NCCL or gloo.
 """
 
 from __future__ import annotations
@@ -18,34 +17,34 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.inject import Injector, Task
 from megatron.dpp.mcore.graphs.slots import ChunkGraphs
 from megatron.dpp.mcore.rng import TaskRng
 from megatron.dpp.mcore.static import (
     ChannelExchange,
+    Step,
     around_steps,
     over_channels,
     ring_channels,
+    traced,
 )
 from megatron.dpp.mcore.steps import StepCall
-from megatron.dpp.mcore.trace_static import instrument_static_schedule
 from megatron.dpp.mcore.wgrad.te import refuse_delayed
-from megatron.dpp.runtime.base import Replacement
-from megatron.dpp.runtime.connections import open_links, pace_for, pipeline_of
+from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.delayed import DelayedTransport
-from megatron.dpp.runtime.inject import Injector, Task
-from megatron.dpp.runtime.pace import Pace
-from megatron.dpp.runtime.topology import Topology
+from megatron.dpp.runtime.links import open_links
+from megatron.dpp.runtime.timer import TaskTimer, timer_for
+from megatron.dpp.runtime.topology import Topology, pipeline_of
 from megatron.dpp.transport.base import Transport
 
 
-class StaticSchedule(Replacement):
+class StaticSchedule(PipelineSchedule):
     """megatron-core's own schedule.
 
-    Arguments and use are those of :class:`~megatron.dpp.runtime.base.Replacement`. Of
-    ``config``, ``transport`` (``auto`` keeps megatron-core's own exchange; with a kind, what else
-    concerns links takes effect, too), ``cuda_graphs`` (only ``on`` takes graphs), ``inject``
-    (messages are late where ``transport`` is given) and ``task_rng`` take effect; the rest belongs
-    to the dynamic schedule.
+    Arguments and use are those of :class:`~megatron.dpp.runtime.base.PipelineSchedule`. These
+    fields of ``config`` take effect: ``transport`` (``auto`` keeps megatron-core's own exchange),
+    with a kind those of links, ``cuda_graphs`` (only ``on`` captures), ``inject`` (messages are
+    late with a transport of ours only), and ``task_rng``.
     """
 
     _transport: Transport | None = None
@@ -77,7 +76,7 @@ class StaticSchedule(Replacement):
 
     @property
     def injected_seconds(self) -> float:
-        return self._pace.injected_seconds
+        return self._timer.injected_seconds
 
     def _enter(
         self,
@@ -88,18 +87,18 @@ class StaticSchedule(Replacement):
     ) -> None:
         if self.config.inject:
             around.enter_context(
-                around_steps(self._pace.begin, self._prolonger(topology, iteration))
+                around_steps(lambda *_: self._timer.begin(), self._prolonger(topology, iteration))
             )
         if self.config.transport != "auto" and topology.num_ranks > 1:
             around.enter_context(over_channels(self._open(keywords, topology)))
         if self._wants_graphs() and not keywords.get("forward_only"):
             call = StepCall.checked(**keywords)
             around.enter_context(self._graphs_of(call).bound(call.boundary_example()))
-        around.enter_context(instrument_static_schedule(self._recorder))
+        around.enter_context(traced(self._recorder))
 
     @cached_property
-    def _pace(self) -> Pace:
-        return pace_for(self.config, follow=True)
+    def _timer(self) -> TaskTimer:
+        return timer_for(self.config, follow=True)
 
     def _wants_graphs(self) -> bool:
         return self.config.cuda_graphs == "on" and self._captures()
@@ -107,26 +106,20 @@ class StaticSchedule(Replacement):
     def _graphs_of(self, call: StepCall) -> ChunkGraphs:
         if self._graphs is None or self._graphed != call.model:
             self._close_graphs()
-            self._graphs = ChunkGraphs(
-                call.model,
-                None,
-                self._log,
-                lambda _: True,
-                self._capture,
-                self.config.copy_engine_sums,
-            )
+            self._graphs = ChunkGraphs(call.model, None, self._log, lambda _: True, self._capture)
             self._graphed = list(call.model)
         return self._graphs
 
-    def _prolonger(self, topology: Topology, iteration: int) -> Callable[[str, int, int], None]:
+    def _prolonger(self, topology: Topology, iteration: int) -> Callable[[Step, Any], None]:
         injector, work = self._injector_of(topology), [0.0]
 
-        def after(kind: str, chunk: int, microbatch: int) -> None:
+        def after(step: Step, _: Any) -> None:
+            kind, chunk, microbatch = step
             cost = (1 if kind == "F" else 2) / topology.num_chunks
             task = Task(iteration, kind, chunk, microbatch, work[0], cost)
             work[0] += cost
-            self._pace.prolong((kind, chunk), injector.factor(task), injector.seconds(task))
-            self._pace.launched((kind, chunk))
+            self._timer.prolong((kind, chunk), injector.factor(task), injector.seconds(task))
+            self._timer.launched((kind, chunk))
 
         return after
 
@@ -184,7 +177,7 @@ class StaticSchedule(Replacement):
 
 
 def _refuse_several_tensors(keywords: dict[str, Any], topology: Topology) -> None:
-    """megatron-core 0.16.1's communicator would wait for tensors that no stage sends."""
+    """Refuse several tensors per boundary, of which megatron-core's static schedules send one."""
     if keywords.get("adjust_tensor_shapes_fn") is None or topology.num_ranks == 1:
         return
     found = StepCall.checked(**keywords).boundaries()

@@ -1,16 +1,19 @@
-"""Where a rank stands in the pipeline, and which channels that gives it.
+"""A rank's place in the pipeline, and the channels that follow from it.
 
 Virtual stage ``s = chunk * p + rank``, as Megatron numbers them. Stage s sends its output forward
 to stage s + 1 and the gradient of its input backward to stage s - 1; each pair of neighbouring
 stages has one channel per direction, named after the chunk on the receiving rank. A boundary of
-several tensors sends one message per tensor over its channel. ``links`` finds a rank's place, the
-schedules open the channels, and the executor goes by their maps.
+several tensors sends one message per tensor over its channel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
 
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError
@@ -78,6 +81,15 @@ class Topology:
     def _at(self, stage: int) -> tuple[int, int]:
         """(global rank, chunk) of a virtual stage."""
         return self.ranks[stage % self.num_ranks], stage // self.num_ranks
+
+
+def pipeline_of(chunks: list[torch.nn.Module], pg_collection: Any = None) -> Topology:
+    """The place of this rank, by the given process groups or else megatron-core's own."""
+    group = (
+        pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
+    )
+    ranks = torch.distributed.get_process_group_ranks(group)
+    return Topology(tuple(ranks), torch.distributed.get_rank(group), len(chunks))
 
 
 class Channels:

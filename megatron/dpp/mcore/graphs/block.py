@@ -1,8 +1,8 @@
-"""One chunk's transformer block as CUDA graphs, and the memory that they run over.
+"""One chunk's transformer block as CUDA graphs, and their memory.
 
-Every activation in flight has a *slot*: a memory pool and buffers. The first forward of a chunk in
-a slot captures F, B and one W per layer over that pool, or the end of the step in which the slot
-was made does; later ones replay them. ``graphs`` is the only caller.
+Every activation in flight has a *slot*: a memory pool and buffers. F, B and one W per layer of a
+chunk are captured over that pool at the chunk's first forward in the slot, or at the end of the
+step in which the slot was made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from megatron.dpp.errors import one_line
 from megatron.dpp.mcore.graphs.capture import Capture
 from megatron.dpp.mcore.graphs.reductions import Additions, Reductions
 from megatron.dpp.mcore.graphs.rng import CapturedRng, RecomputedDraws
-from megatron.dpp.mcore.pair_sums import PairSums
 from megatron.dpp.mcore.wgrad.linear import (
     DeferredWork,
     WeightGradients,
@@ -33,7 +32,7 @@ from megatron.dpp.mcore.wgrad.te import DelayedModules, adding, real_gradient
 
 
 class _Slot:
-    """The memory of one chunk activation: a pool, and the buffers that lead in and out.
+    """The memory of one chunk activation: a pool, and input and output buffers.
 
     Args:
         example: a block's input, [s, b, h]; all blocks of a pipeline have inputs of one shape.
@@ -57,17 +56,17 @@ class Slots:
         self.made: list[_Slot] = []
         """Slots that have graphs."""
         self.slot_bytes = 0
-        """Device memory of a slot, the smallest seen: the first ones include libraries' needs."""
+        """Device memory of a slot, the smallest seen: the first include libraries' workspaces."""
 
     def take(self, block: GraphedBlock) -> _Slot:
-        """A free slot, one that has graphs of this block if there is any; a new one if none is."""
+        """A free slot, preferably with graphs of this block; a new one if none is free."""
         for place in range(len(self._free) - 1, -1, -1):
             if block in self._free[place].graphs:
                 return self._free.pop(place)
         return self._free.pop() if self._free else _Slot(self._example)
 
     def add(self, slot: _Slot, num_bytes: int) -> None:
-        """A slot has got its first graphs."""
+        """Count a slot that has got its first graphs."""
         self.made.append(slot)
         self.slot_bytes = min(num_bytes, self.slot_bytes or num_bytes)
 
@@ -81,7 +80,7 @@ class _Graphs:
     Args:
         owner: the chunk's block, its own forward and its parameters.
         slot, slots: the memory.
-        options: the arguments of the block beside its input.
+        options: the arguments of the block besides its input.
     """
 
     def __init__(
@@ -135,8 +134,8 @@ class _Graphs:
         self._waiting = {}
 
     def _add(self, number: int, alias: Any) -> None:
-        """Add a gradient that has just been computed to its parameter's; one that a W of
-        Transformer Engine's layers expects waits for it.
+        """Add a new gradient to its parameter's, or keep it for a W of Transformer Engine's
+        layers.
         """
         (parameter, accumulate), delayed = self._owner.accumulators[number], self._owner.delayed
         if getattr(alias, "grad_added_to_main_grad", False):
@@ -154,7 +153,7 @@ class _Graphs:
 
     @torch.no_grad()
     def forward(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-        """F. The result is the slot's own buffer, valid until the microbatch's backward."""
+        """Replay F. The result is the slot's buffer, valid until the microbatch's backward."""
         self._slot.input.copy_(hidden)
         for name, value in options.items():
             if isinstance(value, torch.Tensor):
@@ -165,7 +164,7 @@ class _Graphs:
         return self._slot.output.detach()
 
     def _copy_option(self, name: str, value: torch.Tensor) -> None:
-        """Bring an argument in; one that stays the same (rotary embeddings) is copied once."""
+        """Copy an argument in; a constant one (rotary embeddings) is copied once."""
         known = self._copied.get(name)
         if known is None or known[0] is not value or known[1] != value._version:
             self.options[name].copy_(value)
@@ -173,7 +172,7 @@ class _Graphs:
 
     @torch.no_grad()
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        """B. The result is a copy: it may still wait to be sent when the buffer is used again."""
+        """Replay B. The result is a copy, as it may be sent after the buffer is used again."""
         self._slot.grad_output.copy_(gradient)
         self._owner.rewind(self._begun)
         self._backward.replay()
@@ -187,7 +186,7 @@ class _Graphs:
         return self._slots.grad_input.clone()
 
     def weight(self, layer: int) -> None:
-        """One layer's W; the last one gives the slot back."""
+        """Replay one layer's W; the last one gives the slot back."""
         self._weights[layer].replay()
         self._unfinished -= 1
         if not self._unfinished:
@@ -227,12 +226,12 @@ class GraphedBlock:
     """One chunk's transformer block, whose training forwards are replayed while it is bound.
 
     Args:
-        chunk: what the block belongs to; its gradients are added as DDP adds them.
-        store: takes weight gradients out of the backward; None leaves them in.
-        delayed: the chunk's modules that keep theirs back by themselves; None if there are none.
+        chunk: the chunk of the block; its gradients are added as DDP adds them.
+        store: takes deferred weight gradients; None for a fused backward.
+        delayed: the chunk's modules that delay theirs by themselves; None if there are none.
         capture: see :data:`Capture`.
-        rng: where random draws come from; None where none are drawn.
-        say: told why something runs without graphs.
+        rng: the source of random draws; None if none are drawn.
+        say: called with the reason why something runs without graphs.
     """
 
     def __init__(
@@ -258,15 +257,13 @@ class GraphedBlock:
             if parameter.requires_grad
         ]
         self.reductions = Reductions(chunk, [parameter for parameter, _ in self.accumulators])
-        self.sums: PairSums | None = None
-        """What sums over the tensor-parallel ranks behind weight gradients; None: NCCL does."""
         self._slots: Slots | None = None
         self._signature: Any = None
         self._failed = False
         self._original = block.forward
 
     def bind(self, slots: Slots | None) -> None:
-        """Replay the block's forwards over these slots; None gives it its own forward back."""
+        """Replay the block's forwards over these slots; None restores its own forward."""
         self._slots = slots
         if slots is not None:
             self._block.forward = self._call
@@ -274,8 +271,8 @@ class GraphedBlock:
             del self._block.forward
 
     def complete(self, slots: Slots) -> None:
-        """Between two steps: capture this block in the slots where it has not been run yet. In the
-        middle of a later step it would keep the whole pipeline waiting.
+        """Capture this block in the slots where it has not run yet, between two steps: within a
+        step a capture would delay the whole pipeline.
         """
         known = next((slot.graphs[self] for slot in slots.made if self in slot.graphs), None)
         if known is None:
@@ -285,11 +282,11 @@ class GraphedBlock:
                 self._capture_in(slot, slots, known.options)
 
     def addresses(self) -> list[int]:
-        """Where the parameters are; graphs read and write them there."""
+        """The parameters' addresses, which graphs use."""
         return [parameter.data_ptr() for parameter, _ in self.accumulators]
 
     def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-        """The block's own forward, wherever it expects its input."""
+        """Run the block's own forward."""
         block, given = self._block, self._block.input_tensor
         block.input_tensor = hidden
         try:
@@ -301,10 +298,10 @@ class GraphedBlock:
         return output
 
     def aliases(self) -> list[torch.nn.Parameter]:
-        """Stand-ins for the parameters, of the same memory, to compute with while capturing.
+        """Parameters over the same memory, to compute with while capturing.
 
-        DDP made the parameters' gradient accumulators on the default stream; autograd would make
-        that stream wait for the captured one, which CUDA refuses. An alias gets its own.
+        DDP made the real ones' gradient accumulators on the default stream; autograd would make
+        that stream wait for the captured one, which CUDA refuses.
         """
         aliases = []
         for parameter, _ in self.accumulators:
@@ -316,7 +313,7 @@ class GraphedBlock:
 
     @contextlib.contextmanager
     def using(self, aliases: list[torch.nn.Parameter]) -> Iterator[None]:
-        """The block computes with these in the place of its parameters."""
+        """Let the block compute with these instead of its parameters."""
         originals = (parameter for parameter, _ in self.accumulators)
         alias_of = dict(zip(originals, aliases, strict=True))
         tables = [module._parameters for module in self._block.modules()]
@@ -324,35 +321,32 @@ class GraphedBlock:
         for table in tables:
             table.update((name, alias_of.get(p, p)) for name, p in table.items() if p is not None)
         try:
-            with adding(self._block.modules()), self._summing():
+            with adding(self._block.modules()):
                 yield
         finally:
             for table, original in zip(tables, own, strict=True):
                 table.update(original)
 
-    def _summing(self) -> AbstractContextManager[None]:
-        return self.sums.used() if self.sums is not None else contextlib.nullcontext()
-
     def prepare(self, forward: Callable[[], Any]) -> None:
-        """Before the first capture: see what a backward will have to draw again."""
+        """Find the random draws that a backward repeats, before the first capture."""
         if self._rng is not None and self._recomputed is None and self._recomputes:
             with torch.no_grad():
                 self._recomputed = self._rng.recomputed(forward)
 
     def recomputable(self) -> AbstractContextManager[None]:
-        """Around the capture of a forward."""
+        """Let a captured forward's recomputed parts draw from generators of their own."""
         return self._recomputed.handed_out() if self._recomputed else contextlib.nullcontext()
 
     def drawing(self) -> AbstractContextManager[None]:
-        """Around a replay that may draw random numbers."""
+        """Give a replay the tracker's random states."""
         return self._rng.replaying() if self._rng is not None else contextlib.nullcontext()
 
     def random_states(self) -> dict[str, torch.Tensor]:
-        """What :meth:`rewind` wants to know of the moment before a forward."""
+        """The random states before a forward, for :meth:`rewind`."""
         return self._recomputed.states() if self._recomputed else {}
 
     def rewind(self, begun: dict[str, torch.Tensor]) -> None:
-        """Before a backward: what it computes again draws as its forward did, which began so."""
+        """Let a backward's recomputed parts draw like its forward, which began in these states."""
         if self._recomputed:
             self._recomputed.rewind(begun)
 
@@ -365,8 +359,8 @@ class GraphedBlock:
         if isinstance(hidden, torch.Tensor) and not hidden.requires_grad:
             if not self.accumulators:
                 return self._original(**kwargs)
-            # What lies before it is frozen. The parameters are no inputs of the replay: without
-            # one that needs a gradient autograd would never ask for theirs.
+            # All layers before it are frozen, and the parameters are no inputs of the replay:
+            # autograd would not run its backward.
             hidden = hidden.detach().requires_grad_()
         graphs = self._graphs(self._slots, hidden, options)
         if graphs is None:
@@ -374,7 +368,7 @@ class GraphedBlock:
         return _Replay.apply(hidden, graphs, options)  # type: ignore[no-untyped-call]
 
     def _graphs(self, slots: Slots, hidden: Any, options: Mapping[str, Any]) -> _Graphs | None:
-        """Graphs in a free slot; None where this call must run eagerly."""
+        """Graphs in a free slot; None if this call must run eagerly."""
         signature = _signature(hidden, options)
         self._signature = self._signature or signature
         if signature is None or signature != self._signature:
@@ -395,26 +389,19 @@ class GraphedBlock:
         return slot.graphs[self]
 
     def _capture_in(self, slot: _Slot, slots: Slots, options: Mapping[str, Any]) -> None:
-        """Add this block's graphs to a slot; where that fails, it runs eagerly from here on."""
-        graphs, fault = None, "they could not be captured on the other tensor-parallel rank"
+        """Add this block's graphs to a slot; if that fails, it runs eagerly from then on."""
         try:
-            graphs = _Graphs(self, slot, slots, options)
+            slot.graphs[self] = _Graphs(self, slot, slots, options)
         except Exception as error:  # whatever it is, this chunk can be run without
             first: BaseException = error
             while first.__context__ is not None:
                 first = first.__context__
-            fault = one_line(first, 200)
-        if self.sums is not None and not self.sums.agree(graphs is not None):
-            graphs = None
-        if graphs is not None:
-            slot.graphs[self] = graphs
-            return
-        self._failed = True
-        self._say(f"runs without graphs: {fault}")
+            self._failed = True
+            self._say(f"runs without graphs: {one_line(first, 200)}")
 
 
 def _taken(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's gradient, which it keeps no longer."""
+    """Take a tensor's gradient away from it."""
     gradient, tensor.grad = tensor.grad, None
     assert gradient is not None
     return gradient
@@ -429,7 +416,7 @@ def _reserved(tensor: torch.Tensor) -> int:
 
 
 def _signature(hidden: Any, options: Mapping[str, Any]) -> Any:
-    """What must be equal for a graph to serve; None if a value cannot be compared."""
+    """The properties that must be equal to replay a graph; None if a value cannot be compared."""
     if not isinstance(hidden, torch.Tensor):
         return None
     described: list[Any] = [hidden.shape, hidden.dtype]

@@ -1,4 +1,4 @@
-"""Making work replayable: one CUDA graph around one function. ``graphs`` is the only caller."""
+"""Captures one function as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megatron.dpp.mcore.graphs.rng import CapturedRng
 
 
 class Replayable(Protocol):
-    """Work that was captured."""
+    """Captured work."""
 
     def replay(self) -> None: ...
 
 
 Capture = Callable[[Callable[[], None], Any], Replayable]
-"""Makes work replayable: (function, memory pool) -> graph. Tests without a GPU pass their own."""
+"""Captures work: (function, memory pool) -> graph. Tests without a GPU pass their own."""
 
 
 class CudaGraph:
-    """One captured function; nothing is executed while it is captured."""
+    """One captured function, not executed by the capture."""
 
     def __init__(
         self, function: Callable[[], None], pool: Any, stream: torch.cuda.Stream, rng: CapturedRng
@@ -50,6 +50,6 @@ class CudaGraph:
 
 
 def cuda_capture(rng: CapturedRng) -> Capture:
-    """Captures on a stream of its own, with these random states."""
+    """Capture CUDA graphs on a stream of their own, with these random states."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     return lambda function, pool: CudaGraph(function, pool, stream, rng)

@@ -1,11 +1,9 @@
-"""Reductions of gradients that begin while a replayed backward is still running.
+"""Gradient reductions that overlap a replayed backward.
 
-DistributedDataParallel reduces a bucket group as soon as its last gradient is there. To the host
-all gradients of a replay are there at once, and to its stream only when it is over: nothing of
-their reduction would be hidden. So a captured backward adds each gradient where it is computed and
-records an event where those of a bucket group are complete; a stream of their own lets the
-reductions begin behind these events (docs/decisions/0015-reductions-beside-a-replay.md).
-``graphed_block`` is the only caller.
+DistributedDataParallel reduces a bucket group as soon as its last gradient is there. A replay
+finishes all gradients at once, so nothing would overlap. A captured backward therefore records an
+event where the gradients of a bucket group are complete, and a stream of their own starts the
+reductions behind these events (docs/decisions/0015-reductions-beside-a-replay.md).
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 
 
 class Additions:
-    """What one captured backward adds, by bucket group in the order in which they are complete.
+    """The gradients that one captured backward adds, by bucket group in order of completion.
 
     Args:
         group_of: the bucket group of each of the block's parameters; empty where DDP does not
@@ -29,18 +27,18 @@ class Additions:
     """
 
     def __init__(
-        self, group_of: dict[torch.nn.Parameter, Any], sizes: Counter[Any], marks: bool
+        self, group_of: dict[torch.nn.Parameter, Any], sizes: Counter[Any], *, marks: bool
     ) -> None:
         self._group_of, self._sizes, self._marks = group_of, sizes, marks
         self.parameters: dict[Any, list[torch.nn.Parameter]] = {}
         self._events: defaultdict[Any, list[Any]] = defaultdict(list)
 
     def event(self, group: Any) -> Any:
-        """What a replay records when it has added all gradients of a group; None if nothing is."""
+        """The event of a group's completion in a replay; None if none is recorded."""
         return self._events[group][-1] if self._events[group] else None
 
     def add(self, parameter: torch.nn.Parameter) -> None:
-        """This gradient was added on the current stream, which captures."""
+        """Note a gradient that was added on the current, capturing stream."""
         if parameter not in self._group_of:
             return
         group = self._group_of[parameter]
@@ -70,12 +68,12 @@ class Reductions:
         self._stream: torch.cuda.Stream | None = None
 
     def additions(self) -> Additions:
-        """For one capture of a backward."""
-        return Additions(self._group_of, self._sizes, self._marks)
+        """A new record for one capture of a backward."""
+        return Additions(self._group_of, self._sizes, marks=self._marks)
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Gradients that are added meanwhile do not start their reduction."""
+        """Keep gradients that are added in this block from starting their reduction."""
         was = [group.is_last_microbatch for group in self._groups]
         for group in self._groups:
             group.is_last_microbatch = False
@@ -86,7 +84,7 @@ class Reductions:
                 group.is_last_microbatch = last
 
     def start(self, added: Additions) -> None:
-        """A replay that adds these was launched; with the last microbatch's they are reduced."""
+        """Reduce what a launched replay adds, if it is the last microbatch's."""
         if not any(group.is_last_microbatch for group in self._groups):
             return
         for group, parameters in added.parameters.items():
@@ -97,9 +95,7 @@ class Reductions:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def _behind(self, event: Any) -> AbstractContextManager[Any]:
-        """What is queued meanwhile runs when this event has come; at the end of the replay if there
-        is none.
-        """
+        """Queue work behind this event, or at the end of the replay if there is none."""
         if event is None:
             return nullcontext()
         if self._stream is None:
@@ -109,8 +105,8 @@ class Reductions:
 
 
 def _recorded() -> Any:
-    """An event that every replay records here; None without a GPU, or where an older PyTorch has
-    none that can be waited for outside of a graph.
+    """An event that every replay records here; None without a GPU, or if this PyTorch has no
+    events that can be waited for outside of a graph.
     """
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return None

@@ -1,4 +1,4 @@
-"""Random draws inside of CUDA graphs, the same as without them. ``graphs`` is the only caller."""
+"""Random draws inside of CUDA graphs, equal to those without them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron.dpp.mcore.patching import replaced
+from megatron.dpp.mcore import compat
+
+_STATES = "tensor_parallel.random:_get_all_rng_states"
 
 
 class CapturedRng:
     """Random draws inside of CUDA graphs, from the states that Megatron's tracker holds.
 
-    A graph follows generators, not the saved states that the tracker switches between. While work
-    is captured the tracker holds generators of ours; before a replay they take over its states, and
-    give them back after it, so that graphs and eager work draw the same numbers.
+    A graph uses generators, not the saved states that the tracker switches between. During a
+    capture the tracker holds generators of ours. They take its states before a replay and return
+    them after it, so graphs and eager work draw the same numbers.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class CapturedRng:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[list[torch.Generator]]:
-        """Around a capture; yields the generators that the graph must be told of."""
+        """Prepare the tracker for a capture; yields the generators to register with the graph."""
         tracker = get_cuda_rng_tracker()
         states, was_safe = tracker.states_, tracker.use_cudagraphable_rng
         if was_safe:
@@ -46,7 +47,7 @@ class CapturedRng:
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        """Around a replay that draws."""
+        """Exchange random states with the tracker around a replay."""
         tracker = get_cuda_rng_tracker()
         for name, generator in self._generators.items():
             generator.set_state(tracker.states_[name])
@@ -66,13 +67,13 @@ class CapturedRng:
 
 
 _DEFAULT = ""
-"""Stands for the device's default generator among the tracker's names."""
+"""Name of the device's default generator among the tracker's names."""
 
 
 @dataclass(frozen=True)
 class _Draw:
-    """A generator for one state of one recomputed part: at ``offset`` from where the state
-    ``source`` is when the forward begins.
+    """A generator for one state of one recomputed part, at ``offset`` from the state ``source`` at
+    the forward's beginning.
     """
 
     source: str
@@ -81,12 +82,11 @@ class _Draw:
 
 
 class RecomputedDraws:
-    """Lets a captured backward draw again what its forward drew.
+    """Lets a captured backward repeat its forward's random draws.
 
-    megatron-core saves the random states where a recomputed part of the forward begins, and returns
-    to them in the backward. A captured backward cannot return to a state, but it can draw from a
-    generator of its own: each recomputed part has one per state of the tracker, which is set before
-    the backward is replayed to where the forward had come.
+    megatron-core restores saved random states in the backward, which a graph cannot. So each
+    recomputed part has a generator per state of the tracker, which is set to the forward's position
+    before the backward is replayed.
 
     Args:
         forward: see :meth:`CapturedRng.recomputed`.
@@ -120,12 +120,12 @@ class RecomputedDraws:
         return states
 
     def generators(self) -> list[torch.Generator]:
-        """All of them; a graph that draws from one must know it."""
+        """All generators, to register with graphs."""
         return [draw.generator for part in self._parts for draw in part.values()]
 
     @contextlib.contextmanager
     def handed_out(self) -> Iterator[None]:
-        """Around the capture of a forward: its recomputed parts keep our generators."""
+        """Let the recomputed parts of a captured forward keep our generators."""
         parts = iter(self._parts)
         with _answering(lambda: self._as_saved(next(parts))):
             yield
@@ -138,7 +138,7 @@ class RecomputedDraws:
         return torch.get_rng_state(), default, {**tracked, **own}
 
     def rewind(self, begun: dict[str, torch.Tensor]) -> None:
-        """Before a replay of the backward whose forward began with these states."""
+        """Set the generators for a backward whose forward began in these states."""
         for part in self._parts:
             for draw in part.values():
                 state = begun[draw.source].clone()
@@ -147,16 +147,14 @@ class RecomputedDraws:
 
 
 def _source(name: str, state: torch.Tensor, begun: dict[str, torch.Tensor]) -> str:
-    """Whose state this is: where the tracker has switched, the default generator has another's."""
+    """The name of the state's owner; the tracker may have switched the default generator to it."""
     seed = int(state.view(torch.int64)[0])
     alike = [known for known in begun if int(begun[known].view(torch.int64)[0]) == seed]
     return name if name in alike else alike[0]
 
 
 def _offset(state: torch.Tensor) -> int:
-    """How far a CUDA generator has come: of the two integers that are its state, the second; the
-    first is its seed.
-    """
+    """The position of a CUDA generator; its state is two integers, the seed and this."""
     return int(state.view(torch.int64)[1])
 
 
@@ -169,17 +167,17 @@ def _new_generator() -> torch.Generator:
 
 
 def _answering(answer: Callable[[], Any]) -> AbstractContextManager[None]:
-    """megatron-core's question for all random states, at the start of a recomputed part, is
-    answered by ``answer``; by itself where that returns None.
+    """Replace megatron-core's reading of all random states at the start of a recomputed part by
+    ``answer``, unless that returns None.
     """
-    return replaced(parallel_random, "_get_all_rng_states", lambda itself: answer() or itself())
+    return compat.patched(_STATES, lambda itself: answer() or itself())
 
 
 @contextlib.contextmanager
 def _unchanged_states() -> Iterator[None]:
-    """Whatever is drawn meanwhile is forgotten."""
-    saved = parallel_random._get_all_rng_states()
+    """Restore all random states afterwards."""
+    saved = compat.lookup(_STATES)()
     try:
         yield
     finally:
-        parallel_random._set_all_rng_states(*saved)
+        compat.lookup("tensor_parallel.random:_set_all_rng_states")(*saved)

@@ -1,19 +1,16 @@
 """CUDA graphs of a chunk's forward, backward and weight gradients.
 
-Launching the kernels of one task costs the host milliseconds, and a schedule that chooses late
-cannot hide them. ``ChunkGraphs`` captures the transformer block of each model chunk once and
-replays it with one launch. Embedding, LM head, loss and everything around the block stay eager;
-megatron-core's step functions do not notice.
+Launching the kernels of one task costs the host milliseconds, which a schedule that decides late
+cannot hide. ``ChunkGraphs`` captures the transformer block of each model chunk once and replays it
+with one launch. Embedding, LM head and loss stay eager.
 
-Tasks run in no fixed order, so graphs must not share memory in one: every chunk activation in
-flight has a *slot* of its own, a memory pool and buffers, from its F until its last W. A slot is
-made when a forward finds none free, so there are as many as the activation cap lets be in flight,
-and no more. Any chunk may use any slot, one at a time: each has its own graphs over the same
-memory. megatron-core's own graphs (``--cuda-graph-impl local``) share one pool among tasks in the
-order of a static schedule and run all of a backward at once, which is why they cannot serve here.
+Tasks run in no fixed order, so graphs cannot share memory in one: every chunk activation in flight
+has a *slot*, a memory pool and buffers, from its F until its last W. A slot is made when a forward
+finds none free, so the activation cap bounds their number. Any chunk may use any slot, one at a
+time. megatron-core's own graphs (``--cuda-graph-impl local``) share one pool in the order of a
+static schedule.
 
-The schedules in ``runtime/`` are the callers. What cannot be captured runs as before, and the
-reason is logged once.
+A chunk that cannot be captured runs eagerly, and the reason is logged once.
 """
 
 from __future__ import annotations
@@ -31,12 +28,11 @@ from megatron.dpp.config import ENGINE_ROWS
 from megatron.dpp.mcore.graphs.block import GraphedBlock, Slots
 from megatron.dpp.mcore.graphs.capture import Capture, cuda_capture
 from megatron.dpp.mcore.graphs.rng import CapturedRng
-from megatron.dpp.mcore.pair_sums import open_pair_sums
 from megatron.dpp.mcore.rng import needs_task_rng
 from megatron.dpp.mcore.wgrad.linear import WeightGradients, decoder_block
 
 _WARM_UP_STEPS = 2
-"""Training steps that run eagerly first: libraries initialise themselves, memory is measured."""
+"""Eager training steps before the capture, for initialisation and measurements."""
 
 
 class ChunkGraphs:
@@ -49,8 +45,6 @@ class ChunkGraphs:
         wanted: asked once, after the first steps, with the numbers of the chunks that can be
             captured, whether to capture at all.
         capture: how work is captured; None captures CUDA graphs on the current device.
-        pair_sums: two tensor-parallel ranks sum by their copy engines where they can; of no use
-            with a ``store``.
     """
 
     def __init__(
@@ -60,7 +54,6 @@ class ChunkGraphs:
         log: Callable[[str], None],
         wanted: Callable[[Sequence[int]], bool],
         capture: Capture | None = None,
-        pair_sums: bool = False,
     ) -> None:
         self._log, self._said, self._wanted = log, set[str](), wanted
         self._blocks: list[GraphedBlock] = []
@@ -70,8 +63,6 @@ class ChunkGraphs:
         self._addresses: list[list[int]] = []
         self._num_steps = 0
         self._num_said = 0
-        # Of a split backward no weight gradient stands beside the sum.
-        self._pair_sums = pair_sums and capture is None and store is None
         self._by_engine = any(_has_engine_layers(chunk) for chunk in chunks)
         rng = CapturedRng()
         draws = capture is None and needs_task_rng(chunks)
@@ -90,26 +81,20 @@ class ChunkGraphs:
 
     @property
     def awaits_size(self) -> bool:
-        """Whether chunks may be captured, and :meth:`keep_size` was not told yet how large an
-        activation is then.
-        """
+        """True until :meth:`keep_size` is called, if chunks may be captured."""
         return bool(self._blocks) and not self._slot_bytes
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one chunk activation in the slots that there are; 0 where there are none."""
+        """Bytes of one chunk activation in a slot; 0 without slots."""
         return self._slots.slot_bytes if self._slots is not None else 0
 
     def keep_size(self, slot_bytes: float) -> None:
-        """An activation's bytes were settled. The slots of this step are given up: a cap in bytes
-        allows fewer of them.
-        """
+        """Take an activation's size, and drop this step's slots: a cap in bytes allows fewer."""
         self._slot_bytes, self._slots = slot_bytes, None
 
     def close(self) -> None:
-        """Free what was captured: NCCL's communicators cannot be destroyed while graphs use them,
-        and a process would wait for ever.
-        """
+        """Free the graphs, without which NCCL's communicators cannot be destroyed."""
         self._blocks.clear()
         self._slots = None
         gc.collect()  # graphs and their slots know each other
@@ -122,7 +107,7 @@ class ChunkGraphs:
 
     @contextlib.contextmanager
     def bound(self, example: torch.Tensor) -> Iterator[None]:
-        """Around one training step. Outside of it the model is as it was.
+        """Replay graphs in one training step; the model is restored after it.
 
         Args:
             example: a tensor like a block's input, [s, b, h].
@@ -135,8 +120,6 @@ class ChunkGraphs:
             yield
             return
         self._make_room(example)
-        if self._pair_sums:
-            self._open_pair_sums(example)
         for block in self._blocks:
             block.bind(self._slots)
         try:
@@ -153,15 +136,8 @@ class ChunkGraphs:
                 f"{self._slots.slot_bytes / (1 << 20):.0f} MiB"
             )
 
-    def _open_pair_sums(self, example: torch.Tensor) -> None:
-        """Before the first capture, once."""
-        self._pair_sums = False
-        sums = open_pair_sums(self._blocks[0].chunk, example, self._log)
-        for block in self._blocks:
-            block.sums = sums
-
     def _attends(self, example: torch.Tensor) -> bool:
-        """Whether attention can be captured for inputs like this one, [s, b, h]."""
+        """True if attention can be captured for inputs like this one, [s, b, h]."""
         rows = example.shape[0]
         if not self._by_engine or rows % ENGINE_ROWS == 0:
             return True
@@ -172,13 +148,13 @@ class ChunkGraphs:
         return False
 
     def _make_room(self, example: torch.Tensor) -> None:
-        """Begin anew, with no graph captured, at the start and whenever parameters have moved."""
+        """Make new slots at the start and whenever parameters have moved."""
         addresses = [block.addresses() for block in self._blocks]
         if self._slots is None or addresses != self._addresses:
             self._slots = None
             if example.is_cuda:
                 gc.collect()  # graphs and their slots know each other
-                torch.cuda.empty_cache()  # what was the eager steps' is theirs now
+                torch.cuda.empty_cache()  # memory of the eager steps
             self._slots, self._addresses, self._num_said = Slots(example), addresses, 0
 
 

@@ -1,10 +1,9 @@
 """The state of PyTorch's Adam and SGD before their first step, which a checkpoint may have to hold.
 
-PyTorch makes its tensors in the first step, and a run in fp16 may skip many. megatron-core then
-cannot save (distrib_optimizer.py:642), or cannot resume (PyTorch asks every state for its step),
-and of SGD it does not know what to ask a checkpoint for (__init__.py:408). ``checkpointing`` saves
-inside of :func:`begun`, asks for a state to load after :func:`teach_sgd`, and passes what it loads
-through :func:`add_steps`.
+PyTorch makes its tensors in the first step, which a run in fp16 may skip. megatron-core then cannot
+save (distrib_optimizer.py:642) or resume (PyTorch needs every state's step), and it cannot make the
+state of SGD (__init__.py:408). ``checkpointing`` saves inside of :func:`begun`, asks for a state to
+load after :func:`teach_sgd`, and passes the loaded one through :func:`add_steps`.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 @contextlib.contextmanager
 def begun(optimizer: Any) -> Iterator[None]:
-    """Meanwhile an optimizer without state has what it would begin its first step with: no steps,
-    and moments of zero. Afterwards it has none again, so that parameters that never get a gradient
-    stay without."""
+    """Give an optimizer that has not stepped yet its initial state in this block, so that it can be
+    saved: no steps, and moments of zero.
+    """
     empty = [inner for _, inner in _pytorchs(optimizer) if not inner.state]
     for inner in empty:
         _begin(inner)
@@ -49,16 +48,16 @@ def _no_steps(group: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
 
 
 def teach_sgd(optimizer: Any) -> None:
-    """Let megatron-core make the state of SGD for which it then asks a checkpoint, as it does for
-    Adam."""
+    """Let megatron-core make the state of SGD to load into, as it does for Adam."""
     for each, inner in _pytorchs(optimizer):
         if each.init_state_fn is None:
             each.init_state_fn = lambda _, config=None, inner=inner: _begin(inner)
 
 
 def add_steps(optimizer: Any, loaded: Any) -> None:
-    """Count 0 steps, in place, where ``loaded`` (from ``torch_dist``) counts none: megatron-core
-    leaves a count of 0 out (optimizer.py:845)."""
+    """Add the step count 0, in place, to a ``loaded`` state (from ``torch_dist``) without one:
+    megatron-core does not save a count of 0 (optimizer.py:845).
+    """
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     parts = [loaded]
     if len(chained) > 1:
@@ -73,7 +72,7 @@ def add_steps(optimizer: Any, loaded: Any) -> None:
 
 
 def _pytorchs(optimizer: Any) -> list[tuple[Any, torch.optim.Optimizer]]:
-    """PyTorch's, each after megatron-core's around it; AdamW is an Adam."""
+    """Pairs of megatron-core's optimizer and PyTorch's inside of it; AdamW is an Adam."""
     pairs: list[tuple[Any, torch.optim.Optimizer]] = []
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(each, "optimizer", None)

@@ -1,8 +1,7 @@
 """PyTorch's FSDP2 around a model chunk, through megatron-core's wrapper.
 
-Parameters, gradients and optimizer state are cut over the data-parallel ranks (stages 2 and 3 of
-ZeRO). ``train.model`` calls this with ``--use-torch-fsdp2``; the collectives, and when they run,
-are PyTorch's business.
+Parameters, gradients and optimizer state are sharded over the data-parallel ranks (stages 2 and 3
+of ZeRO). ``train.model`` calls this with ``--use-torch-fsdp2``.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import optimizer as checkpointed_optimizer
 from megatron.core.distributed import (
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
@@ -20,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.distributed.tensor import DTensor
 
-from megatron.dpp.mcore.patching import replaced
+from megatron.dpp.mcore import compat
 
 
 class _FullySharded(TorchFullyShardedDataParallel):  # type: ignore[misc]
@@ -38,8 +36,7 @@ def fully_sharded(
     """Wrap ``chunk``; its parameters become DTensors that are gathered layer by layer.
 
     Only transformer layers become units of their own. Embeddings and output layer belong to the
-    root, which stays gathered for the whole forward: so they may share their weights, which
-    megatron-core's own choice of units rules out.
+    root, which stays gathered for the whole forward, so they may share their weights.
 
     Args:
         reshard_after_forward: True frees a layer's gathered parameters after its forward and
@@ -50,7 +47,7 @@ def fully_sharded(
 
 
 def shards_keep_identity() -> contextlib.AbstractContextManager[None]:
-    """While a sharded optimizer state is made: a parameter's local shard is always one object.
+    """Make a parameter's local shard always one object, while an optimizer state is sharded.
 
     dist_checkpointing/optimizer.py:36 finds a parameter's state by the identity of its shard; from
     PyTorch 2.12 on ``DTensor.to_local`` of a parameter makes a new object at each call.
@@ -59,13 +56,13 @@ def shards_keep_identity() -> contextlib.AbstractContextManager[None]:
     def local(_: Any, tensor: torch.Tensor) -> Any:
         return getattr(tensor, "_local_tensor", tensor)
 
-    return replaced(checkpointed_optimizer, "to_local_if_dtensor", local)
+    return compat.patched("dist_checkpointing.optimizer:to_local_if_dtensor", local)
 
 
 def as_shards(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """A loaded optimizer state that fits parameters which are DTensors; others stay as they are.
+    """Turn the shards of a loaded optimizer state into DTensors, where the parameters are.
 
-    dist_checkpointing loads local shards, and PyTorch's optimizers do not mix them with DTensors.
+    dist_checkpointing loads local shards, which PyTorch's optimizers do not mix with DTensors.
 
     Args:
         optimizer: megatron-core's, as ``get_megatron_optimizer`` made it.

@@ -1,8 +1,7 @@
-"""The optimizer's step in a few kernels, where neither Transformer Engine nor Apex is installed.
+"""The optimizer's step in a few kernels, without Transformer Engine and Apex.
 
-megatron-core then updates, clips and copies parameter by parameter, and waits for the device once
-for each parameter's norm. PyTorch has a kernel over all parameters for each of these. Nor does the
-host wait for the norm of all: what clipping divides by stays on the device.
+megatron-core updates, clips and copies parameter by parameter, and waits for the device at each
+parameter's norm. PyTorch has kernels over all parameters, and the norm stays on the device.
 """
 
 from __future__ import annotations
@@ -14,36 +13,36 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import clip_grads
-from megatron.core.optimizer import optimizer as core
 from megatron.core.utils import local_multi_tensor_l2_norm, to_local_if_dtensor
 from torch.distributed.tensor import DTensor
 
-from megatron.dpp.mcore.patching import replaced
+from megatron.dpp.mcore import compat
 
 
 @contextlib.contextmanager
 def fused_step(optimizer: Any) -> Iterator[None]:
-    """Around ``optimizer.step()`` of one of megatron-core's optimizers.
+    """Fuse ``optimizer.step()`` of one of megatron-core's optimizers.
 
-    On a CPU nothing changes, and nothing that Transformer Engine or Apex brings is replaced. The
-    results differ in their last digits from those of the many kernels; every schedule gets the
-    same.
+    Nothing changes on a CPU, or with Transformer Engine or Apex. Results differ in their last
+    digits from those of the many kernels, equally for all schedules.
     """
     on_gpus = [inner for inner in _optimizers(optimizer) if _is_on_gpus(inner)]
     with contextlib.ExitStack() as around:
         for inner in on_gpus:
             if isinstance(inner, torch.optim.Adam):  # AdamW is one
                 around.enter_context(_one_kernel(inner))
-        if on_gpus and clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
-            for owner, name, ours in _KERNELS:
-                around.enter_context(replaced(owner, name, ours))
+        if (
+            on_gpus
+            and compat.lookup("optimizer.clip_grads:l2_norm_impl") is local_multi_tensor_l2_norm
+        ):
+            for name, ours in _KERNELS.items():
+                around.enter_context(compat.patched(name, ours))
             around.enter_context(clipping(on_gpus))
         yield
 
 
 def _optimizers(optimizer: Any) -> list[Any]:
-    """PyTorch's (or their kin) inside of megatron-core's; none on a rank without parameters."""
+    """The optimizers inside of megatron-core's; none on a rank without parameters."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     inner = [getattr(each, "optimizer", None) for each in chained]
     return [each for each in inner if each is not None]
@@ -56,9 +55,7 @@ def _is_on_gpus(inner: Any) -> bool:
 
 @contextlib.contextmanager
 def _one_kernel(adam: torch.optim.Adam) -> Iterator[None]:
-    """PyTorch's fused Adam, for one step: the setting would be saved with the parameter groups and
-    bind whoever loads them.
-    """
+    """Use PyTorch's fused Adam for one step; a lasting setting would be saved in checkpoints."""
     settings = [{name: group[name] for name in ("fused", "foreach")} for group in adam.param_groups]
     for group in adam.param_groups:
         group["fused"], group["foreach"] = True, False
@@ -76,8 +73,8 @@ def _one_kernel(adam: torch.optim.Adam) -> Iterator[None]:
 
 @contextlib.contextmanager
 def clipping(inner: Sequence[Any]) -> Iterator[None]:
-    """Gradients are clipped by a norm that the host does not know yet, those of an Adam within its
-    step (as PyTorch's gradient scaler would divide them).
+    """Clip gradients by a norm that stays on the device; Adam divides by it within its step, as by
+    a gradient scale.
     """
     owners = {p: each for each in inner for group in each.param_groups for p in group["params"]}
 
@@ -98,8 +95,8 @@ def clipping(inner: Sequence[Any]) -> Iterator[None]:
 
     try:
         with (
-            replaced(core, "get_grad_norm_fp32", grad_norm),
-            replaced(core, "clip_grad_by_total_norm_fp32", clip),
+            compat.patched("optimizer.optimizer:get_grad_norm_fp32", grad_norm),
+            compat.patched("optimizer.optimizer:clip_grad_by_total_norm_fp32", clip),
         ):
             yield
     finally:
@@ -113,9 +110,8 @@ def grad_norm(
     norm_type: float = 2,
     grad_stats_parallel_group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """megatron-core's norm of all gradients over ``grad_stats_parallel_group``: fp64 [], on their
-    device, for a rank without any, too; a number, as megatron-core's own, for other norms and for
-    DTensors.
+    """The norm of all gradients over ``grad_stats_parallel_group``: fp64 [] on their device; a
+    number for other norms than 2 and for DTensors, as megatron-core's own.
     """
     if norm_type != 2 or _sharded(grads):
         return original(grads, norm_type, grad_stats_parallel_group)
@@ -132,8 +128,8 @@ def _sharded(grads: Sequence[torch.Tensor]) -> bool:
 
 
 def divisor(max_norm: float, total_norm: torch.Tensor) -> torch.Tensor:
-    """What clips gradients of this norm to ``max_norm``: fp32 []; 1 if they are within it, and
-    where the norm is NaN, as megatron-core clips none of them then.
+    """The divisor that clips gradients of this norm to ``max_norm``: fp32 [], at least 1; 1 for
+    NaN, as megatron-core does not clip then.
     """
     excess = (total_norm + 1e-6) / max_norm
     return excess.nan_to_num(nan=1.0, posinf=math.inf).clamp(min=1.0).float()
@@ -177,10 +173,11 @@ def _shards(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [to_local_if_dtensor(tensor) for tensor in tensors]
 
 
-_KERNELS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    (clip_grads, "l2_norm_impl", l2_norm),
-    (clip_grads, "multi_tensor_scale_impl", scale),
-    (core, "multi_tensor_scale_impl", scale),
-    (core, "_multi_tensor_copy_this_to_that", copy),
-)
-"""Owner, name, what takes its place."""
+_L2_NORM = "optimizer.clip_grads:l2_norm_impl"
+_KERNELS: dict[str, Callable[..., Any]] = {
+    _L2_NORM: l2_norm,
+    "optimizer.clip_grads:multi_tensor_scale_impl": scale,
+    "optimizer.optimizer:multi_tensor_scale_impl": scale,
+    "optimizer.optimizer:_multi_tensor_copy_this_to_that": copy,
+}
+"""megatron-core's functions, and what takes their place."""

@@ -1,10 +1,8 @@
-"""Finding NaN and infinity in gradients without making the host wait for a GPU.
+"""Checks of gradients for NaN and infinity that do not make the host wait for a GPU.
 
-DistributedDataParallel looks at every bucket's norm before it is reduced
-(``--check-for-nan-in-loss-and-grad``), and the host waits for each. At a step's end it has then
-nothing queued, and the optimizer's many small launches leave the device idle. ``GradientChecks``
-computes the same norms in the same places and reads them when the step is launched.
-``train.loop`` is the caller.
+DistributedDataParallel reads every bucket's norm before its reduction
+(``--check-for-nan-in-loss-and-grad``), and the host waits for each. ``GradientChecks`` computes the
+same norms and reads them after the whole step is launched.
 """
 
 from __future__ import annotations
@@ -15,13 +13,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-from megatron.dpp.mcore.patching import replaced
+from megatron.dpp.mcore import compat
+
+_CHECK = "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.check_grads"
 
 
 def on_the_way(value: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """A copy on the host, and the event that tells when it is there; None where it is already."""
+    """A copy on the host, and the event of its arrival; None if it is there already."""
     if not value.is_cuda:
         return value, None
     copy = value.to("cpu", non_blocking=True)  # into pinned memory
@@ -38,11 +37,11 @@ class GradientChecks:
 
     @contextmanager
     def late(self) -> Iterator[None]:
-        """Around the forwards and backwards of a step: what is checked meanwhile is told by
-        :meth:`read`. Where gradients are compared with earlier ones, checks are megatron-core's.
+        """Collect the norms of a step's gradients for :meth:`read`. Checks for large gradients
+        stay megatron-core's.
         """
         self._unread.clear()  # of a step that was broken off
-        with replaced(_ParamAndGradBucketGroup, "check_grads", self._look):
+        with compat.patched(_CHECK, self._look):
             yield
 
     def _look(
@@ -55,8 +54,8 @@ class GradientChecks:
             self._unread.append((number, *on_the_way(bucket.grad_data.norm(p=2))))
 
     def read(self) -> str | None:
-        """Wait for the norms of this step; the first that is not finite and its bucket, in words,
-        None if there is none. The parameters may have been updated with such gradients.
+        """Wait for the norms of this step; a text with the first that is not finite and its
+        bucket, or None. The parameters may have been updated with such gradients.
         """
         unread, self._unread = self._unread, []
         for number, norm, event in unread:

@@ -1,5 +1,4 @@
-"""megatron-core's optimizers: parameter groups, and loading into a distributed one around PyTorch's
-Adam.
+"""Parameter groups, and checkpoints of a distributed optimizer around PyTorch's Adam.
 
 megatron-core's distributed optimizer was written for Transformer Engine's and Apex's Adam, which
 keep one step count for all parameters; PyTorch's has a tensor of its own per parameter.
@@ -14,27 +13,26 @@ import contextlib
 from typing import Any
 
 import torch
-from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
+from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron.dpp.mcore.patching import replaced
+from megatron.dpp.mcore import compat
 
 
 def parameter_groups(chunks: list[Any], settings: Any) -> list[dict[str, Any]]:
-    """The groups that megatron-core makes of the parameters of ``chunks``: which take weight decay,
-    which have a learning rate of their own.
+    """megatron-core's groups of the parameters of ``chunks``, by weight decay and learning rate.
 
     Args:
         settings: megatron-core's ``OptimizerConfig``.
     """
-    groups: list[dict[str, Any]] = _get_param_groups(
+    groups: list[dict[str, Any]] = compat.lookup("optimizer:_get_param_groups")(
         chunks, settings, get_standard_config_overrides(config=settings)
     )
     return groups
 
 
 def fill_state(optimizer: Any) -> None:
-    """Give every distributed optimizer without state one of zeros, which loading then overwrites.
+    """Give distributed optimizers without state one of zeros, which loading overwrites.
 
     megatron-core's ``sharded_state_dict`` reads the step from the state of PyTorch's Adam
     (distrib_optimizer.py:641), which has none before its first step; Transformer Engine's keeps the
@@ -50,7 +48,7 @@ def fill_state(optimizer: Any) -> None:
 
 
 def steps_may_lack() -> contextlib.AbstractContextManager[None]:
-    """While a state is loaded: what the checkpoint does not have of a parameter stays as it is.
+    """Keep the parts of a parameter's state that a loaded checkpoint does not have.
 
     distrib_optimizer.py:940 asks the checkpoint for every tensor of PyTorch's Adam, but the step is
     never stored by parameter (distrib_optimizer.py:2101).
@@ -61,11 +59,12 @@ def steps_may_lack() -> contextlib.AbstractContextManager[None]:
             self, model_param, {**self._get_main_param_and_optimizer_states(model_param), **tensors}
         )
 
-    return replaced(DistributedOptimizer, "_set_main_param_and_optimizer_states", put_what_is_there)
+    name = "optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states"
+    return compat.patched(name, put_what_is_there)
 
 
 def own_steps(optimizer: Any) -> None:
-    """Give every parameter the step count of the checkpoint, each in a tensor of its own.
+    """Give every parameter the checkpoint's step count, in a tensor of its own.
 
     distrib_optimizer.py:820 puts one tensor into the states of all parameters, in which PyTorch's
     Adam then counts every parameter's update, and the states of :func:`fill_state` bring a count of

@@ -1,6 +1,4 @@
-"""A process that ends with the one that started it. ``writers`` uses it; spawned processes import
-it, so it imports little.
-"""
+"""Ends a process with the one that started it. Spawned processes import it."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ _C_LIBRARY = ctypes.CDLL(None)  # opened before any fork: another thread may hol
 
 
 def end_with_parent() -> None:
-    """In a process of ``multiprocessing``: from now on the kernel kills it when the thread that
-    started it ends, and at once if its parent has ended already.
+    """Let the kernel kill this process of ``multiprocessing`` when the thread that started it ends;
+    end it now if its parent has ended already.
     """
     _C_LIBRARY.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     parent = multiprocessing.parent_process()

@@ -1,9 +1,8 @@
 """Processes that write a ``torch_dist`` checkpoint, bound to the life of the rank that saves.
 
 megatron-core starts a manager process at the first save, for its queue of results, and a writer per
-file. Neither looks at the rank: when that is killed, the manager stays for ever, with a socket in
-the temporary folder, and writers go on writing into a folder that the next run may write to.
-``train.checkpointing`` saves inside :func:`bound_writers`.
+file. When the rank is killed, the manager would stay for ever, and writers would go on writing into
+a folder that the next run may use. ``train.checkpointing`` saves inside :func:`bound_writers`.
 """
 
 from __future__ import annotations
@@ -17,38 +16,40 @@ from collections.abc import Callable, Iterator
 from multiprocessing.managers import SyncManager
 from typing import Any
 
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-from megatron.dpp.mcore.patching import replaced
+from megatron.dpp.mcore import compat
 from megatron.dpp.mcore.training.parent import end_with_parent
+
+_FILES = "dist_checkpointing.strategies.filesystem_async"
+_QUEUE = f"{_FILES}:_results_queue"
 
 
 @contextlib.contextmanager
 def bound_writers() -> Iterator[None]:
-    """While it lasts, what megatron-core starts for a save ends with this process."""
+    """Let the processes that megatron-core starts for a save end with this one."""
     with (
-        replaced(filesystem_async, "_get_write_results_queue", _results_queue),
-        replaced(filesystem_async.FileSystemWriterAsync, "write_preloaded_data", _bound),
+        compat.patched(f"{_FILES}:_get_write_results_queue", _results_queue),
+        compat.patched(f"{_FILES}:FileSystemWriterAsync.write_preloaded_data", _bound),
     ):
         yield
 
 
 def bound_request(request: AsyncRequest) -> AsyncRequest:
-    """``request`` for a process of its own, forked or spawned, and that one's writers alike."""
+    """``request`` for a process of its own that ends, with its writers, with this one."""
     if request.async_fn is None:
         return request
     return request._replace(async_fn=functools.partial(_write_bound, request.async_fn))
 
 
-def _results_queue(original: Callable[[], Any]) -> Any:
-    if filesystem_async._results_queue is None:
+def _results_queue(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if compat.lookup(_QUEUE) is None:
         # An address without a file: nothing of it can be left behind.
         address = f"\0dpp-writers-{os.getpid()}-{secrets.token_hex(4)}"
         manager = SyncManager(address, ctx=multiprocessing.get_context("spawn"))
         manager.start(end_with_parent)
-        filesystem_async._results_queue = manager.Queue()
-    return original()
+        compat.assign(_QUEUE, manager.Queue())
+    return original(*args, **kwargs)
 
 
 def _bound(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -1,10 +1,8 @@
 """The weight gradient's matrix product that adds into ``main_grad``, from PyTorch.
 
-megatron-core's ``gradient_accumulation_fusion`` calls an extension of Apex. Where that is not
-installed, ``provide`` puts the two functions of this module in its place, for megatron-core's own
-linear layers and for the deferred ones (``wgrad``) alike: cuBLAS adds the fp32 result of the
-product into the gradient buffer, so that no gradient in half precision is written, rounded and read
-again.
+megatron-core's ``gradient_accumulation_fusion`` calls an extension of Apex. Without it ``provide``
+puts the two functions of this module in its place: cuBLAS adds the fp32 product into the gradient
+buffer, and no half-precision gradient is written and read again.
 """
 
 from __future__ import annotations
@@ -13,19 +11,23 @@ import sys
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import layers
+
+from megatron.dpp.mcore import compat
+
+_AVAILABLE = "tensor_parallel.layers:_grad_accum_fusion_available"
+_KERNELS = "tensor_parallel.layers:fused_weight_gradient_mlp_cuda"
 
 
 def available() -> bool:
-    """Whether Apex or this PyTorch has such a product for GPUs (PyTorch 2.8 and later have)."""
-    return layers._grad_accum_fusion_available or hasattr(torch.ops.aten.addmm, "dtype_out")
+    """True if Apex or this PyTorch (2.8 or later) has such a product for GPUs."""
+    return compat.lookup(_AVAILABLE) or hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
 def provide() -> None:
     """Let ``gradient_accumulation_fusion`` work without Apex, on GPUs. May be called twice."""
-    if not layers._grad_accum_fusion_available:
-        layers.fused_weight_gradient_mlp_cuda = sys.modules[__name__]
-        layers._grad_accum_fusion_available = True
+    if not compat.lookup(_AVAILABLE):
+        compat.assign(_KERNELS, sys.modules[__name__])
+        compat.assign(_AVAILABLE, True)
 
 
 def accumulate(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> None:
@@ -36,7 +38,7 @@ def accumulate(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor
         total_input: [tokens, in].
         grad_output: [tokens, out].
     """
-    kernels, main_grad = layers.fused_weight_gradient_mlp_cuda, weight.main_grad
+    kernels, main_grad = compat.lookup(_KERNELS), weight.main_grad
     half = main_grad.dtype in (torch.float16, torch.bfloat16)
     kernel = kernels.wgrad_gemm_accum_fp16 if half else kernels.wgrad_gemm_accum_fp32
     kernel(total_input, grad_output, main_grad)

@@ -1,18 +1,13 @@
 """Weight gradients apart from input gradients, for megatron-core's parallel linear layers.
 
-A backward pass computes two things per linear layer: the gradient of its input, which the previous
-stage is waiting for, and the gradient of its weight, which nobody waits for until the optimizer
-step. ``WeightGradients`` rebinds the linear layers of a model chunk for a step, so that a backward
-pass computes the first and *defers* the second; ``run`` catches up later, one layer at a time. Each
-weight receives its contributions in the order in which ``run`` is called for its microbatches,
-through the very hook that DistributedDataParallel registered, so the numbers are those of a fused
-backward to the last bit.
+The previous stage waits for the gradient of a linear layer's input; the gradient of its weight is
+needed only by the optimizer step. ``WeightGradients`` rebinds the linear layers of a chunk for a
+step, so that a backward pass computes the former and *defers* the latter; ``run`` computes it
+later, one layer at a time. Each weight gets its contributions in microbatch order through
+DistributedDataParallel's own hook, so the numbers are bitwise those of a fused backward.
 
-Transformer Engine's modules delay their weight gradients themselves (``te``); W then asks them.
-
-Not deferred, because little is gained and much memory held: embeddings, the LM head, biases and
-norms (MEASURED.md, points 5 and 6, has the numbers). The executor in ``runtime/`` is the only
-caller.
+Transformer Engine's modules delay their weight gradients themselves (``te``). Embeddings, the LM
+head, biases and norms are not deferred: they would hold much memory for little gain.
 
 Source of the idea: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024).
 """
@@ -42,7 +37,7 @@ from megatron.dpp.mcore.wgrad.te import DelayedModules
 
 @dataclass(frozen=True)
 class _Layer:
-    """One rebound linear layer: where its deferred work goes and how a gradient is added."""
+    """One rebound linear layer."""
 
     piece: int
     weight: torch.nn.Parameter
@@ -53,9 +48,7 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Deferred:
-    """What the weight gradient of one layer and microbatch needs: shapes [s(/tp), b, in] and [s, b,
-    out].
-    """
+    """The operands of one layer's weight gradient: [s(/tp), b, in] and [s, b, out]."""
 
     layer: _Layer
     input: torch.Tensor
@@ -80,10 +73,10 @@ class _Deferred:
 
 
 class DeferredWork(Protocol):
-    """Something that a backward pass leaves for later."""
+    """Work that a backward pass leaves for its W."""
 
     def num_bytes(self) -> int:
-        """Memory that it keeps until then, beyond what the activation holds anyway."""
+        """Memory that it holds, beyond the activation."""
         ...
 
     def compute(self) -> None:
@@ -92,11 +85,10 @@ class DeferredWork(Protocol):
 
 
 class _InputGradientNow(torch.autograd.Function):
-    """``input @ weight.T + bias`` whose backward returns the input gradient and hands the rest to
-    the store.
+    """``input @ weight.T + bias`` whose backward defers the weight gradient to the store.
 
-    The weight is reached through ``layer`` and is no input of the graph: were it one, the engine
-    would run its gradient accumulator, and DDP's hook with it, although no gradient exists yet.
+    The weight is no input of the autograd graph: otherwise autograd would run its gradient
+    accumulator, and DDP's hook, before its gradient exists.
     """
 
     @staticmethod
@@ -141,8 +133,8 @@ class _InputGradientNow(torch.autograd.Function):
 
 
 def _gather(input_: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
-    """The full sequence of a sequence-parallel input ([s/tp, b, h] -> [s, b, h]); as it is without
-    a group.
+    """The full sequence of a sequence-parallel input, [s/tp, b, h] -> [s, b, h]; without a group
+    the input itself.
     """
     if group is None:
         return input_
@@ -154,8 +146,8 @@ def _gather(input_: torch.Tensor, group: torch.distributed.ProcessGroup | None) 
 
 
 def gather_buffers() -> list[torch.Tensor]:
-    """What sequence-parallel inputs are gathered into. megatron-core replaces such a buffer by a
-    larger one when more is asked for.
+    """The buffers of gathered sequence-parallel inputs. megatron-core replaces one by a larger one
+    when needed.
     """
     if not parallel_state.model_parallel_is_initialized():
         return []
@@ -182,16 +174,16 @@ class WeightGradients:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that deferred work keeps alive, beyond what activations hold anyway."""
+        """Memory that deferred work holds, beyond activations."""
         return self._held_bytes + sum(modules.num_bytes() for modules in self._delayed)
 
     def delayed_by_modules(self, chunk: int) -> DelayedModules | None:
-        """The modules of a chunk that keep their weight gradients back; None if it has none."""
+        """The modules of a chunk that delay their weight gradients; None if it has none."""
         return self._delayed[chunk] or None
 
     def _prepare(self, chunk: torch.nn.Module) -> int:
         """Find a chunk's linear layers; returns its number of pieces (transformer layers), 0 if
-        none of them can be deferred.
+        nothing can be deferred.
         """
         if getattr(get_model_config(chunk), "enable_autocast", False):
             raise ConfigError(
@@ -223,8 +215,8 @@ class WeightGradients:
 
         def forward_impl(input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
             if torch.is_grad_enabled() and not (input.requires_grad or _wants(options["bias"])):
-                # All before it is frozen: of the inputs below none would need a gradient, and
-                # autograd would not ask for the weight's. It is computed within B.
+                # All layers before it are frozen, so autograd would not run the backward below.
+                # The weight gradient is computed within B.
                 own: torch.Tensor = type(module)._forward_impl(module, input, weight, **options)
                 return own
             sequence_parallel = options["sequence_parallel"]
@@ -242,7 +234,7 @@ class WeightGradients:
 
     @contextmanager
     def bound(self) -> Iterator[None]:
-        """Around one step: the layers' backwards defer. Outside of it the model is as it was."""
+        """Make the layers' backwards defer for one step; the model is restored after it."""
         for modules in self._delayed:
             modules.restart()
         for module, forward_impl in self._layers:
@@ -257,14 +249,14 @@ class WeightGradients:
 
     @contextmanager
     def collect(self, chunk: int, microbatch: int) -> Iterator[None]:
-        """Around one backward pass: what its layers defer belongs to (chunk, microbatch)."""
+        """Assign the work that one backward pass defers to (chunk, microbatch)."""
         with self.divert() as self._waiting[chunk, microbatch]:
             yield
         self._delayed[chunk].after_backward(microbatch)
 
     @contextmanager
     def divert(self) -> Iterator[dict[int, list[DeferredWork]]]:
-        """Around a backward pass whose deferred work the caller keeps, by layer of the chunk."""
+        """Give the work that a backward pass defers to the caller, by layer of the chunk."""
         before, self._current = self._current, defaultdict(list)
         try:
             yield self._current
@@ -272,8 +264,8 @@ class WeightGradients:
             self._current = before
 
     def defer(self, layer: int, work: DeferredWork) -> None:
-        """Leave work of a layer (counted from the chunk's first) to its W; done at once outside of
-        :meth:`collect`.
+        """Defer work of a layer (counted from the chunk's first); outside of :meth:`collect` it
+        runs at once.
         """
         if self._current is None:
             work.compute()
@@ -282,9 +274,7 @@ class WeightGradients:
         self._held_bytes += work.num_bytes()
 
     def run(self, chunk: int, microbatch: int, piece: int) -> None:
-        """Compute and accumulate the weight gradients of one transformer layer (``piece`` counts
-        from the last).
-        """
+        """Compute the weight gradients of one transformer layer; ``piece`` counts from the last."""
         waiting, layer = self._waiting[chunk, microbatch], self.num_pieces[chunk] - 1 - piece
         if self._delayed[chunk]:
             self._delayed[chunk].run(layer, microbatch)
@@ -304,9 +294,7 @@ def _wants(bias: torch.Tensor | None) -> bool:
 def gradient_accumulator(
     weight: torch.nn.Parameter, chunk: torch.nn.Module
 ) -> Callable[[torch.Tensor], None]:
-    """How a finished gradient is added to ``weight``: through DDP's own hook where DDP wraps the
-    chunk.
-    """
+    """A function that adds a gradient to ``weight``, through DDP's hook if DDP wraps the chunk."""
     ddp = _ddp_of(chunk)
     hook = None if ddp is None else ddp._make_backward_post_hook(weight)
 

@@ -5,23 +5,18 @@ gradient needs in a queue of its own (``wgrad_store``): a backward pass puts one
 ``backward_dw()`` takes the oldest, computes the gradient and runs the hooks that
 DistributedDataParallel registered with the module. ``wgrad.WeightGradients`` is the caller.
 
-Why a first-in-first-out queue is enough, although tasks run in no fixed order: a module belongs to
-one layer of one chunk, a chunk's B's run in microbatch order, so the k-th entry of each of its
-queues is microbatch k's; and the chunk's W's run in microbatch order too, piece by piece, so the
-k-th take of a layer is for microbatch k. :class:`DelayedModules` asserts both orders. The same
-order makes the entry that overwrites ``main_grad`` (``gradient_accumulation_fusion`` and the
-package's ``is_first_microbatch``) the first one to be taken.
+A chunk's B's and W's each run in microbatch order, so a first-in-first-out queue per module is
+enough: its k-th entry is microbatch k's. :class:`DelayedModules` asserts both orders. Thus the
+entry that overwrites ``main_grad`` (``is_first_microbatch``) is the first one to be taken.
 
-What a backward pass leaves in ``grad`` of these parameters has to wait with the queue's entry: a
-bias that megatron-core adds itself has its gradient there, a weight that goes straight to
-``main_grad`` a meaningless one, and ``backward_dw`` expects either of its own microbatch only.
+The ``grad`` that a backward pass leaves in these parameters waits with the queue's entry, as
+``backward_dw`` expects that of its own microbatch.
 
-Where a chunk is replayed as CUDA graphs (``graphed_block``), the captured backward's entries are
-taken off the queues and each captured W puts its own back, so that replays leave the queues alone.
+Under CUDA graphs the captured backward's entries are taken off the queues and each captured W puts
+its own back, so that replays leave the queues alone.
 
-Facts of Transformer Engine 2.7 to 2.20, read from its sources (``module/base.py``, ``linear.py``),
-and tried with 2.11; before 2.7 a module has no hooks and drops a gradient that finds another in its
-place.
+This holds for Transformer Engine 2.7 to 2.20 by its sources, and was run with 2.11. Modules before
+2.7 have no hooks.
 """
 
 from __future__ import annotations
@@ -50,7 +45,7 @@ def delay_weight_gradients(config: Any) -> str | None:
     check of that field wants its overlap of experts' communication too, hence not the constructor.
 
     Returns:
-        None, or why it cannot be: the config is then as it was and the backward stays fused.
+        None, or the reason why not: the config is then unchanged and the backward stays fused.
     """
     reason = why_fused(config)
     if reason is None:
@@ -59,7 +54,7 @@ def delay_weight_gradients(config: Any) -> str | None:
 
 
 def why_fused(config: Any) -> str | None:
-    """Why Transformer Engine's layers cannot delay their weight gradients under a dynamic order."""
+    """The reason why Transformer Engine's layers cannot delay weight gradients here, or None."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed"
     from megatron.core.utils import get_te_version, is_te_min_version
@@ -79,13 +74,13 @@ def why_fused(config: Any) -> str | None:
 
 
 def is_delayed(module: Any) -> bool:
-    """Whether a module keeps its weight gradients back."""
+    """True if a module delays its weight gradients."""
     store = getattr(module, "wgrad_store", None)
     return store is not None and hasattr(module, "backward_dw") and store.delay_wgrad_compute()
 
 
 def _has_trained_weight(module: torch.nn.Module) -> bool:
-    """A module whose weight is frozen leaves nothing in its queue.
+    """True if the weight is trained; else the module puts nothing into its queue.
 
     Raises:
         ConfigError: its bias is not frozen, whose gradient comes with the weight's.
@@ -105,7 +100,7 @@ def _has_trained_weight(module: torch.nn.Module) -> bool:
 
 
 def refuse_delayed(chunks: list[torch.nn.Module], why: str) -> None:
-    """A schedule that runs no W tasks would lose the gradients of such modules.
+    """Refuse modules that delay weight gradients, where no W tasks run.
 
     Raises:
         ConfigError: a chunk has one.
@@ -114,7 +109,7 @@ def refuse_delayed(chunks: list[torch.nn.Module], why: str) -> None:
         if any(is_delayed(module) for module in chunk.modules()):
             raise ConfigError(
                 f"chunk {number}: its Transformer Engine layers were built with "
-                f"delay_wgrad_compute, whose weight gradients nobody would compute: {why}"
+                f"delay_wgrad_compute, so their weight gradients would be lost: {why}"
             )
 
 
@@ -127,7 +122,7 @@ class DelayedModules:
         ddp: its DistributedDataParallel wrapper, or None.
 
     Raises:
-        ConfigError: no wrapper takes each gradient away, or it waits for it in the backward pass.
+        ConfigError: the wrapper is missing, or expects gradients in the backward pass.
     """
 
     def __init__(self, chunk: torch.nn.Module, layers: list[torch.nn.Module], ddp: Any) -> None:
@@ -156,7 +151,7 @@ class DelayedModules:
         self._replayed: set[int] = set()
 
     def after_backward(self, microbatch: int) -> None:
-        """A backward pass is over. Modules outside of the layers, which have no W, catch up."""
+        """End a backward pass; modules outside of the layers, which have no W, compute theirs."""
         if microbatch != self._next_backward:
             raise AssertionError(
                 f"backward of microbatch {microbatch} where {self._next_backward} was due"
@@ -172,7 +167,7 @@ class DelayedModules:
                 module.backward_dw()
 
     def run(self, layer: int, microbatch: int) -> None:
-        """Compute the oldest weight gradients of one layer, which are this microbatch's."""
+        """Compute one layer's weight gradients of this microbatch, the oldest in its queues."""
         if microbatch != self._next_weight[layer]:
             raise AssertionError(
                 f"weight gradients of microbatch {microbatch}, layer {layer}, where the queue "
@@ -184,23 +179,23 @@ class DelayedModules:
                 delayed.compute()
 
     def knows(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether a W adds this parameter's gradient."""
+        """True if a W adds this parameter's gradient."""
         return any(delayed.knows(parameter) for delayed in self._inside)
 
     def take(
         self, gradients: Mapping[torch.nn.Parameter, torch.Tensor | None]
     ) -> Iterator[tuple[int, TakenEntry]]:
-        """Take what a backward pass has just left off the queues; yields the layer with each.
+        """Take the entries of the last backward pass off the queues; yields each with its layer.
 
         Args:
-            gradients: what the pass left in ``grad`` of parameters that :meth:`knows` names.
+            gradients: the pass's ``grad`` of parameters that :meth:`knows`.
         """
         for number, row in enumerate(self._layers):
             for delayed in row:
                 yield number, delayed.take(gradients)
 
     def num_bytes(self) -> int:
-        """Memory that the layers' queues keep alive."""
+        """Memory that the layers' queues hold."""
         return sum(
             tensor.numel() * tensor.element_size()
             for delayed in self._inside
@@ -209,14 +204,14 @@ class DelayedModules:
         )
 
     def check_empty(self) -> None:
-        """After the last task: nothing was left behind."""
+        """Assert after the last task that the queues are empty."""
         left = sum(delayed.queue.qsize() for delayed in self._inside)
         if left:
             raise AssertionError(f"{left} delayed weight gradients were not computed")
 
 
 class _Delayed:
-    """One module, and what backward passes left in ``grad`` of its delayed parameters."""
+    """One module, and the ``grad`` of its delayed parameters per backward pass."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.queue = module, module.wgrad_store.context
@@ -256,18 +251,18 @@ class _Delayed:
 
 @dataclass(frozen=True)
 class TakenEntry:
-    """What a backward pass left with one module: its queue's entry and its parameters' ``grad``."""
+    """One module's queue entry and its parameters' ``grad`` of one backward pass."""
 
     owner: _Delayed
     entry: Any
     gradients: list[torch.Tensor | None]
 
     def num_bytes(self) -> int:
-        """None of its own: it is captured, and its memory is the slot's."""
+        """0: its memory is the slot's."""
         return 0
 
     def compute(self) -> None:
-        """Let the module compute it, before whatever else waits in its queue."""
+        """Let the module compute it before the other entries of its queue."""
         with self.owner.queue.mutex:
             self.owner.queue.queue.appendleft(self.entry)
         self.owner.backward_dw(self.gradients)
@@ -275,8 +270,8 @@ class TakenEntry:
 
 @contextlib.contextmanager
 def adding(modules: Iterable[Any]) -> Iterator[None]:
-    """Weight gradients are added to ``main_grad`` meanwhile. In an iteration's first microbatch
-    these modules overwrite it, which a graph would do in every one.
+    """Make modules add weight gradients to ``main_grad``, which they overwrite in an iteration's
+    first microbatch and a graph would overwrite in all.
     """
     firsts = [module for module in modules if getattr(module, "is_first_microbatch", False)]
     for module in firsts:

@@ -10,14 +10,14 @@ import torch
 from torch.distributed import DistError, HashStore
 
 from megatron.dpp.errors import PeerDead
-from megatron.dpp.runtime import failure as blame
-from megatron.dpp.runtime.base import Replacement
+from megatron.dpp.runtime import failure
+from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.transport.base import Transport
 from megatron.dpp.transport.fake import FakeNetwork
 
 
-class Opened(Replacement):
+class Opened(PipelineSchedule):
     """Rank 0 of two; a call or an optimizer after it fails as ``network`` does."""
 
     injected_seconds = 0.0
@@ -42,7 +42,7 @@ class Opened(Replacement):
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.dpp.transport.base._EXPLAIN_SECONDS", 0.01)
-    monkeypatch.setattr(blame, "_ASK_SECONDS", 0.1)
+    monkeypatch.setattr(failure, "_ASK_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
         is_initialized=lambda: True, get_rank=lambda: 0, DistError=DistError,
         distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
     )  # fmt: skip
-    monkeypatch.setattr(blame, "dist", job)
+    monkeypatch.setattr(failure, "dist", job)
     return store
 
 
@@ -94,7 +94,7 @@ def test_an_error_of_no_collective_is_not_put_down_to_another_rank(store: HashSt
 
 
 def test_a_lost_store_leaves_the_collectives_error(store: HashStore) -> None:
-    blame.dist.distributed_c10d._get_default_store = lambda: _Lost()  # type: ignore[attr-defined]
+    failure.dist.distributed_c10d._get_default_store = lambda: _Lost()  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="gloo"), Opened():
         raise RuntimeError(GLOO)
 

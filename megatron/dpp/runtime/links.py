@@ -1,39 +1,66 @@
-"""What dynamic and static schedules open in the same way: links, and a device's pace."""
+"""Opens the links of a schedule, and counts what has arrived on them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from megatron.core import parallel_state
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.direction import Direction
 from megatron.dpp.hosts import address_towards
-from megatron.dpp.runtime.pace import DevicePace, HostPace, Pace
-from megatron.dpp.runtime.topology import Topology
+from megatron.dpp.runtime.topology import Channels
+from megatron.dpp.schedule import Geometry
 from megatron.dpp.transport import TransportOptions, kinds, open_transport
 from megatron.dpp.transport.base import ChannelSpec, Transport
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ABANDON_SECONDS = 3.0
-"""A rank that has not noticed a lost peer by then waits in a collective that will not end."""
+"""Time after which a rank that has not noticed a lost peer hangs in a collective."""
 
 
-def pipeline_of(chunks: list[torch.nn.Module], pg_collection: Any = None) -> Topology:
-    """This rank's place in its pipeline, from the given process groups or megatron-core's own."""
-    group = (
-        pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
-    )
-    ranks = torch.distributed.get_process_group_ranks(group)
-    return Topology(tuple(ranks), torch.distributed.get_rank(group), len(chunks))
+class Links:
+    """An opened transport with the maps between its channels and tasks, and counts of what was
+    read.
+
+    Args:
+        transport: opened with ``channels.specs``.
+        channels: this rank's channels.
+    """
+
+    def __init__(self, transport: Transport, channels: Channels) -> None:
+        channels.bind(transport.outgoing, transport.incoming)
+        self.transport, self.channels = transport, channels
+        self.consumed = [0] * len(transport.incoming)
+        """Microbatches of earlier iterations, per incoming channel."""
+        self._parts = [channels.tensors_in(index) for index in range(channels.num_incoming)]
+        self._whole = max(self._parts, default=1) == 1
+
+    def poll(self) -> Sequence[int]:
+        """Microbatches that have arrived on each incoming channel with all of their tensors."""
+        arrived = self.transport.poll()
+        if self._whole:
+            return arrived
+        return [total // parts for total, parts in zip(arrived, self._parts, strict=True)]
+
+    def coming(self) -> Sequence[int]:
+        """As :meth:`poll`, with microbatches in flight that may be taken; empty if unknown."""
+        coming = self.transport.coming()
+        if self._whole or not coming:
+            return coming
+        return [total // parts for total, parts in zip(coming, self._parts, strict=True)]
+
+    def consume(self, geometry: Geometry) -> None:
+        """Count the microbatches of an iteration that is over."""
+        for index, (direction, _) in enumerate(self.channels.receiving):
+            if not (geometry.forward_only and direction == Direction.BACKWARD):
+                self.consumed[index] += geometry.num_microbatches
 
 
 def own_address(config: DppConfig) -> str | None:
-    """This rank's part of ``--node-ips``; torchrun says how many ranks a node has.
-
-    Left out, it is the address that packets to the master carry. None with one node only.
+    """This rank's address of ``--node-ips``, or without it the one that packets to the master
+    carry; None with one node.
     """
     world_size = torch.distributed.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -77,19 +104,11 @@ def open_links(
 
 
 def why_not_ahead(config: DppConfig, transport: Transport) -> str | None:
-    """Why tasks are not launched ahead of their inputs though ``config`` asks for it; None where
-    they are, or where that makes no difference.
+    """The reason why tasks are not launched ahead of their inputs although ``config`` asks for it;
+    None if they are, or if it makes no difference.
     """
     announced = any(kinds.find(link.kind).announces for link in transport.links())
     waits = announced and transport.board is None
     if config.launch_ahead and waits and os.environ.get(_CONNECTIONS) == "1":
         return f"with {_CONNECTIONS}=1 a GPU that waits would hold up what it has to send"
     return None
-
-
-def pace_for(config: DppConfig, follow: bool) -> Pace:
-    """How far the host may run ahead here: not at all on a CPU, a little on a GPU."""
-    if torch.cuda.is_available():
-        lookahead = None if config.lookahead < 0 else config.lookahead * 1e-3
-        return DevicePace(lookahead, follow)
-    return HostPace()

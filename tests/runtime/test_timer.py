@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.runtime.pace import DevicePace
+from megatron.dpp.runtime.timer import DeviceTimer
 
 KEY = ("W", 0)
 
@@ -59,114 +59,114 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
     monkeypatch.setattr(Event, "device", made, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr("megatron.dpp.runtime.pace.time.monotonic", made.monotonic)
+    monkeypatch.setattr("megatron.dpp.runtime.timer.time.monotonic", made.monotonic)
     return made
 
 
-def launch(pace: Any, number: int = 1) -> None:
+def launch(timer: Any, number: int = 1) -> None:
     for _ in range(number):
-        pace.begin()
-        pace.launched(KEY)
+        timer.begin()
+        timer.launched(KEY)
 
 
-def learned(device: Device, lookahead: float) -> DevicePace:
-    """A pace that knows how long a task takes, with nothing queued."""
-    pace = DevicePace(lookahead)
-    launch(pace)
+def learned(device: Device, lookahead: float) -> DeviceTimer:
+    """A timer that knows how long a task takes, with nothing queued."""
+    timer = DeviceTimer(lookahead)
+    launch(timer)
     device.now += 10.0
-    assert pace.pause() == 0.0 and pace.durations[KEY] == pytest.approx(1.0)
-    return pace
+    assert timer.pause() == 0.0 and timer.durations[KEY] == pytest.approx(1.0)
+    return timer
 
 
 def test_the_next_task_is_chosen_so_long_before_the_end_of_the_running_one(device: Device) -> None:
-    pace = learned(device, 0.25)
-    launch(pace)
-    assert pace.pause() > 0.0
+    timer = learned(device, 0.25)
+    launch(timer)
+    assert timer.pause() > 0.0
     device.now += 0.7
-    assert pace.pause() > 0.0
+    assert timer.pause() > 0.0
     device.now += 0.1
-    assert pace.pause() == 0.0
+    assert timer.pause() == 0.0
 
 
 def test_short_tasks_are_queued_until_they_last_as_long(device: Device) -> None:
     """A queue of two tasks at most left the device idle where tasks are shorter than launches."""
-    pace = learned(device, 2.5)
-    launch(pace, 2)
-    assert pace.pause() == 0.0
-    launch(pace)
-    assert pace.pause() > 0.0
+    timer = learned(device, 2.5)
+    launch(timer, 2)
+    assert timer.pause() == 0.0
+    launch(timer)
+    assert timer.pause() > 0.0
     device.now += 0.6
-    assert pace.pause() == 0.0
+    assert timer.pause() == 0.0
 
 
 def test_of_tasks_never_seen_only_one_is_queued_ahead(device: Device) -> None:
-    pace = DevicePace(100.0)
-    launch(pace)
-    assert pace.pause() == 0.0
-    launch(pace)
-    assert pace.pause() > 0.0
+    timer = DeviceTimer(100.0)
+    launch(timer)
+    assert timer.pause() == 0.0
+    launch(timer)
+    assert timer.pause() > 0.0
 
 
 def test_a_task_runs_from_the_beginning_of_its_launch(device: Device) -> None:
     """Counted from the end of its launch, a task that an idle device took up at once seemed to have
     its whole time left: the host waited although the device was about to be idle again."""
     device.overlaps = True
-    pace = learned(device, 0.25)
-    pace.begin()
+    timer = learned(device, 0.25)
+    timer.begin()
     device.now += 0.8
-    pace.launched(KEY)
-    assert pace.pause() == 0.0
+    timer.launched(KEY)
+    assert timer.pause() == 0.0
     device.now += 5.0
-    pace.begin()
+    timer.begin()
     device.now += 0.5
-    pace.launched(KEY)
-    assert pace.pause() > 0.0
+    timer.launched(KEY)
+    assert timer.pause() > 0.0
 
 
 def test_a_task_launched_ahead_of_its_input_begins_when_the_device_has_it(device: Device) -> None:
-    pace = learned(device, 0.25)
-    assert not pace.waiting()
+    timer = learned(device, 0.25)
+    assert not timer.waiting()
     device._free_at = device.now + 5.0  # the device waits for the input
-    pace.begin(ahead=True)
-    pace.launched(KEY)
+    timer.begin(ahead=True)
+    timer.launched(KEY)
     device.now += 4.0
-    assert pace.waiting()
+    assert timer.waiting()
     device.now += 1.1
-    assert not pace.waiting() and pace.pause() > 0.0
+    assert not timer.waiting() and timer.pause() > 0.0
     device.now += 0.8
-    assert pace.pause() == 0.0
+    assert timer.pause() == 0.0
     device.now += 1.0
-    assert pace.pause() == 0.0 and pace.durations[KEY] == pytest.approx(1.0)
+    assert timer.pause() == 0.0 and timer.durations[KEY] == pytest.approx(1.0)
 
 
 def test_one_launch_that_took_long_does_not_fill_the_queue(device: Device) -> None:
-    pace = DevicePace(None)
-    pace.begin()
+    timer = DeviceTimer(None)
+    timer.begin()
     device.now += 100.0  # a graph was captured
-    pace.launched(KEY)
+    timer.launched(KEY)
     device.now += 10.0
-    assert pace.pause() == 0.0
-    pace.durations[KEY] = 1.0
-    launch(pace)
-    assert pace.pause() == 0.0
-    launch(pace)
-    assert pace.pause() > 0.0
+    assert timer.pause() == 0.0
+    timer.durations[KEY] = 1.0
+    launch(timer)
+    assert timer.pause() == 0.0
+    launch(timer)
+    assert timer.pause() > 0.0
 
 
 def test_launching_is_judged_by_the_chunk_that_waits_for_it_most(device: Device) -> None:
     """Beside an output layer of long kernels the rank's layers seemed to need no graphs, in one run
     and not in the next: 235 or 280 ms a step."""
     device.overlaps = True
-    pace = DevicePace(None)
+    timer = DeviceTimer(None)
     for chunk, launch_seconds, seconds in ((0, 1.0, 1.0), (1, 1.0, 9.0)):
         device.seconds = seconds
         for kind in ("F", "B"):
-            pace.begin()
+            timer.begin()
             device.now += launch_seconds
-            pace.launched((kind, chunk))
+            timer.launched((kind, chunk))
             device.now += 20.0
-            pace.pause()
-    assert pace.launch_share([0, 1]) == pytest.approx(1.0)
-    assert pace.launch_share([1]) == pytest.approx(1 / 9)
-    assert pace.launch_share([]) == 0.0
-    assert pace.launch_share([2]) == 0.0, "it has run nothing yet"
+            timer.pause()
+    assert timer.launch_share([0, 1]) == pytest.approx(1.0)
+    assert timer.launch_share([1]) == pytest.approx(1 / 9)
+    assert timer.launch_share([]) == 0.0
+    assert timer.launch_share([2]) == 0.0, "it has run nothing yet"

@@ -1,11 +1,9 @@
-"""How far the host may run ahead of the device.
+"""Times tasks, and says when the next one may be chosen.
 
-On a CPU a task is over when its call returns, and there is nothing to pace. On a GPU a call only
-queues work. A dynamic schedule that queued several tasks would decide before it knows; one that
-waited for the device to be idle would leave it idle while the next task is launched.
-``DevicePace`` opens the next decision when what is left of the queued work, judged by how long such
-tasks have taken, is as long as launching the next one takes: later, and a task's first small
-kernels outrun their launches; earlier, and the decision knows less than it could
+On a CPU a task is over when its call returns. On a GPU a call only queues work. A dynamic schedule
+that queues several tasks decides too early; one that waits for an idle device leaves it idle while
+the next task is launched. ``DeviceTimer`` allows the next decision when the queued work lasts as
+long as launching a task takes, by the durations measured so far
 (docs/decisions/0007-lookahead.md has the measurements).
 """
 
@@ -20,45 +18,43 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.dpp.config import DppConfig
+
 _SMOOTHING = 0.25
 """Weight of the newest duration in the running estimate."""
 
 
-class Pace(Protocol):
-    """What a schedule tells and asks around its tasks; ``key`` is (kind, chunk)."""
+class TaskTimer(Protocol):
+    """Measures the tasks of a schedule; ``key`` is (kind, chunk)."""
 
     durations: dict[tuple[str, int], float]
     """Seconds that a task of each (kind, chunk) takes, smoothed, without injected delays."""
 
     injected_seconds: float
-    """By how much tasks were prolonged so far, as measured."""
+    """Seconds by which tasks were prolonged so far, as measured."""
 
     def pause(self) -> float:
-        """Seconds until the next task may be chosen, as tasks have taken so far; 0: now."""
+        """Expected seconds until the next task may be chosen; 0 for now."""
         ...
 
     def waiting(self) -> bool:
-        """Whether the device still waits for the input of a task that was launched ahead of it."""
+        """True while the device waits for the input of a task that was launched ahead of it."""
         ...
 
     def launch_share(self, chunks: Sequence[int]) -> float:
-        """The part of a chunk's tasks' time for which the host is busy launching them, in the one
-        of ``chunks`` where it is largest; 0 on a CPU.
-        """
+        """The largest share of launching in the task time of any of ``chunks``; 0 on a CPU."""
         ...
 
-    def begin(self, ahead: bool = False) -> None:
-        """A task is about to be run; ``ahead``: it starts when the device has got its input, for
-        which it was told to wait just now.
-        """
+    def begin(self, *, ahead: bool = False) -> None:
+        """Start timing a task; ``ahead``: it starts when the device has its input."""
         ...
 
     def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
-        """Make the task that was just run take ``factor`` times as long and ``seconds`` more."""
+        """Make the task that just ran take ``factor`` times as long and ``seconds`` more."""
         ...
 
     def launched(self, key: tuple[str, int]) -> None:
-        """All work of the task has been queued."""
+        """Note that all work of the task is queued."""
         ...
 
 
@@ -71,8 +67,8 @@ def _least(times: dict[tuple[str, int], float], key: tuple[str, int], took: floa
     times[key] = min(took, times.get(key, took))
 
 
-class HostPace:
-    """For a CPU: a task that was run is over."""
+class HostTimer:
+    """The timer of a CPU, where a task is over when its call returns."""
 
     def __init__(self) -> None:
         self.durations: dict[tuple[str, int], float] = {}
@@ -89,7 +85,7 @@ class HostPace:
     def launch_share(self, chunks: Sequence[int]) -> float:
         return 0.0
 
-    def begin(self, ahead: bool = False) -> None:
+    def begin(self, *, ahead: bool = False) -> None:
         self._began = time.monotonic()
 
     def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
@@ -114,23 +110,23 @@ class _Running:
 
 @dataclass
 class _Delay:
-    """A prolongation: an event before it, and how long it was meant to take."""
+    """A prolongation: the event before it, and its intended length."""
 
     start: Any
     cycles: int
     seconds: float
 
 
-class DevicePace:
-    """For a GPU: the next task is chosen when the running one is nearly over.
+class DeviceTimer:
+    """The timer of a GPU, where the next task is chosen when the running one is nearly over.
 
     Args:
         lookahead: seconds of device work that may be left when the next task is chosen; None takes
             the longest time that launching a task takes, but no longer than the longest task.
-        follow: never hold back (a follower of its stage's leader, or a static schedule).
+        follow: never wait (a follower of its stage's leader, or a static schedule).
     """
 
-    def __init__(self, lookahead: float | None, follow: bool = False) -> None:
+    def __init__(self, lookahead: float | None, *, follow: bool = False) -> None:
         self._lookahead, self._follow = lookahead, follow
         self._running: deque[_Running] = deque()
         self.durations: dict[tuple[str, int], float] = {}
@@ -160,8 +156,8 @@ class DevicePace:
         return self._awaited is not None
 
     def _ahead(self) -> float:
-        """Seconds of queued work at which the next task is chosen. One launch that took long (a
-        graph was captured, the host was busy) must not fill the queue: a whole task is enough.
+        """Seconds of queued work at which the next task is chosen; at most a whole task, as a
+        launch may have taken long (a graph was captured, the host was busy).
         """
         if self._lookahead is not None:
             return self._lookahead
@@ -169,8 +165,8 @@ class DevicePace:
         return min(launch, max(self.durations.values(), default=0.0))
 
     def _left(self) -> float:
-        """Seconds of work that is queued, judged by how long such tasks have taken: from the end of
-        the task before, or from the beginning of their launch on a device that was idle.
+        """Expected seconds of queued work, from the end of the task before or, on an idle device,
+        from the beginning of the launch.
         """
         head, *others = self._running
         running = time.monotonic() - max(self._last_end, head.began)
@@ -182,7 +178,7 @@ class DevicePace:
         return self.durations.get(task.key, unknown) + delay
 
     def launch_share(self, chunks: Sequence[int]) -> float:
-        """From the shortest times of each kind of task: the first ones include initialisation."""
+        """Uses the shortest time per kind of task, as the first ones include initialisation."""
         return max(map(self._launch_share_of, chunks), default=0.0)
 
     def _launch_share_of(self, chunk: int) -> float:
@@ -190,7 +186,7 @@ class DevicePace:
         took = sum(self._least_took[key] for key in keys)
         return min(1.0, sum(self._least_launch[key] for key in keys) / took) if took else 0.0
 
-    def begin(self, ahead: bool = False) -> None:
+    def begin(self, *, ahead: bool = False) -> None:
         self._began, self._launched_ahead = time.monotonic(), ahead
         self._start = self._event()
         self._start.record()
@@ -219,7 +215,7 @@ class DevicePace:
             self._collect()
 
     def _collect(self) -> None:
-        """Take finished tasks off the head and learn how long they took."""
+        """Remove finished tasks from the queue's head and learn their durations."""
         while self._running and self._running[0].end.query():
             task = self._running.popleft()
             took = task.start.elapsed_time(task.end) * 1e-3
@@ -231,8 +227,8 @@ class DevicePace:
             self._free += (task.start, task.end)
 
     def _delayed(self, delay: _Delay, end: Any) -> float:
-        """Seconds that a delay took. The device's clock varies with its load, so it is followed:
-        otherwise a schedule would meet longer delays than another.
+        """Seconds that a delay took. Adapts to the device's clock, which varies with its load:
+        otherwise delays would depend on the schedule.
         """
         seconds: float = delay.start.elapsed_time(end) * 1e-3
         self.injected_seconds += seconds
@@ -258,3 +254,11 @@ class DevicePace:
             end.synchronize()
             self._cycles_per_second = cycles / (begin.elapsed_time(end) * 1e-3)
         return self._cycles_per_second
+
+
+def timer_for(config: DppConfig, *, follow: bool) -> TaskTimer:
+    """The timer of this machine's kind of device; ``follow`` as in :class:`DeviceTimer`."""
+    if torch.cuda.is_available():
+        lookahead = None if config.lookahead < 0 else config.lookahead * 1e-3
+        return DeviceTimer(lookahead, follow=follow)
+    return HostTimer()

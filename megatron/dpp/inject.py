@@ -1,12 +1,10 @@
-"""Variability on purpose: slow tasks, slow ranks, slow links, for measurements and tests.
+"""Injected delays: slow tasks, slow ranks, slow links, for measurements and tests.
 
 A specification such as ``jitter:0.3,transient:2x:20%,slow-link:0-1:5ms`` (flag ``--dpp-inject``)
-becomes an :class:`Injector`, which says by which factor a task is to take longer and by how many
-seconds a message is to be late. Every answer is a pure function of the seed and of what the task or
-message is, so all schedules meet the same trouble; a message is known by its number on its channel,
-of which dynamic schedules have one per chunk and static ones one for all, so theirs are late by
-other draws of the same kind. The executor, and the wrapper around megatron-core's static schedules,
-carry the answers out.
+becomes an :class:`Injector`, which gives the factor by which a task takes longer and the seconds by
+which a message is late. Both are pure functions of the seed and of the task or message, so all
+schedules meet the same delays. A message is known by its number on its channel; dynamic schedules
+have a channel per chunk and static ones one for all, so their draws differ.
 """
 
 from __future__ import annotations
@@ -26,14 +24,12 @@ _FORMS = (
     "head:FACTOR, delay:5ms (uniform up to), message-delay:5ms (uniform up to)"
 )
 _BURST_WORK = 6.0
-"""Mean length of a transient, in forwards of a whole rank (POLICY.md, trN): a slow period that is
-felt, and not noise.
-"""
+"""Mean length of a transient, in forwards of a whole rank."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What an answer may depend on.
+    """A task as the injected delays see it.
 
     ``begin`` and ``cost`` are in forwards of a whole rank: the work that the rank did before this
     task in this iteration, and the task's own. So a slow period covers the same share of the work
@@ -52,16 +48,16 @@ Slowdown = Callable[[int, int, Task], float]
 
 
 class Injector:
-    """Answers how much slower a task or a message of one rank is to be.
+    """The delays of one rank's tasks and messages.
 
     Args:
         specification: comma-separated list of the forms above.
         rank, num_ranks: place in the pipeline and its size.
-        seed: repeats a run's trouble exactly.
+        seed: the same seed gives the same delays.
         num_chunks: of each rank; the head is on the last one of the last rank.
 
     Raises:
-        ConfigError: a form that is not known, or a rank outside the pipeline.
+        ConfigError: an unknown form, or a rank outside the pipeline.
     """
 
     def __init__(
@@ -77,11 +73,11 @@ class Injector:
             self._add(item.strip())
 
     def factor(self, task: Task) -> float:
-        """By how much a task is to take longer (at least 1.0); never faster."""
+        """The factor by which a task takes longer, at least 1.0."""
         return max(1.0, math.prod(rule(task) for rule in self._factors))
 
     def seconds(self, task: Task) -> float:
-        """By how many seconds a task is to take longer, whatever its own duration."""
+        """The seconds by which a task takes longer, whatever its own duration."""
         return sum(rule(task) for rule in self._delays)
 
     def message_seconds(self, source: int, destination: int, number: int) -> float:
@@ -95,7 +91,7 @@ class Injector:
 
     @property
     def delays_messages(self) -> bool:
-        """Whether any message can be late."""
+        """True if any message can be late."""
         return bool(self._links) or self._message_delay > 0.0
 
     def _add(self, item: str) -> None:
@@ -139,7 +135,7 @@ class Injector:
         self._factors.append(rule)
 
     def _slow_work(self, iteration: int, share: float, begin: float, end: float) -> float:
-        """How much of the work from ``begin`` to ``end`` falls into this rank's slow periods."""
+        """The part of the work from ``begin`` to ``end`` in this rank's slow periods."""
         draw = self._draw(iteration, 2)
         slow = draw.random() < share
         healthy_work = _BURST_WORK * (1.0 - share) / share

@@ -1,0 +1,201 @@
+"""The table of megatron-core's private names, against the installed version and other sources."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import os
+import tarfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+import megatron.core
+import pytest
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore import compat
+from megatron.dpp.mcore.compat import TABLE, PrivateName, check_version, form_of
+
+ROOT = Path(__file__).resolve().parents[2]
+MCORE = ROOT / "megatron" / "dpp" / "mcore"
+SOURCES = Path(os.environ.get("DPP_MEGATRON_SOURCES", ROOT.parent / "shared" / "megatron-lm"))
+"""Archives ``NAME.tar.xz`` of Megatron-LM, each with a folder ``NAME/megatron/core``."""
+
+Read = Callable[[str], str | None]
+"""Text of a file under ``megatron/core``; None if there is none."""
+
+
+@pytest.mark.parametrize("key", sorted({entry.key for entry in TABLE}))
+def test_the_installed_version_has_every_name_as_the_table_says(key: str) -> None:
+    if form_of(key).module.startswith("transformer_engine"):
+        pytest.importorskip("transformer_engine.pytorch")
+    if "." not in form_of(key).name or form_of(key).parameters is not None:
+        compat.resolve(key)
+    folder = Path(megatron.core.__path__[0])
+
+    def read(path: str) -> str | None:
+        file = folder / path
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+
+    assert fault(read, form_of(key)) is None
+
+
+def test_the_version_is_that_of_what_is_imported() -> None:
+    assert megatron.core.__version__ == compat.VERSION
+
+
+@pytest.mark.parametrize("archive", sorted(SOURCES.glob("*.tar.xz")) or [None])
+def test_other_versions_have_every_name_as_the_table_says(archive: Path | None) -> None:
+    if archive is None:
+        pytest.skip(f"no *.tar.xz of Megatron-LM in {SOURCES} (DPP_MEGATRON_SOURCES)")
+    texts = dict(core_files(archive))
+    numbers = dict(
+        line.split(" = ") for line in texts["package_info.py"].splitlines() if " = " in line
+    )
+    version = ".".join(numbers[part] for part in ("MAJOR", "MINOR", "PATCH"))
+    forms = [form_of(key, version) for key in sorted({entry.key for entry in TABLE})]
+    faults = [fault(texts.get, form) for form in forms]
+    assert [text for text in faults if text] == []
+
+
+def core_files(archive: Path) -> Iterator[tuple[str, str]]:
+    """The sources in an archive by their paths under ``megatron/core``."""
+    wanted = {path for entry in TABLE for path in paths_of(entry.module)} | {"package_info.py"}
+    wanted |= {"utils.py", "optimizer/clip_grads.py", "transformer/moe/moe_utils.py"}
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            path = "/".join(PurePosixPath(member.name).parts[3:])
+            if path in wanted and PurePosixPath(member.name).parts[1:3] == ("megatron", "core"):
+                file = tar.extractfile(member)
+                assert file is not None
+                yield path, file.read().decode()
+
+
+def paths_of(module: str) -> tuple[str, str]:
+    path = module.removeprefix("megatron.core").lstrip(".").replace(".", "/")
+    return f"{path}.py", f"{path}/__init__.py"
+
+
+def fault(read: Read, entry: PrivateName) -> str | None:
+    """The difference between an entry and the sources, without running them."""
+    if entry.module.startswith("transformer_engine"):
+        return None
+    what = f"{entry.module}.{entry.name}"
+    found = definition(read, entry.module, entry.name)
+    if found is None:
+        return f"{what} is missing"
+    if entry.parameters is None:
+        return None
+    if not isinstance(found, ast.FunctionDef):
+        return f"{what} is no function"
+    own = found.args
+    names = [arg.arg for arg in own.posonlyargs + own.args]
+    names += [f"*{own.vararg.arg}"] if own.vararg else []
+    names += [arg.arg for arg in own.kwonlyargs]
+    names += [f"**{own.kwarg.arg}"] if own.kwarg else []
+    same = " ".join(names) == entry.parameters
+    return None if same else f"{what} has the parameters ({' '.join(names)})"
+
+
+def definition(read: Read, module: str, name: str) -> ast.AST | None:
+    """Where a name of a module is defined, imports within megatron-core followed."""
+    text = next((text for path in paths_of(module) if (text := read(path)) is not None), None)
+    if text is None:
+        return None
+    body = list(statements(ast.parse(text).body))
+    *classes, last = name.split(".")
+    for each in classes:
+        found = [node for node in body if isinstance(node, ast.ClassDef) and node.name == each]
+        if not found:
+            return None
+        body = list(statements(found[0].body))
+        body += [node for method in body for node in ast.walk(method) if node is not method]
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == last:
+            return node
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = {ast.unparse(each) for target in targets for each in ast.walk(target)}
+            if {last, f"self.{last}"} & names:
+                return node
+        if isinstance(node, ast.Import | ast.ImportFrom) and not classes:
+            for alias in node.names:
+                if (alias.asname or alias.name) == last:
+                    return imported(read, module, node, alias.name) or node
+    return None
+
+
+def imported(
+    read: Read, module: str, node: ast.Import | ast.ImportFrom, name: str
+) -> ast.AST | None:
+    if not isinstance(node, ast.ImportFrom):
+        return None
+    above = ".".join(module.split(".")[: -node.level]) + "." if node.level else ""
+    origin = f"{above}{node.module}"
+    return definition(read, origin, name) if origin.startswith("megatron.core") else None
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run at import, those inside of ``if`` and ``try`` too."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If):
+            yield from statements(node.body + node.orelse)
+        if isinstance(node, ast.Try):
+            handlers = [inner for handler in node.handlers for inner in handler.body]
+            yield from statements(node.body + handlers + node.orelse)
+
+
+@pytest.mark.parametrize("entry", TABLE, ids=lambda entry: f"{entry.name}-{entry.since}")
+def test_every_entry_is_needed_where_it_says(entry: PrivateName) -> None:
+    last = entry.key.rpartition(":")[2].rpartition(".")[2]
+    for user in entry.users.split():
+        assert last in (MCORE / user).read_text(encoding="utf-8"), user
+
+
+def test_forms_of_one_name_follow_each_other() -> None:
+    for key in {entry.key for entry in TABLE}:
+        forms = [entry for entry in TABLE if entry.key == key]
+        assert forms[0].since == compat.OLDEST and not forms[-1].until
+        for one, other in itertools.pairwise(forms):
+            assert one.until == other.since
+
+
+@pytest.mark.parametrize("version", ["0.16.0", "0.15.3", "0.9.0rc1"])
+def test_an_old_version_is_refused_in_one_line(version: str) -> None:
+    with pytest.raises(ConfigError, match=f"^megatron-core {version} is too old: .*0.16.1.*$"):
+        check_version(version)
+
+
+def test_a_newer_version_is_accepted_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.warns(RuntimeWarning, match=r"0\.21\.0 is newer than 0\.20"):
+        check_version("0.21.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for version in ("0.16.1", "0.17.0rc0", "0.20.5+local"):
+            check_version(version)
+
+
+def test_a_changed_signature_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    key = "pipeline_parallel.schedules:forward_step"
+    monkeypatch.setattr(schedules, "forward_step", lambda step, data: None)
+    compat.resolve.cache_clear()
+    with pytest.raises(ConfigError, match=r"schedules\.forward_step has the parameters \(step d"):
+        compat.lookup(key)
+    monkeypatch.delattr(schedules, "forward_step")
+    with pytest.raises(ConfigError, match=r"has no megatron\.core\..*schedules\.forward_step"):
+        compat.lookup(key)
+
+
+def test_a_name_outside_of_the_table_is_refused() -> None:
+    with pytest.raises(KeyError, match="not in the table"):
+        compat.lookup("pipeline_parallel.schedules:_nonsense")
+
+
+def test_a_name_may_have_another_name_in_a_newer_version() -> None:
+    key = "dist_checkpointing.strategies.filesystem_async:_get_write_results_queue"
+    names = [form_of(key, version).name for version in ("0.16.1", "0.17.0", "0.20.0")]
+    assert names == ["_get_write_results_queue", *["get_write_results_queue"] * 2]
