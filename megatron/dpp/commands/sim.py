@@ -4,7 +4,7 @@
     python -m megatron.dpp.sim --pp 8 --chunks 2 --microbatches 32 --jitter 0.3 --compare --seeds 10
     python -m megatron.dpp.sim --costs costs.json --microbatches 32 --compare --png step.png
 
-The form of a cost file is in ``measured.py``.
+``sim/measured.py`` describes cost files.
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron.dpp.errors import ConfigError, DppError
-from megatron.dpp.schedule import Geometry, parse_cap
+from megatron.dpp.schedule import BUILT_IN, Geometry, parse_cap
 from megatron.dpp.sim import conditions
-from megatron.dpp.sim.clock import Result
 from megatron.dpp.sim.conditions import CONDITIONS, Change, chain, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Shape
 from megatron.dpp.sim.draw import NO_MATPLOTLIB, draw
-from megatron.dpp.sim.grid import format_grid
 from megatron.dpp.sim.measured import MeasuredCosts, load_costs
-from megatron.dpp.sim.schedules import STATIC, find_plan, run_static
+from megatron.dpp.sim.result import Result, format_grid
+from megatron.dpp.sim.schedules import STATIC, find_schedule, run_static
 
 _GRID_COLUMNS = 260
-"""Wider grids are not printed unless asked for: they would wrap."""
+"""Wider grids are printed only with ``--grid``: they would wrap."""
 
 _MOST = {"lead": 1e6, "hop": 1e6, "head": 1e6, "jitter": 5.0, "lengths": 5.0}
-"""Largest values; with a larger sigma one task in a run is all that counts."""
+"""Largest values. With a larger sigma a single task outweighs the rest of a run."""
 
 _OWN_NAMES = {
     "--dpp-activation-cap": "--cap",
     "--dpp-policy": "--policy",
     "--microbatch-group-size-per-virtual-pipeline-stage": "--group",
 }
-"""Flags of training, which errors name, as they are called here."""
+"""Names here of training's flags, which errors name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status (2: something asked for cannot be)."""
+    """Run the command line; returns the exit status (2 for bad input)."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -87,8 +86,8 @@ def _add_schedule_flags(parser: argparse.ArgumentParser) -> None:
         "--policy",
         action="append",
         metavar="NAME",
-        help="dynamic (default), depth-first, breadth-first, megatron, your own module:function, "
-        f"or a static schedule: {', '.join(STATIC)}, earlier-dpp; may be repeated",
+        help=f"a dynamic policy: {', '.join(BUILT_IN)}, or your own module:function; or a static "
+        f"schedule: {', '.join(STATIC)}, earlier-dpp; default dynamic; may be repeated",
     )
     group.add_argument(
         "--compare",
@@ -173,8 +172,8 @@ def _check(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | Non
     first = Geometry(shape.num_ranks, 0, shape.num_chunks, shape.num_microbatches)
     if parse_cap(args.cap, first).needs_measuring:
         raise ConfigError(
-            f"--cap {args.cap}: bytes mean nothing to the simulator; give chunk activations as a "
-            "multiple of the pipeline size like 1.5p, megatron or strict"
+            f"--cap {args.cap}: the simulator has no sizes in bytes; give a multiple of the "
+            "pipeline size like 1.5p, megatron or strict"
         )
     if measured and args.condition:
         raise ConfigError("--condition has costs of its own; with --costs use --jitter and so on")
@@ -249,7 +248,7 @@ def _numbers(flag: str, text: str, form: str, example: str) -> list[float]:
 def _runner(name: str, args: argparse.Namespace, shape: Shape) -> Callable[[Costs], Result]:
     if name in STATIC:
         return lambda costs: run_static(name, shape, costs, beta=args.beta, group=args.group)
-    plan = find_plan(
+    schedule = find_schedule(
         name,
         cap=args.cap,
         split_backward=args.split_backward,
@@ -257,7 +256,7 @@ def _runner(name: str, args: argparse.Namespace, shape: Shape) -> Callable[[Cost
         w_pieces=args.w_pieces,
         group=args.group,
     )
-    return lambda costs: plan.run(shape, costs, lead=args.lead)
+    return lambda costs: schedule.run(shape, costs, lead=args.lead)
 
 
 def _comparison(

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.plan.model_costs import ModelCosts, from_measured
+from megatron.dpp.plan.shape import LayerLayout
 from megatron.dpp.schedule import Kind, Memory, head_room
-from megatron.dpp.sim.clock import Result
 from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.measured import MeasuredCosts
-from megatron.dpp.sim.schedules import Plan
+from megatron.dpp.sim.result import Result
+from megatron.dpp.sim.schedules import ScheduleConfig
 
 CAPS = ("strict", "megatron", "1.5p", "2p")
 _WORTH_MEMORY = 0.01
@@ -29,41 +30,12 @@ _WORTH = 0.002
 
 
 @dataclass(frozen=True)
-class Layout:
-    """``layers[s]`` transformer layers on virtual stage ``s``; the first has the embedding, the
-    last the head.
-    """
-
-    num_ranks: int
-    layers: tuple[int, ...]
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self.layers) // self.num_ranks
-
-    def rank_layers(self, rank: int) -> int:
-        """Layers of all chunks of ``rank``."""
-        return sum(self.layers[rank :: self.num_ranks])
-
-    def text(self) -> str:
-        """As ``--pipeline-model-parallel-layout`` takes it.
-
-        >>> Layout(2, (1, 3, 2, 0)).text()
-        'Et|ttt|tt|L'
-        """
-        stages = ["t" * count for count in self.layers]
-        stages[0] = "E" + stages[0]
-        stages[-1] += "L"
-        return "|".join(stages)
-
-
-@dataclass(frozen=True)
 class Prediction:
     """A simulated iteration; times in seconds, memory in bytes by rank. ``bubble`` is the share of
     the iteration that a rank waits, on average over ranks.
     """
 
-    layout: Layout
+    layout: LayerLayout
     cap: str
     seconds: float
     busiest_seconds: float
@@ -89,7 +61,7 @@ def from_run(measured: MeasuredCosts, layers: Sequence[int]) -> tuple[ModelCosts
         run.num_microbatches,
         split_backward=run.dynamic and measured.split,
     )
-    layout = Layout(measured.num_ranks, tuple(layers))
+    layout = LayerLayout(measured.num_ranks, tuple(layers))
     words = ("auto", "dynamic") if run.dynamic else ("megatron", "megatron")
     factor = run.seconds / planner.predict(layout, *words).seconds
     return model.lengthened(factor), factor
@@ -135,10 +107,10 @@ class Planner:
         self._seeds = list(range(seeds)) if model.sigma else [None]
         self._max_tasks = max_tasks
 
-    def predict(self, layout: Layout, cap: str, policy: str = "dynamic") -> Prediction:
+    def predict(self, layout: LayerLayout, cap: str, policy: str = "dynamic") -> Prediction:
         """Simulate ``layout``."""
         shape = Shape(self.num_ranks, layout.num_chunks, self._num_simulated)
-        plan = Plan(
+        plan = ScheduleConfig(
             policy=policy,
             cap=cap,
             split_backward=self._split,
@@ -165,14 +137,14 @@ class Planner:
         busiest, own = max(run.own), statistics.fmean(run.own)
         return run.makespan + (times - 1) * busiest, times * busiest, times * own
 
-    def default_layout(self, num_chunks: int) -> Layout | None:
+    def default_layout(self, num_chunks: int) -> LayerLayout | None:
         """Megatron's own: the same number of layers on every stage; None where that does not work
         out.
         """
         num_stages = self.num_ranks * num_chunks
         if self.model.num_layers % num_stages:
             return None
-        return Layout(self.num_ranks, (self.model.num_layers // num_stages,) * num_stages)
+        return LayerLayout(self.num_ranks, (self.model.num_layers // num_stages,) * num_stages)
 
     def best(
         self, chunks: Iterable[int], caps: Sequence[str] = CAPS, *, within: float = math.inf
@@ -225,7 +197,7 @@ class Planner:
             tried += self._with_caps(default, caps)
         return tried
 
-    def _with_caps(self, layout: Layout, caps: Sequence[str]) -> list[Prediction]:
+    def _with_caps(self, layout: LayerLayout, caps: Sequence[str]) -> list[Prediction]:
         """``layout`` with each cap, up to one that no higher cap can beat."""
         tried = []
         enough = self.least_seconds(layout) * (1 + _WORTH)
@@ -239,13 +211,13 @@ class Planner:
         """Whether every rank's peak is within the memory."""
         return self.memory_bytes is None or max(prediction.peak_bytes) <= self.memory_bytes
 
-    def balanced(self, num_chunks: int) -> Layout:
+    def balanced(self, num_chunks: int) -> LayerLayout:
         """Layers dealt out one by one to the rank, and there the stage, that has least work."""
         num_stages = self.num_ranks * num_chunks
         layers = [1] * num_stages
         layers[0] = layers[-1] = 0
         if num_stages == 1:
-            return Layout(self.num_ranks, (self.model.num_layers,))
+            return LayerLayout(self.num_ranks, (self.model.num_layers,))
         if num_stages > 2 and self.model.num_layers < num_stages - 2:
             raise ConfigError(
                 f"{self.model.num_layers} layers on {num_stages} stages: each but the first and "
@@ -260,9 +232,9 @@ class Planner:
             layers[target] += 1
             stage[target] += layer
             rank[least] += layer
-        return Layout(self.num_ranks, tuple(layers))
+        return LayerLayout(self.num_ranks, tuple(layers))
 
-    def improve(self, layout: Layout, cap: str = "auto") -> Layout:
+    def improve(self, layout: LayerLayout, cap: str = "auto") -> LayerLayout:
         """Move single layers between stages as long as the simulated iteration gets shorter."""
         once = self._num_simulated * (2 * len(layout.layers) + self.model.num_layers)
         tasks = once * len(self._seeds)
@@ -280,7 +252,7 @@ class Planner:
             best = better
         return best.layout
 
-    def least_seconds(self, layout: Layout) -> float:
+    def least_seconds(self, layout: LayerLayout) -> float:
         """What no schedule of ``layout`` can beat: a rank's own work, which begins when the first
         input has come through the stages before it.
         """
@@ -293,7 +265,7 @@ class Planner:
             begins += forward[rank] + self.model.hop
         return least
 
-    def _moves(self, layout: Layout) -> list[Layout]:
+    def _moves(self, layout: LayerLayout) -> list[LayerLayout]:
         """Layouts with one layer elsewhere, those that relieve the busiest ranks first."""
         work = [sum(times) for times in zip(*self._stage_times(layout.layers), strict=True)]
         rank = [sum(work[r :: self.num_ranks]) for r in range(self.num_ranks)]
@@ -310,7 +282,7 @@ class Planner:
             layers = list(layout.layers)
             layers[source] -= 1
             layers[target] += 1
-            found.append(Layout(self.num_ranks, tuple(layers)))
+            found.append(LayerLayout(self.num_ranks, tuple(layers)))
         return found
 
     def _stage_times(self, layers: Sequence[int]) -> list[list[float]]:
@@ -332,7 +304,9 @@ class Planner:
     def _slot_bytes(self, layers: Sequence[int], rank: int) -> float:
         return self.model.slot_bytes(layers[rank :: self.num_ranks])
 
-    def _peak_bytes(self, layout: Layout, plan: Plan, run: Result) -> tuple[float, ...]:
+    def _peak_bytes(
+        self, layout: LayerLayout, plan: ScheduleConfig, run: Result
+    ) -> tuple[float, ...]:
         """Peak of each rank."""
         model, layers = self.model, layout.layers
         state = model.state_bytes(layers, self.num_ranks)
@@ -347,7 +321,7 @@ class Planner:
             )
         )
 
-    def _num_slots(self, layout: Layout, plan: Plan, run: Result) -> list[float]:
+    def _num_slots(self, layout: LayerLayout, plan: ScheduleConfig, run: Result) -> list[float]:
         """Slots of each rank. They are never given back, and the steps in which graphs are captured
         are so uneven that in one of them a rank fills its cap; an order that is fixed does not.
         """
@@ -357,7 +331,7 @@ class Planner:
         most = self.num_microbatches * layout.num_chunks
         return [min(math.floor(cap), most) for cap in caps]
 
-    def _held_bytes(self, model: ModelCosts, layout: Layout, run: Result) -> list[float]:
+    def _held_bytes(self, model: ModelCosts, layout: LayerLayout, run: Result) -> list[float]:
         """The most that activations take on each rank: ``B`` frees one, or leaves what its layers'
         ``W`` need, of which each piece frees a layer's.
         """

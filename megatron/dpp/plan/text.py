@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.dpp.plan.activations import interleaving_factor, published_layer_bytes
 from megatron.dpp.plan.estimate import Estimate
+from megatron.dpp.plan.memory import interleaving_factor, published_layer_bytes
 from megatron.dpp.plan.shape import RunShape
 
 _SHARDS = {
@@ -48,7 +48,7 @@ def layout_line(shape: RunShape) -> str:
     parts += [f"{shape.chunks} chunks"] if shape.chunks > 1 else []
     parts += [f"context {shape.context}"] if shape.context > 1 else []
     parts += [f"data {shape.data}"]
-    schedule = f"{shape.policy} schedule" if shape.dynamic else "static"
+    schedule = f"{shape.schedule.policy} schedule" if shape.schedule.dynamic else "static"
     text = f"{' x '.join(parts)} = {shape.world_size} ranks"
     if shape.pipeline > 1:
         text += f", {schedule}"
@@ -73,8 +73,8 @@ def lines(found: Estimate) -> list[str]:
     table = [
         f"layout        {layout_line(shape)}",
         *_uneven(shape),
-        f"batch         {_several(shape.global_batch, 'sample')} of {shape.seq_length} tokens: "
-        f"{_several(shape.num_microbatches, 'microbatch', 'es')} of {shape.micro_batch} on "
+        f"batch         {_several(shape.global_batch, 'sample')} of {shape.model.seq_length} "
+        f"tokens: {_several(shape.num_microbatches, 'microbatch', 'es')} of {shape.micro_batch} on "
         f"{_several(shape.data, 'replica')}",
         f"parameters    {found.parameters:,} ({count(found.parameters)}), {precision}; "
         f"{count(found.flops_per_token)}FLOP per token",
@@ -109,17 +109,7 @@ def _rank_line(found: Estimate, rank: int) -> str:
 
 
 def _published(shape: RunShape) -> str:
-    layer = published_layer_bytes(
-        seq_length=shape.seq_length,
-        micro_batch=shape.micro_batch,
-        hidden_size=shape.hidden_size,
-        num_heads=shape.num_heads,
-        tensor=shape.tensor,
-        sequence_parallel=shape.sequence_parallel,
-        attention_matrix=not (shape.flash or shape.recompute == "selective"),
-        full_recompute=shape.recompute == "full",
-    )
-    layer /= shape.context
+    layer = published_layer_bytes(shape)
     whole = layer * shape.num_layers * interleaving_factor(shape.pipeline, shape.chunks)
     return f"{size(whole)} on the first stage (16 bit, with dropout, {size(layer)} a layer)"
 

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import Action, Kind
 from megatron.dpp.sim.costs import Costs, Hop, Shape
-from megatron.dpp.sim.replay import replay
-from megatron.dpp.sim.schedules import Plan
+from megatron.dpp.sim.schedules import ScheduleConfig, replay
 from megatron.dpp.trace.analysis import work
 from megatron.dpp.trace.analysis.link_times import Link, LinkSamples
 from megatron.dpp.trace.analysis.sentences import EVEN_LAYERS
@@ -78,7 +77,7 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Outcome:
     """The outcome of one change, averaged over the iterations looked at; seconds per iteration.
 
     Args:
@@ -310,10 +309,10 @@ def rechunked(num_chunks: int, slowness: Sequence[float]) -> Change:
     return apply
 
 
-def plan_of(schedule: str, split: bool, w_pieces: int = 1) -> Plan:
+def schedule_of(schedule: str, split: bool, w_pieces: int = 1) -> ScheduleConfig:
     """How the recorded run decided: the dynamic rule, or Megatron's order for a static schedule."""
     policy = "dynamic" if schedule == "dpp" else "megatron"
-    return Plan(policy=policy, cap="auto", split_backward=split, w_pieces=w_pieces)
+    return ScheduleConfig(policy=policy, cap="auto", split_backward=split, w_pieces=w_pieces)
 
 
 class WhatIf:
@@ -324,11 +323,11 @@ class WhatIf:
         plan: how the run decided.
     """
 
-    def __init__(self, runs: Sequence[Recorded], plan: Plan) -> None:
+    def __init__(self, runs: Sequence[Recorded], plan: ScheduleConfig) -> None:
         self.runs, self.plan = list(runs)[-_MOST_ITERATIONS:], plan
         self._base = [run.replayed() for run in self.runs]
 
-    def _simulate(self, run: Recorded, plan: Plan) -> float:
+    def _simulate(self, run: Recorded, plan: ScheduleConfig) -> float:
         return plan.run(run.shape, run.costs()).makespan
 
     @property
@@ -340,8 +339,8 @@ class WhatIf:
         return sum(self._base) / measured if measured else 0.0
 
     def predict(
-        self, name: str, change: Change | None = None, plan: Plan | None = None
-    ) -> Prediction:
+        self, name: str, change: Change | None = None, plan: ScheduleConfig | None = None
+    ) -> Outcome:
         """Iteration time with a change of the costs, of the plan, or of both.
 
         Raises:
@@ -354,7 +353,7 @@ class WhatIf:
             now += run.window + run.tail
             then += run.window * ratio + run.tail
         count = max(len(self.runs), 1)
-        return Prediction(name, now / count, then / count)
+        return Outcome(name, now / count, then / count)
 
 
 def removal(culprit: Culprit, runs: Sequence[Recorded], ranks: Sequence[int]) -> Change | None:
@@ -415,13 +414,13 @@ def slowness_of(culprits: Sequence[Culprit], ranks: Sequence[int]) -> list[float
     return [slow.get(rank, 1.0) for rank in ranks]
 
 
-def other_plans(
-    run: Recorded, plan: Plan, slowness: Sequence[float]
-) -> list[tuple[str, Change | None, Plan]]:
+def other_schedules(
+    run: Recorded, plan: ScheduleConfig, slowness: Sequence[float]
+) -> list[tuple[str, Change | None, ScheduleConfig]]:
     """The changes of policy, cap, split, layout and number of chunks that are worth a look."""
     split = run.split
 
-    def like(policy: str, *, split: bool, cap: str = "auto") -> Plan:
+    def like(policy: str, *, split: bool, cap: str = "auto") -> ScheduleConfig:
         """Another way to decide; W in as many pieces as it was."""
         return dataclasses.replace(plan, policy=policy, cap=cap, split_backward=split)
 
@@ -434,7 +433,7 @@ def other_plans(
             for cap in ("strict", "1.5p", "2p")
         ),
     ]
-    changes: list[tuple[str, Change | None, Plan]] = [
+    changes: list[tuple[str, Change | None, ScheduleConfig]] = [
         (name, None, other) for name, other in plans if other != plan
     ]
     changes.append((EVEN_LAYERS, balanced(slowness), plan))
@@ -447,7 +446,7 @@ def other_plans(
 
 def predict_all(
     what_if: WhatIf, culprits: Sequence[Culprit], ranks: Sequence[int]
-) -> list[Prediction]:
+) -> list[Outcome]:
     """Predictions for the removal of every culprit and for every other plan that is possible."""
     predictions = []
     for culprit in culprits:
@@ -456,7 +455,7 @@ def predict_all(
             name = f"without {culprit.kind} ({culprit.name})"
             predictions.append(what_if.predict(name, change))
     slowness = slowness_of(culprits, ranks)
-    for name, change, other in other_plans(what_if.runs[-1], what_if.plan, slowness):
+    for name, change, other in other_schedules(what_if.runs[-1], what_if.plan, slowness):
         try:
             predictions.append(what_if.predict(name, change, other))
         except ConfigError:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron.dpp.config import DppConfig
+from megatron.dpp.config import GRAPHS_PAY_FROM, DppConfig
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore.boundary import Boundaries
 from megatron.dpp.mcore.graphs.slots import ChunkGraphs
@@ -43,8 +43,6 @@ from megatron.dpp.schedule import Geometry, Memory, head_room
 from megatron.dpp.schedule.reference import num_warmup
 from megatron.dpp.transport.base import Transport
 
-_GRAPHS_PAY_FROM = 0.75
-"""Share of launching in a task's time from which on graphs are captured by themselves."""
 _GRAPH_POOL = 2.0
 """The most that a graph's pool has taken for an activation, over what it takes without graphs."""
 
@@ -380,7 +378,7 @@ def why_no_graphs(
         return None
     if recomputes_all:
         reason = "as --recompute-granularity full asks for little memory"
-    elif launch_share < _GRAPHS_PAY_FROM:
+    elif launch_share < GRAPHS_PAY_FROM:
         reason = f"as launching takes {launch_share:.0%} of the time that tasks run"
     elif filled > 1.0:
         reason = f"as they may need {filled:.1f} times the memory that is left for activations"

@@ -1,10 +1,9 @@
-"""The virtual clock: runs the schedulers of all ranks against a
+"""The virtual clock: drives the schedulers of all ranks over given
 :class:`~megatron.dpp.sim.costs.Costs`.
 
-It does what the executor does, without executing: tell a rank what has arrived, ask it for the next
-action when it is free, put the output on its way. Sends never block a rank; messages of one
-directed pair of ranks share its bandwidth; delivery per channel is first in, first out. A
-simulation that gets stuck raises with its grid printed.
+Like the executor, it tells a rank what has arrived, asks a free rank for its next action, and sends
+the output on. Sends never block a rank. Messages of a directed pair of ranks share its bandwidth;
+each channel delivers in order.
 """
 
 from __future__ import annotations
@@ -12,20 +11,19 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule import Action, Kind
 from megatron.dpp.sim.costs import Costs
+from megatron.dpp.sim.result import Result, Slot, format_grid
 
 _SAME_TIME = 1e-9
-"""Events closer than this, relative to the time of day, are one moment: all arrive before anybody
-decides.
-"""
+"""Events closer than this, relative to the current time, arrive together, before any decision."""
 
 
 class Lane(Protocol):
-    """What decides for one rank: a :class:`~megatron.dpp.schedule.Scheduler`, or a fixed order."""
+    """Decides for one rank: a :class:`~megatron.dpp.schedule.Scheduler`, or a fixed order."""
 
     @property
     def done(self) -> bool: ...
@@ -35,42 +33,9 @@ class Lane(Protocol):
     def next(self) -> Action | None: ...
 
 
-class Slot(NamedTuple):
-    """A task that ran on a rank from ``start`` to ``end``."""
-
-    action: Action
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Result:
-    """What happened. All lists are by rank; times in the unit of the costs, memory in chunk
-    activations.
-    """
-
-    slots: list[list[Slot]]
-    peak_held: list[float]
-    own: list[float]
-    """What each rank alone would need for all its tasks, without a wait, at the speed it has."""
-
-    @property
-    def makespan(self) -> float:
-        return max(slot.end for slots in self.slots for slot in slots)
-
-    @property
-    def ratio(self) -> float:
-        """Makespan over the busiest rank's own work: 1 is perfect, and no schedule is below it."""
-        return self.makespan / max(self.own)
-
-    @property
-    def actions(self) -> list[list[Action]]:
-        return [[slot.action for slot in slots] for slots in self.slots]
-
-
 @dataclass(frozen=True)
 class Placement:
-    """Which rank and chunk hold a stage. ``where[stage]`` is ``(rank, chunk)``;
+    """The place of each virtual stage: ``where[stage]`` is ``(rank, chunk)``, and
     ``stages[rank][chunk]`` its inverse.
     """
 
@@ -104,15 +69,14 @@ def simulate(
 
     Args:
         lanes: by rank.
-        split_backward: a ``B`` takes its own time; otherwise that of its ``W`` too.
-        w_pieces: pieces of each stage's ``W``, each an equal share of its time; a stage with none
-            has its ``W`` in its ``B``.
-        lead: a rank chooses this long before its running task ends (a GPU's queue); 0 is at its
-            end.
+        split_backward: a ``B`` takes its own time; otherwise also that of its ``W``.
+        w_pieces: pieces of each stage's ``W``, with equal shares of its time; a stage with 0 has
+            its ``W`` in its ``B``.
+        lead: a rank chooses this long before its running task ends, as with a GPU's queue.
 
     Raises:
-        ScheduleError: nothing can run and something is left, or a policy chose what may not run;
-            with the grid so far.
+        ScheduleError: the simulation is stuck, or a policy chose what may not run. The message has
+            the grid so far.
     """
     clock = _Clock(lanes, costs, placement, split_backward, w_pieces, lead)
     clock.run()
@@ -173,7 +137,7 @@ class _Clock:
         try:
             action = self._lanes[rank].next()
         except ScheduleError as error:
-            raise type(error)(f"{error}\n{self._grid()}") from error
+            raise type(error)(f"{error}\n{format_grid(self.slots)}") from error
         if action is None:
             return
         stage = self._placement.stages[rank][action.chunk]
@@ -199,9 +163,7 @@ class _Clock:
         return work
 
     def _send(self, action: Action, stage: int, time: float) -> None:
-        """Put the output of ``action``, which is finished at ``time``, on its way to the next
-        stage.
-        """
+        """Send the output of ``action``, which ends at ``time``, to the next stage."""
         direction = int(action.kind)
         target = stage - 1 if direction else stage + 1
         where = self._placement.where
@@ -228,9 +190,4 @@ class _Clock:
             stall = getattr(lane, "stall", None)
             if stall is not None:
                 lines.append(f"rank {rank}: {stall().text}")
-        return "\n".join([*lines, self._grid()])
-
-    def _grid(self) -> str:
-        from megatron.dpp.sim.grid import format_grid
-
-        return format_grid(self.slots)
+        return "\n".join([*lines, format_grid(self.slots)])
