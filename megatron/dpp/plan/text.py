@@ -15,7 +15,7 @@ _SHARDS = {
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people.
+    """Bytes as text.
 
     >>> size(3 * 2**30)
     '3.00 GiB'
@@ -27,7 +27,7 @@ def size(num_bytes: float) -> str:
 
 
 def count(number: float) -> str:
-    """A large number for people.
+    """A large number as text.
 
     >>> count(345_000_000)
     '345.0 M'
@@ -43,7 +43,7 @@ def _several(number: int, word: str, ending: str = "s") -> str:
 
 
 def layout_line(shape: RunShape) -> str:
-    """How the model lies on the ranks."""
+    """The parallel layout in one line."""
     parts = [f"tensor {shape.tensor}", f"pipeline {shape.pipeline}"]
     parts += [f"{shape.chunks} chunks"] if shape.chunks > 1 else []
     parts += [f"context {shape.context}"] if shape.context > 1 else []
@@ -56,7 +56,7 @@ def layout_line(shape: RunShape) -> str:
 
 
 def _uneven(shape: RunShape) -> list[str]:
-    """The layers of each stage where they differ, a chunk of all ranks after the other."""
+    """The layers of each stage where they differ, chunk by chunk."""
     if len(set(shape.layers)) == 1:
         return []
     chunks = [
@@ -67,7 +67,7 @@ def _uneven(shape: RunShape) -> list[str]:
 
 
 def lines(found: Estimate) -> list[str]:
-    """The whole estimate, without a heading."""
+    """The estimate, without a heading."""
     shape, device = found.shape, found.device
     precision = "fp32" if shape.element_bytes == 4 else "16 bit"
     table = [
