@@ -16,7 +16,7 @@ from megatron.dpp.schedule import (
     Scheduler,
     check_recording,
 )
-from megatron.dpp.sim import ScheduleConfig, Shape, condition_costs, interleaved_placement, simulate
+from megatron.dpp.sim import ScheduleConfig, Shape, condition_costs, simulate
 
 SHAPE = Shape(3, 2, 6)
 
@@ -40,7 +40,7 @@ def test_a_run_under_jitter_is_replayed_under_other_jitter(tmp_path):
         for rank in range(3)
     ]
     costs = condition_costs("jit.3", SHAPE, seed=2)
-    again = simulate(lanes, costs, interleaved_placement(3, 2), split_backward=True)
+    again = simulate(lanes, costs, split_backward=True)
     assert again.actions == first.actions
     assert ScheduleConfig().run(SHAPE, costs).actions != first.actions
 

@@ -18,7 +18,6 @@ from megatron.dpp.sim import (
     SlowTimes,
     condition_costs,
     even_costs,
-    interleaved_placement,
     run_static,
     simulate,
 )
@@ -88,7 +87,7 @@ def test_a_stuck_simulation_fails_with_its_grid():
         Scheduler(Geometry(2, rank, 1, 2), policy=lambda view: view.forward(0)) for rank in range(2)
     ]
     with pytest.raises(ScheduleError) as caught:
-        simulate(replay, even_costs(2, 2), interleaved_placement(2, 1), split_backward=True)
+        simulate(replay, even_costs(2, 2), split_backward=True)
     text = str(caught.value)
     assert "rank 0   0F0 0F1" in text
     assert "returned None on pipeline rank 1" in text and "0B0 may run" in text
@@ -126,7 +125,7 @@ def test_what_the_clock_ran_can_be_replayed():
         Scheduler(Geometry(3, rank, 2, 6), policy=Replay(ran))
         for rank, ran in enumerate(first.actions)
     ]
-    again = simulate(lanes, costs, interleaved_placement(3, 2), split_backward=True)
+    again = simulate(lanes, costs, split_backward=True)
     assert again.slots == first.slots
 
 

@@ -5,7 +5,7 @@ It serves to choose settings before a run, to explain a run, and to test ``sched
 only pictures need matplotlib. The command line is ``python -m megatron.dpp.sim --help``.
 """
 
-from megatron.dpp.sim.clock import Placement, interleaved_placement, simulate
+from megatron.dpp.sim.clock import simulate
 from megatron.dpp.sim.conditions import CONDITIONS, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Hop, Shape, SlowTimes, even_costs
 from megatron.dpp.sim.measured import MeasuredCosts, load_costs, parse_costs
@@ -18,7 +18,6 @@ __all__ = [
     "Costs",
     "Hop",
     "MeasuredCosts",
-    "Placement",
     "Result",
     "ScheduleConfig",
     "Shape",
@@ -28,7 +27,6 @@ __all__ = [
     "even_costs",
     "find_schedule",
     "format_grid",
-    "interleaved_placement",
     "load_costs",
     "parse_costs",
     "replay",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.dpp.errors import ScheduleError
@@ -33,42 +32,18 @@ class Lane(Protocol):
     def next(self) -> Action | None: ...
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The place of each virtual stage: ``where[stage]`` is ``(rank, chunk)``, and
-    ``stages[rank][chunk]`` its inverse.
-    """
-
-    where: tuple[tuple[int, int], ...]
-    stages: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, where: Sequence[tuple[int, int]]) -> Placement:
-        ranks = 1 + max(rank for rank, _ in where)
-        stages = [dict[int, int]() for _ in range(ranks)]
-        for stage, (rank, chunk) in enumerate(where):
-            stages[rank][chunk] = stage
-        return cls(tuple(where), tuple(tuple(s[c] for c in range(len(s))) for s in stages))
-
-
-def interleaved_placement(num_ranks: int, num_chunks: int) -> Placement:
-    """Megatron's: stage ``s`` is chunk ``s // num_ranks`` of rank ``s % num_ranks``."""
-    return Placement.of([(s % num_ranks, s // num_ranks) for s in range(num_ranks * num_chunks)])
-
-
 def simulate(
     lanes: Sequence[Lane],
     costs: Costs,
-    placement: Placement,
     *,
     split_backward: bool,
     w_pieces: Sequence[int] | None = None,
     lead: float = 0.0,
 ) -> Result:
-    """Run one iteration.
+    """Run one iteration. Stage ``s`` is chunk ``s // p`` of rank ``s % p``, as in Megatron.
 
     Args:
-        lanes: by rank.
+        lanes: by rank; ``p`` of them.
         split_backward: a ``B`` takes its own time; otherwise also that of its ``W``.
         w_pieces: pieces of each stage's ``W``, with equal shares of its time; a stage with 0 has
             its ``W`` in its ``B``.
@@ -78,14 +53,14 @@ def simulate(
         ScheduleError: the simulation is stuck, or a policy chose what may not run. The message has
             the grid so far.
     """
-    clock = _Clock(lanes, costs, placement, split_backward, w_pieces, lead)
+    clock = _Clock(lanes, costs, split_backward, w_pieces, lead)
     clock.run()
-    own = [_own_work(costs, rank, stages) for rank, stages in enumerate(placement.stages)]
+    own = [_own_work(costs, rank, len(lanes)) for rank in range(len(lanes))]
     return Result(clock.slots, [lane.peak_held for lane in lanes], own)
 
 
-def _own_work(costs: Costs, rank: int, stages: Sequence[int]) -> float:
-    work = sum(sum(kind[stage]) for kind in costs.durations for stage in stages)
+def _own_work(costs: Costs, rank: int, num_ranks: int) -> float:
+    work = sum(sum(row) for kind in costs.durations for row in kind[rank::num_ranks])
     slow = costs.slow_times.get(rank)
     return work if slow is None else slow.end(0.0, work)
 
@@ -95,14 +70,13 @@ class _Clock:
         self,
         lanes: Sequence[Lane],
         costs: Costs,
-        placement: Placement,
         split_backward: bool,
         w_pieces: Sequence[int] | None,
         lead: float,
     ) -> None:
-        num_ranks = len(lanes)
+        num_ranks = self._num_ranks = len(lanes)
         self.slots: list[list[Slot]] = [[] for _ in lanes]
-        self._lanes, self._costs, self._placement = lanes, costs, placement
+        self._lanes, self._costs = lanes, costs
         self._split, self._pieces, self._lead = split_backward, w_pieces, lead
         self._free_at = [0.0] * num_ranks
         self._idle = [True] * num_ranks
@@ -140,7 +114,7 @@ class _Clock:
             raise type(error)(f"{error}\n{format_grid(self.slots)}") from error
         if action is None:
             return
-        stage = self._placement.stages[rank][action.chunk]
+        stage = action.chunk * self._num_ranks + rank
         start = max(now, self._free_at[rank])
         work = self._work(action, stage)
         slow = self._costs.slow_times.get(rank)
@@ -166,10 +140,10 @@ class _Clock:
         """Send the output of ``action``, which ends at ``time``, to the next stage."""
         direction = int(action.kind)
         target = stage - 1 if direction else stage + 1
-        where = self._placement.where
-        if not 0 <= target < len(where):
+        if not 0 <= target < self._costs.num_stages:
             return
-        source_rank, rank, chunk = where[stage][0], *where[target]
+        source_rank = stage % self._num_ranks
+        chunk, rank = divmod(target, self._num_ranks)
         if source_rank != rank:
             hop = self._costs.hops[min(stage, target)]
             scale = hop.scale[direction][action.microbatch] if hop.scale else 1.0

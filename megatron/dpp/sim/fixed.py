@@ -15,16 +15,14 @@ class FixedOrder:
     """Follows ``order``, every task of a rank, and waits where the next task is not ready.
 
     Args:
-        first: the chunk whose inputs come from the data, if any.
-        last: the chunk whose gradients come from the loss, if any.
         kept: share of an activation that a ``W`` frees; 0 for a fused backward.
     """
 
-    def __init__(
-        self, order: Sequence[Action], *, first: int | None, last: int | None, kept: float
-    ) -> None:
-        self._order = order
-        self._first, self._last, self._kept = first, last, kept
+    def __init__(self, order: Sequence[Action], geometry: Geometry, *, kept: float = 0.0) -> None:
+        self._order, self._kept = order, kept
+        # Inputs from the data and gradients from the loss need no message.
+        self._first = 0 if geometry.is_first else None
+        self._last = geometry.num_chunks - 1 if geometry.is_last else None
         self._position = 0
         self._arrived: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._held = 0.0

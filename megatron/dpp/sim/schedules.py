@@ -17,7 +17,7 @@ from megatron.dpp.schedule import (
     beside_head,
     parse_cap,
 )
-from megatron.dpp.sim.clock import Lane, interleaved_placement, simulate
+from megatron.dpp.sim.clock import Lane, simulate
 from megatron.dpp.sim.costs import Costs, Shape
 from megatron.dpp.sim.fixed import FixedOrder, gpipe_order, zb_h1_order
 from megatron.dpp.sim.result import Result
@@ -59,7 +59,6 @@ class ScheduleConfig:
         return simulate(
             self.lanes(shape),
             costs,
-            interleaved_placement(shape.num_ranks, shape.num_chunks),
             split_backward=self.split_backward,
             w_pieces=self._pieces(shape),
             lead=lead,
@@ -139,14 +138,11 @@ def run_static(
     if name == "1f1b":
         return config.run(shape, costs)
     split, order = (True, zb_h1_order) if name == "zb-h1" else (False, gpipe_order)
-    lanes = []
-    for rank in range(shape.num_ranks):
-        geometry = Geometry(shape.num_ranks, rank, 1, shape.num_microbatches)
-        first, last = 0 if geometry.is_first else None, 0 if geometry.is_last else None
-        kept = 1.0 - beta if split else 0.0
-        lanes.append(FixedOrder(order(geometry), first=first, last=last, kept=kept))
-    placement = interleaved_placement(shape.num_ranks, 1)
-    return simulate(lanes, costs, placement, split_backward=split)
+    p, m = shape.num_ranks, shape.num_microbatches
+    geometries = [Geometry(p, rank, 1, m) for rank in range(p)]
+    kept = 1.0 - beta if split else 0.0
+    lanes = [FixedOrder(order(geometry), geometry, kept=kept) for geometry in geometries]
+    return simulate(lanes, costs, split_backward=split)
 
 
 def replay(orders: Sequence[Sequence[Action]], costs: Costs, num_chunks: int) -> float:
@@ -162,22 +158,15 @@ def replay(orders: Sequence[Sequence[Action]], costs: Costs, num_chunks: int) ->
     Raises:
         ScheduleError: the orders wait for each other.
     """
-    last = len(orders) - 1
+    p, m = len(orders), costs.num_microbatches
     lanes = [
-        FixedOrder(
-            order,
-            first=0 if rank == 0 else None,
-            last=num_chunks - 1 if rank == last else None,
-            kept=0.0,
-        )
-        for rank, order in enumerate(orders)
+        FixedOrder(order, Geometry(p, rank, num_chunks, m)) for rank, order in enumerate(orders)
     ]
-    placement = interleaved_placement(len(orders), num_chunks)
     pieces = [
-        max((a.piece + 1 for a in orders[rank] if a.chunk == chunk), default=1)
-        for rank, chunk in placement.where
+        max((a.piece + 1 for a in orders[stage % p] if a.chunk == stage // p), default=1)
+        for stage in range(costs.num_stages)
     ]
-    return simulate(lanes, costs, placement, split_backward=True, w_pieces=pieces).makespan
+    return simulate(lanes, costs, split_backward=True, w_pieces=pieces).makespan
 
 
 def join_chunks(costs: Costs, shape: Shape) -> Costs:
