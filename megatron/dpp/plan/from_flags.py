@@ -127,7 +127,7 @@ def _precision(args: argparse.Namespace) -> Precision:
 
 
 def _sharding(args: argparse.Namespace) -> tuple[str, int]:
-    """What data-parallel ranks share, and the number of groups that share an optimizer each."""
+    """The kind of data-parallel sharding, and the groups that share an optimizer each."""
     kinds = ("none", "optimizer", "gradients", "parameters")
     stage = int(args.use_distributed_optimizer)
     instances = args.num_distributed_optimizer_instances if stage else 1

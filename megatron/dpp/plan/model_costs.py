@@ -11,7 +11,7 @@ import dataclasses
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.dpp.errors import DataError
@@ -70,17 +70,11 @@ class ModelCosts:
 
     def stage_times(self, layers: Sequence[int], kind: Kind) -> list[float]:
         """Seconds of each stage's ``kind`` with ``layers[s]`` layers on stage ``s``."""
-        times = [n * self.layer.times[kind] for n in layers]
-        times[0] += self.embedding.times[kind]
-        times[-1] += self.head.times[kind]
-        return times
+        return self._summed(layers, lambda part: part.times[kind])
 
     def activation_bytes(self, layers: Sequence[int]) -> list[float]:
         """Bytes of each stage's activation for one microbatch."""
-        sizes = [n * self.layer.activation_bytes for n in layers]
-        sizes[0] += self.embedding.activation_bytes
-        sizes[-1] += self.head.activation_bytes
-        return sizes
+        return self._summed(layers, lambda part: part.activation_bytes)
 
     def deferred_bytes(self, layers: Sequence[int]) -> list[float]:
         """Bytes that each stage keeps for its deferred weight gradients of one microbatch."""
@@ -90,9 +84,8 @@ class ModelCosts:
     def slot_bytes(self, layers: Sequence[int]) -> float:
         """Bytes of a slot of a rank whose stages have ``layers`` layers."""
         assert self.slot_layers is not None
-        return (
-            (max(layers) + self.slot_layers) * self.layer.activation_bytes if any(layers) else 0.0
-        )
+        room = max(layers) + self.slot_layers if any(layers) else 0.0
+        return room * self.layer.activation_bytes
 
     def lengthened(self, factor: float) -> ModelCosts:
         """All times ``factor`` as long."""
@@ -117,10 +110,16 @@ class ModelCosts:
 
     def state_bytes(self, layers: Sequence[int], num_ranks: int) -> list[float]:
         """Bytes of each rank's weights, gradients and optimizer state."""
-        sizes = [sum(layers[rank::num_ranks]) * self.layer.state_bytes for rank in range(num_ranks)]
-        sizes[0] += self.embedding.state_bytes
-        sizes[-1] += self.head.state_bytes
-        return sizes
+        counts = [sum(layers[rank::num_ranks]) for rank in range(num_ranks)]
+        return self._summed(counts, lambda part: part.state_bytes)
+
+    def _summed(self, layers: Sequence[int], cost: Callable[[Part], float]) -> list[float]:
+        """Costs by place with ``layers`` layers each; embedding first, head last."""
+        each = cost(self.layer)
+        costs = [n * each for n in layers]
+        costs[0] += cost(self.embedding)
+        costs[-1] += cost(self.head)
+        return costs
 
     def with_memory_of(self, other: ModelCosts) -> ModelCosts:
         """These times with the memory of ``other``; activations that were measured stay."""

@@ -69,6 +69,7 @@ def _uneven(shape: RunShape) -> list[str]:
 def lines(found: Estimate) -> list[str]:
     """The estimate, without a heading."""
     shape, device = found.shape, found.device
+    graphs = ", replaying CUDA graphs" if found.replayed else ""
     precision = "fp32" if shape.element_bytes == 4 else "16 bit"
     table = [
         f"layout        {layout_line(shape)}",
@@ -90,7 +91,7 @@ def lines(found: Estimate) -> list[str]:
         f"traffic       per rank and iteration: {_traffic(found)}",
         f"time          {found.seconds * 1e3:.1f} ms per iteration, "
         f"{found.tokens_per_second:,.0f} tokens/s, at {device.flops / 1e12:.3g} TFLOP/s in matrix "
-        f"products ({device.source}){_graphs(found)}",
+        f"products ({device.source}){graphs}",
     ]
     return table
 
@@ -124,10 +125,6 @@ def _bubble_line(found: Estimate) -> str:
         f"{formula / (1 + formula):.1%} of the whole; this schedule with these stages, simulated: "
         f"{found.bubble:.1%} of the whole"
     )
-
-
-def _graphs(found: Estimate) -> str:
-    return ", replaying CUDA graphs" if found.replayed else ""
 
 
 def _traffic(found: Estimate) -> str:
