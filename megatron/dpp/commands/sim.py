@@ -4,7 +4,7 @@
     python -m megatron.dpp.sim --pp 8 --chunks 2 --microbatches 32 --jitter 0.3 --compare --seeds 10
     python -m megatron.dpp.sim --costs costs.json --microbatches 32 --compare --png step.png
 
-``sim/measured.py`` describes cost files.
+The form of a cost file is in ``measured.py``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from megatron.dpp.errors import ConfigError, DppError
-from megatron.dpp.schedule import BUILT_IN, Geometry, parse_cap
+from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.sim import conditions
 from megatron.dpp.sim.conditions import CONDITIONS, Change, chain, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Shape
@@ -29,21 +28,21 @@ from megatron.dpp.sim.result import Result, format_grid
 from megatron.dpp.sim.schedules import STATIC, find_schedule, run_static
 
 _GRID_COLUMNS = 260
-"""Wider grids are printed only with ``--grid``: they would wrap."""
+"""Wider grids are not printed unless asked for: they would wrap."""
 
 _MOST = {"lead": 1e6, "hop": 1e6, "head": 1e6, "jitter": 5.0, "lengths": 5.0}
-"""Largest values. With a larger sigma a single task outweighs the rest of a run."""
+"""Largest values; with a larger sigma one task in a run is all that counts."""
 
 _OWN_NAMES = {
     "--dpp-activation-cap": "--cap",
     "--dpp-policy": "--policy",
     "--microbatch-group-size-per-virtual-pipeline-stage": "--group",
 }
-"""Names here of training's flags, which errors name."""
+"""Flags of training, which errors name, as they are called here."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status (2 for bad input)."""
+    """Run the command line; returns the exit status (2: something asked for cannot be)."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -57,75 +56,86 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _number(text: str, default: float | None = None, metavar: str | None = None) -> dict[str, Any]:
-    return {"type": float, "default": default, "metavar": metavar, "help": text}
-
-
-_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "shape": {
-        "--pp": {"type": int, "default": 4, "help": "pipeline ranks (default 4)"},
-        "--chunks": {"type": int, "default": 2, "help": "model chunks per rank (default 2)"},
-        "--microbatches": {"type": int, "default": 8, "help": "microbatches (default 8)"},
-        "--group": {"type": int, "help": "microbatch group size (default: --pp)"},
-    },
-    "schedule": {
-        "--policy": {
-            "action": "append",
-            "metavar": "NAME",
-            "help": f"a dynamic policy: {', '.join(BUILT_IN)}, or your own module:function; or a "
-            f"static schedule: {', '.join(STATIC)}, earlier-dpp; default dynamic; may be repeated",
-        },
-        "--compare": {
-            "action": "store_true",
-            "help": "add the static schedules, the earlier DPP rule, and dynamic fused",
-        },
-        "--cap": {"default": "auto", "help": "as --dpp-activation-cap (default auto)"},
-        "--split-backward": {
-            "action": argparse.BooleanOptionalAction,
-            "default": True,
-            "help": "weight gradients apart from input gradients (default yes)",
-        },
-        "--w-pieces": {"type": int, "default": 1, "help": "pieces of a chunk's W (default 1)"},
-        "--beta": _number("share of an activation that a B frees (default 0)", 0.0),
-        "--lead": _number("a rank chooses this long before its running task ends (default 0)", 0.0),
-    },
-    "costs and what varies (applied in this order)": {
-        "--costs": {"metavar": "FILE", "help": "measured costs; gives --pp and --chunks"},
-        "--condition": {"choices": list(CONDITIONS), "help": "one of the named conditions"},
-        "--hop": _number("time of a hop in chunk forwards (default 0.01)", 0.01),
-        "--head": _number("the last stage's F, B, W take this much more"),
-        "--jitter": _number("lognormal factor per task", metavar="SIGMA"),
-        "--lengths": _number("lognormal factor per microbatch", metavar="SIGMA"),
-        "--slow-rank": {"metavar": "RANK:FACTOR", "help": "as in 1:1.5"},
-        "--slow-link": {"metavar": "A-B:TIME", "help": "as in 0-1:2, in chunk forwards"},
-        "--transient": {
-            "metavar": "FACTORx:SHARE%",
-            "help": "every rank slow for a share of the time, as in 2x:20%%",
-        },
-        "--seed": {"type": int, "default": 0, "help": "first seed (default 0)"},
-        "--seeds": {"type": int, "default": 1, "help": "seeds to average over (default 1)"},
-    },
-    "output": {
-        "--grid": {
-            "action": argparse.BooleanOptionalAction,
-            "help": "print the grid (default: where it is narrow enough)",
-        },
-        "--png": {"metavar": "FILE", "help": "draw the schedules (first seed)"},
-    },
-}
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron.dpp.sim",
         description="Simulate pipeline schedules. Times are in units of a whole rank's forward of "
         "one microbatch, or in seconds with --costs.",
     )
-    for title, options in _OPTIONS.items():
-        group = parser.add_argument_group(title)
-        for flag, settings in options.items():
-            group.add_argument(flag, **settings)
+    shape = parser.add_argument_group("shape")
+    shape.add_argument("--pp", type=int, default=4, help="pipeline ranks (default 4)")
+    shape.add_argument("--chunks", type=int, default=2, help="model chunks per rank (default 2)")
+    shape.add_argument("--microbatches", type=int, default=8, help="microbatches (default 8)")
+    shape.add_argument("--group", type=int, help="microbatch group size (default: --pp)")
+    _add_schedule_flags(parser)
+    _add_cost_flags(parser)
+    out = parser.add_argument_group("output")
+    out.add_argument(
+        "--grid",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="print the grid (default: where it is narrow enough)",
+    )
+    out.add_argument("--png", metavar="FILE", help="draw the schedules (first seed)")
     return parser
+
+
+def _add_schedule_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("schedule")
+    group.add_argument(
+        "--policy",
+        action="append",
+        metavar="NAME",
+        help="dynamic (default), depth-first, breadth-first, megatron, your own module:function, "
+        f"or a static schedule: {', '.join(STATIC)}, earlier-dpp; may be repeated",
+    )
+    group.add_argument(
+        "--compare",
+        action="store_true",
+        help="add the static schedules, the earlier DPP rule, and dynamic fused",
+    )
+    group.add_argument("--cap", default="auto", help="as --dpp-activation-cap (default auto)")
+    group.add_argument(
+        "--split-backward",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="weight gradients apart from input gradients (default yes)",
+    )
+    group.add_argument("--w-pieces", type=int, default=1, help="pieces of a chunk's W (default 1)")
+    group.add_argument(
+        "--beta", type=float, default=0.0, help="share of an activation that a B frees (default 0)"
+    )
+    group.add_argument(
+        "--lead",
+        type=float,
+        default=0.0,
+        help="a rank chooses this long before its running task ends (default 0)",
+    )
+
+
+def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("costs and what varies (applied in this order)")
+    group.add_argument("--costs", metavar="FILE", help="measured costs; gives --pp and --chunks")
+    group.add_argument(
+        "--condition", choices=list(CONDITIONS), help="one of the design's conditions"
+    )
+    group.add_argument(
+        "--hop", type=float, default=0.01, help="time of a hop in chunk forwards (default 0.01)"
+    )
+    group.add_argument("--head", type=float, help="the last stage's F, B, W take this much more")
+    group.add_argument("--jitter", type=float, metavar="SIGMA", help="lognormal factor per task")
+    group.add_argument(
+        "--lengths", type=float, metavar="SIGMA", help="lognormal factor per microbatch"
+    )
+    group.add_argument("--slow-rank", metavar="RANK:FACTOR", help="as in 1:1.5")
+    group.add_argument("--slow-link", metavar="A-B:TIME", help="as in 0-1:2, in chunk forwards")
+    group.add_argument(
+        "--transient",
+        metavar="FACTORx:SHARE%",
+        help="every rank slow for a share of the time, as in 2x:20%%",
+    )
+    group.add_argument("--seed", type=int, default=0, help="first seed (default 0)")
+    group.add_argument("--seeds", type=int, default=1, help="seeds to average over (default 1)")
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -162,8 +172,8 @@ def _check(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | Non
     first = Geometry(shape.num_ranks, 0, shape.num_chunks, shape.num_microbatches)
     if parse_cap(args.cap, first).needs_measuring:
         raise ConfigError(
-            f"--cap {args.cap}: the simulator has no sizes in bytes; give a multiple of the "
-            "pipeline size like 1.5p, megatron or strict"
+            f"--cap {args.cap}: bytes mean nothing to the simulator; give chunk activations as a "
+            "multiple of the pipeline size like 1.5p, megatron or strict"
         )
     if measured and args.condition:
         raise ConfigError("--condition has costs of its own; with --costs use --jitter and so on")
