@@ -14,6 +14,7 @@ shapes alone. Prints Megatron's flags of the best plan, what it is predicted to 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import re
 import sys
@@ -25,15 +26,17 @@ sys.path.insert(0, str(_ROOT))
 
 from megatron.dpp.errors import ConfigError, DppError, exit_with, require  # noqa: E402
 from megatron.dpp.plan import (  # noqa: E402
-    Layout,
+    LayerLayout,
     ModelCosts,
     ModelShape,
     Planner,
     Prediction,
+    RunShape,
     costs_of_run,
     even_layers,
     from_run,
-    from_shapes,
+    known_gpu,
+    planning_costs,
 )
 from megatron.dpp.sim import MeasuredCosts  # noqa: E402
 
@@ -131,14 +134,14 @@ def _run(args: argparse.Namespace) -> None:
 
 def _model(args: argparse.Namespace, measured: MeasuredCosts | None) -> tuple[ModelCosts, float]:
     """The parts, and by how much they were lengthened to explain the run's time."""
-    shapes = _shapes(args)
+    shapes = _shapes(args, args.jitter if measured is None else 0.0)
     if measured is None:
         if shapes is None:
             raise ConfigError(
                 "give a run, or --num-layers --hidden-size --seq-length --vocab-size for a plan "
                 "from shapes"
             )
-        return from_shapes(shapes, args.jitter), 1.0
+        return shapes, 1.0
     layers = _layers(args, len(measured.tasks))
     model, lengthened = from_run(measured, layers)
     if shapes is None and args.memory:
@@ -146,7 +149,7 @@ def _model(args: argparse.Namespace, measured: MeasuredCosts | None) -> tuple[Mo
             "--memory: a trace does not tell how large weights and optimizer are; give "
             "--num-layers --hidden-size --seq-length --vocab-size, too"
         )
-    return model.with_memory_of(from_shapes(shapes)) if shapes else model, lengthened
+    return model.with_memory_of(shapes) if shapes else model, lengthened
 
 
 def _layers(args: argparse.Namespace, num_stages: int) -> list[int]:
@@ -162,22 +165,30 @@ def _layers(args: argparse.Namespace, num_stages: int) -> list[int]:
     return even_layers(args.num_layers, num_stages, "give --layers")
 
 
-def _shapes(args: argparse.Namespace) -> ModelShape | None:
+def _shapes(args: argparse.Namespace, sigma: float = 0.0) -> ModelCosts | None:
+    """Costs from the model's shape; None where it is not given. The GPU is an H200."""
     if not (args.num_layers and args.hidden_size and args.seq_length and args.vocab_size):
         return None
-    return ModelShape(
-        num_layers=args.num_layers,
+    model = ModelShape(
         hidden_size=args.hidden_size,
         seq_length=args.seq_length,
         vocab_size=args.vocab_size,
-        micro_batch_size=args.micro_batch_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        swiglu=args.swiglu,
-        tensor_parallel=args.tensor_parallel,
-        sequence_parallel=args.sequence_parallel,
+        num_heads=1,  # their number costs nothing, only their whole width does
+        num_groups=1,
+        head_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size or 4 * args.hidden_size,
+        gated=args.swiglu,
         fused_loss=args.cross_entropy_loss_fusion,
-        flops=args.tflops * 1e12,
     )
+    shape = RunShape(
+        model=model,
+        layers=(args.num_layers,),
+        tensor=args.tensor_parallel,
+        sequence_parallel=args.sequence_parallel,
+        micro_batch=args.micro_batch_size,
+    )
+    device = dataclasses.replace(known_gpu("H200"), flops=args.tflops * 1e12)
+    return planning_costs(shape, device=device, sigma=sigma)
 
 
 def _bytes(text: str) -> float:
@@ -247,7 +258,7 @@ def _versus(other: Prediction, best: Prediction) -> str:
     return f"{other.seconds * 1e3:.2f} ms (the plan takes {share:.3f} of that)"
 
 
-def _reason(planner: Planner, layout: Layout) -> str:
+def _reason(planner: Planner, layout: LayerLayout) -> str:
     model = planner.model
     head = sum(model.head.times) / sum(model.layer.times)
     embedding = sum(model.embedding.times) / sum(model.layer.times)

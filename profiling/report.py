@@ -24,9 +24,9 @@ from megatron.dpp.plan.whatif import (  # noqa: E402
     WhatIf,
     cost_file,
     effects,
-    plan_of,
     predict_all,
     recorded,
+    schedule_of,
 )
 from megatron.dpp.trace.align import Alignment, align  # noqa: E402
 from megatron.dpp.trace.analysis.limits import Limit  # noqa: E402
@@ -91,7 +91,9 @@ def _what_if(analysis: Analysis, runs: list[Recorded]) -> dict[str, Any]:
     if not runs:
         return {"what_if": [], "fidelity": 0.0, "effects": [None] * len(analysis.culprits)}
     ranks = analysis.shape.pipelines()[0]
-    what_if = WhatIf(runs, plan_of(analysis.shape.schedule, runs[-1].split, runs[-1].num_pieces))
+    split, pieces = runs[-1].split, runs[-1].num_pieces
+    config = schedule_of(analysis.shape.schedule, split=split, w_pieces=pieces)
+    what_if = WhatIf(runs, config)
     predictions = predict_all(what_if, analysis.culprits, ranks)
     rows = [
         {"name": p.name, "now_ms": p.now * 1e3, "then_ms": p.then * 1e3, "gain": p.gain}

@@ -22,8 +22,8 @@ sys.path.insert(0, str(_ROOT))
 from megatron.dpp.sim import (  # noqa: E402
     CONDITIONS,
     Costs,
-    Plan,
     Result,
+    ScheduleConfig,
     Shape,
     condition_costs,
     run_static,
@@ -42,7 +42,7 @@ class Row:
     """
 
     title: str
-    plan: Plan | str
+    plan: ScheduleConfig | str
     design: tuple[float, ...] = ()
     means: tuple[float, float, float] = (0, 0, 0)
 
@@ -55,7 +55,7 @@ class Row:
 ROWS = (
     Row(
         "Megatron interleaved (v = 1: 1F1B)",
-        Plan(policy="megatron", cap="megatron", split_backward=False),
+        ScheduleConfig(policy="megatron", cap="megatron", split_backward=False),
         (1.126, 1.129, 1.167, 1.047, 1.126, 1.269, 1.232, 1.217, 1.084, 1.494, 1.163, 1.47),
         (1.402, 1.163, 1.126),
     ),
@@ -67,29 +67,29 @@ ROWS = (
     ),
     Row(
         "earlier DPP rule",
-        Plan(policy="depth-first", cap="none", split_backward=False),
+        ScheduleConfig(policy="depth-first", cap="none", split_backward=False),
         (1.195, 1.196, 1.227, 1.073, 1.191, 1.289, 1.202, 1.224, 1.126, 1.396, 1.193, 6.00),
         (1.241, 1.193, 1.137),
     ),
     Row(
         "dynamic, fused, megatron cap",
-        Plan(cap="megatron", split_backward=False),
+        ScheduleConfig(cap="megatron", split_backward=False),
         (1.126, 1.129, 1.163, 1.046, 1.124, 1.247, 1.168, 1.170, 1.084, 1.477, 1.151, 1.47),
     ),
     Row(
         "dynamic, split, strict",
-        Plan(cap="strict", beta=BETA),
+        ScheduleConfig(cap="strict", beta=BETA),
         (1.070, 1.070, 1.080, 1.015, 1.056, 1.109, 1.109, 1.106, 1.033, 1.192, 1.074, 1.47),
         (1.217, 1.074, 1.053),
     ),
     Row(
         "dynamic, split, megatron cap",
-        Plan(cap="megatron", beta=BETA),
+        ScheduleConfig(cap="megatron", beta=BETA),
         (1.042, 1.039, 1.045, 1.015, 1.033, 1.057, 1.064, 1.063, 1.028, 1.152, 1.047, 1.47),
         (1.173, 1.047, 1.034),
     ),
-    Row("dynamic, split, 1.5p", Plan(cap="1.5p", beta=BETA), means=(1.090, 1.046, 1.027)),
-    Row("dynamic, split, 2p", Plan(cap="2p", beta=BETA), means=(1.079, 1.042, 1.024)),
+    Row("dynamic, split, 1.5p", ScheduleConfig(cap="1.5p", beta=BETA), means=(1.090, 1.046, 1.027)),
+    Row("dynamic, split, 2p", ScheduleConfig(cap="2p", beta=BETA), means=(1.079, 1.042, 1.024)),
 )
 
 

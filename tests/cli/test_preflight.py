@@ -15,7 +15,7 @@ import pytest
 from megatron.dpp.cli import preflight
 from megatron.dpp.cli.fields import core_fields, read_dataclasses
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.schedule import Geometry, Recorder
+from megatron.dpp.schedule import DecisionRecorder, Geometry
 from tests.plan.test_planner import measured
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,8 +122,8 @@ def test_each_replicas_recording_must_fit(tmp_path: Path, monkeypatch: pytest.Mo
     flags = f"--use-dpp --dpp-replay {order} --pipeline-model-parallel-size 2 --global-batch-size "
     for rank in range(2):
         geometry = Geometry(2, rank, 1, 4)
-        with Recorder(order, geometry) as recorder:
-            recorder.write(geometry, True, [])
+        with DecisionRecorder(order, geometry) as recorder:
+            recorder.write(geometry, [], split_backward=True)
     with pytest.raises(DataError, match=r"order\.replica1\.rank0: No such file"):
         run_in_process(f"{flags} 16", "4", monkeypatch)
     for rank in range(2):

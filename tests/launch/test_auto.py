@@ -84,6 +84,7 @@ def test_auto_lays_no_tensor_parallel_group_across_nodes() -> None:
     options, rest = cli.parse(["--mode", "auto", "--model", "large", "--hidden-size", "12288"])
     flags = base_flags(options, [*rest, "--padded-vocab-size", "49152"], two_of_six)
     flags |= prepare("gpt", None, flags).flags
-    plain = dataclasses.replace(_plain(options, flags, two_of_six), num_heads=96)
+    plain = _plain(options, flags, two_of_six)
+    plain = dataclasses.replace(plain, model=dataclasses.replace(plain.model, num_heads=96))
     layouts = [layout for layout, _ in auto._layouts(options, flags, two_of_six, plain)]
     assert {layout.tensor for layout in layouts} == {1, 2, 3, 6}

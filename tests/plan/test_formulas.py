@@ -17,14 +17,15 @@ from megatron.dpp.commands.estimate import main
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.plan import (
     Device,
+    ModelShape,
+    RunSchedule,
     RunShape,
     cpu_device,
     estimate,
-    flops_per_token,
     gpu_device,
-    interleaving_factor,
     layer_bytes,
     least_bytes,
+    least_seconds,
     lines,
     model_parameters,
     published_layer_bytes,
@@ -32,14 +33,10 @@ from megatron.dpp.plan import (
     shape_of,
     stage_bytes,
 )
-from megatron.dpp.plan.flops import flops_per_iteration
-from megatron.dpp.plan.layer_times import (
-    backward_collectives,
-    collective_bytes,
-    forward_collectives,
-    part_times,
-)
-from megatron.dpp.plan.timing import bubble_formula, least_seconds, traffic
+from megatron.dpp.plan.estimate import bubble_formula, traffic
+from megatron.dpp.plan.flops import flops_per_iteration, flops_per_token
+from megatron.dpp.plan.memory import interleaving_factor
+from megatron.dpp.plan.times import collective_bytes, collectives, part_times
 
 FLAGS = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --lr 1e-3 "
@@ -72,22 +69,24 @@ def even_device() -> Device:
 
 
 def test_published_formulas() -> None:
-    model = {"seq_length": 2048, "micro_batch": 1, "hidden_size": 12288, "num_heads": 96}
+    model = ModelShape(
+        hidden_size=12288, seq_length=2048, vocab_size=51200, num_heads=96, num_groups=96,
+        head_size=128, ffn_hidden_size=4 * 12288, flash=False,
+    )  # fmt: skip
+    plain = RunShape(model=model, layers=(96,))
     unit = 2048 * 12288
     matrix = 5 * 96 * 2048 / 12288
-    plain = published_layer_bytes(**model)
-    assert plain == pytest.approx(unit * (34 + matrix))
-    tensor = published_layer_bytes(**model, tensor=8)
-    assert tensor == pytest.approx(unit * (10 + 24 / 8 + matrix / 8))
-    sequence = published_layer_bytes(**model, tensor=8, sequence_parallel=True)
-    assert sequence == pytest.approx(plain / 8)
-    selective = published_layer_bytes(
-        **model, tensor=8, sequence_parallel=True, attention_matrix=False
-    )
+
+    def found(**changes: Any) -> float:
+        return published_layer_bytes(dataclasses.replace(plain, **changes))
+
+    assert found() == pytest.approx(unit * (34 + matrix))
+    assert found(tensor=8) == pytest.approx(unit * (10 + 24 / 8 + matrix / 8))
+    assert found(tensor=8, sequence_parallel=True) == pytest.approx(found() / 8)
+    selective = found(tensor=8, sequence_parallel=True, recompute="selective")
     assert selective == pytest.approx(34 * unit / 8)
-    assert published_layer_bytes(**model, tensor=8, full_recompute=True) == 2 * unit
-    again = published_layer_bytes(**model, tensor=8, sequence_parallel=True, full_recompute=True)
-    assert again == 2 * unit / 8
+    assert found(tensor=8, recompute="full") == 2 * unit
+    assert found(tensor=8, recompute="full", sequence_parallel=True) == 2 * unit / 8
     assert interleaving_factor(8, 1) == 1
     assert interleaving_factor(8, 3) == 1 + 7 / 24
 
@@ -96,14 +95,7 @@ def test_published_formulas() -> None:
 @pytest.mark.parametrize("recompute", ["", "--recompute-activations"])
 def test_a_layer_with_dropout_keeps_what_the_paper_says(flags: str, recompute: str) -> None:
     ours = shape(f"{flags} {recompute}", world_size=4, on_gpu=False)
-    published = published_layer_bytes(
-        seq_length=128,
-        micro_batch=2,
-        hidden_size=256,
-        num_heads=8,
-        tensor=ours.tensor,
-        attention_matrix=not recompute,
-    )
+    published = published_layer_bytes(ours)
     # The paper leaves the norms' statistics out: 16 bytes a token.
     assert layer_bytes(ours) == pytest.approx(published + 16 * ours.tokens)
 
@@ -123,8 +115,28 @@ def test_flops_are_those_that_training_logs() -> None:
     for flags in ("", "--swiglu", "--group-query-attention --num-query-groups 2"):
         args = parse_args((FLAGS + flags).split())
         validate(args, 1)
-        found = flops_per_token(shape_of(args, on_gpu=True))
-        assert found == pytest.approx(flops_per_iteration(args, 4) / (4 * 128))
+        run = shape_of(args, on_gpu=True)
+        assert estimate(run, H200).flops_per_token == flops_per_iteration(args, 4) / (4 * 128)
+
+
+def test_flops_of_experts_are_those_of_the_layers_that_hold_them() -> None:
+    args = parse_args(
+        (
+            FLAGS + "--num-experts 4 --moe-layer-freq 2 --moe-router-topk 2 "
+            "--moe-ffn-hidden-size 512 --mtp-num-layers 1 --disable-bias-linear "
+            "--position-embedding-type rope"
+        ).split()
+    )
+    validate(args, 1)
+    model = ModelShape(
+        hidden_size=256, seq_length=128, vocab_size=1024, num_heads=8, num_groups=8, head_size=32,
+        ffn_hidden_size=1024,
+    )  # fmt: skip
+    # The further layer is like the last, which is dense; it has a head and joints of its own.
+    widths = [2 * 512, 1024] * 4 + [1024]
+    outputs = 2 * 1024 + 2 * 256 + 3
+    per_token = flops_per_token(model, widths, outputs=outputs)
+    assert flops_per_iteration(args, 4) == 4 * 128 * per_token
 
 
 @pytest.mark.parametrize("pipeline", [1, 2, 4])
@@ -139,9 +151,8 @@ def test_ranks_hold_the_model_between_them(pipeline: int) -> None:
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("microbatches", [4, 8, 16])
 def test_even_static_stages_have_the_bubble_of_the_formula(chunks: int, microbatches: int) -> None:
-    run = shape(
-        pipeline=4, layers=(2,) * 4 * chunks, num_microbatches=microbatches, vocab_size=0, data=1
-    )
+    run = shape(pipeline=4, layers=(2,) * 4 * chunks, num_microbatches=microbatches, data=1)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_size=0))
     found = estimate(run, even_device())
     formula = bubble_formula(run)
     assert formula == 3 / (chunks * microbatches)
@@ -210,10 +221,9 @@ def test_more_work_never_costs_less(micro: int, pipeline: int, chunks: int, dyna
         layers=(8 // stages,) * stages,
         micro_batch=micro,
         num_microbatches=2 * pipeline,
-        dynamic=dynamic,
-        policy="dynamic" if dynamic else "megatron",
-        cap="auto" if dynamic else "megatron",
-        split_backward=dynamic,
+        schedule=RunSchedule(dynamic=True, policy="dynamic", cap="auto", split_backward=True)
+        if dynamic
+        else RunSchedule(),
     )
     small, large = (
         estimate(each, H200) for each in (run, dataclasses.replace(run, micro_batch=micro + 1))
@@ -338,9 +348,8 @@ def test_collectives_of_a_layer_are_those_that_are_sent() -> None:
     whole = 2 * plain.elements
     assert collective_bytes(plain) == 2 * 3 / 4 * whole
     assert collective_bytes(spread) == 3 / 4 * whole
-    assert (forward_collectives(plain), backward_collectives(plain)) == (2, 2)
-    assert (forward_collectives(spread), backward_collectives(spread)) == (4, 6)
-    assert forward_collectives(shape()) == 0
+    assert (collectives(plain), collectives(spread)) == ((2, 2), (4, 6))
+    assert collectives(shape()) == (0, 0)
     per_layer = traffic(plain).tensor / plain.num_layers / plain.num_microbatches
     assert per_layer == 4 * collective_bytes(plain)
     again = dataclasses.replace(plain, recompute="full")

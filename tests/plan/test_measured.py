@@ -8,18 +8,10 @@ import pytest
 
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.validate import validate
-from megatron.dpp.config import GRAPHS_PAY_FROM
-from megatron.dpp.plan import (
-    ModelShape,
-    RunShape,
-    estimate,
-    from_shapes,
-    gpu_device,
-    lines,
-    shape_of,
-)
-from megatron.dpp.plan.layer_times import part_times
-from megatron.dpp.plan.timing import model_costs, predict
+from megatron.dpp.plan import RunShape, estimate, gpu_device, lines, planning_costs, shape_of
+from megatron.dpp.plan.estimate import predict
+from megatron.dpp.plan.from_flags import stage_shape_of
+from megatron.dpp.plan.times import model_costs, part_times
 
 H200 = gpu_device("NVIDIA H200", 140 * 2**30)
 MODEL = (
@@ -162,20 +154,14 @@ def test_parts_of_the_model_take_what_was_traced() -> None:
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_plans_from_shapes_and_estimates_say_the_same(tensor: int) -> None:
-    """Their constants stand in two places: a layout is planned with the ones, and its run is
-    estimated with the others."""
     flags = f"{ON}{V2}{WORDS}--tensor-model-parallel-size {tensor} "
-    run = shape_on(4 * tensor, FOUR.format(hidden_size=2048) + flags)
-    shape = ModelShape(
-        num_layers=16, hidden_size=2048, seq_length=2048, vocab_size=50304, micro_batch_size=2,
-        tensor_parallel=tensor,
-    )  # fmt: skip
-    planned, estimated = from_shapes(shape), model_costs(run, H200)
-    assert planned.layer.times == pytest.approx(estimated.layer.times, rel=0.06)
-    assert planned.head.times == pytest.approx(estimated.head.times, rel=0.08)
-    assert planned.between == estimated.between
-    total = sum(estimated.embedding.times)
-    assert sum(planned.embedding.times) == pytest.approx(total, rel=0.15)
+    args = parse_args((FOUR.format(hidden_size=2048) + flags).split())
+    validate(args, 4 * tensor)
+    estimated = model_costs(shape_of(args, on_gpu=True), H200)
+    planned = planning_costs(stage_shape_of(args))
+    for part in ("layer", "embedding", "head"):
+        assert getattr(planned, part).times == getattr(estimated, part).times
+    assert (planned.between, planned.hop) == (estimated.between, estimated.hop)
 
 
 def test_time_of_replicas_without_graphs() -> None:
@@ -318,14 +304,8 @@ def test_graphs_are_taken_where_training_takes_them() -> None:
     )
 
 
-def test_the_rule_for_graphs_is_trainings() -> None:
-    schedule = pytest.importorskip("megatron.dpp.runtime.dynamic")
-    assert schedule.why_no_graphs("auto", GRAPHS_PAY_FROM) is None
-    assert schedule.why_no_graphs("auto", GRAPHS_PAY_FROM - 0.01) is not None
-
-
 def test_a_cpu_hides_no_head_and_replays_nothing() -> None:
-    shape = dataclasses.replace(gpt_345m(PP2 + ON), cuda_graphs="off")
+    shape = gpt_345m(PP2 + OFF)
     slow = dataclasses.replace(H200, queues=False, launch=1.0)
     fast = dataclasses.replace(slow, launch=0.0)
     assert model_costs(shape, slow).head == model_costs(shape, fast).head

@@ -8,9 +8,21 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.plan import Layout, ModelCosts, ModelShape, Part, Planner, from_run, from_shapes
+from megatron.dpp.plan import (
+    LayerLayout,
+    ModelCosts,
+    ModelShape,
+    Part,
+    Planner,
+    RunShape,
+    from_run,
+    known_gpu,
+    layer_bytes,
+    planning_costs,
+)
 from megatron.dpp.plan.layer_patterns import layout_stages
 from megatron.dpp.plan.model_costs import from_measured
+from megatron.dpp.plan.times import collective_seconds
 from megatron.dpp.sim import parse_costs
 
 LAYER = Part((1.0, 1.0, 1.0), activation_bytes=10.0, state_bytes=100.0)
@@ -45,7 +57,7 @@ def command_line(capsys, *arguments):
 
 def test_layouts_are_written_as_megatron_reads_them():
     layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
-    layout = Layout(2, (1, 3, 2, 0))
+    layout = LayerLayout(2, (1, 3, 2, 0))
     parsed = layouts.PipelineParallelLayerLayout(layout.text(), pipeline_model_parallel_size=2)
     parsed.validate_layer_layout(num_layers=6, mtp_num_layers=0)
     assert parsed.virtual_pipeline_model_parallel_size == layout.num_chunks == 2
@@ -92,7 +104,10 @@ def test_searching_never_makes_it_worse():
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_a_search_keeps_to_its_bound(monkeypatch, seeds):
     """With several seeds it simulated as many times more."""
-    parts, start = model(head=2.5, num_layers=18, sigma=0.1), Layout(4, (2, 2, 2, 2, 2, 2, 3, 3))
+    parts, start = (
+        model(head=2.5, num_layers=18, sigma=0.1),
+        LayerLayout(4, (2, 2, 2, 2, 2, 2, 3, 3)),
+    )
     once = Planner(parts, 4, 8)._num_simulated * (2 * 8 + 18)
     planner = Planner(parts, 4, 8, seeds=seeds, max_tasks=6 * once)
     tried = []
@@ -108,7 +123,7 @@ def test_a_search_keeps_to_its_bound(monkeypatch, seeds):
 @pytest.mark.parametrize("split", [True, False])
 def test_no_schedule_beats_what_the_search_prunes_by(layers, split):
     planner = Planner(model(head=2.5), 4, 8, split_backward=split)
-    layout = Layout(4, layers)
+    layout = LayerLayout(4, layers)
     least = planner.least_seconds(layout)
     found = planner.predict(layout, "2p")
     assert found.busiest_seconds < least <= found.seconds < 1.5 * least
@@ -127,7 +142,7 @@ def test_layouts_that_cannot_win_are_not_simulated(monkeypatch):
 
 
 def test_what_is_beyond_the_simulated_microbatches_repeats_the_steady_state():
-    layout = Layout(4, (5, 4, 4, 3))
+    layout = LayerLayout(4, (5, 4, 4, 3))
     whole = Planner(model(head=2.5), 4, 64).predict(layout, "auto")
     part = Planner(model(head=2.5), 4, 64, most_simulated=16).predict(layout, "auto")
     assert part.seconds == pytest.approx(whole.seconds, rel=0.01)
@@ -150,17 +165,17 @@ def test_memory_is_counted_as_training_measures_it():
     head = Part((6.0, 6.0, 0.0), activation_bytes=30.0)
     layer = Part((1.0, 1.0, 1.0), activation_bytes=10.0, deferred_bytes=6.0)
     planner = Planner(ModelCosts(4, layer, NOTHING, head), 2, 2)
-    peaks = planner.predict(Layout(2, (2, 2)), "strict").peak_bytes
+    peaks = planner.predict(LayerLayout(2, (2, 2)), "strict").peak_bytes
     # Rank 1 may hold 1 activation of 50 bytes, and B leaves 12 of them: a share of 0.24. Its second
     # forward waits for all of the first W; rank 0 has both microbatches in flight.
     assert peaks == (40.0, 50.0)
-    assert planner.predict(Layout(2, (2, 2)), "2p").peak_bytes == (40.0, 62.0)
+    assert planner.predict(LayerLayout(2, (2, 2)), "2p").peak_bytes == (40.0, 62.0)
 
 
 def test_graphs_keep_a_slot_for_the_largest_chunk_of_every_activation_that_the_cap_allows():
     head = Part((1.0, 1.0, 0.0), activation_bytes=3.0)
     graphs = ModelCosts(20, LAYER, NOTHING, head, slot_layers=0.5)
-    layout = Layout(2, (2, 4, 7, 7))
+    layout = LayerLayout(2, (2, 4, 7, 7))
     state = [900.0, 1100.0]
     found = Planner(graphs, 2, 16).predict(layout, "megatron").peak_bytes
     # Megatron's order holds 5 on rank 0; on rank 1 one of as many is left to the head, which is
@@ -198,28 +213,42 @@ def test_a_run_that_layers_do_not_explain_is_refused():
         from_measured(two, [2, 2])
 
 
+def run(hidden_size, seq_length, vocab_size, **more):
+    model = ModelShape(
+        hidden_size=hidden_size, seq_length=seq_length, vocab_size=vocab_size, num_heads=1,
+        num_groups=1, head_size=hidden_size, ffn_hidden_size=4 * hidden_size,
+    )  # fmt: skip
+    return RunShape(model=model, layers=(4,), **more)
+
+
 def test_shapes_count_operations():
-    small = from_shapes(ModelShape(num_layers=4, hidden_size=64, seq_length=32, vocab_size=1000))
-    wide = from_shapes(ModelShape(num_layers=4, hidden_size=64, seq_length=32, vocab_size=2000))
+    small, wide = (planning_costs(run(64, 32, words)) for words in (1000, 2000))
     forward, backward, weight = small.layer.times
     assert weight == pytest.approx(2 * 12 * 64 * 64 * 32 / 7.1e14)
     between = forward - weight - 1.5 * 2 * 32 * 32 * 64 / 7.1e14
-    assert between == pytest.approx(4.2 * 34 * 64 * 32 / 4.8e12)
+    assert between == pytest.approx(4.2 * layer_bytes(run(64, 32, 1000)) / 4.8e12)
     assert weight < forward < backward
     assert wide.head.times == pytest.approx([2 * seconds for seconds in small.head.times])
 
 
+def test_state_is_all_that_training_keeps_of_a_parameter():
+    parts = planning_costs(run(64, 32, 1000))
+    assert parts.layer.state_bytes == 18 * (12 * 64 * 64 + 13 * 64)
+    assert parts.head.state_bytes == 18 * (1000 * 64 + 2 * 64)
+    assert parts.embedding.state_bytes == 18 * 1000 * 64
+
+
 def test_shapes_count_collectives():
     """Without them the head of a tensor-parallel pipeline seemed worth more layers than it is."""
-    model = ModelShape(
-        num_layers=4, hidden_size=1024, seq_length=1024, vocab_size=51200, micro_batch_size=8
-    )
-    shared = dataclasses.replace(model, tensor_parallel=2)
-    alone, sums = from_shapes(model), from_shapes(shared)
-    each = 4e-5 + 2 * 8 * 1024 * 1024 / 3.4e11
-    assert sums.layer.times[0] == pytest.approx(alone.layer.times[0] / 2 + 2 * each)
+    plain = run(1024, 1024, 51200, micro_batch=8)
+    shared = dataclasses.replace(plain, tensor=2)
+    alone, sums = planning_costs(plain), planning_costs(shared)
+    each = collective_seconds(shared, known_gpu("H200"))
+    assert each == pytest.approx(4e-5 + 2 * 8 * 1024 * 1024 / (0.95 * 3.6e11))
+    # The norms' inputs, which tensor parallelism does not shard, are passed over in full.
+    assert sums.layer.times[0] > alone.layer.times[0] / 2 + 2 * each
     assert sums.layer.times[2] == pytest.approx(alone.layer.times[2] / 2)
-    spread = from_shapes(dataclasses.replace(shared, sequence_parallel=True))
+    spread = planning_costs(dataclasses.replace(shared, sequence_parallel=True))
     assert sum(spread.layer.times) > sum(sums.layer.times)
     assert sum(sums.head.times) / sum(sums.layer.times) < 0.9 * (
         sum(alone.head.times) / sum(alone.layer.times)
@@ -254,7 +283,7 @@ def test_predictions_are_as_long_as_the_run_was(capsys, tmp_path, dynamic):
     assert alone == 1.0
     planner = Planner(plain, 4, 8, split_backward=dynamic)
     words = ("auto", "dynamic") if dynamic else ("megatron", "megatron")
-    simulated = planner.predict(Layout(4, tuple(layers)), *words).seconds
+    simulated = planner.predict(LayerLayout(4, tuple(layers)), *words).seconds
     seconds = [9.0, 1.1 * simulated]
     data["run"] = {"seconds": seconds, "num_microbatches": 8, "dynamic": dynamic}
     longer, factor = from_run(parse_costs(data, "run"), layers)

@@ -32,7 +32,7 @@ def test_notation():
 
 @pytest.mark.parametrize("text", ["", "F3", "1X3", "1F", "1F3.", "-1F3", "1F3 "])
 def test_wrong_text_is_refused(text):
-    with pytest.raises(ScheduleError, match="no action"):
+    with pytest.raises(ScheduleError, match="not an action"):
         Action.parse(text)
 
 

@@ -56,7 +56,7 @@ def test_bytes_wait_for_a_measurement():
     ("text", "message"),
     [
         ("half", "expected auto"),
-        ("1.2.3p", "no number"),
+        ("1.2.3p", "not a number"),
         ("0.5p", "needs 11"),
         ("1MiB", "needs 11"),
         ("0GiB", "above 0"),

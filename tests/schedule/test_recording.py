@@ -9,14 +9,14 @@ from megatron.dpp.schedule import (
     FORWARD,
     GRADIENT,
     Action,
+    DecisionRecorder,
     Geometry,
-    Recorder,
     Recording,
     Replay,
     Scheduler,
     check_recording,
 )
-from megatron.dpp.sim import Plan, Shape, condition_costs, interleaved_placement, simulate
+from megatron.dpp.sim import ScheduleConfig, Shape, condition_costs, simulate
 
 SHAPE = Shape(3, 2, 6)
 
@@ -27,34 +27,37 @@ def geometry(rank, num_microbatches=6, **more):
 
 def test_a_run_under_jitter_is_replayed_under_other_jitter(tmp_path):
     path = str(tmp_path / "order")
-    first = Plan().run(SHAPE, condition_costs("jit.3", SHAPE, seed=1))
+    first = ScheduleConfig().run(SHAPE, condition_costs("jit.3", SHAPE, seed=1))
     for rank, actions in enumerate(first.actions):
-        with Recorder(path, geometry(rank)) as recorder:
-            recorder.write(geometry(rank), True, actions)
+        with DecisionRecorder(path, geometry(rank)) as recorder:
+            recorder.write(geometry(rank), actions, split_backward=True)
         recorder.close()
     lanes = [
-        Scheduler(geometry(rank), policy=Recording.load(path, rank).replay(0, geometry(rank), True))
+        Scheduler(
+            geometry(rank),
+            policy=Recording.load(path, rank).replay(0, geometry(rank), split_backward=True),
+        )
         for rank in range(3)
     ]
     costs = condition_costs("jit.3", SHAPE, seed=2)
-    again = simulate(lanes, costs, interleaved_placement(3, 2), split_backward=True)
+    again = simulate(lanes, costs, split_backward=True)
     assert again.actions == first.actions
-    assert Plan().run(SHAPE, costs).actions != first.actions
+    assert ScheduleConfig().run(SHAPE, costs).actions != first.actions
 
 
 def test_several_iterations_of_different_shape(tmp_path):
     path = str(tmp_path / "order")
     evaluation = geometry(1, 2, forward_only=True)
-    with Recorder(path, geometry(1)) as recorder:
-        recorder.write(geometry(1), False, [Action.parse("0F0")])
-        recorder.write(evaluation, True, [Action.parse("0F0"), Action.parse("0F1")])
+    with DecisionRecorder(path, geometry(1)) as recorder:
+        recorder.write(geometry(1), [Action.parse("0F0")], split_backward=False)
+        recorder.write(evaluation, [Action.parse("0F0"), Action.parse("0F1")], split_backward=True)
     recording = Recording.load(path, 1)
     assert len(recording.iterations) == 2
-    recording.replay(1, evaluation, False)
+    recording.replay(1, evaluation, split_backward=False)
     with pytest.raises(ReplayError, match=r"--dpp-replay .*num_microbatches was 2 and is 6"):
-        recording.replay(1, geometry(1), True)
+        recording.replay(1, geometry(1), split_backward=True)
     with pytest.raises(ReplayError, match=r"--dpp-replay .*holds 2 iterations"):
-        recording.replay(2, geometry(1), True)
+        recording.replay(2, geometry(1), split_backward=True)
 
 
 def replayed(text, num_microbatches=6, cap=None):
@@ -108,18 +111,18 @@ def test_a_replay_that_would_wait_for_ever_says_so():
 def test_broken_lines_are_named(tmp_path, line):
     geometry = Geometry(1, 0, 1, 1)
     path = str(tmp_path / "order")
-    with Recorder(path, geometry) as recorder:
-        recorder.write(geometry, True, [])
+    with DecisionRecorder(path, geometry) as recorder:
+        recorder.write(geometry, [], split_backward=True)
     recording = Recording.load(path, 0)
     recording.iterations[0].pop("actions")
     recording.iterations[0].update(line)
     with pytest.raises(DataError, match=r"order.rank0, iteration 0"):
-        recording.replay(0, geometry, True)
+        recording.replay(0, geometry, split_backward=True)
 
 
 def test_a_recording_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"--dpp-record .*nowhere.*No such file"):
-        Recorder(str(tmp_path / "nowhere" / "order"), Geometry(1, 0, 1, 1))
+        DecisionRecorder(str(tmp_path / "nowhere" / "order"), Geometry(1, 0, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -142,9 +145,9 @@ def test_broken_files_are_named(tmp_path, content, why):
 
 def test_a_run_of_another_shape_is_refused_before_it_starts(tmp_path):
     path = str(tmp_path / "order")
-    with Recorder(path, geometry(1)) as recorder:
-        recorder.write(geometry(1, 2, forward_only=True), True, [])
-        recorder.write(geometry(1), True, [])
+    with DecisionRecorder(path, geometry(1)) as recorder:
+        recorder.write(geometry(1, 2, forward_only=True), [], split_backward=True)
+        recorder.write(geometry(1), [], split_backward=True)
     check_recording(path, geometry(1))
     with pytest.raises(DataError, match=r"order\.rank1: .*num_microbatches was 6 and is 12"):
         check_recording(path, geometry(1, 12))
@@ -157,8 +160,8 @@ def test_a_run_of_another_shape_is_refused_before_it_starts(tmp_path):
 
 def test_a_recording_of_evaluations_alone_fits_any_training(tmp_path):
     path = str(tmp_path / "order")
-    with Recorder(path, geometry(1)) as recorder:
-        recorder.write(geometry(1, 2, forward_only=True), True, [])
+    with DecisionRecorder(path, geometry(1)) as recorder:
+        recorder.write(geometry(1, 2, forward_only=True), [], split_backward=True)
     check_recording(path, geometry(1))
 
 

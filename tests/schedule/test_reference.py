@@ -6,7 +6,7 @@ import types
 import pytest
 
 from megatron.dpp.schedule import Geometry, Kind, peak_in_flight, reference_order
-from megatron.dpp.sim import Plan, Shape, uniform
+from megatron.dpp.sim import ScheduleConfig, Shape, uniform
 
 SHAPES = [
     (p, v, m, group)
@@ -71,7 +71,7 @@ def test_every_number_of_microbatches_has_an_order_that_ends(p, v):
     """Followed to the letter, with the backward fused: nothing else can unblock a wrong order."""
     for m in range(1, 3 * p + 2):
         shape = Shape(p, v, m)
-        plan = Plan(policy="megatron", cap="strict", split_backward=False)
+        plan = ScheduleConfig(policy="megatron", cap="strict", split_backward=False)
         result = plan.run(shape, uniform(shape))
         for rank, ran in enumerate(result.actions):
             assert ran == reference_order(Geometry(p, rank, v, m))

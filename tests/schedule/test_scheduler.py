@@ -110,13 +110,13 @@ def test_what_is_held_back_in_an_evaluation_drains():
     scheduler = Scheduler(Geometry(2, 0, 2, 4, forward_only=True), policy="depth-first")
     assert str(scheduler.next()) == "0F0"
     scheduler.arrived(FORWARD, 1, 1)
-    scheduler.hold_back(True)
+    scheduler.hold_back(held=True)
     assert str(scheduler.next()) == "1F0"
     assert scheduler.next() is None
-    scheduler.hold_back(False)
+    scheduler.hold_back(held=False)
     assert str(scheduler.next()) == "0F1"
     training = Scheduler(Geometry(2, 0, 1, 4))
-    training.hold_back(True)
+    training.hold_back(held=True)
     assert str(training.next()) == "0F0", "the cap bounds what is under way"
 
 

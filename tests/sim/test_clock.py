@@ -13,19 +13,18 @@ from megatron.dpp.sim import (
     STATIC,
     Costs,
     Hop,
-    Plan,
+    ScheduleConfig,
     Shape,
     SlowTimes,
     condition_costs,
     even_costs,
-    interleaved_placement,
     run_static,
     simulate,
 )
 
 
 def test_one_rank_takes_the_sum_of_its_work():
-    result = Plan().run(Shape(1, 1, 3), even_costs(1, 3, times=(1.0, 2.0, 4.0)))
+    result = ScheduleConfig().run(Shape(1, 1, 3), even_costs(1, 3, times=(1.0, 2.0, 4.0)))
     assert result.makespan == pytest.approx(21.0)
     assert result.ratio == pytest.approx(1.0)
 
@@ -33,7 +32,7 @@ def test_one_rank_takes_the_sum_of_its_work():
 def test_two_ranks_by_hand():
     """F takes 1, fused backward 2, a hop 1 (half of it on the link)."""
     costs = even_costs(2, 1, times=(1.0, 1.0, 1.0), hop=1.0)
-    result = Plan(split_backward=False).run(Shape(2, 1, 1), costs)
+    result = ScheduleConfig(split_backward=False).run(Shape(2, 1, 1), costs)
     assert [(str(s.action), s.start, s.end) for s in result.slots[0]] == [
         ("0F0", 0.0, 1.0),
         ("0B0", 6.0, 8.0),
@@ -46,7 +45,7 @@ def test_two_ranks_by_hand():
 
 def test_a_stage_without_layers_has_its_weight_gradient_in_its_backward():
     costs = even_costs(2, 1)
-    result = Plan(w_pieces=(2, 0)).run(Shape(2, 1, 1), costs)
+    result = ScheduleConfig(w_pieces=(2, 0)).run(Shape(2, 1, 1), costs)
     assert [(str(s.action), s.start, s.end) for s in result.slots[1]] == [
         ("0F0", 1.0, 2.0),
         ("0B0", 2.0, 4.0),
@@ -59,7 +58,7 @@ def test_messages_share_a_link_and_stay_in_order():
     durations = ([[1.0] * 3, [0.1] * 3], [[0.1] * 3] * 2, [[0.0] * 3] * 2)
     scale = [[3.0, 1.0, 1.0], [0.0] * 3]
     costs = Costs(durations, [Hop(latency=0.0, occupancy=3.0, scale=scale)])
-    result = Plan(cap="2p").run(Shape(2, 1, 3), costs)
+    result = ScheduleConfig(cap="2p").run(Shape(2, 1, 3), costs)
     forwards = [slot.start for slot in result.slots[1] if slot.action.kind is Kind.F]
     assert forwards == pytest.approx([10.0, 13.0, 16.0])
 
@@ -78,8 +77,8 @@ def test_choosing_early_uses_older_knowledge():
     """
     shape = Shape(8, 2, 16)
     costs = condition_costs("lnk2", shape, 0)
-    late = Plan(cap="megatron").run(shape, costs)
-    early = Plan(cap="megatron").run(shape, costs, lead=0.5)
+    late = ScheduleConfig(cap="megatron").run(shape, costs)
+    early = ScheduleConfig(cap="megatron").run(shape, costs, lead=0.5)
     assert early.makespan > late.makespan
 
 
@@ -88,7 +87,7 @@ def test_a_stuck_simulation_fails_with_its_grid():
         Scheduler(Geometry(2, rank, 1, 2), policy=lambda view: view.forward(0)) for rank in range(2)
     ]
     with pytest.raises(ScheduleError) as caught:
-        simulate(replay, even_costs(2, 2), interleaved_placement(2, 1), split_backward=True)
+        simulate(replay, even_costs(2, 2), split_backward=True)
     text = str(caught.value)
     assert "rank 0   0F0 0F1" in text
     assert "returned None on pipeline rank 1" in text and "0B0 may run" in text
@@ -105,7 +104,7 @@ def test_a_stuck_simulation_fails_with_its_grid():
 def test_any_condition_ends_within_the_cap_and_in_order(condition, numbers, cap, split, seed):
     shape = Shape(*numbers)
     costs = condition_costs(condition, shape, seed)
-    plan = Plan(cap=cap, split_backward=split, w_pieces=2)
+    plan = ScheduleConfig(cap=cap, split_backward=split, w_pieces=2)
     lanes = plan.lanes(shape)
     result = plan.run(shape, costs)
     assert result.makespan >= max(result.own) - 1e-9
@@ -121,12 +120,12 @@ def test_any_condition_ends_within_the_cap_and_in_order(condition, numbers, cap,
 def test_what_the_clock_ran_can_be_replayed():
     shape = Shape(3, 2, 6)
     costs = condition_costs("trN", shape, 3)
-    first = Plan().run(shape, costs)
+    first = ScheduleConfig().run(shape, costs)
     lanes = [
         Scheduler(Geometry(3, rank, 2, 6), policy=Replay(ran))
         for rank, ran in enumerate(first.actions)
     ]
-    again = simulate(lanes, costs, interleaved_placement(3, 2), split_backward=True)
+    again = simulate(lanes, costs, split_backward=True)
     assert again.slots == first.slots
 
 

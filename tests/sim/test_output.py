@@ -6,7 +6,7 @@ import pytest
 
 from megatron.dpp.commands.sim import main
 from megatron.dpp.errors import DataError
-from megatron.dpp.sim import Plan, Shape, even_costs, format_grid, load_costs, uniform
+from megatron.dpp.sim import ScheduleConfig, Shape, even_costs, format_grid, load_costs, uniform
 
 
 def run(capsys, *arguments):
@@ -25,7 +25,7 @@ def cost_file(tmp_path, **changes):
 
 
 def test_grid():
-    result = Plan(split_backward=False).run(Shape(2, 1, 2), even_costs(2, 2))
+    result = ScheduleConfig(split_backward=False).run(Shape(2, 1, 2), even_costs(2, 2))
     assert format_grid(result.slots).splitlines() == [
         "rank 0   0F0 0F1 .   .   0B0 -   .   0B1 -",
         "rank 1   .   0F0 0B0 -   0F1 0B1 -",

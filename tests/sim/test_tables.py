@@ -8,15 +8,15 @@ import statistics
 
 import pytest
 
-from megatron.dpp.sim import Plan, Shape, condition_costs, uniform
+from megatron.dpp.sim import ScheduleConfig, Shape, condition_costs, uniform
 
 SHAPES = [(p, k * p) for p in (4, 8, 16) for k in (2, 4, 8)]
 PLANS = {
-    "megatron": Plan(policy="megatron", cap="megatron", split_backward=False),
-    "earlier": Plan(policy="depth-first", cap="none", split_backward=False),
-    "fused": Plan(cap="megatron", split_backward=False),
-    "strict": Plan(cap="strict", beta=0.5),
-    "I0": Plan(cap="megatron", beta=0.5),
+    "megatron": ScheduleConfig(policy="megatron", cap="megatron", split_backward=False),
+    "earlier": ScheduleConfig(policy="depth-first", cap="none", split_backward=False),
+    "fused": ScheduleConfig(cap="megatron", split_backward=False),
+    "strict": ScheduleConfig(cap="strict", beta=0.5),
+    "I0": ScheduleConfig(cap="megatron", beta=0.5),
 }
 
 
@@ -39,7 +39,7 @@ def test_one_and_four_chunks_uniform(v, fused, split):
     cap = "1.5p" if v == 1 else "megatron"
     megatron = mean_ratio(PLANS["megatron"], v)
     assert megatron == pytest.approx(fused, abs=0.0011)
-    assert mean_ratio(Plan(cap=cap, beta=0.5), v) == pytest.approx(split, abs=0.0011)
+    assert mean_ratio(ScheduleConfig(cap=cap, beta=0.5), v) == pytest.approx(split, abs=0.0011)
 
 
 def test_never_slower_than_megatron_at_equal_memory():
@@ -47,12 +47,12 @@ def test_never_slower_than_megatron_at_equal_memory():
         for condition in ("unif", "jit.3", "str1.5", "trN", "lnk2", "head", "len"):
             shape = Shape(p, v, 4 * p)
             costs = condition_costs(condition, shape, 0)
-            ours = Plan(cap="megatron", beta=0.5).run(shape, costs).makespan
+            ours = ScheduleConfig(cap="megatron", beta=0.5).run(shape, costs).makespan
             assert ours <= 1.003 * PLANS["megatron"].run(shape, costs).makespan, (p, v, condition)
 
 
 def test_large_shapes_take_seconds():
     """p = 64 at m = 512 has 196608 tasks; the ratio under transients stays that of the design."""
     shape = Shape(64, 2, 128)
-    result = Plan(beta=0.5).run(shape, condition_costs("trN", shape, 0))
+    result = ScheduleConfig(beta=0.5).run(shape, condition_costs("trN", shape, 0))
     assert result.ratio < 1.25

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.plan.whatif import WhatIf, cost_file, other_plans, plan_of, recorded, removal
+from megatron.dpp.plan.whatif import (
+    WhatIf,
+    cost_file,
+    other_schedules,
+    recorded,
+    removal,
+    schedule_of,
+)
 from megatron.dpp.schedule import Geometry, reference_order
 from megatron.dpp.sim import load_costs
 from megatron.dpp.trace.analysis.decisions import differing_decisions
@@ -65,7 +72,7 @@ def test_the_culprit_is_named_and_its_removal_gains_what_was_predicted(tmp_path,
         slow = analysed(inject(run, cause, seed), tmp_path)
         check_culprits(slow, cause, culprit_of(run, cause, seed))
         ranks, runs = recorded_runs(slow)
-        what_if = WhatIf(runs, plan_of("dpp", split=True))
+        what_if = WhatIf(runs, schedule_of("dpp", split=True))
         assert what_if.fidelity == pytest.approx(1.0, abs=0.005)
         change = removal(slow.culprits[0], runs, ranks)
         assert change is not None
@@ -115,11 +122,11 @@ def test_totals_equal_those_summed_from_the_events(tmp_path):
     assert sentences(report)[-1] == "Nobody is conspicuously slow."
 
 
-def test_other_plans_do_not_name_the_run_itself(tmp_path):
+def test_other_schedules_do_not_name_the_run_itself(tmp_path):
     """W comes in pieces in a real run; that makes no other schedule of it."""
     _, runs = recorded_runs(analysed(Run(chunks=2), tmp_path))
-    plan = plan_of("dpp", split=True, w_pieces=6)
-    found = other_plans(runs[-1], plan, [1.0] * 4)
+    plan = schedule_of("dpp", split=True, w_pieces=6)
+    found = other_schedules(runs[-1], plan, [1.0] * 4)
     assert "dynamic schedule" not in [name for name, _, _ in found]
     assert {other.w_pieces for _, _, other in found} == {6}
     assert "1 chunk per rank" in [name for name, _, _ in found]

@@ -23,6 +23,7 @@ from megatron.dpp.cli.flags_run import RUN_GROUPS
 from megatron.dpp.cli.flags_special import SPECIAL, answer
 from megatron.dpp.config import DppConfig, flag_of, option_fields
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.schedule import BUILT_IN
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,7 +66,7 @@ def _add_dpp_flags(parser: argparse.ArgumentParser) -> None:
         options: dict[str, Any] = {
             "dest": f"dpp_{field.name}",
             "default": field.default,
-            "help": field.metadata["help"],
+            "help": field.metadata["help"].replace("{policies}", ", ".join(BUILT_IN)),
         }
         if isinstance(field.default, bool):
             options["action"] = argparse.BooleanOptionalAction

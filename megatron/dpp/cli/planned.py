@@ -9,12 +9,12 @@ from megatron.dpp.cli.validate_layout import virtual_stages
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.plan import (
     ModelCosts,
-    ModelShape,
     Planner,
     costs_of_run,
     even_layers,
     from_run,
-    from_shapes,
+    planning_costs,
+    stage_shape_of,
 )
 from megatron.dpp.plan.planner import CAPS
 
@@ -75,20 +75,7 @@ def describe(args: argparse.Namespace) -> str:
 
 
 def _costs(args: argparse.Namespace) -> ModelCosts:
-    shapes = from_shapes(
-        ModelShape(
-            num_layers=args.num_layers,
-            hidden_size=args.hidden_size,
-            seq_length=args.seq_length,
-            vocab_size=args.padded_vocab_size,
-            micro_batch_size=args.micro_batch_size,
-            ffn_hidden_size=args.ffn_hidden_size,
-            swiglu=args.swiglu,
-            tensor_parallel=args.tensor_model_parallel_size,
-            sequence_parallel=args.sequence_parallel,
-            fused_loss=args.cross_entropy_loss_fusion,
-        )
-    )
+    shapes = planning_costs(stage_shape_of(args))
     if args.dpp_plan == SHAPES:
         return shapes
     measured = costs_of_run(args.dpp_plan, _REPOSITORY)

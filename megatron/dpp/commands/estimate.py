@@ -1,4 +1,4 @@
-"""``megatron-dpp estimate --ranks 8 [Megatron's flags]``: print what a run will need.
+"""``megatron-dpp estimate --ranks 8 [Megatron's flags]``: memory, traffic and time of a run.
 
     megatron-dpp estimate --ranks 4 --num-layers 24 --hidden-size 1024 \
         --num-attention-heads 16 --seq-length 1024 --micro-batch-size 4 --bf16 \
@@ -14,13 +14,10 @@ import sys
 from collections.abc import Sequence
 
 from megatron.dpp.errors import ConfigError, DppError, exit_with, require
-from megatron.dpp.plan.device import Device, find_machine, known_gpu
-from megatron.dpp.plan.estimate import estimate
-from megatron.dpp.plan.shape import shape_of
-from megatron.dpp.plan.text import lines
+from megatron.dpp.plan import Device, estimate, find_machine, known_gpu, lines, shape_of
 
 _ASSUMED = "--transformer-impl local --micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0"
-"""Flags that training needs and an estimate hardly does; those given win."""
+"""Defaults of flags that training requires and an estimate hardly depends on."""
 _VOCABULARY = 50304
 
 
@@ -49,7 +46,7 @@ def _check(known: argparse.Namespace) -> None:
 def device_of(
     ranks: int, gpu: str | None, memory: float | None, tflops: float | None
 ) -> tuple[bool, Device]:
-    """Whether it is a GPU, and its figures: this machine's, with what is given in their place."""
+    """``(on_gpu, device)``: this machine's device or the named GPU, with the given figures."""
     if gpu is None:
         machine = find_machine(ranks)
         on_gpu, device = machine.num_gpus > 0, machine.device
@@ -63,7 +60,7 @@ def device_of(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print; the exit code."""
+    """Print the estimate; returns the exit status."""
     from megatron.dpp.cli.preflight import BAD_INPUT
 
     known, flags = _parser().parse_known_args(argv)
@@ -81,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _checked(flags: Sequence[str], ranks: int, arch: str) -> argparse.Namespace:
-    """The training script's arguments, its layers planned where it would plan them."""
+    """The training script's arguments, with ``--dpp-plan`` carried out."""
     from megatron.dpp.cli import arguments, preflight
     from megatron.dpp.cli.planned import take_plan
     from megatron.dpp.cli.validate import validate

@@ -20,13 +20,12 @@ from collections.abc import Callable, Sequence
 from megatron.dpp.errors import ConfigError, DppError
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.sim import conditions
-from megatron.dpp.sim.clock import Result
 from megatron.dpp.sim.conditions import CONDITIONS, Change, chain, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Shape
 from megatron.dpp.sim.draw import NO_MATPLOTLIB, draw
-from megatron.dpp.sim.grid import format_grid
 from megatron.dpp.sim.measured import MeasuredCosts, load_costs
-from megatron.dpp.sim.schedules import STATIC, find_plan, run_static
+from megatron.dpp.sim.result import Result, format_grid
+from megatron.dpp.sim.schedules import STATIC, find_schedule, run_static
 
 _GRID_COLUMNS = 260
 """Wider grids are not printed unless asked for: they would wrap."""
@@ -249,7 +248,7 @@ def _numbers(flag: str, text: str, form: str, example: str) -> list[float]:
 def _runner(name: str, args: argparse.Namespace, shape: Shape) -> Callable[[Costs], Result]:
     if name in STATIC:
         return lambda costs: run_static(name, shape, costs, beta=args.beta, group=args.group)
-    plan = find_plan(
+    schedule = find_schedule(
         name,
         cap=args.cap,
         split_backward=args.split_backward,
@@ -257,7 +256,7 @@ def _runner(name: str, args: argparse.Namespace, shape: Shape) -> Callable[[Cost
         w_pieces=args.w_pieces,
         group=args.group,
     )
-    return lambda costs: plan.run(shape, costs, lead=args.lead)
+    return lambda costs: schedule.run(shape, costs, lead=args.lead)
 
 
 def _comparison(

@@ -22,9 +22,8 @@ from megatron.dpp.launch.flags import Flags
 from megatron.dpp.launch.layout import Layout, nearest_multiple, possible_layouts
 from megatron.dpp.launch.resolve import Resolved, Setting, forms, is_planned, resolve
 from megatron.dpp.launch.settle import checked, plan_flags, shape_from, with_plan
-from megatron.dpp.plan import Estimate, RunShape, estimate, least_bytes
+from megatron.dpp.plan import Estimate, RunSchedule, RunShape, estimate, least_bytes, least_seconds
 from megatron.dpp.plan.text import size
-from megatron.dpp.plan.timing import least_seconds
 
 _USABLE = 0.92
 """Share of a device's memory that a run may take: allocators and libraries need some too."""
@@ -218,7 +217,7 @@ def _layouts(
     options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape
 ) -> Iterator[tuple[Layout, bool]]:
     """What is possible, and whether its layers are planned: they need not lie evenly then."""
-    for layout in possible_layouts(setting.world_size, 0, plain.num_heads):
+    for layout in possible_layouts(setting.world_size, 0, plain.model.num_heads):
         stages = layout.pipeline * layout.chunks
         planned = is_planned(options, flags, layout, setting)
         fits = plain.num_layers >= stages if planned else plain.num_layers % stages == 0
@@ -256,6 +255,11 @@ def shape_with(
     stages = layout.pipeline * layout.chunks
     each, rest = divmod(plain.num_layers, stages)
     dynamic = layout.pipeline > 1 and not static
+    schedule = RunSchedule(cuda_graphs=_graphs(plain, layout))
+    if dynamic:
+        schedule = dataclasses.replace(
+            schedule, dynamic=True, policy="dynamic", cap="auto", split_backward=True
+        )
     return dataclasses.replace(
         plain,
         tensor=layout.tensor,
@@ -266,13 +270,8 @@ def shape_with(
         num_microbatches=microbatches,
         sequence_parallel=spread,
         shard=shard,
-        gradient_bytes=plain.element_bytes if shard == "parameters" else plain.gradient_bytes,
         recompute=recompute,
-        dynamic=dynamic,
-        policy="dynamic" if dynamic else "megatron",
-        cap="auto" if dynamic else "megatron",
-        split_backward=dynamic,
-        cuda_graphs=_graphs(plain, layout),
+        schedule=schedule,
         per_node=setting.per_node,
     )
 
@@ -280,8 +279,9 @@ def shape_with(
 def _graphs(plain: RunShape, layout: Layout) -> str:
     """``--dpp-cuda-graphs`` as :func:`resolve` will set it; recompute and sharding are the shape's
     own business."""
-    alone = layout.pipeline == 1 and plain.arch == "gpt"
-    return "on" if alone and plain.cuda_graphs == "auto" else plain.cuda_graphs
+    alone = layout.pipeline == 1 and plain.model.arch == "gpt"
+    asked = plain.schedule.cuda_graphs
+    return "on" if alone and asked == "auto" else asked
 
 
 def report(best: list[Candidate], setting: Setting) -> list[str]:

@@ -1,17 +1,10 @@
-"""What a run will need and how long it will take, before it starts.
+"""One cost model of a run: FLOPs, bytes, times and memory, and the layout planner on top of it.
 
-Pure Python, no PyTorch. ``shape.py`` is what is estimated, ``activations.py`` the formulas,
-``estimate.py`` brings them together; the command line is ``megatron-dpp estimate``.
-Called by ``launch`` (the ``train`` command) and, to compare with what was measured, by ``train``.
+Pure Python, no PyTorch. ``shape.py`` holds the data types, ``constants.py`` the fitted figures,
+``memory.py`` and ``times.py`` the formulas. ``estimate.py`` and ``planner.py`` combine them with
+the simulator; ``whatif.py`` predicts changes of a traced run.
 """
 
-from megatron.dpp.plan.activations import (
-    head_bytes,
-    interleaving_factor,
-    layer_bytes,
-    published_layer_bytes,
-    stage_bytes,
-)
 from megatron.dpp.plan.device import (
     Device,
     Machine,
@@ -20,61 +13,55 @@ from megatron.dpp.plan.device import (
     gpu_device,
     known_gpu,
 )
-from megatron.dpp.plan.estimate import Estimate, estimate
-from megatron.dpp.plan.memory import RankMemory, least_bytes
-from megatron.dpp.plan.model_costs import (
-    ModelCosts,
-    ModelShape,
-    Part,
-    attention_times,
-    between_products,
-    collectives,
-    embedding_times,
-    from_shapes,
-    head_times,
+from megatron.dpp.plan.estimate import Estimate, estimate, least_seconds
+from megatron.dpp.plan.from_flags import shape_of, stage_shape_of
+from megatron.dpp.plan.memory import (
+    RankMemory,
+    layer_bytes,
+    least_bytes,
+    model_parameters,
+    published_layer_bytes,
+    rank_parameters,
+    stage_bytes,
 )
-from megatron.dpp.plan.parameters import model_parameters, rank_parameters
-from megatron.dpp.plan.planner import Layout, Planner, Prediction, from_run
+from megatron.dpp.plan.model_costs import ModelCosts, Part
+from megatron.dpp.plan.planner import Planner, Prediction, from_run
 from megatron.dpp.plan.run_costs import costs_of_run, even_layers
-from megatron.dpp.plan.shape import RunShape, shape_of
+from megatron.dpp.plan.shape import LayerLayout, ModelShape, Precision, RunSchedule, RunShape
 from megatron.dpp.plan.text import lines
-from megatron.dpp.plan.timing import flops_per_token
+from megatron.dpp.plan.times import planning_costs
 
 __all__ = [
     "Device",
     "Estimate",
-    "Layout",
+    "LayerLayout",
     "Machine",
     "ModelCosts",
     "ModelShape",
     "Part",
     "Planner",
+    "Precision",
     "Prediction",
     "RankMemory",
+    "RunSchedule",
     "RunShape",
-    "attention_times",
-    "between_products",
-    "collectives",
     "costs_of_run",
     "cpu_device",
-    "embedding_times",
     "estimate",
     "even_layers",
     "find_machine",
-    "flops_per_token",
     "from_run",
-    "from_shapes",
     "gpu_device",
-    "head_bytes",
-    "head_times",
-    "interleaving_factor",
     "known_gpu",
     "layer_bytes",
     "least_bytes",
+    "least_seconds",
     "lines",
     "model_parameters",
+    "planning_costs",
     "published_layer_bytes",
     "rank_parameters",
     "shape_of",
     "stage_bytes",
+    "stage_shape_of",
 ]

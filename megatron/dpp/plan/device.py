@@ -1,7 +1,7 @@
-"""How fast and how large a device is: what estimates of time and of what fits need to know.
+"""Rates and memory of the devices that a run has or is planned for.
 
-Nothing here imports PyTorch. GPUs are asked for through ``nvidia-smi``; a CPU's rate is measured by
-a matrix product of a tenth of a second.
+GPUs are listed through ``nvidia-smi``. A CPU core's rate is measured with a matrix product of a
+tenth of a second. Nothing here imports PyTorch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.plan import constants
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,19 +23,18 @@ class Device:
     """One device and its links.
 
     Args:
-        name: as the driver calls it.
-        flops: floating point operations per second that training reaches in matrix products.
-        memory_bytes: of one device, what is free for a run.
-        bytes_per_second: of its memory.
-        link: bytes per second, one way, to another device of the node.
-        network: bytes per second, one way, to another node; every device has an adapter of its own.
-        collective: seconds that a tensor-parallel collective takes beside its bytes.
-        launch: seconds that the host takes to start the forward of a layer (its backward takes as
-            long, its weight gradients half of that); a smaller layer takes no less.
-        between: seconds that the host takes from the end of one task to the next.
-        bf16: its matrix units take bf16; else it is emulated, several times as slow as fp16.
-        queues: the host launches ahead of the device (a GPU), and its launches can be replayed.
-        source: where ``flops`` comes from.
+        name: the driver's name of it.
+        flops: FLOP/s that training reaches in matrix products.
+        memory_bytes: free for a run.
+        bytes_per_second: bandwidth of its memory.
+        link: bytes/s, one way, to another device of the node.
+        network: bytes/s, one way, to another node; every device has an adapter of its own.
+        collective: seconds of a tensor-parallel collective beside its bytes.
+        launch: seconds in which the host launches a layer's forward, whatever the layer's size.
+        between: seconds from the end of one task to the next.
+        bf16: its matrix units take bf16; otherwise bf16 is emulated, slower than fp16.
+        queues: the host launches ahead of the device (a GPU), and launches can be replayed.
+        source: origin of ``flops``, for the reader.
     """
 
     name: str
@@ -51,47 +51,28 @@ class Device:
     source: str
 
     def group_link(self, members: int, per_node: int) -> float:
-        """Bytes per second of each of ``members`` devices in a ring, ``per_node`` of them a node.
-
-        Between nodes they share the adapters of all of these.
+        """Bytes/s of each of ``members`` devices in a ring, ``per_node`` of them on a node. Between
+        nodes the ring uses the adapters of all devices that a node has of it.
         """
         if per_node >= members:
             return self.link
         return min(self.link, per_node * self.network)
 
 
-# 72 % of the dense 16-bit peak, which the matrix products of a training step reach on H200s; memory
-# and link bandwidth from the data sheets, links at 80 %.
-_KNOWN = {
-    "B200": (1.6e15, 8e12, 7.2e11),
-    "H200": (7.1e14, 4.8e12, 3.6e11),
-    "H100": (7.1e14, 3.3e12, 3.6e11),
-    "A100": (2.2e14, 2.0e12, 2.4e11),
-    "L40": (1.3e14, 8.6e11, 2e10),
-    "V100": (9e13, 9e11, 1.2e11),
-    "T4": (4.7e13, 3.2e11, 1.2e10),
-}
-KNOWN_GPUS = tuple(_KNOWN)
-_MEMORY_GIB = {"B200": 179, "H200": 140, "H100": 80, "A100": 80, "L40": 45, "V100": 32, "T4": 15}
-_BEFORE_BF16 = ("P100", "V100", "T4", "TITAN", "GTX", "GeForce RTX 20", "Quadro RTX")
-"""In the names of GPUs older than Ampere."""
-_UNKNOWN_GPU = (3e13, 5e11, 1e10)
-_NETWORK = 4e10
-_GPU_LAUNCH, _GPU_BETWEEN, _GPU_COLLECTIVE = 1.2e-3, 1.2e-4, 4e-5
-_CPU_LAUNCH, _CPU_BETWEEN, _CPU_COLLECTIVE = 1.5e-3, 2e-4, 2e-3
+KNOWN_GPUS = tuple(constants.GPUS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What one node offers. ``num_gpus`` 0 means that processes run on its CPU."""
+    """One node. ``num_gpus`` is 0 where processes run on its CPU."""
 
     num_gpus: int
     device: Device
 
 
 def find_machine(processes: int = 1, env: dict[str, str] | None = None) -> Machine:
-    """Look at this node: its GPUs if it has any that ``CUDA_VISIBLE_DEVICES`` shows, else the share
-    of its CPU that each of ``processes`` gets.
+    """This node's GPUs that ``CUDA_VISIBLE_DEVICES`` shows; without any, the share of its CPU that
+    each of ``processes`` gets.
     """
     environment = dict(os.environ) if env is None else env
     gpus = _gpus()
@@ -105,45 +86,46 @@ def find_machine(processes: int = 1, env: dict[str, str] | None = None) -> Machi
 
 
 def _known_name(name: str) -> str | None:
-    return next((each for each in _KNOWN if re.search(rf"{each}(?!\d)", name)), None)
+    return next((each for each in KNOWN_GPUS if re.search(rf"{each}(?!\d)", name)), None)
 
 
 def gpu_device(name: str, memory_bytes: float) -> Device:
     """The figures of a GPU by its name."""
     known = _known_name(name)
-    (flops, bandwidth, link) = _KNOWN[known] if known else _UNKNOWN_GPU
+    gpu = constants.GPUS[known] if known else constants.UNKNOWN_GPU
     source = f"72 % of the {known}'s peak" if known else "a guess: not in the table of GPUs"
     return Device(
         name=name,
-        flops=flops,
+        flops=gpu.flops,
         memory_bytes=memory_bytes,
-        bytes_per_second=bandwidth,
-        link=link,
-        network=_NETWORK,
-        collective=_GPU_COLLECTIVE,
-        launch=_GPU_LAUNCH,
-        between=_GPU_BETWEEN,
-        bf16=not any(each in name for each in _BEFORE_BF16),
+        bytes_per_second=gpu.memory_rate,
+        link=gpu.link,
+        network=constants.NETWORK,
+        collective=constants.GPU_COLLECTIVE,
+        launch=constants.GPU_LAUNCH,
+        between=constants.GPU_BETWEEN,
+        bf16=not any(each in name for each in constants.BEFORE_BF16),
         queues=True,
         source=source,
     )
 
 
 def known_gpu(name: str) -> Device:
-    """The figures and the memory of a GPU that this machine need not have.
+    """The figures of a GPU of the table; this machine need not have one.
 
     Raises:
         ConfigError: it is not in the table.
     """
     known = name.upper()
-    if known not in _KNOWN:
-        raise ConfigError(f"--gpu {name}: known are {', '.join(_KNOWN)}")
-    return gpu_device(known, _MEMORY_GIB[known] * 2**30)
+    if known not in KNOWN_GPUS:
+        raise ConfigError(f"--gpu {name}: known are {', '.join(KNOWN_GPUS)}")
+    return gpu_device(known, constants.GPUS[known].memory_gib * 2**30)
 
 
 def cpu_device(processes: int = 1) -> Device:
-    """What one of ``processes`` has of this CPU: a core's rate in fp32, measured now, or a share of
-    it."""
+    """The share of this CPU that one of ``processes`` gets: at most a core, whose fp32 rate is
+    measured now.
+    """
     cores = len(os.sched_getaffinity(0))
     share = min(1.0, cores / processes)
     flops, library = _measured_flops()
@@ -151,12 +133,12 @@ def cpu_device(processes: int = 1) -> Device:
         name="CPU",
         flops=flops * share,
         memory_bytes=_host_memory() / processes,
-        bytes_per_second=1e10 * share,
-        link=2e9 * share,
-        network=1e9,
-        collective=_CPU_COLLECTIVE / share,
-        launch=_CPU_LAUNCH / share,
-        between=_CPU_BETWEEN / share,
+        bytes_per_second=constants.CPU_MEMORY_RATE * share,
+        link=constants.CPU_LINK * share,
+        network=constants.CPU_NETWORK,
+        collective=constants.CPU_COLLECTIVE / share,
+        launch=constants.CPU_LAUNCH / share,
+        between=constants.CPU_BETWEEN / share,
         bf16=True,
         queues=False,
         source=f"a matrix product of {library}'s, measured now",
@@ -164,7 +146,8 @@ def cpu_device(processes: int = 1) -> Device:
 
 
 def _gpus() -> list[tuple[str, float]]:
-    """Name and bytes of every GPU that ``nvidia-smi`` lists; it may say something else besides."""
+    """Name and bytes of every GPU that ``nvidia-smi`` lists. Other lines of its output are
+    skipped."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
@@ -177,11 +160,13 @@ def _gpus() -> list[tuple[str, float]]:
 
 
 def _without_a_size(name: str) -> tuple[str, float]:
-    """Name, with what is assumed, and bytes of a GPU whose size is ``[N/A]``: that of its kind (the
-    GPU behind MIG), else the host's, which integrated GPUs share."""
+    """Name and bytes of a GPU whose size is ``[N/A]``: a whole GPU's of that kind (with MIG), else
+    the host's (an integrated GPU). The name says which.
+    """
     known = _known_name(name)
     if known:
-        return f"{name}, its memory taken for a whole {known}'s", _MEMORY_GIB[known] * 2.0**30
+        memory = constants.GPUS[known].memory_gib * 2.0**30
+        return f"{name}, its memory taken for a whole {known}'s", memory
     return f"{name}, its memory taken for the host's", _host_memory()
 
 
@@ -190,12 +175,12 @@ def _host_memory() -> float:
 
 
 def _measured_flops() -> tuple[float, str]:
-    """Of one core, and whose: PyTorch's where it is loaded, as in a run, else numpy's, whose BLAS
-    may be twice as fast. By the processor time of this thread, so that others' work does not count.
+    """FLOP/s that training reaches on one core, and the library that was measured.
 
-    numpy's products are too small for a BLAS to share them out over threads, whose waiting would
-    count too; PyTorch's take the threads that training takes, one in each process of a launcher's.
-    A part of the rate: the rest of a layer, and products of awkward sizes, do not reach more.
+    That is PyTorch where it is loaded (as in a run), else numpy, whose BLAS may be twice as fast.
+    The clock is this thread's processor time, so other processes do not count. The products are too
+    small for numpy's BLAS to use threads. A share of the rate is returned, since the rest of a
+    layer is slower.
     """
     size, batch, count = 64, 64, 0
     if torch := sys.modules.get("torch"):
@@ -206,7 +191,7 @@ def _measured_flops() -> tuple[float, str]:
 
         library, share = "numpy", 0.5
         left = np.ones((batch, size, size), dtype=np.float32)
-    left @ left  # pages are there after the first
+    left @ left  # the first one maps the pages
     start = time.thread_time()
     while count < 3 or time.thread_time() - start < 0.05:
         left @ left

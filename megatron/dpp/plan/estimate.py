@@ -1,6 +1,6 @@
-"""Everything about a run that can be said before it: :func:`estimate`.
+"""The estimate of a run before it starts: memory, traffic, bubble and time.
 
-``train`` and ``auto`` call it for layouts that they consider, ``megatron-dpp estimate``
+``launch`` calls :func:`estimate` for the layouts that it considers, ``megatron-dpp estimate``
 prints it, and ``train.measure`` compares it with the run.
 """
 
@@ -9,24 +9,50 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.dpp.plan.device import Device
-from megatron.dpp.plan.layer_times import part_times
-from megatron.dpp.plan.memory import RankMemory, rank_memory
-from megatron.dpp.plan.parameters import model_parameters
-from megatron.dpp.plan.shape import RunShape
-from megatron.dpp.plan.timing import (
-    Traffic,
-    bubble_formula,
-    flops_per_token,
-    model_costs,
-    outside_seconds,
-    predict,
-    traffic,
+from megatron.dpp.plan.flops import flops_per_token
+from megatron.dpp.plan.memory import (
+    RankMemory,
+    largest_parameters,
+    model_parameters,
+    rank_memory,
 )
+from megatron.dpp.plan.model_costs import ModelCosts
+from megatron.dpp.plan.planner import Planner, Prediction
+from megatron.dpp.plan.shape import RunShape
+from megatron.dpp.plan.times import (
+    collective_bytes,
+    collectives,
+    hop_bytes,
+    model_costs,
+    part_times,
+)
+from megatron.dpp.schedule import BUILT_IN, HOLDS_ALL
+
+_SIMULATED = (6, 3)
+"""Microbatches that are simulated, and as many more for each rank: they fill the pipeline, reach
+the steady state and drain it. A policy that holds all microbatches is simulated with all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes that one rank sends.
+
+    Args:
+        hop: one activation to the next stage.
+        pipeline: all hops of an iteration.
+        tensor: all tensor-parallel collectives of an iteration.
+        data: the data-parallel collectives of an iteration.
+    """
+
+    hop: float
+    pipeline: float
+    tensor: float
+    data: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What :func:`estimate` says.
+    """The result of :func:`estimate`.
 
     Args:
         parameters: of the whole model.
@@ -36,7 +62,7 @@ class Estimate:
         bubble: share of the pipeline's time that a rank waits, from the simulated schedule.
         seconds: of an iteration.
         tokens_per_second: of all ranks together.
-        flops_per_device: useful operations per second that this is.
+        flops_per_device: useful FLOP/s of a device at that rate.
         replayed: layers run as CUDA graphs.
     """
 
@@ -55,17 +81,18 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> float:
-        """Of the rank that holds most."""
+        """Memory of the fullest rank."""
         return max(rank.total for rank in self.ranks)
 
 
 def estimate(shape: RunShape, device: Device) -> Estimate:
     """Memory, traffic and time of a run."""
-    costs = model_costs(shape, device)
-    prediction = predict(shape, costs)
+    prediction = predict(shape, model_costs(shape, device))
     seconds = prediction.seconds + outside_seconds(shape, device)
-    tokens = shape.global_batch * shape.seq_length
-    per_token = flops_per_token(shape)
+    tokens = shape.global_batch * shape.model.seq_length
+    per_token = float(
+        flops_per_token(shape.model, [shape.model.ffn_hidden_size] * shape.num_layers)
+    )
     return Estimate(
         shape=shape,
         device=device,
@@ -82,3 +109,77 @@ def estimate(shape: RunShape, device: Device) -> Estimate:
         flops_per_device=per_token * tokens / seconds / shape.world_size,
         replayed=part_times(shape, device).replayed,
     )
+
+
+def predict(shape: RunShape, costs: ModelCosts) -> Prediction:
+    """The pipeline's part of an iteration, and each rank's peak of activations."""
+    schedule = shape.schedule
+    policy = schedule.policy if schedule.policy in BUILT_IN else "dynamic"
+    most = _SIMULATED[0] + _SIMULATED[1] * shape.pipeline
+    planner = Planner(
+        costs,
+        shape.pipeline,
+        shape.num_microbatches,
+        split_backward=schedule.split_backward,
+        most_simulated=None if policy in HOLDS_ALL else most,
+    )
+    return planner.predict(shape.layout, schedule.cap, policy)
+
+
+def traffic(shape: RunShape) -> Traffic:
+    """Bytes that a rank of the first stage sends in an iteration."""
+    hop = hop_bytes(shape) if shape.pipeline > 1 else 0.0
+    layers = shape.layout.rank_layers(0) * shape.num_microbatches
+    forward, backward = collectives(shape)
+    count = (2 if shape.recompute == "full" else 1) * forward + backward
+    return Traffic(
+        hop=hop,
+        pipeline=2 * shape.chunks * shape.num_microbatches * hop,
+        tensor=layers * count * collective_bytes(shape),
+        data=_data_parallel_bytes(shape),
+    )
+
+
+def _data_parallel_bytes(shape: RunShape) -> float:
+    count = largest_parameters(shape)
+    one_way = (shape.sharers - 1) / shape.sharers * count
+    gradients, weights = one_way * shape.gradient_bytes, one_way * shape.element_bytes
+    if shape.shard in ("none", "optimizer"):
+        others = shape.replicas // shape.sharers  # they hold the same share, and all-reduce it
+        shares = 2 * (others - 1) / others * count / shape.sharers * shape.gradient_bytes
+        return gradients + weights + shares
+    gathers = 2 if shape.shard == "parameters" else 1
+    return shape.num_microbatches * (gradients + gathers * weights)
+
+
+def bubble_formula(shape: RunShape) -> float:
+    """``(p-1)/(v*m)``: waiting over ideal time, with even stages (Narayanan et al., 2021)."""
+    return (shape.pipeline - 1) / (shape.chunks * shape.num_microbatches)
+
+
+def outside_seconds(shape: RunShape, device: Device) -> float:
+    """Gradient reduction and the optimizer's pass over its state, neither of them overlapped."""
+    link = device.group_link(shape.replicas, shape.replicas_per_node)
+    reduction = traffic(shape).data / link if shape.replicas > 1 else 0.0
+    own = largest_parameters(shape) / shape.sharers
+    touched = shape.element_bytes + 8 + shape.precision.moments
+    # Read and write weights, gradients and moments, in passes that are not all fused.
+    return reduction + own * 2 * 2 * touched / device.bytes_per_second
+
+
+def least_seconds(shape: RunShape, device: Device, *, planned: bool = False) -> float:
+    """Lower bound of an iteration's time without simulation: the busiest rank's work, which starts
+    when its first input arrives, and what lies outside the pipeline. ``auto`` simulates the most
+    promising of many layouts first, and skips those that cannot win.
+
+    Args:
+        planned: layers will be laid out anew (``--dpp-plan``): the bound is that of balanced layers
+            in the best number of chunks.
+    """
+    costs = model_costs(shape, device)
+    planner = Planner(costs, shape.pipeline, shape.num_microbatches)
+    layouts = [shape.layout]
+    if planned:
+        chunks = [each for each in (1, 2, 4) if shape.num_layers >= each * shape.pipeline]
+        layouts = [planner.balanced(each) for each in chunks]
+    return min(map(planner.least_seconds, layouts)) + outside_seconds(shape, device)

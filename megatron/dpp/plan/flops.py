@@ -1,34 +1,60 @@
-"""Floating point operations of one iteration, counted as Megatron-LM counts them (matrix products
-only)."""
+"""Floating point operations (FLOPs) of training: matrix products only, without recompute."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from collections.abc import Sequence
 
+from megatron.dpp.plan.from_flags import model_of
 from megatron.dpp.plan.layer_patterns import layers_with_experts
+from megatron.dpp.plan.shape import ModelShape
+
+
+def layer_weights(model: ModelShape, ffn_hidden_size: int | None = None) -> int:
+    """Elements of a layer's weight matrices: multiply-adds per token of its linear layers.
+
+    Args:
+        ffn_hidden_size: width of the MLP in place of the model's.
+    """
+    width = model.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
+    attention = model.hidden_size * (2 * model.queries + 2 * model.keys)
+    return attention + model.hidden_size * width * (3 if model.gated else 2)
+
+
+def core_products(model: ModelShape) -> int:
+    """Multiply-adds per token of attention's core (scores and context) under a causal mask; without
+    one there are twice as many.
+    """
+    return model.seq_length * model.queries
+
+
+def flops_per_token(model: ModelShape, widths: Sequence[int], *, outputs: int | None = None) -> int:
+    """FLOPs of a token's forward and backward: 2 per multiply-add, three products per weight.
+
+    Attention counts as causal, as in Megatron-LM's count.
+
+    Args:
+        widths: each layer's MLP width.
+        outputs: width of all that follows the layers; the vocabulary by default.
+    """
+    layers = sum(layer_weights(model, width) + core_products(model) for width in widths)
+    head = model.vocab_size if outputs is None else outputs
+    return 6 * (layers + model.hidden_size * head)
 
 
 def flops_per_iteration(args: argparse.Namespace, batch_size: int) -> float:
-    """Operations of forward and backward over ``batch_size`` samples; recomputation is not counted.
-
-    Each product runs three times (forward, input gradient, weight gradient) at 2 operations per
-    element; causal attention counts half of its scores.
+    """FLOPs of an iteration over ``batch_size`` samples as Megatron-LM logs them: experts and
+    layers that predict further tokens included, the gate of ``--quick-geglu`` not.
     """
-    queries = args.kv_channels * args.num_attention_heads
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    keys_and_values = 2 * args.kv_channels * groups
-    attention = args.hidden_size * (queries + keys_and_values)  # projections in
-    attention += queries * args.seq_length  # scores and context, half of each
-    attention += queries * args.hidden_size  # projection out
-    products = 3 if args.swiglu else 2
     further = args.mtp_num_layers or 0
-    layers = args.num_layers + further
+    experts = (args.moe_ffn_hidden_size or 0) * args.moe_router_topk if args.num_experts else 0
+    experts += (args.moe_shared_expert_intermediate_size or 0) if args.num_experts else 0
     pattern = layers_with_experts(args)
-    with_experts = sum(pattern) + further * pattern[-1]  # further ones are like the last
-    experts = args.moe_ffn_hidden_size * args.moe_router_topk if with_experts else 0
-    experts += (args.moe_shared_expert_intermediate_size or 0) if with_experts else 0
-    widths = (layers - with_experts) * args.ffn_hidden_size + with_experts * experts
+    pattern = [*pattern, *pattern[-1:] * further]  # further layers are like the last
+    widths = [experts if with_experts else args.ffn_hidden_size for with_experts in pattern]
     joints = further * (2 * args.hidden_size + 3)  # projection of state and embedding; norms
-    logits = (1 + further) * args.padded_vocab_size
-    per_token = 6 * (layers * attention + args.hidden_size * (widths * products + joints + logits))
-    return float(batch_size * args.seq_length * per_token)
+    model = dataclasses.replace(model_of(args), gated=bool(args.swiglu))
+    outputs = joints + (1 + further) * args.padded_vocab_size
+    tokens = batch_size * args.seq_length
+    return float(tokens * flops_per_token(model, widths, outputs=outputs))

@@ -1,4 +1,4 @@
-"""Patterns of layers: the stages of a layout string, and which layers hold experts."""
+"""Patterns of layers: the stages of a layout string, and the layers that hold experts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megatron.dpp.errors import require
 
 
 def layout_stages(text: str) -> list[str]:
-    """The parts of each virtual stage of a ``--pipeline-model-parallel-layout``, a letter for each:
-    what megatron-core makes of it, without importing PyTorch.
+    """The parts of each virtual stage of a ``--pipeline-model-parallel-layout``, a letter for each,
+    as megatron-core reads it.
 
     >>> layout_stages("Et*3|(tt|)*2,tL")
     ['Ettt', 'tt', 'tt', 'tL']
 
     Raises:
-        ConfigError: another letter than E, t, m and L.
+        ConfigError: a letter other than E, t, m and L.
     """
     whole = text.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):

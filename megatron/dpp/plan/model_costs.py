@@ -1,9 +1,8 @@
-"""What the parts of a model cost, so that layouts which were never run can be simulated.
+"""Costs of a model's parts, so that layouts which were never run can be simulated.
 
-A :class:`ModelCosts` says what a layer, the embedding and the head (with the loss) take. It comes
-from measured stage times (:func:`from_measured`, which solves for the parts and refuses when they
-do not explain the stages) or from the model's shapes alone (:func:`from_shapes`, which counts
-floating point operations). Read by ``plan.py``.
+A :class:`ModelCosts` holds the costs of a layer, the embedding and the head (with the loss). It is
+solved from measured stage times by :func:`from_measured`, or computed from the model's shape
+(``times.py``).
 """
 
 from __future__ import annotations
@@ -12,17 +11,16 @@ import dataclasses
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.errors import DataError
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.costs import Costs, Hop, Shape
 from megatron.dpp.sim.measured import MeasuredCosts
 
 _MISFIT = 0.15
-"""A stage whose time differs by more than this share from what its parts predict is not understood.
-"""
+"""Largest difference of a stage's time from its parts' sum, as a share of the sum."""
 
 Times = tuple[float, float, float]
 """Seconds of ``F``, ``B`` and ``W`` for one microbatch."""
@@ -33,10 +31,10 @@ class Part:
     """A layer, the embedding or the head.
 
     Args:
-        activation_bytes: what its forward keeps for its backward.
-        state_bytes: its weights, gradients and optimizer state.
-        deferred_bytes: what a layer's backward keeps for its weight gradients; None for as much as
-            its activation. The embedding and the head defer nothing.
+        activation_bytes: kept by its forward for its backward.
+        state_bytes: weights, gradients and optimizer state.
+        deferred_bytes: kept by a layer's backward for its weight gradients; None for as much as its
+            activation. The embedding and the head defer nothing.
     """
 
     times: Times
@@ -47,20 +45,18 @@ class Part:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """A model's parts.
+    """Costs of a model's parts.
 
     Args:
-        num_layers: of the transformer.
-        layer: each of them.
+        layer: one of ``num_layers`` transformer layers.
         embedding: before the first layer.
         head: after the last layer: final norm, output layer, loss.
         hop: seconds between neighbouring stages.
         sigma: spread of task times (of their logarithm).
-        between: seconds from the end of a rank's task to the next: what the host needs, copies of
-            what is received and sent, hiccups.
-        slot_layers: layers are replayed as CUDA graphs (docs/decisions/0008-graphs.md): an
-            activation in flight has a slot with room for the rank's largest chunk and this many
-            layers more. None: they are not.
+        between: seconds from the end of a rank's task to the next: the host's work, copies of
+            inputs and outputs, hiccups.
+        slot_layers: with CUDA graphs (docs/decisions/0008-graphs.md), an activation in flight has a
+            slot with room for the rank's largest chunk and this many layers more. None: no graphs.
     """
 
     num_layers: int
@@ -74,29 +70,22 @@ class ModelCosts:
 
     def stage_times(self, layers: Sequence[int], kind: Kind) -> list[float]:
         """Seconds of each stage's ``kind`` with ``layers[s]`` layers on stage ``s``."""
-        times = [n * self.layer.times[kind] for n in layers]
-        times[0] += self.embedding.times[kind]
-        times[-1] += self.head.times[kind]
-        return times
+        return self._summed(layers, lambda part: part.times[kind])
 
     def activation_bytes(self, layers: Sequence[int]) -> list[float]:
         """Bytes of each stage's activation for one microbatch."""
-        sizes = [n * self.layer.activation_bytes for n in layers]
-        sizes[0] += self.embedding.activation_bytes
-        sizes[-1] += self.head.activation_bytes
-        return sizes
+        return self._summed(layers, lambda part: part.activation_bytes)
 
     def deferred_bytes(self, layers: Sequence[int]) -> list[float]:
-        """Bytes that each stage's deferred weight gradients keep for one microbatch."""
+        """Bytes that each stage keeps for its deferred weight gradients of one microbatch."""
         each = self.layer.deferred_bytes
         return [n * (self.layer.activation_bytes if each is None else each) for n in layers]
 
     def slot_bytes(self, layers: Sequence[int]) -> float:
-        """Bytes of each slot of a rank with so many layers on its stages."""
+        """Bytes of a slot of a rank whose stages have ``layers`` layers."""
         assert self.slot_layers is not None
-        return (
-            (max(layers) + self.slot_layers) * self.layer.activation_bytes if any(layers) else 0.0
-        )
+        room = max(layers) + self.slot_layers if any(layers) else 0.0
+        return room * self.layer.activation_bytes
 
     def lengthened(self, factor: float) -> ModelCosts:
         """All times ``factor`` as long."""
@@ -115,16 +104,22 @@ class ModelCosts:
         )
 
     def without_layers(self) -> ModelCosts:
-        """The same times, and of the activations what lies outside of slots."""
+        """The same times, with the activations that lie outside of slots."""
         layer = dataclasses.replace(self.layer, activation_bytes=0.0, deferred_bytes=0.0)
         return dataclasses.replace(self, layer=layer)
 
     def state_bytes(self, layers: Sequence[int], num_ranks: int) -> list[float]:
         """Bytes of each rank's weights, gradients and optimizer state."""
-        sizes = [sum(layers[rank::num_ranks]) * self.layer.state_bytes for rank in range(num_ranks)]
-        sizes[0] += self.embedding.state_bytes
-        sizes[-1] += self.head.state_bytes
-        return sizes
+        counts = [sum(layers[rank::num_ranks]) for rank in range(num_ranks)]
+        return self._summed(counts, lambda part: part.state_bytes)
+
+    def _summed(self, layers: Sequence[int], cost: Callable[[Part], float]) -> list[float]:
+        """Costs by place with ``layers`` layers each; embedding first, head last."""
+        each = cost(self.layer)
+        costs = [n * each for n in layers]
+        costs[0] += cost(self.embedding)
+        costs[-1] += cost(self.head)
+        return costs
 
     def with_memory_of(self, other: ModelCosts) -> ModelCosts:
         """These times with the memory of ``other``; activations that were measured stay."""
@@ -159,160 +154,8 @@ class ModelCosts:
         return Costs((forward, backward, weight), hops, overhead=overhead)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """A transformer, named as Megatron's flags name it.
-
-    Args:
-        flops: floating point operations per second that a GPU reaches in matrix products, here an
-            H200. Layouts need the proportions only.
-        bytes_per_second: memory bandwidth, which bounds the loss and what lies between products.
-        fused_loss: ``--cross-entropy-loss-fusion``.
-        collective_seconds, collective_bytes_per_second: what a tensor-parallel collective takes
-            beside its bytes, and how fast these are.
-        between_seconds: from the end of a task to the next, as on H200s with CUDA graphs.
-        state_bytes_per_parameter: 18 for bf16 weights, fp32 gradients and Adam in fp32.
-    """
-
-    num_layers: int
-    hidden_size: int
-    seq_length: int
-    vocab_size: int
-    micro_batch_size: int = 1
-    ffn_hidden_size: int | None = None
-    swiglu: bool = False
-    tensor_parallel: int = 1
-    sequence_parallel: bool = False
-    fused_loss: bool = False
-    flops: float = 7.1e14
-    bytes_per_second: float = 4.8e12
-    link_bytes_per_second: float = 2e11
-    collective_seconds: float = 4e-5
-    collective_bytes_per_second: float = 3.4e11
-    between_seconds: float = 1.2e-4
-    state_bytes_per_parameter: float = 18.0
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "seq_length", "vocab_size", "micro_batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1")
-
-
-def from_shapes(model: ModelShape, sigma: float = 0.0) -> ModelCosts:
-    """Costs from floating point operations: 2 per weight and token for ``F``, as many each for
-    ``B`` and ``W``.
-
-    The core of attention has no weights: 2 operations forward, 4 in ``B``. A causal mask halves
-    them. Nothing of tensor-parallel collectives is hidden. Activations are those of a layer without
-    recompute, with flash attention, in 16 bits: 34 bytes per element (Korthikanti et al., "Reducing
-    Activation Recomputation", 2022).
-    """
-    h, tokens = model.hidden_size, model.seq_length * model.micro_batch_size
-    ffn = model.ffn_hidden_size or 4 * h
-    weights = 4 * h * h + (3 if model.swiglu else 2) * h * ffn
-    linear = 2 * weights * tokens / model.tensor_parallel / model.flops
-    core = 2 * model.seq_length * h * tokens / model.tensor_parallel
-    core_forward, core_backward = attention_times(core, model.flops)
-    share = model.state_bytes_per_parameter / model.tensor_parallel
-    kept = 34 * h * tokens / model.tensor_parallel
-    forward, backward = between_products(kept, model.bytes_per_second)
-    each = _collective(model)
-    sums, sums_backward = collectives(model.tensor_parallel, model.sequence_parallel)
-    forward, backward = forward + sums * each, backward + sums_backward * each
-    layer = Part(
-        (linear + core_forward + forward, linear + core_backward + backward, linear),
-        activation_bytes=kept,
-        state_bytes=weights * share,
-    )
-    table = model.vocab_size * h
-    logits = model.vocab_size * tokens / model.tensor_parallel
-    rates = model.flops, model.bytes_per_second
-    times = head_times(table / model.tensor_parallel, tokens, logits, *rates, model.fused_loss)
-    head = Part(times, 4 * logits, table * share)
-    lookup = embedding_times(table / model.tensor_parallel, 4 * h * tokens, model.bytes_per_second)
-    embedding = Part(lookup, 2 * h * tokens, table * share)
-    hop = 2 * h * tokens / model.link_bytes_per_second
-    between = model.between_seconds
-    return ModelCosts(model.num_layers, layer, embedding, head, hop, sigma, between)
-
-
-def collectives(tensor: int, sequence_parallel: bool) -> tuple[int, int]:
-    """Tensor-parallel collectives of a layer's forward and backward.
-
-    Sequence parallelism halves each sum, into gathering and scattering, and gathers the inputs of
-    two linear layers once more, for their weight gradients.
-    """
-    if tensor == 1:
-        return 0, 0
-    return (4, 6) if sequence_parallel else (2, 2)
-
-
-def _collective(model: ModelShape) -> float:
-    """Seconds of one: to sum a hidden state in a ring the whole goes round twice, less a rank's
-    own share; to gather or scatter it, once.
-    """
-    tensor = model.tensor_parallel
-    once = 2 * model.hidden_size * model.seq_length * model.micro_batch_size * (tensor - 1) / tensor
-    passes = 1 if model.sequence_parallel else 2
-    return model.collective_seconds + passes * once / model.collective_bytes_per_second
-
-
-def between_products(kept: float, bytes_per_second: float) -> tuple[float, float]:
-    """What a layer's forward and backward take between matrix products: norms, biases, activation
-    functions, sums.
-
-    Passes over the bytes that a forward keeps, in kernels of their own: fitted to the 345M and 1.3B
-    models and to traced tasks on H200s (docs/benchmarks/scaling-h200.md).
-    """
-    once = kept / bytes_per_second
-    return 4.2 * once, 7.4 * once
-
-
-def attention_times(operations: float, flops: float) -> tuple[float, float]:
-    """The core of attention, whose forward does ``operations`` and whose backward twice as many:
-    at two thirds and half of the rate of matrix products, as on H200s.
-    """
-    once = operations / flops
-    return 1.5 * once, 4 * once
-
-
-def head_times(
-    parameters: float,
-    tokens: float,
-    logits: float,
-    flops: float,
-    bytes_per_second: float,
-    fused_loss: bool = False,
-) -> Times:
-    """Output layer and loss of one microbatch. Its weight gradient is not deferred: ``B`` has it.
-
-    The bytes are those of megatron-core's vocabulary-parallel cross entropy (a conversion, maximum,
-    difference, exponential and sum in fp32, each a kernel), as H200s take them: 3.9 ms forward and
-    3.2 ms backward for 4096 tokens of 50304 words at hidden size 2048, and with megatron-core's
-    fusion (``--cross-entropy-loss-fusion``) 4.4 and 3.9 ms for 8192 tokens of 51200 words at 1024.
-    """
-    forward, backward = (36, 16) if fused_loss else (62, 14)
-    product = 2 * parameters * tokens / flops
-    adding = 10 * parameters / bytes_per_second
-    return (
-        product + forward * logits / bytes_per_second,
-        2 * product + backward * logits / bytes_per_second + adding,
-        0.0,
-    )
-
-
-def embedding_times(parameters: float, num_bytes: float, bytes_per_second: float) -> Times:
-    """Looking ``num_bytes`` up; the gradient is as large as the table, whatever was looked up.
-
-    Its bytes are fitted to two tables on H200s: 0.59 ms for 51200 words at hidden size 1024, 0.87
-    for 50304 at 2048, 16 MiB looked up in both.
-    """
-    backward = 26 * parameters + 44 * num_bytes
-    return num_bytes / bytes_per_second, backward / bytes_per_second, 0.0
-
-
 def from_measured(measured: MeasuredCosts, layers: Sequence[int]) -> ModelCosts:
-    """Solve for the parts from a run that had ``layers[s]`` layers on stage ``s``.
+    """Solve for the parts of a model whose run had ``layers[s]`` layers on stage ``s``.
 
     Stages between the first and the last have layers only; the others' surplus is the embedding's
     and the head's.

@@ -1,9 +1,9 @@
-"""The layout planner: which layers on which stage, how many chunks, how much memory.
+"""The layout planner: layers of each stage, number of chunks, memory cap.
 
-No schedule can beat its busiest rank, so layers have to lie where they balance, the embedding and
-the head counted. For each number of chunks the planner balances the ranks, then moves single layers
-as long as the simulated iteration gets shorter; of what that ends with and Megatron's own layout it
-takes the better that fits. Called by ``--dpp-plan`` and ``profiling/plan.py``.
+No schedule can beat its busiest rank, so layers must balance the ranks, embedding and head
+included. For each number of chunks the planner balances the ranks, then moves single layers as long
+as the simulated iteration gets shorter. Of the result and Megatron's own layout it takes the better
+one that fits. ``--dpp-plan`` and ``profiling/plan.py`` call it.
 """
 
 from __future__ import annotations
@@ -15,55 +15,27 @@ from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.plan.model_costs import ModelCosts, from_measured
+from megatron.dpp.plan.shape import LayerLayout
 from megatron.dpp.schedule import Kind, Memory, head_room
-from megatron.dpp.sim.clock import Result
 from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.measured import MeasuredCosts
-from megatron.dpp.sim.schedules import Plan
+from megatron.dpp.sim.result import Result
+from megatron.dpp.sim.schedules import ScheduleConfig
 
 CAPS = ("strict", "megatron", "1.5p", "2p")
 _WORTH_MEMORY = 0.01
-"""What a higher cap has to gain."""
+"""Share of an iteration that a higher cap must gain."""
 _WORTH = 0.002
-"""A change of layout that gains less than this share is noise: the simpler one stays."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """``layers[s]`` transformer layers on virtual stage ``s``; the first has the embedding, the
-    last the head.
-    """
-
-    num_ranks: int
-    layers: tuple[int, ...]
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self.layers) // self.num_ranks
-
-    def rank_layers(self, rank: int) -> int:
-        """Layers of all chunks of ``rank``."""
-        return sum(self.layers[rank :: self.num_ranks])
-
-    def text(self) -> str:
-        """As ``--pipeline-model-parallel-layout`` takes it.
-
-        >>> Layout(2, (1, 3, 2, 0)).text()
-        'Et|ttt|tt|L'
-        """
-        stages = ["t" * count for count in self.layers]
-        stages[0] = "E" + stages[0]
-        stages[-1] += "L"
-        return "|".join(stages)
+"""Share of an iteration that a change of layout must gain."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A simulated iteration; times in seconds, memory in bytes by rank. ``bubble`` is the share of
-    the iteration that a rank waits, on average over ranks.
+    """A simulated iteration: times in seconds, memory in bytes by rank. ``bubble`` is the share of
+    it that ranks wait, on average.
     """
 
-    layout: Layout
+    layout: LayerLayout
     cap: str
     seconds: float
     busiest_seconds: float
@@ -72,10 +44,12 @@ class Prediction:
 
 
 def from_run(measured: MeasuredCosts, layers: Sequence[int]) -> tuple[ModelCosts, float]:
-    """The parts of a model whose run had ``layers[s]`` layers on stage ``s``, and by how much they
-    were lengthened: so much that the run, simulated with its own layout and the default cap, takes
-    as long as it did. What a simulation does not know (hiccups, launches, how late a schedule
-    decides) then counts in its predictions, too. 1.0 where the run's time is not known.
+    """The parts of a model whose run had ``layers[s]`` layers on stage ``s``, and the factor by
+    which their times were lengthened.
+
+    With the factor the run, simulated with its own layout and the default cap, takes as long as
+    measured. So predictions include what a simulation does not know: hiccups, launches, late
+    decisions. The factor is 1.0 where the run's time is not known.
 
     Raises:
         DataError: as :func:`~megatron.dpp.plan.model_costs.from_measured`.
@@ -89,9 +63,9 @@ def from_run(measured: MeasuredCosts, layers: Sequence[int]) -> tuple[ModelCosts
         run.num_microbatches,
         split_backward=run.dynamic and measured.split,
     )
-    layout = Layout(measured.num_ranks, tuple(layers))
-    words = ("auto", "dynamic") if run.dynamic else ("megatron", "megatron")
-    factor = run.seconds / planner.predict(layout, *words).seconds
+    layout = LayerLayout(measured.num_ranks, tuple(layers))
+    settings = ("auto", "dynamic") if run.dynamic else ("megatron", "megatron")
+    factor = run.seconds / planner.predict(layout, *settings).seconds
     return model.lengthened(factor), factor
 
 
@@ -99,12 +73,11 @@ class Planner:
     """Searches layouts of one model on ``num_ranks`` ranks.
 
     Args:
-        model: what its parts cost.
         num_microbatches: of an iteration.
         memory_bytes: of each rank, for weights, optimizer and activations; None is no limit.
-        split_backward: ``W`` apart from ``B``, as in training; static schedules have it fused.
-        most_simulated: microbatches that are simulated; of those beyond, each takes what the
-            busiest rank's own work on it does. None simulates all.
+        split_backward: ``W`` are tasks of their own; static schedules have a fused backward.
+        most_simulated: microbatches that are simulated; each further one adds the busiest rank's
+            own work on it. None simulates all.
         seeds: iterations to average over where task times vary.
         max_tasks: bound of the search for each number of chunks, in simulated tasks; 100,000 take
             a second.
@@ -135,10 +108,10 @@ class Planner:
         self._seeds = list(range(seeds)) if model.sigma else [None]
         self._max_tasks = max_tasks
 
-    def predict(self, layout: Layout, cap: str, policy: str = "dynamic") -> Prediction:
+    def predict(self, layout: LayerLayout, cap: str, policy: str = "dynamic") -> Prediction:
         """Simulate ``layout``."""
         shape = Shape(self.num_ranks, layout.num_chunks, self._num_simulated)
-        plan = Plan(
+        config = ScheduleConfig(
             policy=policy,
             cap=cap,
             split_backward=self._split,
@@ -146,7 +119,7 @@ class Planner:
             memory=self._memory(layout.layers),
         )
         runs = [
-            plan.run(shape, self.model.costs(shape, layout.layers, seed)) for seed in self._seeds
+            config.run(shape, self.model.costs(shape, layout.layers, seed)) for seed in self._seeds
         ]
         times = [self._whole(run) for run in runs]
         return Prediction(
@@ -154,25 +127,24 @@ class Planner:
             cap,
             statistics.fmean(seconds for seconds, _, _ in times),
             statistics.fmean(busiest for _, busiest, _ in times),
-            self._peak_bytes(layout, plan, runs[0]),
+            self._peak_bytes(layout, config, runs[0]),
             statistics.fmean(1 - own / seconds for seconds, _, own in times),
         )
 
     def _whole(self, run: Result) -> tuple[float, float, float]:
-        """Seconds of an iteration of which ``run`` has the first microbatches, and of the busiest
-        and the average rank's own work in it."""
+        """Seconds of a whole iteration of which ``run`` has the first microbatches, and of the
+        busiest and the average rank's own work in it.
+        """
         times = self.num_microbatches / self._num_simulated
         busiest, own = max(run.own), statistics.fmean(run.own)
         return run.makespan + (times - 1) * busiest, times * busiest, times * own
 
-    def default_layout(self, num_chunks: int) -> Layout | None:
-        """Megatron's own: the same number of layers on every stage; None where that does not work
-        out.
-        """
+    def default_layout(self, num_chunks: int) -> LayerLayout | None:
+        """Megatron's own, the same number of layers on every stage; None if they do not divide."""
         num_stages = self.num_ranks * num_chunks
         if self.model.num_layers % num_stages:
             return None
-        return Layout(self.num_ranks, (self.model.num_layers // num_stages,) * num_stages)
+        return LayerLayout(self.num_ranks, (self.model.num_layers // num_stages,) * num_stages)
 
     def best(
         self, chunks: Iterable[int], caps: Sequence[str] = CAPS, *, within: float = math.inf
@@ -180,13 +152,12 @@ class Planner:
         """The best layout and cap for each number of chunks that fits, the fastest first.
 
         Args:
-            caps: the smallest first; some may be too small for some number of chunks, which is left
-                out then.
-            within: a number of chunks is left out, too, if its balanced layout cannot come this
-                near to the fastest of the numbers before it, as a share of that.
+            caps: the smallest first. A number of chunks for which one is too small is left out.
+            within: leaves out a number of chunks whose balanced layout cannot come this near to the
+                fastest so far, as a share of its time.
 
         Raises:
-            ConfigError: none fits; says what is missing.
+            ConfigError: none fits; says why.
         """
         found: list[Prediction] = []
         refused = []
@@ -214,8 +185,8 @@ class Planner:
         return sorted(found, key=lambda p: p.seconds)
 
     def _tried(self, num_chunks: int, caps: Sequence[str]) -> list[Prediction]:
-        """What the search ends with and, where that may be better, the default layout: single moves
-        do not lead everywhere, and they do not look at memory.
+        """The result of the search and, where it may be better, the default layout: single moves do
+        not reach every layout, and ignore memory.
         """
         layout = self.improve(self.balanced(num_chunks))
         tried = self._with_caps(layout, caps)
@@ -225,8 +196,8 @@ class Planner:
             tried += self._with_caps(default, caps)
         return tried
 
-    def _with_caps(self, layout: Layout, caps: Sequence[str]) -> list[Prediction]:
-        """``layout`` with each cap, up to one that no higher cap can beat."""
+    def _with_caps(self, layout: LayerLayout, caps: Sequence[str]) -> list[Prediction]:
+        """``layout`` with each cap, until no higher cap can be better."""
         tried = []
         enough = self.least_seconds(layout) * (1 + _WORTH)
         for cap in caps:
@@ -236,16 +207,17 @@ class Planner:
         return tried
 
     def fits(self, prediction: Prediction) -> bool:
-        """Whether every rank's peak is within the memory."""
+        """Every rank's peak is within the memory."""
         return self.memory_bytes is None or max(prediction.peak_bytes) <= self.memory_bytes
 
-    def balanced(self, num_chunks: int) -> Layout:
-        """Layers dealt out one by one to the rank, and there the stage, that has least work."""
+    def balanced(self, num_chunks: int) -> LayerLayout:
+        """Deals layers out one by one, each to the rank, and there the stage, with the least
+        work."""
         num_stages = self.num_ranks * num_chunks
         layers = [1] * num_stages
         layers[0] = layers[-1] = 0
         if num_stages == 1:
-            return Layout(self.num_ranks, (self.model.num_layers,))
+            return LayerLayout(self.num_ranks, (self.model.num_layers,))
         if num_stages > 2 and self.model.num_layers < num_stages - 2:
             raise ConfigError(
                 f"{self.model.num_layers} layers on {num_stages} stages: each but the first and "
@@ -260,10 +232,10 @@ class Planner:
             layers[target] += 1
             stage[target] += layer
             rank[least] += layer
-        return Layout(self.num_ranks, tuple(layers))
+        return LayerLayout(self.num_ranks, tuple(layers))
 
-    def improve(self, layout: Layout, cap: str = "auto") -> Layout:
-        """Move single layers between stages as long as the simulated iteration gets shorter."""
+    def improve(self, layout: LayerLayout, cap: str = "auto") -> LayerLayout:
+        """Moves single layers between stages as long as the simulated iteration gets shorter."""
         once = self._num_simulated * (2 * len(layout.layers) + self.model.num_layers)
         tasks = once * len(self._seeds)
         left = self._max_tasks // tasks
@@ -280,9 +252,9 @@ class Planner:
             best = better
         return best.layout
 
-    def least_seconds(self, layout: Layout) -> float:
-        """What no schedule of ``layout`` can beat: a rank's own work, which begins when the first
-        input has come through the stages before it.
+    def least_seconds(self, layout: LayerLayout) -> float:
+        """Lower bound of any schedule of ``layout``: a rank's own work, which starts when the first
+        input has passed the stages before it.
         """
         forward, backward, weight = self._stage_times(layout.layers)
         least = begins = 0.0
@@ -293,7 +265,7 @@ class Planner:
             begins += forward[rank] + self.model.hop
         return least
 
-    def _moves(self, layout: Layout) -> list[Layout]:
+    def _moves(self, layout: LayerLayout) -> list[LayerLayout]:
         """Layouts with one layer elsewhere, those that relieve the busiest ranks first."""
         work = [sum(times) for times in zip(*self._stage_times(layout.layers), strict=True)]
         rank = [sum(work[r :: self.num_ranks]) for r in range(self.num_ranks)]
@@ -310,14 +282,14 @@ class Planner:
             layers = list(layout.layers)
             layers[source] -= 1
             layers[target] += 1
-            found.append(Layout(self.num_ranks, tuple(layers)))
+            found.append(LayerLayout(self.num_ranks, tuple(layers)))
         return found
 
     def _stage_times(self, layers: Sequence[int]) -> list[list[float]]:
         return [self.model.stage_times(layers, kind) for kind in Kind]
 
     def _memory(self, layers: Sequence[int]) -> tuple[Memory, ...]:
-        """As training measures it: of slots all of it is kept until the last ``W``."""
+        """Each rank's memory as training measures it. Slots are kept whole until the last ``W``."""
         sizes, deferred = self.model.activation_bytes(layers), self.model.deferred_bytes(layers)
         found = []
         for rank in range(self.num_ranks):
@@ -332,8 +304,10 @@ class Planner:
     def _slot_bytes(self, layers: Sequence[int], rank: int) -> float:
         return self.model.slot_bytes(layers[rank :: self.num_ranks])
 
-    def _peak_bytes(self, layout: Layout, plan: Plan, run: Result) -> tuple[float, ...]:
-        """Peak of each rank."""
+    def _peak_bytes(
+        self, layout: LayerLayout, config: ScheduleConfig, run: Result
+    ) -> tuple[float, ...]:
+        """Peak memory of each rank."""
         model, layers = self.model, layout.layers
         state = model.state_bytes(layers, self.num_ranks)
         if model.slot_layers is None:
@@ -343,23 +317,23 @@ class Planner:
         return tuple(
             state[rank] + held + slots * self._slot_bytes(layers, rank)
             for rank, (held, slots) in enumerate(
-                zip(outside, self._num_slots(layout, plan, run), strict=True)
+                zip(outside, self._num_slots(layout, config, run), strict=True)
             )
         )
 
-    def _num_slots(self, layout: Layout, plan: Plan, run: Result) -> list[float]:
-        """Slots of each rank. They are never given back, and the steps in which graphs are captured
-        are so uneven that in one of them a rank fills its cap; an order that is fixed does not.
+    def _num_slots(self, layout: LayerLayout, config: ScheduleConfig, run: Result) -> list[float]:
+        """CUDA-graph slots of each rank. They are never freed, and the steps in which graphs are
+        captured are so uneven that a rank fills its cap; a fixed order does not.
         """
-        if plan.policy == "megatron" and not self._split:
+        if config.policy == "megatron" and not self._split:
             return run.peak_held
-        caps = plan.caps(Shape(self.num_ranks, layout.num_chunks, self._num_simulated))
+        caps = config.caps(Shape(self.num_ranks, layout.num_chunks, self._num_simulated))
         most = self.num_microbatches * layout.num_chunks
         return [min(math.floor(cap), most) for cap in caps]
 
-    def _held_bytes(self, model: ModelCosts, layout: Layout, run: Result) -> list[float]:
-        """The most that activations take on each rank: ``B`` frees one, or leaves what its layers'
-        ``W`` need, of which each piece frees a layer's.
+    def _held_bytes(self, model: ModelCosts, layout: LayerLayout, run: Result) -> list[float]:
+        """Peak of each rank's activations. ``B`` frees one, but for what its layers' ``W`` need, of
+        which each piece frees a layer's share.
         """
         sizes = model.activation_bytes(layout.layers)
         deferred = model.deferred_bytes(layout.layers) if self._split else [0.0] * len(sizes)

@@ -9,11 +9,11 @@ from megatron.dpp.sim.measured import MeasuredCosts, load_costs, parse_costs
 
 
 def costs_of_run(name: str, root: Path) -> MeasuredCosts:
-    """What the tasks and messages of a run took.
+    """Times of a run's tasks and messages.
 
     Args:
         name: directory of its trace, or a cost file (``profiling/report.py --costs``).
-        root: where a relative directory is looked for if it is not in the working directory.
+        root: parent of a relative directory that is not in the working directory.
 
     Raises:
         DataError: there is no such run, or no iteration of it was recorded in full.
@@ -41,7 +41,7 @@ def even_layers(num_layers: int, num_stages: int, remedy: str) -> list[int]:
     """Layers of each stage of a run with Megatron's default layout.
 
     Raises:
-        ConfigError: they do not lie evenly; ``remedy`` ends the message.
+        ConfigError: they do not divide evenly; ``remedy`` ends the message.
     """
     if num_layers % num_stages:
         raise ConfigError(f"{num_layers} layers do not lie evenly on {num_stages} stages: {remedy}")

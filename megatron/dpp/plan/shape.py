@@ -1,115 +1,181 @@
-"""What a run is, as far as its size in memory, time and traffic depends on it.
+"""Data types of a run: the model, its schedule, and how both are cut over ranks.
 
-A :class:`RunShape` is made from checked training flags by :func:`shape_of`; the rest of the package
-computes from it and reads no flags. It holds the model, how it is cut over ranks, and what each
-number is stored in.
+A :class:`RunShape` holds all that memory, time and traffic depend on. ``from_flags.py`` makes it of
+training's flags; the rest of the package reads no flags.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
-from megatron.dpp.config import ENGINE_ROWS
-from megatron.dpp.errors import ConfigError
-from megatron.dpp.plan.layer_patterns import layout_stages
-from megatron.dpp.plan.planner import Layout
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """``layers[s]`` transformer layers on virtual stage ``s`` (``chunk * num_ranks + rank``). The
+    first stage also has the embedding, the last the head.
+    """
+
+    num_ranks: int
+    layers: tuple[int, ...]
+
+    @property
+    def num_chunks(self) -> int:
+        """Virtual stages of a rank."""
+        return len(self.layers) // self.num_ranks
+
+    def rank_layers(self, rank: int) -> int:
+        """Layers of all chunks of ``rank``."""
+        return sum(self.layers[rank :: self.num_ranks])
+
+    def text(self) -> str:
+        """The layout as ``--pipeline-model-parallel-layout`` takes it.
+
+        >>> LayerLayout(2, (1, 3, 2, 0)).text()
+        'Et|ttt|tt|L'
+        """
+        stages = ["t" * count for count in self.layers]
+        stages[0] = "E" + stages[0]
+        stages[-1] += "L"
+        return "|".join(stages)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunShape:
-    """A model and its layout. Names are those of Megatron's flags.
+class ModelShape:
+    """One transformer, named as Megatron's flags name it. The defaults are those of GPT-2.
 
     Args:
-        layers: transformer layers of each virtual stage, stage ``chunk * pipeline + rank``.
         vocab_size: rows of the embedding, padding included.
         num_positions: rows of the learned position embedding; 0 without one.
-        rotary: queries and keys are rotated, so they are kept beside the values they came with.
-        norm_vectors: parameters of a norm in units of the hidden size: 2 LayerNorm, 1 RMSNorm.
-        element_bytes: of a parameter and an activation: 4 in fp32, else 2.
-        gradient_bytes: of an element of the gradient buffer.
-        moment_bytes: what the optimizer keeps of a parameter beside its fp32 copy.
-        shard: what data-parallel ranks share out: ``none``, ``optimizer`` (stage 1 of ZeRO),
-            ``gradients`` (2) or ``parameters`` (3).
-        instances: groups of replicas that share out an optimizer each, with ``optimizer``.
-        recompute: ``none``, ``selective`` (the core of attention) or ``full``.
-        flash: attention without its s*s matrices.
+        gated: the MLP has three weight matrices instead of two.
+        rotary: queries and keys are rotated, so both versions are kept.
+        norm_vectors: parameters of a norm over the hidden size: 2 for LayerNorm, 1 for RMSNorm.
+        flash: attention keeps no s*s matrices.
         fused_loss: ``--cross-entropy-loss-fusion``.
-        dynamic: ``--use-dpp``, whose ``policy`` may be Megatron's own order.
-        split_backward: weight gradients are tasks of their own.
-        cuda_graphs: ``--dpp-cuda-graphs``; ``off`` where there is no GPU or a chunk cannot be
-            captured, whatever is recomputed or shared out.
-        per_node: ranks of one node.
-        mapped: ``--use-tp-pp-dp-mapping``: the pipeline's stages are nearer than the replicas.
     """
 
-    arch: str
-    layers: tuple[int, ...]
     hidden_size: int
+    seq_length: int
+    vocab_size: int
     num_heads: int
     num_groups: int
     head_size: int
     ffn_hidden_size: int
-    gated: bool
-    seq_length: int
-    vocab_size: int
-    num_positions: int
-    rotary: bool
-    tied: bool
-    linear_bias: bool
-    qkv_bias: bool
-    norm_vectors: int
-    binary_head: bool
-    tensor: int
-    pipeline: int
-    data: int
-    context: int
-    sequence_parallel: bool
-    micro_batch: int
-    num_microbatches: int
-    element_bytes: int
-    gradient_bytes: int
-    moment_bytes: int
-    shard: str
-    instances: int
-    recompute: str
-    recompute_num_layers: int
-    flash: bool
-    fused_loss: bool
-    hidden_dropout: bool
-    attention_dropout: bool
-    dynamic: bool
-    policy: str
-    cap: str
-    split_backward: bool
-    cuda_graphs: str
-    per_node: int
-    mapped: bool
+    arch: str = "gpt"
+    gated: bool = False
+    num_positions: int = 0
+    rotary: bool = False
+    tied: bool = True
+    linear_bias: bool = True
+    qkv_bias: bool = False
+    norm_vectors: int = 2
+    binary_head: bool = False
+    flash: bool = True
+    fused_loss: bool = False
+    hidden_dropout: bool = False
+    attention_dropout: bool = False
+
+    @property
+    def queries(self) -> int:
+        """Width of all heads' queries."""
+        return self.num_heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        """Width of all groups' keys; the values are as wide."""
+        return self.num_groups * self.head_size
+
+    @property
+    def ffn_inputs(self) -> int:
+        """Width of what the MLP's first linear layer puts out."""
+        return self.ffn_hidden_size * (2 if self.gated else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSchedule:
+    """A run's pipeline schedule. The default is Megatron's static one.
+
+    Args:
+        dynamic: ``--use-dpp``, whose ``policy`` may be Megatron's own order.
+        split_backward: weight gradients are tasks of their own.
+        cuda_graphs: ``--dpp-cuda-graphs``; ``off`` where chunks cannot be captured, whatever is
+            recomputed or sharded.
+    """
+
+    dynamic: bool = False
+    policy: str = "megatron"
+    cap: str = "megatron"
+    split_backward: bool = False
+    cuda_graphs: str = "off"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Bytes of each number that a run keeps: a parameter and an activation (4 in fp32, else 2), an
+    element of the gradient buffer, and what the optimizer keeps of a parameter beside its fp32
+    copy.
+    """
+
+    element: int = 2
+    gradient: int = 4
+    moments: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunShape:
+    """A model, its layout over ranks and its schedule.
+
+    Args:
+        layers: transformer layers of each virtual stage, stage ``chunk * pipeline + rank``.
+        per_node: ranks of one node.
+        mapped: ``--use-tp-pp-dp-mapping``: the pipeline's stages are nearer than the replicas.
+        shard: what data-parallel ranks share: ``none``, ``optimizer`` (ZeRO stage 1),
+            ``gradients`` (2) or ``parameters`` (3).
+        instances: groups of replicas that share an optimizer each, with ``optimizer``.
+        recompute: ``none``, ``selective`` (attention's core) or ``full``.
+    """
+
+    model: ModelShape
+    layers: tuple[int, ...]
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    sequence_parallel: bool = False
+    per_node: int = 8
+    mapped: bool = False
+    micro_batch: int = 1
+    num_microbatches: int = 1
+    precision: Precision = Precision()
+    shard: str = "none"
+    instances: int = 1
+    recompute: str = "none"
+    recompute_num_layers: int = 1
+    schedule: RunSchedule = RunSchedule()
 
     @property
     def graphs(self) -> str:
-        """Whether chunks are captured: ``on``, ``off``, or ``auto`` where that depends on times."""
+        """Capture of chunks: ``on``, ``off``, or ``auto`` where times decide."""
+        asked = self.schedule.cuda_graphs
         if self.shard in ("gradients", "parameters"):
             return "off"
-        never = not self.dynamic or self.recompute == "full"
-        return "off" if self.cuda_graphs == "auto" and never else self.cuda_graphs
+        never = not self.schedule.dynamic or self.recompute == "full"
+        return "off" if asked == "auto" and never else asked
 
     @property
     def num_layers(self) -> int:
-        """Of the whole model."""
+        """Layers of the whole model."""
         return sum(self.layers)
 
     @property
     def chunks(self) -> int:
         """Virtual stages of a pipeline rank."""
-        return len(self.layers) // self.pipeline
+        return self.layout.num_chunks
 
     @property
-    def layout(self) -> Layout:
-        """The stages as the simulator takes them."""
-        return Layout(self.pipeline, self.layers)
+    def layout(self) -> LayerLayout:
+        """The stages as the planner takes them."""
+        return LayerLayout(self.pipeline, self.layers)
 
     @property
     def world_size(self) -> int:
@@ -123,15 +189,26 @@ class RunShape:
 
     @property
     def sharers(self) -> int:
-        """Those of them that share out an optimizer's state."""
+        """Ranks that share an optimizer's state."""
         if self.shard == "optimizer":
             return self.replicas // self.instances
         return 1 if self.shard == "none" else self.replicas
 
     @property
+    def element_bytes(self) -> int:
+        """Bytes of a parameter and of an activation."""
+        return self.precision.element
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient. Sharded gradients have the parameters' type."""
+        sharded = self.shard in ("gradients", "parameters")
+        return self.precision.element if sharded else self.precision.gradient
+
+    @property
     def tokens(self) -> int:
-        """Of one microbatch on one rank."""
-        return self.micro_batch * self.seq_length // self.context
+        """Tokens of one microbatch on one rank."""
+        return self.micro_batch * self.model.seq_length // self.context
 
     @property
     def global_batch(self) -> int:
@@ -140,45 +217,35 @@ class RunShape:
 
     @property
     def elements(self) -> int:
-        """Of one microbatch's hidden state where tensor-parallel ranks hold all of it: s*b*h."""
-        return self.tokens * self.hidden_size
+        """Elements of a microbatch's hidden state on a rank that holds all of it: s*b*h."""
+        return self.tokens * self.model.hidden_size
 
     @property
     def outside(self) -> float:
-        """The same outside the tensor-parallel regions: sequence parallelism shares it out."""
+        """The same outside the tensor-parallel regions, where sequence parallelism shards it."""
         return self.elements / (self.tensor if self.sequence_parallel else 1)
 
     @property
-    def queries(self) -> int:
-        """Width of all heads' queries."""
-        return self.num_heads * self.head_size
-
-    @property
-    def keys(self) -> int:
-        """Width of all groups' keys; as much again for the values."""
-        return self.num_groups * self.head_size
-
-    @property
     def tensor_per_node(self) -> int:
-        """Ranks of a tensor-parallel group that share a node, where these are fewest."""
+        """Fewest ranks of a tensor-parallel group on one node."""
         return self._on_a_node(self.tensor, 1)
 
     @property
     def replicas_per_node(self) -> int:
-        """Ranks of a group that reduces gradients that share a node, where these are fewest."""
+        """Fewest ranks of a gradient-reducing group on one node."""
         inner = self.tensor * (self.pipeline if self.mapped else 1)
         return self._on_a_node(self.replicas, inner)
 
     @property
     def pipeline_per_node(self) -> int:
-        """Stages of a pipeline that share a node, where these are fewest; megatron-core lays it
-        across nodes last."""
+        """Fewest stages of a pipeline on one node; megatron-core lays it across nodes last."""
         inner = self.tensor * self.context * (1 if self.mapped else self.data)
         return self._on_a_node(self.pipeline, inner)
 
     def _on_a_node(self, size: int, stride: int) -> int:
-        """The least that a node has of a group, of all groups of ``size`` ranks ``stride`` apart:
-        where they do not lie evenly, the slowest is waited for."""
+        """The fewest ranks that a node has of any group of ``size`` ranks ``stride`` apart. Where
+        groups do not lie evenly on nodes, the slowest group sets the pace.
+        """
         node, block = self.per_node, size * stride
         whole = node % stride == 0 and (node % block == 0 or block % node == 0)
         if whole or stride % node == 0:  # nearly always, and ``auto`` asks thousands of times
@@ -191,138 +258,3 @@ class RunShape:
             for first in firsts
             for count in Counter((first + each) // node for each in members).values()
         )
-
-
-def shape_of(
-    args: argparse.Namespace, *, on_gpu: bool, arch: str = "gpt", per_node: int | None = None
-) -> RunShape:
-    """The shape of a run from flags that ``train.preflight`` has checked.
-
-    Args:
-        per_node: ranks of each node; all of them by default.
-
-    Raises:
-        ConfigError: a kind of model that is not estimated.
-    """
-    _refuse_what_is_not_estimated(args)
-    replicas = args.micro_batch_size * args.data_parallel_size
-    local = args.transformer_impl == "local"
-    return RunShape(
-        arch=arch,
-        layers=_layers(args),
-        hidden_size=args.hidden_size,
-        num_heads=args.num_attention_heads,
-        num_groups=args.num_query_groups
-        if args.group_query_attention
-        else args.num_attention_heads,
-        head_size=args.kv_channels,
-        ffn_hidden_size=args.ffn_hidden_size,
-        gated=bool(args.swiglu or args.quick_geglu),
-        seq_length=args.seq_length,
-        vocab_size=args.padded_vocab_size,
-        num_positions=args.max_position_embeddings
-        if args.position_embedding_type == "learned_absolute"
-        else 0,
-        rotary=args.position_embedding_type == "rope",
-        tied=not args.untie_embeddings_and_output_weights,
-        linear_bias=args.add_bias_linear,
-        qkv_bias=args.add_qkv_bias,
-        norm_vectors=1 if args.normalization == "RMSNorm" else 2,
-        binary_head=arch == "bert" and args.bert_binary_head,
-        tensor=args.tensor_model_parallel_size,
-        pipeline=args.pipeline_model_parallel_size,
-        data=args.data_parallel_size,
-        context=args.context_parallel_size,
-        sequence_parallel=args.sequence_parallel,
-        micro_batch=args.micro_batch_size,
-        num_microbatches=args.global_batch_size // replicas,
-        **_numbers(args),
-        recompute=args.recompute_granularity or "none",
-        recompute_num_layers=args.recompute_num_layers or 1,
-        flash=not local or on_gpu,
-        fused_loss=args.cross_entropy_loss_fusion,
-        hidden_dropout=args.hidden_dropout > 0,
-        attention_dropout=args.attention_dropout > 0,
-        dynamic=args.use_dpp,
-        policy=args.dpp_policy if args.use_dpp else "megatron",
-        cap=args.dpp_activation_cap if args.use_dpp else "megatron",
-        split_backward=args.use_dpp and args.dpp_split_backward,
-        cuda_graphs=args.dpp_cuda_graphs if on_gpu and _captured(args) else "off",
-        per_node=per_node or args.world_size,
-        mapped=args.use_tp_pp_dp_mapping,
-    )
-
-
-def _refuse_what_is_not_estimated(args: argparse.Namespace) -> None:
-    for flag, given in {
-        "--num-experts": args.num_experts,
-        "--multi-latent-attention": args.multi_latent_attention,
-        "--mtp-num-layers": args.mtp_num_layers,
-    }.items():
-        if given:
-            raise ConfigError(f"{flag}: models with it are not estimated")
-
-
-def _captured(args: argparse.Namespace) -> bool:
-    """Whether chunks can be captured as CUDA graphs, as ``mcore.graphs`` has it."""
-    engine = args.transformer_impl == "transformer_engine"
-    ways = (
-        args.overlap_param_gather,
-        args.deepspeed_zero_stage,
-        args.context_parallel_size > 1,
-        engine and (args.tensor_model_parallel_size > 1 or args.seq_length % ENGINE_ROWS),
-    )
-    return not any(ways)
-
-
-def _numbers(args: argparse.Namespace) -> dict[str, Any]:
-    half = args.fp16 or args.bf16
-    wide = not half or args.accumulate_allreduce_grads_in_fp32
-    shard = "optimizer" if args.use_distributed_optimizer else "none"
-    instances = args.num_distributed_optimizer_instances if shard == "optimizer" else 1
-    if args.use_torch_fsdp2:
-        shard = "parameters" if args.torch_fsdp2_reshard_after_forward else "gradients"
-        wide = not half
-    if args.deepspeed_zero_stage:
-        shard = ("optimizer", "gradients", "parameters")[args.deepspeed_zero_stage - 1]
-        wide = not half
-    return {
-        "element_bytes": 2 if half else 4,
-        "gradient_bytes": 4 if wide else 2,
-        "moment_bytes": _moment_bytes(args),
-        "shard": shard,
-        "instances": instances,
-    }
-
-
-def _moment_bytes(args: argparse.Namespace) -> int:
-    """Adam's two moments, or the momentum of gradient descent, each in fp32."""
-    if args.optimizer == "adam":
-        return 8
-    return 4 if args.sgd_momentum else 0
-
-
-def _layers(args: argparse.Namespace) -> tuple[int, ...]:
-    """Layers of each virtual stage, as megatron-core deals them out."""
-    pipeline = args.pipeline_model_parallel_size
-    chunks = args.virtual_pipeline_model_parallel_size or 1
-    if args.pipeline_model_parallel_layout is not None:
-        parts = layout_stages(args.pipeline_model_parallel_layout)
-        return tuple(stage.count("t") for stage in parts)
-    first = args.decoder_first_pipeline_num_layers
-    last = args.decoder_last_pipeline_num_layers
-    per_rank = [0] * pipeline
-    inner = list(range(pipeline))
-    for rank, given in ((0, first), (pipeline - 1, last)):
-        if given is not None:
-            per_rank[rank] = given
-            inner.remove(rank)
-    standalone = args.account_for_embedding_in_pipeline_split
-    standalone += args.account_for_loss_in_pipeline_split
-    rest = args.num_layers + standalone - sum(per_rank)
-    for rank in inner:
-        per_rank[rank] = rest // len(inner)
-    stages = [per_rank[s % pipeline] // chunks for s in range(pipeline * chunks)]
-    stages[0] -= args.account_for_embedding_in_pipeline_split
-    stages[-1] -= args.account_for_loss_in_pipeline_split
-    return tuple(stages)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.dpp.plan.activations import interleaving_factor, published_layer_bytes
 from megatron.dpp.plan.estimate import Estimate
+from megatron.dpp.plan.memory import interleaving_factor, published_layer_bytes
 from megatron.dpp.plan.shape import RunShape
 
 _SHARDS = {
@@ -15,7 +15,7 @@ _SHARDS = {
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people.
+    """Bytes as text.
 
     >>> size(3 * 2**30)
     '3.00 GiB'
@@ -27,7 +27,7 @@ def size(num_bytes: float) -> str:
 
 
 def count(number: float) -> str:
-    """A large number for people.
+    """A large number as text.
 
     >>> count(345_000_000)
     '345.0 M'
@@ -43,12 +43,12 @@ def _several(number: int, word: str, ending: str = "s") -> str:
 
 
 def layout_line(shape: RunShape) -> str:
-    """How the model lies on the ranks."""
+    """The parallel layout in one line."""
     parts = [f"tensor {shape.tensor}", f"pipeline {shape.pipeline}"]
     parts += [f"{shape.chunks} chunks"] if shape.chunks > 1 else []
     parts += [f"context {shape.context}"] if shape.context > 1 else []
     parts += [f"data {shape.data}"]
-    schedule = f"{shape.policy} schedule" if shape.dynamic else "static"
+    schedule = f"{shape.schedule.policy} schedule" if shape.schedule.dynamic else "static"
     text = f"{' x '.join(parts)} = {shape.world_size} ranks"
     if shape.pipeline > 1:
         text += f", {schedule}"
@@ -56,7 +56,7 @@ def layout_line(shape: RunShape) -> str:
 
 
 def _uneven(shape: RunShape) -> list[str]:
-    """The layers of each stage where they differ, a chunk of all ranks after the other."""
+    """The layers of each stage where they differ, chunk by chunk."""
     if len(set(shape.layers)) == 1:
         return []
     chunks = [
@@ -67,14 +67,15 @@ def _uneven(shape: RunShape) -> list[str]:
 
 
 def lines(found: Estimate) -> list[str]:
-    """The whole estimate, without a heading."""
+    """The estimate, without a heading."""
     shape, device = found.shape, found.device
+    graphs = ", replaying CUDA graphs" if found.replayed else ""
     precision = "fp32" if shape.element_bytes == 4 else "16 bit"
     table = [
         f"layout        {layout_line(shape)}",
         *_uneven(shape),
-        f"batch         {_several(shape.global_batch, 'sample')} of {shape.seq_length} tokens: "
-        f"{_several(shape.num_microbatches, 'microbatch', 'es')} of {shape.micro_batch} on "
+        f"batch         {_several(shape.global_batch, 'sample')} of {shape.model.seq_length} "
+        f"tokens: {_several(shape.num_microbatches, 'microbatch', 'es')} of {shape.micro_batch} on "
         f"{_several(shape.data, 'replica')}",
         f"parameters    {found.parameters:,} ({count(found.parameters)}), {precision}; "
         f"{count(found.flops_per_token)}FLOP per token",
@@ -90,7 +91,7 @@ def lines(found: Estimate) -> list[str]:
         f"traffic       per rank and iteration: {_traffic(found)}",
         f"time          {found.seconds * 1e3:.1f} ms per iteration, "
         f"{found.tokens_per_second:,.0f} tokens/s, at {device.flops / 1e12:.3g} TFLOP/s in matrix "
-        f"products ({device.source}){_graphs(found)}",
+        f"products ({device.source}){graphs}",
     ]
     return table
 
@@ -109,17 +110,7 @@ def _rank_line(found: Estimate, rank: int) -> str:
 
 
 def _published(shape: RunShape) -> str:
-    layer = published_layer_bytes(
-        seq_length=shape.seq_length,
-        micro_batch=shape.micro_batch,
-        hidden_size=shape.hidden_size,
-        num_heads=shape.num_heads,
-        tensor=shape.tensor,
-        sequence_parallel=shape.sequence_parallel,
-        attention_matrix=not (shape.flash or shape.recompute == "selective"),
-        full_recompute=shape.recompute == "full",
-    )
-    layer /= shape.context
+    layer = published_layer_bytes(shape)
     whole = layer * shape.num_layers * interleaving_factor(shape.pipeline, shape.chunks)
     return f"{size(whole)} on the first stage (16 bit, with dropout, {size(layer)} a layer)"
 
@@ -134,10 +125,6 @@ def _bubble_line(found: Estimate) -> str:
         f"{formula / (1 + formula):.1%} of the whole; this schedule with these stages, simulated: "
         f"{found.bubble:.1%} of the whole"
     )
-
-
-def _graphs(found: Estimate) -> str:
-    return ", replaying CUDA graphs" if found.replayed else ""
 
 
 def _traffic(found: Estimate) -> str:

@@ -1,12 +1,9 @@
-"""What would be gained: recorded costs, replayed in the project's own simulator with something
-changed.
+"""What-if predictions: a traced run's costs in the simulator, with something changed.
 
-The recorded task times and link delays of the iterations become the simulator's costs, task by
-task and message by message, so jitter stays what it was; what the host needed between tasks lies
-between them there too. The run *as it was* is replayed in its recorded order; that time stands
-beside the measured one, and what the costs do not explain is taken to stay in proportion. A change
-is simulated with decisions made anew. The time after the last task (gradient reduction, optimizer)
-is taken to stay.
+The recorded task times and link delays become the simulator's costs, task by task and message by
+message, with the host's time between tasks. The run as it was is replayed in its recorded order;
+the ratio of that time to the measured one is taken to stay. A change is simulated with new
+decisions. The time after the last task (gradient reduction, optimizer) is taken to stay.
 """
 
 from __future__ import annotations
@@ -19,8 +16,7 @@ from dataclasses import dataclass
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import Action, Kind
 from megatron.dpp.sim.costs import Costs, Hop, Shape
-from megatron.dpp.sim.replay import replay
-from megatron.dpp.sim.schedules import Plan
+from megatron.dpp.sim.schedules import ScheduleConfig, replay
 from megatron.dpp.trace.analysis import work
 from megatron.dpp.trace.analysis.link_times import Link, LinkSamples
 from megatron.dpp.trace.analysis.sentences import EVEN_LAYERS
@@ -32,7 +28,7 @@ _MOST_ITERATIONS = 5
 _SECOND = 1e9
 _UNSTEADY = ("jitter", "transient", "uneven-microbatches")
 _STRIDE = 7919
-"""Picks undisturbed times all over their range; a prime, so that it steps through all of them."""
+"""Step through undisturbed times; a prime, so that it reaches all of them."""
 
 Table = list[list[float]]
 """Seconds by stage and microbatch."""
@@ -44,11 +40,12 @@ class Recorded:
 
     Args:
         hops: the typical delay of each hop.
-        delays: per hop and direction, each microbatch's own where it was waited for.
+        delays: per hop and direction, each microbatch's own where a rank waited for it.
         orders: each rank's tasks as they ran.
-        overhead: by place, what the host needed after each of them.
-        dynamic: the schedule, or Megatron's own.
-        window, tail: what the pipeline took, and what followed it.
+        overhead: the host's time after each task, by rank.
+        split: weight gradients were tasks of their own.
+        dynamic: the schedule was dynamic; otherwise Megatron's own.
+        window, tail: time of the pipeline, and of what followed it.
     """
 
     shape: Shape
@@ -63,27 +60,27 @@ class Recorded:
     tail: float
 
     def costs(self) -> Costs:
-        """What the simulator takes; queueing on a link is in its delays already."""
+        """The simulator's input; the delays include queueing on links."""
         hops = [Hop(1.0, 0.0, delays) for delays in self.delays]
         return Costs(self.tasks, hops, overhead=dict(enumerate(self.overhead)))
 
     @property
     def num_pieces(self) -> int:
-        """Into how many pieces a W was cut; the largest chunk's."""
+        """Pieces of a W, in the chunk that has most."""
         return 1 + max((action.piece for order in self.orders for action in order), default=0)
 
     def replayed(self) -> float:
-        """How long the recorded order takes with these costs."""
+        """Makespan of the recorded order with these costs."""
         return replay(self.orders, self.costs(), self.shape.num_chunks)
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Outcome:
     """The outcome of one change, averaged over the iterations looked at; seconds per iteration.
 
     Args:
-        name: what is changed.
-        now, then: iteration time measured, and predicted with the change.
+        name: the change.
+        now, then: iteration time as measured, and as predicted with the change.
     """
 
     name: str
@@ -92,7 +89,7 @@ class Prediction:
 
     @property
     def gain(self) -> float:
-        """Part of the iteration's time that is saved; negative for a loss."""
+        """Share of the iteration's time that is saved; negative for a loss."""
         return 1.0 - self.then / self.now if self.now else 0.0
 
 
@@ -102,7 +99,9 @@ def _host_per_task(times: IterationTimes, rank: int, num_tasks: int) -> float:
 
 
 def _hop_delay(links: dict[Link, LinkSamples], ranks: Sequence[int], stage: int) -> float:
-    """Of a link for which nobody waited only a bound is known; the others say what is usual."""
+    """Delay of a hop in seconds. Of a link that no rank waited for only a bound is known; the other
+    links' median is used if it is smaller.
+    """
     a, b = ranks[stage % len(ranks)], ranks[(stage + 1) % len(ranks)]
     own = [links[link] for link in ((a, b), (b, a)) if link in links]
     clean = [samples.delay for samples in own if samples.clean]
@@ -119,7 +118,7 @@ def _message_delays(
     links: dict[Link, LinkSamples], ranks: Sequence[int], stage: int, num_microbatches: int
 ) -> tuple[list[float], list[float]]:
     """Delays of the messages between ``stage`` and the next, forward and back: their own where the
-    receiver was looking, else the hop's.
+    receiver waited, else the hop's.
     """
     usual, size = _hop_delay(links, ranks, stage), len(ranks)
     found = []
@@ -138,9 +137,7 @@ def recorded(
     links: dict[Link, LinkSamples],
     times: IterationTimes,
 ) -> Recorded | None:
-    """Costs of the pipeline of ``ranks`` (in order) in one iteration; None when it has tasks
-    missing.
-    """
+    """Costs of the pipeline of ``ranks`` (in order) in one iteration; None if tasks are missing."""
     num_ranks, num_chunks = len(ranks), job.num_chunks
     tables: tuple[Table, Table, Table] = ([], [], [])
     num_microbatches = 0
@@ -187,14 +184,14 @@ def _tables(change: Callable[[int, int, list[float]], list[float]]) -> Change:
 
 
 def without_rank(place: int, num_ranks: int, factor: float) -> Change:
-    """The rank at ``place`` of the pipeline works ``factor`` times faster."""
+    """Makes the rank at ``place`` of the pipeline ``factor`` times faster."""
     return _tables(
         lambda kind, stage, row: [t / factor for t in row] if stage % num_ranks == place else row
     )
 
 
 def without_heavy_stage(heavy: int) -> Change:
-    """A stage works like the typical other stage."""
+    """Makes stage ``heavy`` as fast as the typical other stage."""
 
     def apply(run: Recorded) -> Recorded:
         def change(kind: int, stage: int, row: list[float]) -> list[float]:
@@ -208,7 +205,7 @@ def without_heavy_stage(heavy: int) -> Change:
 
 
 def without_link(places: tuple[int, int]) -> Change:
-    """Messages between two ranks of the pipeline take as long as on the typical other hop."""
+    """Makes messages between two ranks of the pipeline as fast as on the typical other hop."""
 
     def apply(run: Recorded) -> Recorded:
         p = run.shape.num_ranks
@@ -226,8 +223,8 @@ def without_link(places: tuple[int, int]) -> Change:
 
 
 def _undisturbed(times: Sequence[float]) -> list[float]:
-    """Those of some tasks' times that nothing disturbed, sorted: up to as far above the undisturbed
-    time as the fastest is below it.
+    """The undisturbed ones of some tasks' times, sorted: those no further above the undisturbed
+    time than the fastest is below it.
     """
     ordered = sorted(times)
     middle = ordered[int(len(ordered) * work.UNDISTURBED)]
@@ -235,8 +232,8 @@ def _undisturbed(times: Sequence[float]) -> list[float]:
 
 
 def without_jitter(runs: Sequence[Recorded], places: Collection[int]) -> Change:
-    """Tasks of the ranks at ``places`` that were disturbed take what others of their kind and stage
-    took undisturbed, judged over all ``runs``; some small spread is in every run.
+    """Gives disturbed tasks of the ranks at ``places`` undisturbed times of their kind and stage,
+    over all ``runs``. Some spread is in every run.
     """
     num_ranks = runs[0].shape.num_ranks
 
@@ -250,9 +247,9 @@ def without_jitter(runs: Sequence[Recorded], places: Collection[int]) -> Change:
 
 
 def balanced(slowness: Sequence[float]) -> Change:
-    """Another layout of the layers: the same work in all, spread evenly over the stages.
+    """Spreads the same work evenly over the stages, as another layout of the layers would.
 
-    ``slowness`` says by which factor the rank at each place is slower than the others; that stays.
+    ``slowness`` is the factor by which the rank at each place is slower than the others; it stays.
     """
 
     def apply(run: Recorded) -> Recorded:
@@ -271,7 +268,7 @@ def balanced(slowness: Sequence[float]) -> Change:
 
 
 def rechunked(num_chunks: int, slowness: Sequence[float]) -> Change:
-    """The same work cut into another number of chunks per rank; work is taken to lie evenly within
+    """Cuts the same work into another number of chunks per rank. Work is taken to lie evenly within
     a stage.
     """
 
@@ -310,10 +307,10 @@ def rechunked(num_chunks: int, slowness: Sequence[float]) -> Change:
     return apply
 
 
-def plan_of(schedule: str, split: bool, w_pieces: int = 1) -> Plan:
-    """How the recorded run decided: the dynamic rule, or Megatron's order for a static schedule."""
+def schedule_of(schedule: str, *, split: bool, w_pieces: int = 1) -> ScheduleConfig:
+    """The recorded run's schedule: the dynamic policy, or Megatron's order for a static one."""
     policy = "dynamic" if schedule == "dpp" else "megatron"
-    return Plan(policy=policy, cap="auto", split_backward=split, w_pieces=w_pieces)
+    return ScheduleConfig(policy=policy, cap="auto", split_backward=split, w_pieces=w_pieces)
 
 
 class WhatIf:
@@ -321,44 +318,43 @@ class WhatIf:
 
     Args:
         runs: its costs in some iterations (a few are enough).
-        plan: how the run decided.
+        config: the run's schedule.
     """
 
-    def __init__(self, runs: Sequence[Recorded], plan: Plan) -> None:
-        self.runs, self.plan = list(runs)[-_MOST_ITERATIONS:], plan
+    def __init__(self, runs: Sequence[Recorded], config: ScheduleConfig) -> None:
+        self.runs, self.config = list(runs)[-_MOST_ITERATIONS:], config
         self._base = [run.replayed() for run in self.runs]
 
-    def _simulate(self, run: Recorded, plan: Plan) -> float:
-        return plan.run(run.shape, run.costs()).makespan
+    def _simulate(self, run: Recorded, config: ScheduleConfig) -> float:
+        return config.run(run.shape, run.costs()).makespan
 
     @property
     def fidelity(self) -> float:
-        """Replayed over measured time of the pipeline as it was; near 1 when the costs explain the
-        run.
-        """
+        """Replayed over measured time of the unchanged pipeline; near 1 where the costs explain
+        it."""
         measured = sum(run.window for run in self.runs)
         return sum(self._base) / measured if measured else 0.0
 
     def predict(
-        self, name: str, change: Change | None = None, plan: Plan | None = None
-    ) -> Prediction:
-        """Iteration time with a change of the costs, of the plan, or of both.
+        self, name: str, change: Change | None = None, config: ScheduleConfig | None = None
+    ) -> Outcome:
+        """Iteration time with a change of the costs, of the schedule, or of both.
 
         Raises:
-            ConfigError: the plan is impossible for this shape (a cap that is too small).
+            ConfigError: the schedule is impossible for this shape (its cap is too small).
         """
         now = then = 0.0
         for run, base in zip(self.runs, self._base, strict=True):
             changed = change(run) if change else run
-            ratio = self._simulate(changed, plan or self.plan) / base
+            ratio = self._simulate(changed, config or self.config) / base
             now += run.window + run.tail
             then += run.window * ratio + run.tail
         count = max(len(self.runs), 1)
-        return Prediction(name, now / count, then / count)
+        return Outcome(name, now / count, then / count)
 
 
 def removal(culprit: Culprit, runs: Sequence[Recorded], ranks: Sequence[int]) -> Change | None:
-    """The change that takes a culprit away; None when it is not in the pipeline of ``ranks``."""
+    """The change that removes a culprit; None if it is not in the pipeline of ``ranks``."""
     places = {rank: place for place, rank in enumerate(ranks)}
     if culprit.link is not None:
         if not set(culprit.link) <= places.keys():
@@ -379,10 +375,9 @@ def removal(culprit: Culprit, runs: Sequence[Recorded], ranks: Sequence[int]) ->
 def effects(
     what_if: WhatIf, culprits: Sequence[Culprit], ranks: Sequence[int]
 ) -> list[float | None]:
-    """How much of an iteration each culprit costs: what its removal gains, alone or after all the
-    others', whichever is more (of two ranks that are equally slow, one alone gains nothing).
-
-    None where a culprit is not in the pipeline of ``ranks``.
+    """Share of an iteration that each culprit costs: the gain of its removal, alone or after all
+    others', whichever is more (of two equally slow ranks, one alone gains nothing). None for a
+    culprit that is not in the pipeline of ``ranks``.
     """
     changes = [removal(culprit, what_if.runs, ranks) for culprit in culprits]
     order = sorted(range(len(culprits)), key=lambda index: culprits[index].kind not in _UNSTEADY)
@@ -410,22 +405,22 @@ def effects(
 
 
 def slowness_of(culprits: Sequence[Culprit], ranks: Sequence[int]) -> list[float]:
-    """By which factor each rank of a pipeline is slow; 1 for those that are not."""
+    """The factor by which each rank of a pipeline is slow; 1 for those that are not."""
     slow = {c.rank: c.factor for c in culprits if c.kind == "slow-rank"}
     return [slow.get(rank, 1.0) for rank in ranks]
 
 
-def other_plans(
-    run: Recorded, plan: Plan, slowness: Sequence[float]
-) -> list[tuple[str, Change | None, Plan]]:
-    """The changes of policy, cap, split, layout and number of chunks that are worth a look."""
+def other_schedules(
+    run: Recorded, config: ScheduleConfig, slowness: Sequence[float]
+) -> list[tuple[str, Change | None, ScheduleConfig]]:
+    """Other policies, caps, layouts and numbers of chunks, split or fused."""
     split = run.split
 
-    def like(policy: str, *, split: bool, cap: str = "auto") -> Plan:
-        """Another way to decide; W in as many pieces as it was."""
-        return dataclasses.replace(plan, policy=policy, cap=cap, split_backward=split)
+    def like(policy: str, *, split: bool, cap: str = "auto") -> ScheduleConfig:
+        """Another schedule, with as many pieces of W."""
+        return dataclasses.replace(config, policy=policy, cap=cap, split_backward=split)
 
-    plans = [
+    configs = [
         ("dynamic schedule", like("dynamic", split=split)),
         ("Megatron's static order", like("megatron", split=False)),
         ("dynamic, fused backward", like("dynamic", split=False)),
@@ -434,21 +429,22 @@ def other_plans(
             for cap in ("strict", "1.5p", "2p")
         ),
     ]
-    changes: list[tuple[str, Change | None, Plan]] = [
-        (name, None, other) for name, other in plans if other != plan
+    changes: list[tuple[str, Change | None, ScheduleConfig]] = [
+        (name, None, other) for name, other in configs if other != config
     ]
-    changes.append((EVEN_LAYERS, balanced(slowness), plan))
+    changes.append((EVEN_LAYERS, balanced(slowness), config))
     for chunks in (1, 2, 4):
         if chunks != run.shape.num_chunks:
             name = "1 chunk per rank" if chunks == 1 else f"{chunks} chunks per rank"
-            changes.append((name, rechunked(chunks, slowness), plan))
+            changes.append((name, rechunked(chunks, slowness), config))
     return changes
 
 
 def predict_all(
     what_if: WhatIf, culprits: Sequence[Culprit], ranks: Sequence[int]
-) -> list[Prediction]:
-    """Predictions for the removal of every culprit and for every other plan that is possible."""
+) -> list[Outcome]:
+    """Predictions for the removal of every culprit and for every other schedule that is
+    possible."""
     predictions = []
     for culprit in culprits:
         change = removal(culprit, what_if.runs, ranks)
@@ -456,7 +452,7 @@ def predict_all(
             name = f"without {culprit.kind} ({culprit.name})"
             predictions.append(what_if.predict(name, change))
     slowness = slowness_of(culprits, ranks)
-    for name, change, other in other_plans(what_if.runs[-1], what_if.plan, slowness):
+    for name, change, other in other_schedules(what_if.runs[-1], what_if.config, slowness):
         try:
             predictions.append(what_if.predict(name, change, other))
         except ConfigError:
@@ -465,11 +461,11 @@ def predict_all(
 
 
 def cost_file(runs: Sequence[Recorded]) -> dict[str, object]:
-    """All samples as the simulator's cost file (``megatron.dpp.sim.measured``)."""
+    """All samples as a cost file (``megatron.dpp.sim.measured``)."""
     shape = runs[0].shape
 
     def samples(kind: Kind, stage: int) -> list[float]:
-        """With the host's part, for which the file has no place of its own."""
+        """Task times with the host's time, for which the file has no field."""
         if kind is Kind.W and not runs[0].split:
             return []
         return [

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.schedule import (
+    HOLDS_ALL,
     Action,
+    DecisionRecorder,
     Geometry,
     Memory,
     Policy,
-    Recorder,
     Recording,
     Scheduler,
     beside_head,
@@ -52,7 +53,7 @@ class Decisions:
             replica_path(path, replica) if path and decides else None
             for path in (config.record, config.replay)
         )
-        self._recorder: Recorder | None = None
+        self._recorder: DecisionRecorder | None = None
         self._recording: Recording | None = None
         self._num_calls = 0
 
@@ -97,7 +98,7 @@ class Decisions:
             ReplayError: the recording is of another shape.
         """
         if self._record is not None and self._recorder is None:
-            self._recorder = Recorder(self._record, geometry)
+            self._recorder = DecisionRecorder(self._record, geometry)
         if self._replay is not None:
             return self._build(geometry, split, self._next_replay(self._replay, geometry, split))
         key = (geometry, split)
@@ -126,8 +127,8 @@ class Decisions:
             self._log(f"dynamic pipeline: {text}")
         return Scheduler(
             geometry,
-            # Breadth-first wants room for all microbatches, which is not known yet.
-            policy="depth-first" if cap.needs_measuring and policy == "breadth-first" else policy,
+            # Room for all microbatches is not known yet.
+            policy="depth-first" if cap.needs_measuring and policy in HOLDS_ALL else policy,
             cap=chunks,
             split_backward=split,
             beta=measured.beta if measured else 0.0,
@@ -136,13 +137,13 @@ class Decisions:
     def _next_replay(self, path: str, geometry: Geometry, split: bool) -> Policy:
         if self._recording is None:
             self._recording = Recording.load(path, geometry.rank)
-        return self._recording.replay(self._num_calls, geometry, split)
+        return self._recording.replay(self._num_calls, geometry, split_backward=split)
 
     def ran(self, geometry: Geometry, actions: Sequence[Action], *, split: bool) -> None:
         """End a call; record its decisions if asked to."""
         self._num_calls += 1
         if self._recorder is not None:
-            self._recorder.write(geometry, split, actions)
+            self._recorder.write(geometry, actions, split_backward=split)
 
     def close(self) -> None:
         """Close the recording. May be called twice."""

@@ -138,7 +138,7 @@ class Executor:
         while not scheduler.done:
             self._arrived = poll()
             if bounded:
-                scheduler.hold_back(self._transport.pending() > _MOST_PENDING)
+                scheduler.hold_back(held=self._transport.pending() > _MOST_PENDING)
             if self._awaited is not None and not self._input_came():
                 continue
             pause = timer.pause()

@@ -1,9 +1,8 @@
-"""What may run next on a pipeline rank, and what shall: actions, caps, policies, Scheduler.
+"""Scheduling of one pipeline rank: actions, memory caps, policies, the Scheduler.
 
-Pure Python, no torch, no clock, no communication. The executor (``runtime``) and the simulator
-(``sim``) tell a :class:`Scheduler` what has arrived and ask it for the next action; carrying it out
-is theirs. Start reading at ``actions.py``, then ``state.py`` (the safe rule) and ``policies.py``
-(the choice).
+Pure Python without torch, clock or communication. The executor (``runtime``) and the simulator
+(``sim``) report arrivals to a :class:`Scheduler`, ask it for the next action, and carry it out.
+Read ``actions.py`` first, then ``state.py`` (tasks that may run) and ``policies.py`` (the choice).
 """
 
 from megatron.dpp.schedule.actions import DIRECTION_OF, Action, Geometry, Kind
@@ -15,9 +14,15 @@ from megatron.dpp.schedule.caps import (
     head_room,
     parse_cap,
 )
-from megatron.dpp.schedule.policies import BUILT_IN, Policy, check_room, find_policy
+from megatron.dpp.schedule.policies import (
+    BUILT_IN,
+    HOLDS_ALL,
+    Policy,
+    check_room,
+    find_policy,
+)
 from megatron.dpp.schedule.recording import (
-    Recorder,
+    DecisionRecorder,
     Recording,
     Replay,
     check_recording,
@@ -32,14 +37,15 @@ __all__ = [
     "DIRECTION_OF",
     "FORWARD",
     "GRADIENT",
+    "HOLDS_ALL",
     "Action",
     "Cap",
     "Cause",
+    "DecisionRecorder",
     "Geometry",
     "Kind",
     "Memory",
     "Policy",
-    "Recorder",
     "Recording",
     "Replay",
     "Scheduler",

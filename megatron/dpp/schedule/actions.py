@@ -1,9 +1,7 @@
-"""The words a schedule is written in: actions, and the shape of the pipeline they belong to.
+"""Actions, and the geometry of the pipeline that they belong to.
 
-An :class:`Action` is one task of one rank; a schedule is a list of them. They can be printed,
-parsed, drawn and compared (``1F3`` = chunk 1, forward, microbatch 3), and packed into one integer
-for a shared-memory block. Used by everything in ``schedule``, by the simulator and by the executor.
-What an action may follow is ``state.py``'s business.
+An :class:`Action` is one task of one rank; a schedule is a list of them. Actions print and parse as
+text (``1F3`` is chunk 1, forward, microbatch 3) and pack into one integer for shared memory.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from megatron.dpp.errors import ConfigError, ScheduleError
 
 
 class Kind(enum.IntEnum):
-    """What a task computes."""
+    """Kind of a task."""
 
     F = 0
     """Forward of one chunk for one microbatch."""
@@ -36,7 +34,7 @@ _PIECE_BITS, _MICROBATCH_BITS, _CHUNK_BITS = 16, 24, 16
 
 
 class Action(NamedTuple):
-    """One task of one rank. ``piece`` counts the pieces of a ``W`` and is 0 for ``F`` and ``B``.
+    """One task of one rank. ``piece`` numbers the pieces of a ``W``; it is 0 for ``F`` and ``B``.
 
     >>> str(Action(Kind.F, 1, 3)), str(Action(Kind.W, 0, 12, 2))
     ('1F3', '0W12.2')
@@ -53,18 +51,18 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that ``str`` printed; :class:`ScheduleError` for any other text."""
+        """Read what ``str`` printed; any other text raises a :class:`ScheduleError`."""
         match = _NOTATION.fullmatch(text)
         if match is None:
             raise ScheduleError(
-                f"{text!r} is no action: expected chunk, F, B or W, microbatch, and for a W an "
+                f"{text!r} is not an action: expected chunk, F, B or W, microbatch, and for a W an "
                 "optional piece, as in 1F3 or 0W2.1"
             )
         chunk, kind, microbatch, piece = match.groups()
         return cls(Kind[kind], int(chunk), int(microbatch), int(piece or 0))
 
     def word(self) -> int:
-        """This action as one integer below 2**63, never 0 (so that 0 can mean "nothing yet")."""
+        """Pack the action into one integer from 1 to below 2**63."""
         word = int(self.kind) + 1
         word = word << _CHUNK_BITS | self.chunk
         word = word << _MICROBATCH_BITS | self.microbatch
@@ -72,34 +70,33 @@ class Action(NamedTuple):
 
     @classmethod
     def from_word(cls, word: int) -> Action:
-        """The action that :meth:`word` packed; :class:`ScheduleError` when ``word`` is not one."""
+        """Unpack what :meth:`word` packed; any other integer raises a :class:`ScheduleError`."""
         piece = word & (1 << _PIECE_BITS) - 1
         microbatch = word >> _PIECE_BITS & (1 << _MICROBATCH_BITS) - 1
         chunk = word >> _PIECE_BITS + _MICROBATCH_BITS & (1 << _CHUNK_BITS) - 1
         kind = (word >> _PIECE_BITS + _MICROBATCH_BITS + _CHUNK_BITS) - 1
         if kind not in (0, 1, 2):
-            raise ScheduleError(f"{word:#x} is no packed action: its kind is {kind}, not 0 .. 2")
+            raise ScheduleError(f"{word:#x} is not a packed action: its kind is {kind}, not 0 .. 2")
         return cls(Kind(kind), chunk, microbatch, piece)
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shape of one iteration as one rank sees it. Stage ``s = chunk * num_ranks + rank``, as
-    Megatron numbers them.
+    """The shape of one iteration as one rank sees it. Virtual stage ``s`` is
+    ``chunk * num_ranks + rank``, as in Megatron.
 
     Args:
         num_ranks: pipeline ranks, ``p``.
         rank: this pipeline rank, ``0 .. p-1``.
         num_chunks: model chunks (virtual stages) of each rank, ``v``.
-        num_microbatches: microbatches of this iteration, ``m``; any number from 1.
-        forward_only: no backward is owed (evaluation).
-        group: Megatron's ``microbatch_group_size_per_vp_stage``; ``None`` is ``num_ranks``,
-            Megatron's default.
-        w_pieces: pieces of each chunk's ``W`` when the backward is split; ``None`` is one each. A
-            chunk with 0 pieces defers nothing.
+        num_microbatches: microbatches of this iteration, ``m``; at least 1.
+        forward_only: evaluation; there are no backwards.
+        group: Megatron's ``microbatch_group_size_per_vp_stage``; ``None`` is ``num_ranks``.
+        w_pieces: pieces of each chunk's ``W`` with a split backward; ``None`` is one each. A chunk
+            with 0 pieces defers nothing.
 
     Raises:
-        ConfigError: a number that is out of range, named with its rule.
+        ConfigError: a number is out of range.
     """
 
     num_ranks: int
@@ -131,21 +128,19 @@ class Geometry:
 
     @property
     def group_size(self) -> int:
-        """Consecutive microbatches of a chunk before the next chunk's turn, depth first."""
+        """Microbatches of a chunk that run before the next chunk's, depth first."""
         return self.num_ranks if self.group is None else self.group
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank holds stage 0 (as chunk 0), whose inputs come from the data."""
+        """This rank holds virtual stage 0 (its chunk 0), whose inputs come from the data."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the last stage (its last chunk), whose gradient comes from the
-        loss.
-        """
+        """This rank holds the last virtual stage, whose gradient comes from the loss."""
         return self.rank == self.num_ranks - 1
 
     def pieces(self, chunk: int) -> int:
-        """Pieces of the ``W`` of ``chunk`` when the backward is split."""
+        """Pieces of the ``W`` of ``chunk`` with a split backward."""
         return 1 if self.w_pieces is None else self.w_pieces[chunk]

@@ -1,8 +1,7 @@
-"""How many chunk activations a rank may hold: what ``--dpp-activation-cap`` means.
+"""Memory caps of a rank: the meaning of ``--dpp-activation-cap``.
 
-One unit is the activation of one chunk for one microbatch. A cap below the peak of Megatron's own
-order on the rank (``I_r``) could stop the pipeline, so it is refused. Used by the executor at start
-(it logs :attr:`Cap.text`) and by the simulator.
+The unit is the activation of one chunk for one microbatch. A cap below the peak of Megatron's own
+order on the rank (``I_r``) could stop the pipeline, so it is refused.
 """
 
 from __future__ import annotations
@@ -21,21 +20,19 @@ _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FLAG = "--dpp-activation-cap"
 ROUNDING = 1e-6
-"""Caps and shares of an activation are products and sums of fractions; a difference this small is
-no memory."""
+"""Tolerance in chunk activations: caps and held memory are sums and products of fractions."""
 
 
 @dataclass(frozen=True)
 class Cap:
-    """What one rank may hold.
+    """The cap of one rank.
 
     Args:
-        chunks: in chunk activations; a float, since the share that a deferred ``W`` keeps is one.
+        chunks: chunk activations; a fraction is possible, since a deferred ``W`` keeps one.
         text: a sentence for the log.
-        by_order: it is what Megatron's own order holds on its worst rank.
-        needs_measuring: the cap was given in bytes and the size of an activation is not known yet;
-            ``chunks`` is the default until it is, then :func:`parse_cap` is to be called again with
-            the size.
+        needs_measuring: the cap was given in bytes and an activation's size is not known yet;
+            ``chunks`` is the default cap until :func:`parse_cap` is called again with the size.
+        by_order: it equals the peak of Megatron's own order on its worst rank.
     """
 
     chunks: float
@@ -46,12 +43,12 @@ class Cap:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What training measures of a rank's chunks in its first step; bytes.
+    """Measurements of a rank's chunks in the first training step.
 
     Args:
-        activation_bytes: of one chunk and microbatch, the largest of the rank's chunks.
-        deferred_bytes: what its weight gradients keep from ``B`` to ``W``, likewise.
-        head_room: what the LM head takes on the last rank, in chunk activations.
+        activation_bytes: bytes of one microbatch's activation in the rank's largest chunk.
+        deferred_bytes: bytes of it that weight gradients keep from ``B`` to ``W``.
+        head_room: memory of the LM head on the last rank, in chunk activations.
     """
 
     activation_bytes: float
@@ -69,16 +66,15 @@ class Memory:
 def parse_cap(
     text: str, geometry: Geometry, bytes_per_chunk_activation: float | None = None
 ) -> Cap:
-    """The cap that ``text`` (``auto``, ``megatron``, ``strict``, ``1.5p`` or ``20GiB``) means for
-    ``geometry``'s rank.
+    """Read a cap (``auto``, ``megatron``, ``strict``, ``1.5p`` or ``20GiB``) for ``geometry``'s
+    rank.
 
     Args:
-        bytes_per_chunk_activation: measured bytes of one chunk's activation for one microbatch;
-            only a cap in bytes needs it. Where chunks differ, the largest.
+        bytes_per_chunk_activation: measured bytes of one microbatch's activation in the largest
+            chunk; only a cap in bytes needs it.
 
     Raises:
-        ConfigError: ``text`` is none of these, or is less than Megatron's own schedule needs on
-            this rank.
+        ConfigError: ``text`` is none of these, or below what Megatron's own order needs.
     """
     word = text.strip()
     if word == "auto":
@@ -97,16 +93,12 @@ def default_cap(geometry: Geometry) -> Cap:
 
 
 def beside_head(cap: Cap, geometry: Geometry, memory: Memory | None = None) -> float:
-    """The cap of a rank with a split backward: on the last one room is left to the LM head, whose
-    logits and their gradient take memory of their own.
+    """The cap of a rank with a split backward, in chunk activations.
 
-    Megatron's order holds least on that rank, so its cap stays above what the order needs: by at
-    least one activation, without which it loses 1 to 13 % of a step; down to there room costs under
-    1 % on four and more ranks (:mod:`megatron.dpp.sim`). A cap that the user has sized leaves room
-    for one activation.
-
-    Args:
-        memory: what was measured; without it, room is left for one activation.
+    On the last rank it leaves room for the LM head's logits and their gradient: for one activation,
+    or as measured where ``cap`` follows Megatron's order. It stays one activation above what that
+    order needs there, if ``cap`` allows: without it a step takes 1 to 13 % longer. Down to that cap
+    the room costs under 1 % on four and more ranks (simulated).
     """
     if not geometry.is_last or geometry.num_ranks == 1:
         return cap.chunks
@@ -116,13 +108,13 @@ def beside_head(cap: Cap, geometry: Geometry, memory: Memory | None = None) -> f
 
 
 def head_room(chunk_bytes: Sequence[float], layers: Sequence[int]) -> float:
-    """What the LM head takes on the last rank, in activations of its largest other chunk: what its
-    last chunk keeps beside its layers, and as much again for the gradient. 1 where that cannot be
-    told, and at least.
+    """Memory of the LM head on the last rank, in activations of its largest other chunk: the bytes
+    that the last chunk keeps beside its layers, twice (for the gradient). At least 1, and 1 where
+    there is no other chunk.
 
     Args:
         chunk_bytes: of one microbatch's activation in each of the rank's chunks.
-        layers: transformer layers of each.
+        layers: transformer layers of each chunk.
     """
     others = [(size, count) for size, count in zip(chunk_bytes[:-1], layers, strict=False) if size]
     if not others:
@@ -132,7 +124,7 @@ def head_room(chunk_bytes: Sequence[float], layers: Sequence[int]) -> float:
 
 
 def times_p(chunks: float, geometry: Geometry) -> str:
-    """A cap like ``1.25p`` that holds so many chunk activations; never a little less.
+    """The least cap like ``1.25p`` that holds ``chunks`` chunk activations.
 
     >>> times_p(4, Geometry(num_ranks=3, rank=0, num_chunks=4, num_microbatches=6))
     '0.34p'
@@ -188,7 +180,7 @@ def _number(digits: str, text: str) -> float:
     try:
         return float(digits)
     except ValueError:
-        raise ConfigError(f"{_FLAG} {text}: {digits!r} is no number") from None
+        raise ConfigError(f"{_FLAG} {text}: {digits!r} is not a number") from None
 
 
 def _checked(chunks: float, geometry: Geometry, why: str) -> Cap:

@@ -1,10 +1,10 @@
-"""Which of the tasks that may run shall run: the policies.
+"""Policies: they pick the next task among those that may run.
 
-A policy is a function of a read-only :class:`~megatron.dpp.schedule.state.View` that returns an
-action of the view's own (``view.forward(c)``, ``view.backward(c)``, ``view.weight()``) or None to
-wait for the next arrival. It carries nothing out, so the simulator, a test and the executor drive
-the same one. What a policy cannot break: order inside a chunk, the cap, and the safe rule; those
-are the view's. ``docs/policies.md`` says how to write one.
+A policy is a function of a read-only :class:`~megatron.dpp.schedule.state.View`. It returns one of
+the view's actions (``view.forward(c)``, ``view.backward(c)``, ``view.weight()``), or None to wait
+for the next arrival. The view keeps the order within a chunk, the memory cap and the safe rule, so
+no policy can break them. To add one, write it here and enter it in :data:`BUILT_IN`
+(``docs/policies.md``).
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from megatron.dpp.schedule.caps import times_p
 from megatron.dpp.schedule.state import View
 
 Policy = Callable[[View], Action | None]
-"""A policy decides from what it sees, and from nothing else."""
+"""Decides from the view alone."""
 
 
 def dynamic(view: View) -> Action | None:
-    """One forward, one backward in turn, in depth-first order, of what is ready; weight gradients
-    when nothing else is.
+    """Alternates forwards and backwards, each in depth-first order; starts with a forward.
 
-    A ready backward may take the place of a forward that is missing and the other way round; a
-    weight gradient runs when neither may. Forward first at the start.
+    Where one of them is not ready, the other runs; where neither is, a weight gradient.
     """
     backward = view.first_backward()
     if backward is not None and view.last_kind == Kind.F:
@@ -40,15 +38,15 @@ def dynamic(view: View) -> Action | None:
 
 
 def depth_first(view: View) -> Action | None:
-    """A ready backward before any forward, each in depth-first order: less memory held."""
+    """Prefers a ready backward to any forward, each in depth-first order: holds less memory."""
     return view.first_backward() or view.first_forward() or view.weight()
 
 
 def breadth_first(view: View) -> Action | None:
-    """All microbatches through a chunk before the next chunk; needs room for all of them.
+    """Runs all microbatches through a chunk before the next chunk; needs memory for all of them.
 
-    Starts the gradient reduction of a chunk early (Lamy-Poirier, "Breadth-First Pipeline
-    Parallelism", 2023).
+    A chunk's gradient reduction starts early (Lamy-Poirier, "Breadth-First Pipeline Parallelism",
+    2023).
     """
     num_chunks = view.geometry.num_chunks
     for chunk in range(num_chunks):
@@ -63,9 +61,7 @@ def breadth_first(view: View) -> Action | None:
 
 
 def megatron(view: View) -> Action | None:
-    """Megatron's own order of forwards and backwards; deferred weight gradients fill the waiting
-    times.
-    """
+    """Keeps Megatron's own order of forwards and backwards; weight gradients fill the waits."""
     expected = view.next_in_reference()
     if expected is not None:
         ask = view.forward if expected.kind is Kind.F else view.backward
@@ -83,15 +79,19 @@ BUILT_IN: Mapping[str, Policy] = MappingProxyType(
         "megatron": megatron,
     }
 )
+"""The values of ``--dpp-policy``, beside a user's own ``module:function``."""
+
+HOLDS_ALL = frozenset({"breadth-first"})
+"""Built-in policies that hold the activations of all microbatches at once."""
 
 
 def find_policy(name: str) -> Policy:
     """The built-in policy ``name``, or a user's own given as ``module:function``.
 
-    A class works too: it is called without arguments for each rank, and the object is the policy.
+    A class is called without arguments for each rank; the object is the policy.
 
     Raises:
-        ConfigError: no such name, module or function; it cannot be imported, or called with a view.
+        ConfigError: the name, module or function does not exist, or does not take a view.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -99,7 +99,7 @@ def find_policy(name: str) -> Policy:
     if not colon:
         known = ", ".join(BUILT_IN)
         raise ConfigError(
-            f"--dpp-policy {name}: expected one of {known}, or your own as module:function"
+            f"--dpp-policy {name}: expected one of {known} or your own as module:function"
         )
     try:
         policy = getattr(importlib.import_module(module_name), attribute)
@@ -116,7 +116,7 @@ def find_policy(name: str) -> Policy:
 def _check_takes_view(policy: Policy, name: str) -> None:
     try:
         signature = inspect.signature(policy)
-    except ValueError:  # some built-in callables do not tell theirs
+    except ValueError:  # some callables of CPython have no signature
         return
     try:
         signature.bind(None)
@@ -129,18 +129,19 @@ def _check_takes_view(policy: Policy, name: str) -> None:
 def check_room(
     policy: Policy, geometry: Geometry, cap: float, *, split_backward: bool = False
 ) -> None:
-    """Refuse breadth-first with a cap that cannot hold all microbatches: under a cap it is far
-    slower than any other.
+    """Refuse a policy of :data:`HOLDS_ALL` under a cap that cannot hold all microbatches: there it
+    is far slower than any other.
 
     Raises:
-        ConfigError: says how much room is needed, on the last rank beside the LM head, too.
+        ConfigError: names the cap that suffices, on the last rank also beside the LM head.
     """
     need = geometry.num_chunks * geometry.num_microbatches
-    if policy is breadth_first and not geometry.forward_only and cap < need:
+    name = next((each for each in HOLDS_ALL if BUILT_IN[each] is policy), None)
+    if name and not geometry.forward_only and cap < need:
         head = split_backward and geometry.num_ranks > 1
         raise ConfigError(
-            f"--dpp-policy breadth-first: pipeline rank {geometry.rank} may hold {cap:g} chunk "
-            f"activations, but breadth-first holds all {geometry.num_microbatches} microbatches of "
+            f"--dpp-policy {name}: pipeline rank {geometry.rank} may hold {cap:g} chunk "
+            f"activations, but {name} holds all {geometry.num_microbatches} microbatches of "
             f"{geometry.num_chunks} chunks, {need}. Give --dpp-activation-cap "
             f"{times_p(need + head, geometry)} (or more bytes), or take --dpp-policy dynamic"
         )

@@ -1,9 +1,9 @@
-"""Decisions written down, and run again.
+"""Recordings of scheduling decisions: writing, reading and replaying them.
 
-A recording is a file of JSON lines, one file per pipeline rank: a header that names the format, its
-version and the pipeline's shape, then one line per iteration with its actions as text. The executor
-writes it with a :class:`Recorder`; :class:`Recording` reads it, and :class:`Replay` is the policy
-that follows one iteration of it, in the executor as in the simulator.
+A recording is a file of JSON lines per pipeline rank: a header with the format, its version and the
+pipeline's shape, then one line per iteration with its actions as text. A :class:`DecisionRecorder`
+writes it, :class:`Recording` reads it, and :class:`Replay` is the policy that follows one iteration
+of it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError, ReplayError, ScheduleError
-from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.refusals import refusal
+from megatron.dpp.schedule.actions import Action, Geometry
+from megatron.dpp.schedule.refusals import allowed, refusal
 from megatron.dpp.schedule.state import View
 
 _FORMAT, _VERSION = "dpp-schedule", 1
@@ -28,36 +28,36 @@ def recording_path(path: str, rank: int) -> Path:
 
 
 def replica_path(path: str, replica: int) -> str:
-    """What a data-parallel replica records to or replays: ``path`` itself for the first, with
-    ``.replicaN`` added for the others.
+    """The recording of a data-parallel replica: ``path`` for the first, with ``.replicaN`` added
+    for the others.
     """
     return f"{path}.replica{replica}" if replica else path
 
 
 def check_recording(path: str, geometry: Geometry, *, ramped: bool = False) -> None:
-    """Refuse a recording that no run of this shape can follow, before anything runs. No more of it
-    is read than its header and what comes up to the first training iteration.
+    """Refuse a recording that a run of this shape cannot follow. Reads the file up to its first
+    training iteration.
 
     Args:
         path: as given to ``--dpp-replay``, :func:`replica_path` applied.
-        geometry: of training, without the pieces of its weight gradients.
+        geometry: of training; pieces of weight gradients are not compared.
         ramped: the number of microbatches changes during the run, and is not compared.
 
     Raises:
-        DataError: the file is missing, no recording, or of another shape; names it.
+        DataError: the file is missing, not a recording, or of another shape.
     """
     file = recording_path(path, geometry.rank)
     lines = _read(file)
     was, now = next(lines), _shape(geometry)
     if not ramped:
         was = was | next((line for line in lines if line.get("forward_only") is False), {})
-        if "num_microbatches" in was:  # else it was made by evaluations alone
+        if "num_microbatches" in was:  # otherwise it holds evaluations only
             now["num_microbatches"] = geometry.num_microbatches
     if changes := _changes(was, now):
         raise DataError(f"--dpp-replay {file}: recorded with other settings: {changes}")
 
 
-class Recorder:
+class DecisionRecorder:
     """Writes the decisions of one rank; a context manager.
 
     Args:
@@ -77,20 +77,20 @@ class Recorder:
             raise ConfigError(f"--dpp-record {file}: {error.strerror}") from error
         self._write(header)
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> DecisionRecorder:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def write(self, geometry: Geometry, split_backward: bool, actions: Iterable[Action]) -> None:
+    def write(self, geometry: Geometry, actions: Iterable[Action], *, split_backward: bool) -> None:
         """Add one iteration (or evaluation) that ran ``actions``, in this order."""
         line = _owed(geometry, split_backward) | {"actions": " ".join(map(str, actions))}
         self._write({"iteration": self._iteration} | line)
         self._iteration += 1
 
     def close(self) -> None:
-        """Close the file; twice is fine."""
+        """Close the file. May be called twice."""
         self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -114,20 +114,20 @@ class Recording:
 
     @classmethod
     def load(cls, path: str, rank: int) -> Recording:
-        """Read the file of ``rank`` that a :class:`Recorder` of the same ``path`` wrote.
+        """Read the file of ``rank`` that a :class:`DecisionRecorder` of the same ``path`` wrote.
 
         Raises:
-            DataError: it is missing or no recording; names the line.
+            DataError: it is missing or not a recording; names the line.
         """
         file = recording_path(path, rank)
         header, *iterations = _read(file)
         return cls(file, header, tuple(iterations))
 
-    def replay(self, index: int, geometry: Geometry, split_backward: bool) -> Replay:
+    def replay(self, index: int, geometry: Geometry, *, split_backward: bool) -> Replay:
         """The policy that follows iteration ``index`` (0 for the first).
 
         Raises:
-            ReplayError: there is no such iteration, or it was of another shape.
+            ReplayError: the iteration does not exist, or has another shape.
             DataError: its line is broken.
         """
         place = f"--dpp-replay {self.path}, iteration {index}"
@@ -151,11 +151,10 @@ class Recording:
 
 
 class Replay:
-    """A policy that follows a list of actions and nothing else; for one iteration.
+    """The policy that follows a list of actions through one iteration.
 
     Args:
-        actions: what to run, in order.
-        name: where they come from, for messages.
+        name: origin of the actions, for messages.
     """
 
     def __init__(self, actions: Iterable[Action], name: str = "replay") -> None:
@@ -167,7 +166,7 @@ class Replay:
         """The next recorded action when it may run, None while its input is on the way.
 
         Raises:
-            ReplayError: it can never run here, or the list has ended too early.
+            ReplayError: it can never run here, or the list ends too early.
         """
         if self._position == len(self._actions):
             left = view.next_in_reference() or view.weight()
@@ -175,7 +174,7 @@ class Replay:
                 return None
             raise ReplayError(f"{self._name}: ends after {self._position} actions; {left} is left")
         action = self._actions[self._position]
-        if _allowed(view, action) == action:
+        if allowed(view, action) == action:
             self._position += 1
             return action
         why = refusal(view, action)
@@ -187,22 +186,13 @@ class Replay:
         )
 
 
-def _allowed(view: View, action: Action) -> Action | None:
-    if action.kind == Kind.W:
-        return view.weight()
-    if not 0 <= action.chunk < view.geometry.num_chunks:
-        return None
-    ask = view.forward if action.kind == Kind.F else view.backward
-    return ask(action.chunk)
-
-
 def _shape(geometry: Geometry) -> dict[str, Any]:
     names = ("num_ranks", "rank", "num_chunks")
     return {name: getattr(geometry, name) for name in names}
 
 
 def _owed(geometry: Geometry, split_backward: bool) -> dict[str, Any]:
-    """What an iteration owes: these may differ between the iterations of a run."""
+    """The header fields that may differ between the iterations of a run."""
     split = split_backward and not geometry.forward_only
     pieces = [geometry.pieces(c) if split else 0 for c in range(geometry.num_chunks)]
     return {
@@ -213,13 +203,13 @@ def _owed(geometry: Geometry, split_backward: bool) -> dict[str, Any]:
 
 
 def _changes(was: dict[str, Any], now: dict[str, Any]) -> str:
-    """What of ``now`` was otherwise; empty where nothing was."""
+    """The fields of ``now`` that differ from ``was``, as text; empty if none does."""
     pairs = [(name, was.get(name), value) for name, value in now.items()]
     return "; ".join(f"{name} was {old} and is {new}" for name, old, new in pairs if old != new)
 
 
 def _read(file: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a recording as they are asked for, its header first."""
+    """Yields the lines of a recording, its header first."""
     number = 0
     try:
         with file.open(encoding="utf-8") as lines:

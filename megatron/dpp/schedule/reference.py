@@ -1,14 +1,11 @@
-"""Megatron's own order of forwards and backwards on a rank: the order a dynamic rank must always be
-able to return to.
+"""Megatron's own order of forwards and backwards on a rank, to which a dynamic rank can always
+return.
 
-The order is that of megatron-core 0.16.1 (``get_schedule_table`` and ``get_pp_rank_microbatches``
-in ``pipeline_parallel/schedules.py``): warm-up forwards, then forward and backward in turn, then
-the backwards that are left. Where megatron-core refuses a number of microbatches, the order is that
-of the next number it accepts with the surplus microbatches left out; leaving whole microbatches out
-keeps an order free of deadlocks and adds no memory.
-
-Called by ``state.py`` (the safe rule), ``caps.py`` (the peak of this order) and the simulator's
-static baselines.
+It is the order of megatron-core 0.16.1 (``get_schedule_table`` and ``get_pp_rank_microbatches`` in
+``pipeline_parallel/schedules.py``): warm-up forwards, then forward and backward in turn, then the
+remaining backwards. For a number of microbatches that megatron-core refuses, it is the order of the
+next number that it accepts, without the surplus microbatches. Leaving out whole microbatches keeps
+an order free of deadlocks and adds no memory.
 """
 
 from __future__ import annotations
@@ -17,11 +14,9 @@ from megatron.dpp.schedule.actions import Action, Geometry, Kind
 
 
 def padded_microbatches(geometry: Geometry) -> int:
-    """The least number of microbatches, from ``geometry``'s own, whose interleaved order
-    megatron-core accepts.
-
-    megatron-core wants at least one whole group, and a remainder of 0 or at least ``num_ranks``
-    microbatches.
+    """The least number of microbatches, from ``geometry``'s own up, that megatron-core's
+    interleaved schedule accepts: at least one whole group, and a remainder of 0 or at least
+    ``num_ranks``.
     """
     num, group = geometry.num_microbatches, geometry.group_size
     if geometry.num_chunks == 1:
@@ -33,8 +28,8 @@ def padded_microbatches(geometry: Geometry) -> int:
 
 
 def schedule_table(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[int, int]]:
-    """``(chunk, microbatch)`` in depth-first order: each group of microbatches through chunk 0,
-    then chunk 1, ...
+    """``(chunk, microbatch)`` in depth-first order: each group of microbatches runs through chunk
+    0, then chunk 1, ...
     """
     return [
         (chunk, microbatch)
@@ -45,7 +40,7 @@ def schedule_table(num_microbatches: int, num_chunks: int, group: int) -> list[t
 
 
 def num_warmup(geometry: Geometry) -> int:
-    """Forwards that rank runs before its first backward, not counting the one right before it."""
+    """Warm-up forwards: those before the first pair of a forward and a backward."""
     p, v = geometry.num_ranks, geometry.num_chunks
     behind = p - 1 - geometry.rank
     warmup = behind if v == 1 else 2 * behind + (v - 1) * geometry.group_size
@@ -74,7 +69,7 @@ def reference_order(geometry: Geometry) -> list[Action]:
 
 
 def peak_in_flight(geometry: Geometry) -> int:
-    """Most chunk activations this rank holds at once in :func:`reference_order` (``I_r``); 0 when
+    """Peak of :func:`reference_order` on this rank in chunk activations (``I_r``); 0 when
     ``forward_only``.
     """
     if geometry.forward_only:

@@ -1,7 +1,6 @@
-"""Why an action may not run: the sentence for an error, and whether waiting could change it.
+"""Checks of actions that were decided elsewhere, and the reasons why one may not run.
 
-Kept apart from ``state.py`` because it is asked for only when something went wrong. Called by the
-scheduler (an action that was decided elsewhere, a policy that waits) and by a replay.
+Separate from ``state.py``, since only errors, replays and followers need it.
 """
 
 from __future__ import annotations
@@ -13,14 +12,24 @@ from megatron.dpp.schedule.state import View
 
 
 class Refusal(NamedTuple):
-    """Why an action may not run. ``may_pass``: an arrival alone would allow it."""
+    """The reason why an action may not run. ``may_pass``: an arrival alone would allow it."""
 
     text: str
     may_pass: bool = False
 
 
+def allowed(view: View, action: Action) -> Action | None:
+    """The view's own next action of the same kind and chunk; ``action`` may run if it equals it."""
+    if action.kind == Kind.W:
+        return view.weight()
+    if not 0 <= action.chunk < view.geometry.num_chunks:
+        return None
+    ask = view.forward if action.kind == Kind.F else view.backward
+    return ask(action.chunk)
+
+
 def refusal(view: View, action: Action) -> Refusal:
-    """Why ``action``, which ``view`` does not allow now, may not run."""
+    """The reason why ``action``, which ``view`` does not allow now, may not run."""
     geometry, chunk = view.geometry, action.chunk
     if not 0 <= chunk < geometry.num_chunks:
         return Refusal(f"this rank has chunks 0 .. {geometry.num_chunks - 1}")
@@ -43,8 +52,8 @@ def refusal(view: View, action: Action) -> Refusal:
 
 
 def may_arrive(view: View) -> bool:
-    """Whether any message can come before this rank runs another task: what passes through a chunk
-    here comes to the next one later.
+    """Any message can still arrive before this rank runs another task. A microbatch reaches a chunk
+    only after it has left this rank's chunk before it.
     """
     chunks = range(view.geometry.num_chunks)
     return any(_input_may_arrive(view, c) or _gradient_may_arrive(view, c) for c in chunks)

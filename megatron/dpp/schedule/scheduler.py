@@ -1,8 +1,8 @@
-"""The scheduler of one rank: told what has arrived, asked what to run.
+"""The scheduler of one rank: receives arrivals, returns the next task.
 
-It joins a :class:`~megatron.dpp.schedule.state.RankState` (what may run) and a policy (what shall
-run), checks every decision, and explains a stall. The executor is given one, restarted for each
-iteration of the same shape, the simulator has one per simulated rank; neither decides anything.
+It joins a :class:`~megatron.dpp.schedule.state.RankState` (tasks that may run) with a policy (the
+choice), checks decisions, and explains a stall. The executor restarts one for each iteration of the
+same shape; the simulator has one per rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.dpp.schedule.actions import Action, Geometry, Kind
 from megatron.dpp.schedule.caps import ROUNDING, default_cap
 from megatron.dpp.schedule.policies import BUILT_IN, Policy, check_room, find_policy
 from megatron.dpp.schedule.reference import peak_in_flight
-from megatron.dpp.schedule.refusals import may_arrive, refusal
+from megatron.dpp.schedule.refusals import allowed, may_arrive, refusal
 from megatron.dpp.schedule.state import RankState, Reference, View
 
 FORWARD, GRADIENT = Direction
@@ -25,18 +25,16 @@ FORWARD, GRADIENT = Direction
 
 
 class Cause(enum.Enum):
-    """Why a rank has nothing to run."""
+    """Reasons why a rank runs nothing."""
 
     WARMUP = "warm-up"
     """Nothing has run yet: the pipeline fills."""
     WAIT_FORWARD = "waiting for an input"
     WAIT_BACKWARD = "waiting for a gradient"
     MEMORY_CAP = "memory cap"
-    """A forward is here, but only a backward may make room for it (or for Megatron's order behind
-    it).
-    """
+    """A forward's input is here, but only a backward can make room for it."""
     COOLDOWN = "cool-down"
-    """All forwards have run; gradients are to come: the pipeline drains."""
+    """All forwards have run and gradients are on their way: the pipeline drains."""
     POLICY = "policy"
     """Something may run, and the policy chose to wait."""
     DONE = "done"
@@ -44,8 +42,8 @@ class Cause(enum.Enum):
 
 @dataclass(frozen=True)
 class Stall:
-    """Why nothing runs. ``channels`` are the ``(direction, chunk)`` whose next message would allow
-    something.
+    """A rank that runs nothing. The next message of any ``(direction, chunk)`` of ``channels``
+    would change that.
     """
 
     cause: Cause
@@ -58,15 +56,15 @@ class Scheduler:
 
     Args:
         geometry: the iteration as this rank sees it.
-        policy: a name (see :func:`~megatron.dpp.schedule.policies.find_policy`) or a policy.
+        policy: a policy, or a name for :func:`~megatron.dpp.schedule.policies.find_policy`.
         cap: chunk activations that may be held; ``None`` is the default cap. Ignored when
             ``forward_only``.
-        split_backward: emit ``W`` actions; otherwise a ``B`` includes its ``W``.
+        split_backward: ``W`` are tasks of their own; otherwise a ``B`` includes its ``W``.
         beta: measured share of an activation that ``B`` frees, 0 .. 1; ``W`` frees the rest.
 
     Raises:
-        ConfigError: a cap below what Megatron's own order needs, a beta outside 0 .. 1, an unknown
-            policy, or breadth-first without room for it.
+        ConfigError: the cap is below what Megatron's own order or the policy needs, beta is outside
+            0 .. 1, or the policy is unknown.
     """
 
     def __init__(
@@ -91,8 +89,7 @@ class Scheduler:
         self.geometry = geometry
         self.policy = find_policy(policy) if isinstance(policy, str) else policy
         self._policy_name = policy if isinstance(policy, str) else repr(policy)
-        # The built-in policies return only what the view offered; checking it again would double
-        # the cost of a decision.
+        # Built-in policies return only what the view offered. A check would double their cost.
         self._is_built_in = self.policy in BUILT_IN.values()
         check_room(self.policy, geometry, cap, split_backward=split_backward)
         self._settings = (cap, split_backward, beta)
@@ -100,9 +97,7 @@ class Scheduler:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all counts, for another iteration of the same shape (cheaper than a new
-        scheduler).
-        """
+        """Reset all counts, for another iteration of the same shape; cheaper than a new object."""
         cap, split_backward, beta = self._settings
         self._state = RankState(
             self.geometry,
@@ -114,12 +109,12 @@ class Scheduler:
 
     @property
     def view(self) -> View:
-        """What the policy sees."""
+        """The policy's view."""
         return self._state
 
     @property
     def done(self) -> bool:
-        """Whether every task of this iteration has been handed out or reported as run."""
+        """Every task of this iteration has been handed out or reported as run."""
         return self._state.done
 
     @property
@@ -129,25 +124,24 @@ class Scheduler:
 
     @property
     def peak_held(self) -> float:
-        """Most chunk activations held so far; never above the cap."""
+        """Peak of chunk activations held; never above the cap."""
         return self._state.peak_held
 
-    def hold_back(self, held: bool) -> None:
-        """Whether no microbatch may enter this rank's first chunk for now; only when
-        ``forward_only``, where no cap bounds what is under way. The other chunks run on, so what
-        is under way drains.
+    def hold_back(self, *, held: bool) -> None:
+        """Admit no new microbatch to this rank's first chunk while ``held``. Takes effect only when
+        ``forward_only``, where no cap applies. The other chunks run on, so the pipeline drains.
         """
         self._state.held_back = held and self.geometry.forward_only and self._is_built_in
 
     @property
     def num_out_of_order(self) -> int:
-        """Forwards and backwards that were not the next of Megatron's order when they ran."""
+        """Forwards and backwards that ran before their turn in Megatron's order."""
         return self._state.num_out_of_order
 
     def arrived(self, direction: int, chunk: int, total: int) -> None:
-        """``total`` messages of a channel have arrived in this iteration.
+        """Report that ``total`` messages of a channel have arrived in this iteration.
 
-        Stage 0's inputs and the last stage's gradients are implied and must not be reported.
+        Stage 0's inputs and the last stage's gradients are implied; they must not be reported.
 
         Args:
             direction: :data:`FORWARD` or :data:`GRADIENT`.
@@ -155,8 +149,8 @@ class Scheduler:
             total: since the start of the iteration; it only grows.
 
         Raises:
-            ScheduleError: the count shrinks, exceeds the microbatches, or the channel does not
-                exist.
+            ScheduleError: the count shrinks or exceeds the microbatches, or there is no such
+                channel.
         """
         geometry = self.geometry
         first = direction == FORWARD and geometry.is_first and chunk == 0
@@ -173,12 +167,13 @@ class Scheduler:
         self._state.arrive(direction, chunk, total)
 
     def next(self) -> Action | None:
-        """Choose what runs now and count it as run; None when nothing may (see :meth:`stall`) or
+        """Choose the next task and count it as run; None when none may run (see :meth:`stall`) or
         the policy waits.
 
         Raises:
-            ScheduleError: the policy failed, returned what is no action or an action that may not
-                run, or waits although nothing will arrive any more.
+            ScheduleError: the policy failed, returned something else than an action that may run,
+            or
+                waits although nothing more can arrive.
         """
         if not self._is_built_in:
             return self._next_of_user()
@@ -188,7 +183,7 @@ class Scheduler:
         return action
 
     def _next_of_user(self) -> Action | None:
-        """:meth:`next` of a policy that nobody has proved right."""
+        """:meth:`next` with a user's policy, which is checked."""
         try:
             action = self.policy(self._state)
         except DppError:
@@ -215,7 +210,7 @@ class Scheduler:
         return action
 
     def run(self, action: Action) -> None:
-        """Count as run an action that was decided elsewhere (by a leader, a recording).
+        """Count an action as run that a stage leader or a recording has decided.
 
         Raises:
             ScheduleError: it may not run; says why.
@@ -224,14 +219,8 @@ class Scheduler:
 
     def _run_allowed(self, action: Action, whose: str = "") -> None:
         state = self._state
-        kind, chunk = action.kind, action.chunk
-        if kind == Kind.W:
-            allowed = state.weight()
-        elif not 0 <= chunk < self.geometry.num_chunks:
-            allowed = None
-        else:
-            allowed = state.forward(chunk) if kind == Kind.F else state.backward(chunk)
-        if allowed is not action and allowed != action:
+        own = allowed(state, action)
+        if own is not action and own != action:
             raise ScheduleError(
                 f"{whose}pipeline rank {self.geometry.rank}: {action} may not run: "
                 f"{refusal(state, action).text}"
@@ -239,7 +228,7 @@ class Scheduler:
         state.apply(action)
 
     def wanted(self) -> list[tuple[Direction, int]]:
-        """Channels, as ``(direction, chunk)``, whose next message would allow a task at once where
+        """Channels, as ``(direction, chunk)``, whose next message would allow a task at once after
         :meth:`next` returned None: gradients, and inputs for which there is room.
         """
         state, chunks = self._state, range(self.geometry.num_chunks)
@@ -258,7 +247,7 @@ class Scheduler:
         return gradients + inputs
 
     def stall(self) -> Stall:
-        """Why :meth:`next` returned None, and whose arrival would change that."""
+        """The reason why :meth:`next` returned None, and the arrivals that would change it."""
         state = self._state
         if state.done:
             return Stall(Cause.DONE, "all tasks have run")

@@ -1,9 +1,7 @@
-"""The state of one rank: five counters per chunk, what they allow, and how they change.
+"""The state of one rank: five counters per chunk, and the tasks that they allow.
 
-This is mechanism: it says which tasks *may* run and applies the one that does. Which of them
-*shall* run is a policy's choice (``policies.py``), which sees it through the read-only
-:class:`View`. The safe rule and its proof are in ``docs/policies.md``. Called by
-:class:`~megatron.dpp.schedule.scheduler.Scheduler` alone.
+It decides which tasks *may* run and counts the one that does. A policy chooses among them through
+the read-only :class:`View`. ``docs/policies.md`` has the safe rule and its proof.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from megatron.dpp.schedule.reference import reference_order
 
 
 class View(Protocol):
-    """What a policy may look at. The lists are indexed by chunk and must not be changed."""
+    """A policy's view of its rank. Lists are indexed by chunk and must not be changed."""
 
     @property
     def geometry(self) -> Geometry: ...
@@ -41,17 +39,15 @@ class View(Protocol):
     def gradients_arrived(self) -> list[int]: ...
 
     def forward(self, chunk: int) -> Action | None:
-        """The next forward of ``chunk`` if it may run now (its input is here, memory and the safe
-        rule allow it).
-        """
+        """The next forward of ``chunk`` if it may run: its input is here and the cap allows it."""
         ...
 
     def backward(self, chunk: int) -> Action | None:
-        """The next backward of ``chunk`` if it may run now."""
+        """The next backward of ``chunk`` if it may run."""
         ...
 
     def weight(self) -> Action | None:
-        """The oldest weight gradient that is left, or None."""
+        """The oldest deferred weight gradient, or None."""
         ...
 
     def first_forward(self) -> Action | None:
@@ -63,14 +59,12 @@ class View(Protocol):
         ...
 
     def next_in_reference(self) -> Action | None:
-        """The first task of Megatron's order that has not run, whether it may run or not."""
+        """The first task of Megatron's order that has not run, even if it may not run yet."""
         ...
 
 
 class Reference:
-    """Megatron's order of one rank, indexed. Immutable, so that every iteration of one shape can
-    share it.
-    """
+    """Megatron's order of one rank, indexed. Immutable: all iterations of a shape share it."""
 
     def __init__(self, geometry: Geometry) -> None:
         v, m, g = geometry.num_chunks, geometry.num_microbatches, geometry.group_size
@@ -89,7 +83,7 @@ class RankState:
 
     Args:
         cap: chunk activations that may be held.
-        split_backward: ``W`` is owed apart from ``B``.
+        split_backward: ``W`` are tasks of their own.
         beta: share of a chunk's activation that ``B`` frees; ``W`` frees the rest.
         reference: of the same geometry.
     """
@@ -136,8 +130,8 @@ class RankState:
 
     @property
     def held(self) -> float:
-        """Chunk activations held now: forwards without their backward, and what deferred ``W``
-        still keep.
+        """Chunk activations held: forwards without their backward, and shares that deferred ``W``
+        keep.
         """
         return self.in_flight + self._kept
 
@@ -197,18 +191,18 @@ class RankState:
         return self._reference.order[place] if place < len(self._reference.order) else None
 
     def forward_fits(self, chunk: int) -> bool:
-        """Whether the next forward of ``chunk`` fits now, and Megatron's order of all that is left
-        still fits behind.
+        """The next forward of ``chunk`` fits under the cap, and so does the rest of Megatron's
+        order after it.
 
-        The walk visits the tasks that Megatron's order has before this one and that have not run:
-        none on the way of Megatron's order, a few away from it.
+        The walk visits the unrun tasks that precede this one in Megatron's order: none while the
+        rank follows that order, a few otherwise.
         """
         if self.geometry.forward_only:
             return chunk > 0 or not self.held_back
         limit = self.cap + ROUNDING
         if self.in_flight + self._kept + 1 > limit:
             return False
-        if self.in_flight + self._forwards_left <= limit:  # no walk past all that breadth-first ran
+        if self.in_flight + self._forwards_left <= limit:  # all that is left fits
             return True
         target = self._reference.places[0][chunk][self.forwards_run[chunk]]
         after, steps = self._after, self._reference.steps
@@ -223,7 +217,7 @@ class RankState:
     # What changes
 
     def arrive(self, direction: int, chunk: int, total: int) -> None:
-        """``total`` inputs (``direction`` 0) or gradients (1) of ``chunk`` are here."""
+        """Count ``total`` inputs (``direction`` 0) or gradients (1) of ``chunk`` as arrived."""
         counts = self.gradients_arrived if direction else self.forwards_arrived
         if not counts[chunk] <= total <= self.geometry.num_microbatches:
             what = "gradients" if direction else "inputs"

@@ -1,17 +1,16 @@
-"""Schedules without a machine: a virtual clock that drives the same Scheduler as training does.
+"""The simulator: a virtual clock that drives the same Scheduler as training does.
 
-For choosing settings before a run, for explaining one after it, and as the test bed of
-``schedule``. The command line is ``python -m megatron.dpp.sim --help``. Start reading at
-``clock.py``; ``costs.py`` is what it runs against, ``conditions.py`` what may vary. Pure Python;
-matplotlib is needed only for pictures.
+It serves to choose settings before a run, to explain a run, and to test ``schedule``. Read
+``clock.py`` first, then ``costs.py`` (its input) and ``conditions.py`` (variation). Pure Python;
+only pictures need matplotlib. The command line is ``python -m megatron.dpp.sim --help``.
 """
 
-from megatron.dpp.sim.clock import Placement, Result, Slot, interleaved_placement, simulate
+from megatron.dpp.sim.clock import simulate
 from megatron.dpp.sim.conditions import CONDITIONS, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Hop, Shape, SlowTimes, even_costs
-from megatron.dpp.sim.grid import format_grid
 from megatron.dpp.sim.measured import MeasuredCosts, load_costs, parse_costs
-from megatron.dpp.sim.schedules import STATIC, Plan, find_plan, run_static
+from megatron.dpp.sim.result import Result, Slot, format_grid
+from megatron.dpp.sim.schedules import STATIC, ScheduleConfig, find_schedule, replay, run_static
 
 __all__ = [
     "CONDITIONS",
@@ -19,19 +18,18 @@ __all__ = [
     "Costs",
     "Hop",
     "MeasuredCosts",
-    "Placement",
-    "Plan",
     "Result",
+    "ScheduleConfig",
     "Shape",
     "Slot",
     "SlowTimes",
     "condition_costs",
     "even_costs",
-    "find_plan",
+    "find_schedule",
     "format_grid",
-    "interleaved_placement",
     "load_costs",
     "parse_costs",
+    "replay",
     "run_static",
     "simulate",
     "uniform",

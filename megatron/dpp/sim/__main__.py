@@ -1,4 +1,4 @@
-"""``python -m megatron.dpp.sim``: see ``cli.py``."""
+"""``python -m megatron.dpp.sim``: see ``commands/sim.py``."""
 
 from megatron.dpp.commands.sim import main
 from megatron.dpp.errors import exit_with

@@ -1,32 +1,29 @@
-"""The virtual clock: runs the schedulers of all ranks against a
+"""The virtual clock: drives the schedulers of all ranks over given
 :class:`~megatron.dpp.sim.costs.Costs`.
 
-It does what the executor does, without executing: tell a rank what has arrived, ask it for the next
-action when it is free, put the output on its way. Sends never block a rank; messages of one
-directed pair of ranks share its bandwidth; delivery per channel is first in, first out. A
-simulation that gets stuck raises with its grid printed.
+Like the executor, it tells a rank what has arrived, asks a free rank for its next action, and sends
+the output on. Sends never block a rank. Messages of a directed pair of ranks share its bandwidth;
+each channel delivers in order.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule import DIRECTION_OF, Action, Kind
 from megatron.dpp.sim.costs import Costs
+from megatron.dpp.sim.result import Result, Slot, format_grid
 
 _SAME_TIME = 1e-9
-"""Events closer than this, relative to the time of day, are one moment: all arrive before anybody
-decides.
-"""
+"""Events closer than this, relative to the current time, arrive together, before any decision."""
 
 
 class Lane(Protocol):
-    """What decides for one rank: a :class:`~megatron.dpp.schedule.Scheduler`, or a fixed order."""
+    """Decides for one rank: a :class:`~megatron.dpp.schedule.Scheduler`, or a fixed order."""
 
     @property
     def done(self) -> bool: ...
@@ -36,93 +33,35 @@ class Lane(Protocol):
     def next(self) -> Action | None: ...
 
 
-class Slot(NamedTuple):
-    """A task that ran on a rank from ``start`` to ``end``."""
-
-    action: Action
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Result:
-    """What happened. All lists are by rank; times in the unit of the costs, memory in chunk
-    activations.
-    """
-
-    slots: list[list[Slot]]
-    peak_held: list[float]
-    own: list[float]
-    """What each rank alone would need for all its tasks, without a wait, at the speed it has."""
-
-    @property
-    def makespan(self) -> float:
-        return max(slot.end for slots in self.slots for slot in slots)
-
-    @property
-    def ratio(self) -> float:
-        """Makespan over the busiest rank's own work: 1 is perfect, and no schedule is below it."""
-        return self.makespan / max(self.own)
-
-    @property
-    def actions(self) -> list[list[Action]]:
-        return [[slot.action for slot in slots] for slots in self.slots]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Which rank and chunk hold a stage. ``where[stage]`` is ``(rank, chunk)``;
-    ``stages[rank][chunk]`` its inverse.
-    """
-
-    where: tuple[tuple[int, int], ...]
-    stages: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, where: Sequence[tuple[int, int]]) -> Placement:
-        ranks = 1 + max(rank for rank, _ in where)
-        stages = [dict[int, int]() for _ in range(ranks)]
-        for stage, (rank, chunk) in enumerate(where):
-            stages[rank][chunk] = stage
-        return cls(tuple(where), tuple(tuple(s[c] for c in range(len(s))) for s in stages))
-
-
-def interleaved_placement(num_ranks: int, num_chunks: int) -> Placement:
-    """Megatron's: stage ``s`` is chunk ``s // num_ranks`` of rank ``s % num_ranks``."""
-    return Placement.of([(s % num_ranks, s // num_ranks) for s in range(num_ranks * num_chunks)])
-
-
 def simulate(
     lanes: Sequence[Lane],
     costs: Costs,
-    placement: Placement,
     *,
     split_backward: bool,
     w_pieces: Sequence[int] | None = None,
     lead: float = 0.0,
 ) -> Result:
-    """Run one iteration.
+    """Run one iteration. Stage ``s`` is chunk ``s // p`` of rank ``s % p``, as in Megatron.
 
     Args:
-        lanes: by rank.
-        split_backward: a ``B`` takes its own time; otherwise that of its ``W`` too.
-        w_pieces: pieces of each stage's ``W``, each an equal share of its time; a stage with none
-            has its ``W`` in its ``B``.
-        lead: a rank chooses this long before its running task ends (a GPU's queue); 0 is at its
-            end.
+        lanes: by rank; ``p`` of them.
+        split_backward: a ``B`` takes its own time; otherwise also that of its ``W``.
+        w_pieces: pieces of each stage's ``W``, with equal shares of its time; a stage with 0 has
+            its ``W`` in its ``B``.
+        lead: a rank chooses this long before its running task ends, as with a GPU's queue.
 
     Raises:
-        ScheduleError: nothing can run and something is left, or a policy chose what may not run;
-            with the grid so far.
+        ScheduleError: the simulation is stuck, or a policy chose what may not run. The message has
+            the grid so far.
     """
-    clock = _Clock(lanes, costs, placement, split_backward, w_pieces, lead)
+    clock = _Clock(lanes, costs, split_backward, w_pieces, lead)
     clock.run()
-    own = [_own_work(costs, rank, stages) for rank, stages in enumerate(placement.stages)]
+    own = [_own_work(costs, rank, len(lanes)) for rank in range(len(lanes))]
     return Result(clock.slots, [lane.peak_held for lane in lanes], own)
 
 
-def _own_work(costs: Costs, rank: int, stages: Sequence[int]) -> float:
-    work = sum(sum(kind[stage]) for kind in costs.durations for stage in stages)
+def _own_work(costs: Costs, rank: int, num_ranks: int) -> float:
+    work = sum(sum(row) for kind in costs.durations for row in kind[rank::num_ranks])
     slow = costs.slow_times.get(rank)
     return work if slow is None else slow.end(0.0, work)
 
@@ -132,14 +71,13 @@ class _Clock:
         self,
         lanes: Sequence[Lane],
         costs: Costs,
-        placement: Placement,
         split_backward: bool,
         w_pieces: Sequence[int] | None,
         lead: float,
     ) -> None:
-        num_ranks = len(lanes)
+        num_ranks = self._num_ranks = len(lanes)
         self.slots: list[list[Slot]] = [[] for _ in lanes]
-        self._lanes, self._costs, self._placement = lanes, costs, placement
+        self._lanes, self._costs = lanes, costs
         self._split, self._pieces, self._lead = split_backward, w_pieces, lead
         self._free_at = [0.0] * num_ranks
         self._idle = [True] * num_ranks
@@ -174,10 +112,10 @@ class _Clock:
         try:
             action = self._lanes[rank].next()
         except ScheduleError as error:
-            raise type(error)(f"{error}\n{self._grid()}") from error
+            raise type(error)(f"{error}\n{format_grid(self.slots)}") from error
         if action is None:
             return
-        stage = self._placement.stages[rank][action.chunk]
+        stage = action.chunk * self._num_ranks + rank
         start = max(now, self._free_at[rank])
         work = self._work(action, stage)
         slow = self._costs.slow_times.get(rank)
@@ -200,15 +138,13 @@ class _Clock:
         return work
 
     def _send(self, action: Action, stage: int, time: float) -> None:
-        """Put the output of ``action``, which is finished at ``time``, on its way to the next
-        stage.
-        """
+        """Send the output of ``action``, which ends at ``time``, to the next stage."""
         direction = DIRECTION_OF[action.kind]
         target = stage + 1 if direction == Direction.FORWARD else stage - 1
-        where = self._placement.where
-        if not 0 <= target < len(where):
+        if not 0 <= target < self._costs.num_stages:
             return
-        source_rank, rank, chunk = where[stage][0], *where[target]
+        source_rank = stage % self._num_ranks
+        chunk, rank = divmod(target, self._num_ranks)
         if source_rank != rank:
             hop = self._costs.hops[min(stage, target)]
             scale = hop.scale[direction][action.microbatch] if hop.scale else 1.0
@@ -231,9 +167,4 @@ class _Clock:
             stall = getattr(lane, "stall", None)
             if stall is not None:
                 lines.append(f"rank {rank}: {stall().text}")
-        return "\n".join([*lines, self._grid()])
-
-    def _grid(self) -> str:
-        from megatron.dpp.sim.grid import format_grid
-
-        return format_grid(self.slots)
+        return "\n".join([*lines, format_grid(self.slots)])

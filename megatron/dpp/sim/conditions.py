@@ -1,10 +1,9 @@
-"""What varies in an iteration, and the fourteen conditions that a schedule is judged under.
+"""Variation of costs, and the fourteen named conditions under which schedules are compared.
 
-A :data:`Change` turns quiet costs into varied ones; changes can follow each other. The design's
-unit of time is a whole rank's forward of a mean microbatch; its ``B`` and its ``W`` take one each,
-and a chunk's tasks ``1 / v``; a hop takes 0.01 of a chunk's forward unless the condition says
-otherwise. ``docs/simulator.md`` has the list. Used by the command line, the tests and
-``profiling/sim_tables.py``.
+A :data:`Change` turns quiet costs into varied ones; changes can be chained. The unit of time is a
+whole rank's forward of a mean microbatch. Its ``B`` and its ``W`` take one unit each, a chunk's
+tasks ``1 / v``, and a hop 0.01 of a chunk's forward unless a condition says otherwise.
+``docs/simulator.md`` lists the conditions.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Factor = Callable[[Kind, int, int], float]
 
 
 def uniform(shape: Shape, hop: float = _HOP) -> Costs:
-    """All tasks alike, in the design's unit. ``hop`` is in chunk forwards."""
+    """Costs with equal tasks, in the unit above. ``hop`` is in chunk forwards."""
     chunk = 1.0 / shape.num_chunks
     times = (chunk, chunk, chunk)
     return even_costs(shape.num_stages, shape.num_microbatches, times=times, hop=hop * chunk)
@@ -39,12 +38,12 @@ def quiet(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
 
 
 def jitter(sigma: float) -> Change:
-    """Every task takes a lognormal factor of mean 1."""
+    """Scales every task by a lognormal factor of mean 1."""
     return _scaling(lambda shape, rng: lambda *_: _lognormal(rng, sigma))
 
 
 def lengths(sigma: float) -> Change:
-    """A microbatch takes one lognormal factor of mean 1 on all stages."""
+    """Scales each microbatch by one lognormal factor of mean 1 on all stages."""
 
     def factors(shape: Shape, rng: random.Random) -> Factor:
         drawn = [_lognormal(rng, sigma) for _ in range(shape.num_microbatches)]
@@ -54,7 +53,7 @@ def lengths(sigma: float) -> Change:
 
 
 def slow_rank(factor: float, rank: int | None = None) -> Change:
-    """All tasks of one rank (a random one unless given) take ``factor`` times as long."""
+    """Makes all tasks of one rank (a random one unless given) ``factor`` times as long."""
 
     def factors(shape: Shape, rng: random.Random) -> Factor:
         slow = rng.randrange(shape.num_ranks) if rank is None else rank
@@ -64,7 +63,7 @@ def slow_rank(factor: float, rank: int | None = None) -> Change:
 
 
 def heavy_head(extra: float) -> Change:
-    """The last virtual stage takes ``extra`` whole ranks' forwards more for each of F, B and W."""
+    """Adds ``extra`` whole ranks' forwards to each of F, B and W of the last virtual stage."""
 
     def change(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
         more = extra * rank_forward(costs, shape)
@@ -75,7 +74,7 @@ def heavy_head(extra: float) -> Change:
 
 
 def transient_one(factor: float = 2.0, share: float = 0.2) -> Change:
-    """One rank at a time is ``factor`` times slower for a while; then another."""
+    """Makes one rank at a time ``factor`` times slower for a while, then another."""
 
     def change(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
         intervals: dict[int, list[tuple[float, float]]] = {}
@@ -88,7 +87,7 @@ def transient_one(factor: float = 2.0, share: float = 0.2) -> Change:
 
 
 def transient_all(factor: float = 2.0, share: float = 0.2) -> Change:
-    """Every rank, on its own, is ``factor`` times slower for about ``share`` of the time."""
+    """Makes every rank, independently, ``factor`` times slower for about ``share`` of the time."""
 
     def change(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
         slow = {
@@ -107,11 +106,11 @@ def slow_link(
     random_each: bool = False,
     rank: int | None = None,
 ) -> Change:
-    """Between one rank and the next (a random one unless given) all hops are slow, both ways.
+    """Slows all hops between one rank (a random one unless given) and the next, both ways.
 
     Args:
-        time: of a hop, in the costs' unit; or ``chunk_forwards``, in chunk forwards.
-        random_each: each message takes an exponential factor of mean 1.
+        time: of a hop, in the unit of the costs; otherwise ``chunk_forwards`` gives it.
+        random_each: scales each message by an exponential factor of mean 1.
     """
 
     def change(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
@@ -134,7 +133,7 @@ def slow_link(
 
 
 def chain(*changes: Change) -> Change:
-    """One change after the other."""
+    """Applies one change after the other."""
 
     def change(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
         for each in changes:
@@ -157,14 +156,14 @@ def map_tasks(costs: Costs, function: Callable[[Kind, int, int, float], float]) 
 
 
 def rank_forward(costs: Costs, shape: Shape) -> float:
-    """Mean time of a whole rank's forward of one microbatch: the design's unit."""
+    """Mean time of a whole rank's forward of one microbatch: the unit of time."""
     total = sum(sum(row) for row in costs.durations[Kind.F])
     return total / (shape.num_ranks * shape.num_microbatches)
 
 
 def _rng(name: str, shape: Shape, seed: int) -> random.Random:
-    """Independent draws for each cell of a table: with equal ones, every shape would get the same
-    slow rank.
+    """Independent draws for each cell of a table; otherwise every shape would get the same slow
+    rank.
     """
     p, v, m = shape.num_ranks, shape.num_chunks, shape.num_microbatches
     return random.Random(f"{name} {p} {v} {m} {seed}")
@@ -181,7 +180,7 @@ def _scaling(factors: Callable[[Shape, random.Random], Factor]) -> Change:
 def _slow_intervals(
     costs: Costs, shape: Shape, rng: random.Random, share: float
 ) -> list[tuple[float, float]]:
-    """Slow times that alternate with healthy ones, until later than any schedule ends."""
+    """Slow intervals between healthy ones, until later than any schedule ends."""
     unit = rank_forward(costs, shape)
     healthy, slow = unit * _SLOW * (1 - share) / share, unit * _SLOW
     horizon = 12.0 * unit * (shape.num_microbatches + 2 * shape.num_ranks)
@@ -215,10 +214,10 @@ CONDITIONS: Mapping[str, Change] = MappingProxyType(
         "len": lengths(0.5),
     }
 )
-"""The design's conditions, as changes of :func:`uniform`."""
+"""The named conditions, as changes of :func:`uniform`."""
 
 FIXED_CONDITIONS = frozenset({"unif", "com10", "head"})
-"""Those that draw nothing: one seed says it all."""
+"""Conditions that draw nothing, so one seed suffices."""
 
 
 def condition_costs(name: str, shape: Shape, seed: int) -> Costs:

@@ -1,9 +1,8 @@
-"""What tasks and hops cost in a simulated iteration, with all randomness drawn beforehand.
+"""Costs of a simulated iteration, with all randomness drawn beforehand.
 
-A :class:`Costs` is data: the duration of every task, the speed of every rank over time, the delay
-of every message. Times are in seconds, or in any one unit. Two simulations over one ``Costs``
-differ by their schedules alone. Made by ``conditions.py`` (the named conditions), by
-``measured.py`` (a cost file) or by hand; read by ``clock.py``.
+A :class:`Costs` holds the duration of every task, the speed of every rank over time, and the delay
+of every message, in seconds or any other unit. Two simulations over the same ``Costs`` differ by
+their schedules alone.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from megatron.dpp.schedule import Kind
 
 @dataclass(frozen=True)
 class Shape:
-    """``num_ranks`` ranks of ``num_chunks`` chunks each, and ``num_microbatches`` microbatches."""
+    """Ranks of a pipeline, chunks of each rank, and microbatches of an iteration."""
 
     num_ranks: int
     num_chunks: int
@@ -29,7 +28,7 @@ class Shape:
 
 
 class SlowTimes:
-    """A rank that works at a fraction of its speed during some intervals.
+    """Intervals in which a rank works at a fraction of its speed.
 
     Args:
         intervals: ``(start, end)``, in order, without overlap.
@@ -46,7 +45,7 @@ class SlowTimes:
             self._work += (work, work + (end - start) / factor)
 
     def end(self, start: float, work: float) -> float:
-        """When ``work`` (in full-speed time) that begins at ``start`` is finished."""
+        """The time at which ``work`` (in full-speed time) ends that starts at ``start``."""
         target = self._done_by(start) + work
         place = bisect.bisect_right(self._work, target) - 1
         rest = target - self._work[place]
@@ -60,12 +59,12 @@ class SlowTimes:
 
 @dataclass(frozen=True)
 class Hop:
-    """The way between virtual stages ``s`` and ``s + 1``, alike in both directions.
+    """The link between virtual stages ``s`` and ``s + 1``, alike in both directions.
 
     Args:
-        latency: from the end of the sending to the arrival.
-        occupancy: a message keeps its directed pair of ranks busy for so long.
-        scale: per direction and microbatch, a factor on both; empty for none.
+        latency: from the end of the send to the arrival.
+        occupancy: time for which a message keeps its directed pair of ranks busy.
+        scale: a factor on both per direction and microbatch; empty for none.
     """
 
     latency: float
@@ -78,12 +77,12 @@ class Costs:
     """Costs of one iteration of ``num_stages`` virtual stages.
 
     Args:
-        durations: ``durations[kind][stage][microbatch]`` at full speed. A fused backward takes its
-            ``B`` and ``W``.
+        durations: ``durations[kind][stage][microbatch]`` at full speed. A fused backward takes the
+            time of ``B`` and ``W``.
         hops: ``hops[s]`` leads from stage ``s`` to ``s + 1``; ``num_stages - 1`` of them.
-        slow_times: per rank, where it is slow; a rank that is not named works at full speed.
-        overhead: per rank, what passes between the end of a task and the next one's start although
-            nobody waits; the task's output is on its way meanwhile. None for a rank not named.
+        slow_times: of the ranks that are slow at times.
+        overhead: per rank, the least time from a task's end to the next one's start. The task's
+            output leaves at its end. 0 for a rank that is not named.
     """
 
     durations: tuple[list[list[float]], list[list[float]], list[list[float]]]

@@ -1,7 +1,4 @@
-"""Schedules as pictures (PNG). Needs matplotlib, which is imported only when something is drawn.
-
-Used by the command line's ``--png`` and by the documentation's scripts.
-"""
+"""Schedules as pictures (PNG). Needs matplotlib, which is imported on the first drawing."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import Kind
-from megatron.dpp.sim.clock import Result
+from megatron.dpp.sim.result import Result
 
 NO_MATPLOTLIB = "--png needs matplotlib: pip install matplotlib"
 _COLOURS = {
@@ -53,8 +50,7 @@ def draw(results: Mapping[str, Result], path: str | Path, unit: str = "") -> Non
     panels[-1].set_xlim(0, max(result.makespan for result in results.values()))
     panels[-1].set_xlabel(
         f"time{unit and f' ({unit})'}; F blue, B green, W orange, later chunks lighter, numbers "
-        "are "
-        "microbatches"
+        "are microbatches"
     )
     figure.savefig(path, dpi=110, format="png")
 

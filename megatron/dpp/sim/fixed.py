@@ -1,8 +1,7 @@
-"""Fixed orders: static schedules that follow a list, whatever arrives first.
+"""Fixed orders: schedules that follow a list, whatever arrives first.
 
-A :class:`FixedOrder` decides for one rank of a simulation as a
-:class:`~megatron.dpp.schedule.Scheduler` does, but from a list. Orders that Megatron itself has
-(1F1B, interleaved) are the policy ``megatron`` instead. Used by ``schedules.py``.
+A :class:`FixedOrder` stands in for a :class:`~megatron.dpp.schedule.Scheduler` in a simulation.
+Megatron's own orders (1F1B, interleaved) are the policy ``megatron`` instead.
 """
 
 from __future__ import annotations
@@ -14,20 +13,17 @@ from megatron.dpp.schedule import DIRECTION_OF, Action, Geometry, Kind
 
 
 class FixedOrder:
-    """Follows ``order`` and waits where its next task is not ready.
+    """Follows ``order``, every task of a rank, and waits where the next task is not ready.
 
     Args:
-        order: every task of the rank.
-        first: the chunk whose inputs come from the data, if any.
-        last: the chunk whose gradients come from the loss, if any.
         kept: share of an activation that a ``W`` frees; 0 for a fused backward.
     """
 
-    def __init__(
-        self, order: Sequence[Action], *, first: int | None, last: int | None, kept: float
-    ) -> None:
-        self._order = order
-        self._first, self._last, self._kept = first, last, kept
+    def __init__(self, order: Sequence[Action], geometry: Geometry, *, kept: float = 0.0) -> None:
+        self._order, self._kept = order, kept
+        # Inputs from the data and gradients from the loss need no message.
+        self._first = 0 if geometry.is_first else None
+        self._last = geometry.num_chunks - 1 if geometry.is_last else None
         self._position = 0
         self._arrived: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._held = 0.0
@@ -38,11 +34,11 @@ class FixedOrder:
         return self._position == len(self._order)
 
     def arrived(self, direction: Direction, chunk: int, total: int) -> None:
-        """``total`` messages of a channel are here."""
+        """Report that ``total`` messages of a channel have arrived."""
         self._arrived[direction][chunk] = total
 
     def next(self) -> Action | None:
-        """The next task of the list when its input is here."""
+        """The next task of the list if its input has arrived."""
         if self.done:
             return None
         action = self._order[self._position]
@@ -70,11 +66,10 @@ def gpipe_order(geometry: Geometry) -> list[Action]:
 
 
 def zb_h1_order(geometry: Geometry) -> list[Action]:
-    """ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023): 1F1B's memory, one chunk per
-    rank.
+    """ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023), with one chunk per rank.
 
-    1F1B with each ``B`` apart from its ``W``: rank ``r`` lets the first ``r`` of its ``W`` wait,
-    then runs one behind each ``B``; those that waited fill the end.
+    1F1B with ``W`` apart from ``B``, and 1F1B's memory. Rank ``r`` defers its first ``r`` ``W``,
+    then runs one after each ``B``; the deferred ones fill the end.
     """
     m, behind = geometry.num_microbatches, geometry.num_ranks - 1 - geometry.rank
     warmup = min(behind, m)

@@ -1,6 +1,6 @@
-"""Costs read from a file of measured times.
+"""Cost files: measured times of a run.
 
-The file is JSON; all times are in seconds, all sizes in bytes; a sample list needs at least one
+A cost file is JSON. Times are in seconds, sizes in bytes; a list of samples has at least one
 entry::
 
     {"format": "dpp-costs", "version": 1, "num_ranks": 4, "num_chunks": 2,
@@ -9,10 +9,9 @@ entry::
      "run": {"seconds": [...], "num_microbatches": 8, "dynamic": true}}
 
 ``stages`` has ``num_ranks * num_chunks`` entries in Megatron's order of virtual stages, ``hops``
-one fewer (stage ``s`` to ``s + 1``). ``W`` is empty where the run had a fused backward; only a
-fused schedule can be simulated then. ``activation_bytes`` is optional, and so is ``run``: what the
-pipeline's part of each iteration took, and whether its schedule was dynamic. Written by the trace
-tools; read by the command line and the planner.
+one fewer (stage ``s`` to ``s + 1``). ``W`` is empty for a run with a fused backward; only fused
+schedules can be simulated from it. ``activation_bytes`` and ``run`` are optional; ``run`` has the
+time of the pipeline's part of each iteration. ``profiling/report.py --costs`` writes such files.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class MeasuredRun:
     """The run that the samples are of.
 
     Args:
-        seconds: of the pipeline's part of an iteration, the median; of two the shorter, as one of
+        seconds: median of the pipeline's part of an iteration; of two the shorter, since one of
             them may have a hiccup.
-        dynamic: its schedule; otherwise Megatron's own.
+        dynamic: its schedule was dynamic; otherwise Megatron's own.
     """
 
     seconds: float
@@ -66,7 +65,7 @@ class MeasuredCosts:
 
     @property
     def split(self) -> bool:
-        """Whether the weight gradients were measured apart."""
+        """Weight gradients were measured apart."""
         return any(samples[Kind.W] for samples in self.tasks)
 
     def costs(self, num_microbatches: int, rng: random.Random | None = None) -> Costs:
@@ -94,7 +93,7 @@ def load_costs(path: str | Path) -> MeasuredCosts:
     """Read a cost file.
 
     Raises:
-        DataError: it is missing, of another format, or incomplete; names what is wrong.
+        DataError: it is missing, has another format, or is incomplete; names what is wrong.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -106,10 +105,10 @@ def load_costs(path: str | Path) -> MeasuredCosts:
 
 
 def parse_costs(data: Any, name: str) -> MeasuredCosts:
-    """The content of a cost file; ``name`` says in errors where it comes from.
+    """Read a cost file's content; ``name`` is its origin, for errors.
 
     Raises:
-        DataError: it is of another format, or incomplete; names what is wrong.
+        DataError: it has another format, or is incomplete; names what is wrong.
     """
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise DataError(f'{name}: its "format" is not "{_FORMAT}"')

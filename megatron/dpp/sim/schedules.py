@@ -1,36 +1,41 @@
-"""Whole schedules by name: the dynamic policies and the static ones they are compared with.
-
-Each name stands for what decides on every rank, whether its backward is split, and where its stages
-lie; `simulate` of ``clock.py`` runs it. Used by the command line, the tests and
-``profiling/sim_tables.py``.
-"""
+"""Whole schedules: dynamic policies, the static schedules to compare them with, recorded orders."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.schedule import Geometry, Memory, Policy, Scheduler, beside_head, parse_cap
-from megatron.dpp.sim.clock import Lane, Result, interleaved_placement, simulate
+from megatron.dpp.schedule import (
+    Action,
+    Geometry,
+    Memory,
+    Policy,
+    Scheduler,
+    beside_head,
+    parse_cap,
+)
+from megatron.dpp.sim.clock import Lane, simulate
 from megatron.dpp.sim.costs import Costs, Shape
 from megatron.dpp.sim.fixed import FixedOrder, gpipe_order, zb_h1_order
+from megatron.dpp.sim.result import Result
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How a schedule decides.
+class ScheduleConfig:
+    """Settings of a simulated schedule.
 
     Args:
         policy: a policy or its name.
         cap: as ``--dpp-activation-cap``, or ``none`` for no limit.
-        split_backward: ``W`` apart from ``B``.
+        split_backward: ``W`` are tasks of their own.
         beta: share of an activation that ``B`` frees.
         w_pieces: pieces of every chunk's ``W``, or of each stage's.
-        group: microbatch group size, ``None`` for the number of ranks.
-        memory: of each rank; with it ``beta`` and a cap in bytes follow from what an activation
-            takes, and the last rank leaves room for the LM head, all as in training.
+        group: microbatch group size; ``None`` is the number of ranks.
+        memory: of each rank. With it, ``beta`` and a cap in bytes follow from an activation's size,
+            and the last rank leaves room for the LM head, as in training.
     """
 
     policy: str | Policy = "dynamic"
@@ -46,7 +51,7 @@ class Plan:
         return [self._scheduler(shape, rank) for rank in range(shape.num_ranks)]
 
     def caps(self, shape: Shape) -> list[float]:
-        """What each rank may hold, in chunk activations."""
+        """The cap of each rank, in chunk activations."""
         return [self._cap(self._geometry(shape, rank)) for rank in range(shape.num_ranks)]
 
     def run(self, shape: Shape, costs: Costs, *, lead: float = 0.0) -> Result:
@@ -54,7 +59,6 @@ class Plan:
         return simulate(
             self.lanes(shape),
             costs,
-            interleaved_placement(shape.num_ranks, shape.num_chunks),
             split_backward=self.split_backward,
             w_pieces=self._pieces(shape),
             lead=lead,
@@ -95,20 +99,18 @@ class Plan:
 
 
 STATIC = ("gpipe", "1f1b", "interleaved", "zb-h1")
-"""Static schedules to compare with. All but ``interleaved`` give a rank one chunk, whatever
+"""Static schedules to compare with. All but ``interleaved`` have one chunk per rank, whatever
 ``--chunks`` says.
 """
 
 
-def find_plan(name: str, *, group: int | None = None, **settings: Any) -> Plan:
-    """The plan of a policy's name; ``earlier-dpp`` is the rule of earlier implementations.
-
-    That rule is: the first ready backward, else the first ready forward, fused, without a limit of
-    memory.
+def find_schedule(name: str, *, group: int | None = None, **settings: Any) -> ScheduleConfig:
+    """The schedule of a policy's name, or ``earlier-dpp``, the rule of earlier implementations: the
+    first ready backward, else the first ready forward, with a fused backward and no memory limit.
     """
     if name == "earlier-dpp":
-        return Plan(policy="depth-first", cap="none", split_backward=False, group=group)
-    return Plan(policy=name, group=group, **settings)
+        return ScheduleConfig(policy="depth-first", cap="none", split_backward=False, group=group)
+    return ScheduleConfig(policy=name, group=group, **settings)
 
 
 def run_static(
@@ -116,38 +118,59 @@ def run_static(
 ) -> Result:
     """Simulate one of :data:`STATIC` over the same costs.
 
-    Schedules of one chunk per rank get a rank's stages joined: a task takes what those of its
-    chunks take, a hop what the hop to the next rank takes.
+    For schedules of one chunk per rank a rank's stages are joined: a task takes the time of all its
+    chunks' tasks, a hop that of the hop to the next rank.
 
     Args:
-        group: microbatch group size of ``interleaved``, ``None`` for the number of ranks.
+        group: microbatch group size of ``interleaved``; ``None`` is the number of ranks.
 
     Raises:
         ConfigError: an unknown name.
     """
     if name not in STATIC:
         raise ConfigError(f"schedule {name}: expected one of {', '.join(STATIC)}")
-    plan = Plan(policy="megatron", cap="megatron", split_backward=False, group=group)
+    config = ScheduleConfig(policy="megatron", cap="megatron", split_backward=False, group=group)
     if name == "interleaved":
-        return plan.run(shape, costs)
+        return config.run(shape, costs)
     if shape.num_chunks > 1:
         costs = join_chunks(costs, shape)
         shape = dataclasses.replace(shape, num_chunks=1)
     if name == "1f1b":
-        return plan.run(shape, costs)
+        return config.run(shape, costs)
     split, order = (True, zb_h1_order) if name == "zb-h1" else (False, gpipe_order)
-    lanes = []
-    for rank in range(shape.num_ranks):
-        geometry = Geometry(shape.num_ranks, rank, 1, shape.num_microbatches)
-        first, last = 0 if geometry.is_first else None, 0 if geometry.is_last else None
-        kept = 1.0 - beta if split else 0.0
-        lanes.append(FixedOrder(order(geometry), first=first, last=last, kept=kept))
-    placement = interleaved_placement(shape.num_ranks, 1)
-    return simulate(lanes, costs, placement, split_backward=split)
+    p, m = shape.num_ranks, shape.num_microbatches
+    geometries = [Geometry(p, rank, 1, m) for rank in range(p)]
+    kept = 1.0 - beta if split else 0.0
+    lanes = [FixedOrder(order(geometry), geometry, kept=kept) for geometry in geometries]
+    return simulate(lanes, costs, split_backward=split)
+
+
+def replay(orders: Sequence[Sequence[Action]], costs: Costs, num_chunks: int) -> float:
+    """Makespan of recorded orders: no decisions, only waiting.
+
+    A simulation decides anew and may go another way after a microsecond's difference. A replay
+    keeps each rank's order, so it shows what the costs explain of the run as it was.
+
+    Args:
+        orders: each rank's tasks, ``W`` piece by piece; pieces have equal shares of their task.
+        num_chunks: chunks per rank, laid out as Megatron does.
+
+    Raises:
+        ScheduleError: the orders wait for each other.
+    """
+    p, m = len(orders), costs.num_microbatches
+    lanes = [
+        FixedOrder(order, Geometry(p, rank, num_chunks, m)) for rank, order in enumerate(orders)
+    ]
+    pieces = [
+        max((a.piece + 1 for a in orders[stage % p] if a.chunk == stage // p), default=1)
+        for stage in range(costs.num_stages)
+    ]
+    return simulate(lanes, costs, split_backward=True, w_pieces=pieces).makespan
 
 
 def join_chunks(costs: Costs, shape: Shape) -> Costs:
-    """Costs of the same model with one chunk per rank, which has the work of all its stages."""
+    """Costs of the same model with one chunk per rank, which does the work of all its stages."""
     p = shape.num_ranks
 
     def joined(rows: list[list[float]]) -> list[list[float]]:
