@@ -166,12 +166,18 @@ def test_peaks_count_what_weight_gradients_keep(policy, pieces):
         assert peak > 1.5, "weight gradients were kept beside a forward"
 
 
-def test_a_forward_waits_until_weight_gradients_make_room():
-    scheduler = Scheduler(Geometry(1, 0, 1, 2), cap=1.5, split_backward=True, beta=0.4)
+def of_one_chunk(view):
+    return view.forward(0) or view.backward(0) or view.weight()
+
+
+@pytest.mark.parametrize("policy", ["dynamic", of_one_chunk])
+def test_a_forward_waits_until_weight_gradients_make_room(policy):
+    settings = {"policy": policy, "split_backward": True, "beta": 0.4}
+    scheduler = Scheduler(Geometry(1, 0, 1, 2), cap=1.5, **settings)
     run = [str(scheduler.next()) for _ in range(6)]
     assert run == ["0F0", "0B0", "0W0", "0F1", "0B1", "0W1"]
     assert scheduler.peak_held == 1
-    scheduler = Scheduler(Geometry(1, 0, 1, 2), cap=1.6, split_backward=True, beta=0.4)
+    scheduler = Scheduler(Geometry(1, 0, 1, 2), cap=1.6, **settings)
     run = [str(scheduler.next()) for _ in range(6)]
     assert run == ["0F0", "0B0", "0F1", "0B1", "0W0", "0W1"]
     assert scheduler.peak_held == pytest.approx(1.6)
@@ -226,6 +232,16 @@ def test_depth_first_takes_gradients_first_and_groups_in_turn():
     assert order == [
         "0F0", "0F1", "1F0", "1B0", "0B0", "1F1", "1B1", "0B1", "0F2", "1F2", "1B2", "0B2",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "depth-first"])
+def test_of_ready_gradients_those_of_the_last_chunk_come_first(policy):
+    scheduler = Scheduler(Geometry(2, 0, 2, 2), policy=policy, cap=12, split_backward=False)
+    scheduler.arrived(0, 1, 2)
+    assert [str(scheduler.next()) for _ in range(4)] == ["0F0", "0F1", "1F0", "1F1"]
+    for chunk in range(2):
+        scheduler.arrived(1, chunk, 2)
+    assert [str(scheduler.next()) for _ in range(4)] == ["1B0", "1B1", "0B0", "0B1"]
 
 
 def test_breadth_first_takes_all_microbatches_through_a_chunk():
