@@ -154,6 +154,8 @@ def test_a_save_that_ends_at_any_system_call_leaves_a_whole_checkpoint(
             except error:
                 ended = True
         state = _state(root)
+        names = {path.suffix for path in root.iterdir()}
+        assert ended or not names & {".unfinished", ".replaced", ".new"}
         assert state in ((before, "old"), (6, "new"))
         files.tidy(root)
         assert _state(root) == state
@@ -166,6 +168,15 @@ def test_a_save_that_ends_at_any_system_call_leaves_a_whole_checkpoint(
     assert seen[0] == (before, "old") and seen[-1] == (6, "new") and number > 5
     _save(root, 9)
     assert _state(root) == (9, "9")
+
+
+def test_a_reader_of_the_tracker_sees_one_whole_number(tmp_path: Path) -> None:
+    """The file is replaced: written in place, it is empty for a moment."""
+    _save(tmp_path, 3)
+    with (tmp_path / files.TRACKER).open() as reader:
+        _save(tmp_path, 6)
+        assert reader.read() == "3"
+    assert (tmp_path / files.TRACKER).read_text() == "6"
 
 
 def test_a_second_attempt_keeps_nothing_of_the_first(tmp_path: Path) -> None:
