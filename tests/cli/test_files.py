@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +104,130 @@ def test_a_save_killed_between_its_two_renames_is_undone(tmp_path: Path) -> None
     assert (tmp_path / "iter_0000003" / "state").read_text() == "3"
 
 
+class Killed(BaseException):
+    """What nothing catches."""
+
+
+def _fail_at(patch: pytest.MonkeyPatch, number: int, error: type[BaseException]) -> None:
+    """The system calls that change directories and files fail from this one on."""
+    left = [number]
+
+    def failing(call: Any) -> Any:
+        def fail(*given: Any, **options: Any) -> Any:
+            if left[0] == 0:
+                raise error("no room")
+            left[0] -= 1
+            return call(*given, **options)
+
+        return fail
+
+    for owner, name in (
+        (Path, "mkdir"), (Path, "rename"), (Path, "replace"), (Path, "open"), (os, "fsync"),
+        (shutil, "rmtree"),
+    ):  # fmt: skip
+        patch.setattr(owner, name, failing(getattr(owner, name)))
+
+
+def _state(root: Path) -> tuple[int, str]:
+    found = files.find(str(root))
+    assert found is not None
+    return found.iteration, (found.path / "state").read_text()
+
+
+@pytest.mark.parametrize("error", [Killed, OSError])
+@pytest.mark.parametrize("before", [3, 6])
+def test_a_save_that_ends_at_any_system_call_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, error: type[BaseException]
+) -> None:
+    """The one before, or the new one if that is complete; of the same iteration, too."""
+    seen, number = [], 0
+    while True:
+        root = tmp_path / str(number)
+        (files.begin(root, before) / "state").write_text("old")
+        files.commit(root, before)
+        with monkeypatch.context() as patch:
+            _fail_at(patch, number, error)
+            try:
+                (files.begin(root, 6) / "state").write_text("new")
+                files.commit(root, 6)
+                ended = False
+            except error:
+                ended = True
+        state = _state(root)
+        names = {path.suffix for path in root.iterdir()}
+        assert ended or not names & {".unfinished", ".replaced", ".new"}
+        assert state in ((before, "old"), (6, "new"))
+        files.tidy(root)
+        assert _state(root) == state
+        rest = {path.name for path in root.iterdir() if path.suffix in (".unfinished", ".replaced")}
+        assert not rest
+        seen.append(state)
+        if not ended:
+            break
+        number += 1
+    assert seen[0] == (before, "old") and seen[-1] == (6, "new") and number > 5
+    _save(root, 9)
+    assert _state(root) == (9, "9")
+
+
+def test_a_reader_of_the_tracker_sees_one_whole_number(tmp_path: Path) -> None:
+    """The file is replaced: written in place, it is empty for a moment."""
+    _save(tmp_path, 3)
+    with (tmp_path / files.TRACKER).open() as reader:
+        _save(tmp_path, 6)
+        assert reader.read() == "3"
+    assert (tmp_path / files.TRACKER).read_text() == "6"
+
+
+def test_a_second_attempt_keeps_nothing_of_the_first(tmp_path: Path) -> None:
+    (files.begin(tmp_path, 3) / "stale").write_text("x")
+    assert not list(files.begin(tmp_path, 3).iterdir())
+
+
+def _start(**changes: Any) -> argparse.Namespace:
+    given = {
+        "load": None, "ckpt_step": None, "pretrained_checkpoint": None, "finetune": False,
+        "exit_on_missing_checkpoint": False,
+    }  # fmt: skip
+    return argparse.Namespace(**{**given, **changes})
+
+
+def test_a_run_starts_from_its_own_checkpoint_and_else_from_a_pretrained_one(
+    tmp_path: Path,
+) -> None:
+    own, pretrained = tmp_path / "own", tmp_path / "pretrained"
+    args = _start(load=str(own), pretrained_checkpoint=str(pretrained))
+    with pytest.raises(DataError, match=r"--pretrained-checkpoint .*: none there"):
+        files.find_start(args)
+    _save(pretrained, 3)
+    args = _start(load=str(own), pretrained_checkpoint=str(pretrained))
+    assert files.find_start(args) == files.Found(pretrained / "iter_0000003", 3)
+    assert args.finetune, "it starts from its weights alone"
+    _save(own, 6)
+    args = _start(load=str(own), pretrained_checkpoint=str(pretrained))
+    assert files.find_start(args) == files.Found(own / "iter_0000006", 6)
+    assert not args.finetune
+
+
+def test_a_missing_checkpoint_is_refused_where_asked(tmp_path: Path) -> None:
+    assert files.find_start(_start(load=str(tmp_path))) is None
+    assert files.find_start(_start(exit_on_missing_checkpoint=True)) is None
+    with pytest.raises(DataError, match=r"no checkpoint there \(--exit-on-missing-checkpoint\)"):
+        files.find_start(_start(load=str(tmp_path), exit_on_missing_checkpoint=True))
+    _save(tmp_path, 3)
+    assert files.find_start(_start(load=str(tmp_path), exit_on_missing_checkpoint=True))
+
+
+def test_a_tracker_that_names_nothing_is_refused(tmp_path: Path) -> None:
+    _save(tmp_path, 3)
+    for text in ("", "soon", "-3"):
+        (tmp_path / files.TRACKER).write_text(text)
+        with pytest.raises(DataError, match=f"holds {text!r}, expected an iteration"):
+            files.find(str(tmp_path))
+    (tmp_path / files.TRACKER).write_text("release\n")
+    assert files.find(str(tmp_path)) == files.Found(tmp_path / "release", 0, release=True)
+
+
 def test_a_save_of_another_job_is_left_alone(tmp_path: Path) -> None:
     _save(tmp_path / "here", 3)
     files.begin(tmp_path / "here", 6)
@@ -147,6 +273,9 @@ def test_a_torch_checkpoint_of_another_layout_is_refused(tmp_path: Path) -> None
     files.check_whole(found, tensor=2, pipeline=1)
     with pytest.raises(DataError, match="cannot change its tensor, pipeline or expert"):
         files.check_whole(found, tensor=1, pipeline=2)
+    (found.path / "mp_rank_01" / "model_optim_rng.pt").write_bytes(b"")
+    with pytest.raises(DataError, match=r"mp_rank_01/model_optim_rng\.pt: missing or empty"):
+        files.check_whole(found, tensor=2, pipeline=1)
     (found.path / "mp_rank_01" / "model_optim_rng.pt").unlink()
     with pytest.raises(DataError, match=r"mp_rank_01/model_optim_rng\.pt: missing"):
         files.check_whole(found, tensor=2, pipeline=1)
@@ -162,12 +291,6 @@ def test_a_torch_checkpoint_with_expert_parallelism_is_read(tmp_path: Path) -> N
     names = [f"mp_rank_0{t}_00{p}_00{e}" for t in (0, 1) for p in (0, 1) for e in (0, 1)]
     found = _torch_checkpoint(tmp_path / "c", *names)
     files.check_whole(found, tensor=2, pipeline=2, expert=2, expert_tensor=2)
-
-
-def test_a_broken_tracker_is_refused(tmp_path: Path) -> None:
-    (tmp_path / files.TRACKER).write_text("soon")
-    with pytest.raises(DataError, match="holds 'soon'"):
-        files.find(str(tmp_path))
 
 
 def test_settings_of_communicators_are_read_before_processes_start(tmp_path: Path) -> None:

@@ -243,11 +243,12 @@ LAST = Topology((0, 1), 1, 1)
 
 
 def last_rank(
-    network: FakeNetwork, scheduler: Scheduler, timer: HostTimer, timeout: float
+    network: FakeNetwork, scheduler: Scheduler, timer: HostTimer, timeout: float, consumed: int = 0
 ) -> Executor:
     """Its executor, to be looked at alone."""
     channels = LAST.channels([64], [64], 2)
     links = Links(network.transport(1), channels)
+    links.consumed = [consumed]
     return Executor(
         runner=Arithmetic(LAST), decider=decider_for(scheduler, channels.receiving, None),
         links=links, recorder=NullRecorder(), timer=timer, injector=None, split_backward=False,
@@ -466,6 +467,17 @@ def on_its_way(seconds: float) -> FakeNetwork:
     network = FakeNetwork(specs, delay=lambda *_: seconds, ahead=True)
     network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=0)
     return network
+
+
+def test_an_input_is_ahead_of_its_task_in_later_iterations_too() -> None:
+    """It is compared with all that earlier iterations took."""
+    for consumed, ahead in ((4, False), (5, True)):
+        scheduler = Scheduler(Geometry(2, 1, 1, 1, forward_only=True))
+        executor = last_rank(on_its_way(0.2), scheduler, NeverStarts(), 100.0, consumed)
+        executor._arrived = [5]
+        executor._take = lambda *_: torch.zeros(1)  # type: ignore[method-assign]
+        executor._receive(Action.parse("0F0"), Direction.FORWARD)
+        assert (executor._awaited is not None) == ahead
 
 
 def test_a_device_that_waits_is_not_waited_for_longer_than_the_timeout() -> None:

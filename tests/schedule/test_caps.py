@@ -137,3 +137,139 @@ def test_breadth_first_with_bytes_begins_when_an_activation_is_measured():
     assert training.scheduler(where, split=True).policy is BUILT_IN["depth-first"]
     training.measured(Memory(activation_bytes=100, deferred_bytes=60))
     assert training.scheduler(where, split=True).policy is BUILT_IN["breadth-first"]
+
+
+@pytest.mark.parametrize(
+    ("activation", "deferred", "beta"),
+    [(100, 60, 0.4), (100, 0, 1.0), (100, 100, 0.0), (100, 140, 0.0), (0, 60, 0.0)],
+)
+def test_a_backward_frees_what_weight_gradients_do_not_keep(activation, deferred, beta):
+    memory = Memory(activation_bytes=activation, deferred_bytes=deferred)
+    assert memory.beta == pytest.approx(beta)
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "depth-first", "megatron", "breadth-first"])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_peaks_count_what_weight_gradients_keep(policy, pieces):
+    """Counted here from the tasks alone: F takes 1, B gives 0.4 back, each W its part of 0.6."""
+    shape = Geometry(1, 0, 1, 5, w_pieces=(pieces,))
+    scheduler = Scheduler(shape, policy=policy, cap=8, split_backward=True, beta=0.4)
+    change = {"F": 1.0, "B": -0.4, "W": -0.6 / pieces}
+    held = peak = 0.0
+    while action := scheduler.next():
+        held += change[action.kind.name]
+        peak = max(peak, held)
+        assert scheduler.held == pytest.approx(held)
+    assert scheduler.done and held == pytest.approx(0.0)
+    assert scheduler.peak_held == pytest.approx(peak)
+    if policy in ("dynamic", "depth-first"):
+        assert peak > 1.5, "weight gradients were kept beside a forward"
+
+
+def of_one_chunk(view):
+    return view.forward(0) or view.backward(0) or view.weight()
+
+
+@pytest.mark.parametrize("policy", ["dynamic", of_one_chunk])
+def test_a_forward_waits_until_weight_gradients_make_room(policy):
+    settings = {"policy": policy, "split_backward": True, "beta": 0.4}
+    scheduler = Scheduler(Geometry(1, 0, 1, 2), cap=1.5, **settings)
+    run = [str(scheduler.next()) for _ in range(6)]
+    assert run == ["0F0", "0B0", "0W0", "0F1", "0B1", "0W1"]
+    assert scheduler.peak_held == 1
+    scheduler = Scheduler(Geometry(1, 0, 1, 2), cap=1.6, **settings)
+    run = [str(scheduler.next()) for _ in range(6)]
+    assert run == ["0F0", "0B0", "0F1", "0B1", "0W0", "0W1"]
+    assert scheduler.peak_held == pytest.approx(1.6)
+
+
+def test_the_least_cap_is_exact():
+    for rank in range(4):
+        shape = geometry(rank)
+        least = peak_in_flight(shape)
+        assert Scheduler(shape, cap=least).view.cap == least
+        with pytest.raises(ConfigError, match=f"hold {least - 1} chunk .* own order needs {least}"):
+            Scheduler(shape, cap=least - 1)
+
+
+def test_one_rank_may_hold_as_much_as_its_cap_says():
+    """A pipeline of one rank has nobody to wait for: the least cap runs each microbatch through."""
+    for cap in (1, 2, 3):
+        scheduler = Scheduler(
+            Geometry(1, 0, 1, 4), policy="depth-first", cap=cap, split_backward=False
+        )
+        run = [str(scheduler.next()) for _ in range(8)]
+        assert run == [f"0{kind}{i}" for i in range(4) for kind in "FB"]
+        assert scheduler.peak_held == 1
+    wide = Scheduler(Geometry(1, 0, 1, 4), policy="breadth-first", cap=4, split_backward=False)
+    assert [str(wide.next()) for _ in range(8)] == [f"0F{i}" for i in range(4)] + [
+        f"0B{i}" for i in range(4)
+    ]
+    assert wide.peak_held == 4
+
+
+def drained(scheduler):
+    """All tasks of a first rank whose neighbours answer at once, chunk by chunk."""
+    shape, order = scheduler.geometry, []
+    while not scheduler.done:
+        action = scheduler.next()
+        assert action is not None
+        order.append(str(action))
+        if action.kind.name == "F":
+            done = action.microbatch + 1
+            if action.chunk + 1 < shape.num_chunks:
+                scheduler.arrived(0, action.chunk + 1, done)
+            else:
+                scheduler.arrived(1, action.chunk, done)
+        elif action.kind.name == "B" and action.chunk:
+            scheduler.arrived(1, action.chunk - 1, action.microbatch + 1)
+    return order
+
+
+def test_depth_first_takes_gradients_first_and_groups_in_turn():
+    shape = Geometry(2, 0, 2, 3)
+    order = drained(Scheduler(shape, policy="depth-first", cap=12, split_backward=False))
+    assert order == [
+        "0F0", "0F1", "1F0", "1B0", "0B0", "1F1", "1B1", "0B1", "0F2", "1F2", "1B2", "0B2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "depth-first"])
+def test_of_ready_gradients_those_of_the_last_chunk_come_first(policy):
+    scheduler = Scheduler(Geometry(2, 0, 2, 2), policy=policy, cap=12, split_backward=False)
+    scheduler.arrived(0, 1, 2)
+    assert [str(scheduler.next()) for _ in range(4)] == ["0F0", "0F1", "1F0", "1F1"]
+    for chunk in range(2):
+        scheduler.arrived(1, chunk, 2)
+    assert [str(scheduler.next()) for _ in range(4)] == ["1B0", "1B1", "0B0", "0B1"]
+
+
+def test_breadth_first_takes_all_microbatches_through_a_chunk():
+    shape = Geometry(2, 0, 2, 3)
+    order = drained(Scheduler(shape, policy="breadth-first", cap=12, split_backward=False))
+    assert order == [f"{c}F{i}" for c in (0, 1) for i in range(3)] + [
+        f"{c}B{i}" for c in (1, 0) for i in range(3)
+    ]
+
+
+def test_fewer_microbatches_than_a_group_have():
+    for policy in ("dynamic", "depth-first", "megatron"):
+        shape = Geometry(4, 0, 2, 2, group=6)
+        order = drained(Scheduler(shape, policy=policy, cap=20, split_backward=False))
+        assert sorted(order) == sorted(f"{c}{k}{i}" for c in (0, 1) for k in "FB" for i in (0, 1))
+        for chunk in "01":
+            for kind in "FB":
+                mine = [task for task in order if task.startswith(chunk + kind)]
+                assert mine == [f"{chunk}{kind}{i}" for i in (0, 1)]
+
+
+def test_an_evaluation_held_back_admits_no_new_microbatch():
+    scheduler = Scheduler(Geometry(2, 0, 2, 3, forward_only=True))
+    assert str(scheduler.next()) == "0F0"
+    scheduler.hold_back(True)
+    assert scheduler.next() is None
+    scheduler.arrived(0, 1, 1)
+    assert str(scheduler.next()) == "1F0", "what is in the pipeline goes on"
+    assert scheduler.next() is None
+    scheduler.hold_back(False)
+    assert str(scheduler.next()) == "0F1"

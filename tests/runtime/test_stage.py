@@ -1,0 +1,214 @@
+"""A stage's bookkeeping around its tasks, over models and groups that only remember."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.mcore import steps
+from megatron.dpp.mcore.steps import Stage, StepCall
+
+
+class Group:
+    """A bucket group that notes the reductions it is asked to start."""
+
+    def __init__(self, is_first_batch: bool) -> None:
+        self.is_first_batch = is_first_batch
+        self.started: list[bool] = []
+
+    def start_grad_sync(self, force_all_reduce: bool) -> None:
+        self.started.append(force_all_reduce)
+
+
+class Chunk(torch.nn.Module):
+    """One model chunk with two bucket groups, one of them of experts."""
+
+    def __init__(self, config: Any, instances: int = 1, first: bool = True) -> None:
+        super().__init__()
+        self.config, self.model_type = config, 1
+        self.force_all_reduce = False
+        self.ddp_config = SimpleNamespace(num_distributed_optimizer_instances=instances)
+        self.bucket_groups = [Group(first)]
+        self.expert_parallel_bucket_groups = [Group(first)]
+
+    def started(self) -> list[list[bool]]:
+        groups = self.bucket_groups + self.expert_parallel_bucket_groups
+        return [group.started for group in groups]
+
+
+def config_with(**settings: Any) -> Any:
+    given = {
+        "grad_sync_func": None, "param_sync_func": None, "timers": None,
+        "num_microbatches_with_partial_activation_checkpoints": None,
+        "finalize_model_grads_func": None, "calculate_per_token_loss": False,
+        "fine_grained_activation_offloading": False, "cpu_offloading": False,
+    }  # fmt: skip
+    return SimpleNamespace(**{**given, **settings})
+
+
+def stage_of(chunks: list[Chunk], window: int = 1, **call: Any) -> Stage:
+    checked = StepCall.checked(
+        data_iterator=[None] * len(chunks), model=chunks, pg_collection=SimpleNamespace(),
+        forward_step_func=None, num_microbatches=1, seq_length=8, micro_batch_size=1, **call,
+    )  # fmt: skip
+    return Stage(checked, 0, 1, window, None)
+
+
+@pytest.fixture(autouse=True)
+def reduces_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_reduces_early", lambda chunk: True)
+
+
+def test_complete_chunks_start_their_own_reductions_in_one_order() -> None:
+    chunks = [Chunk(config_with()), Chunk(config_with())]
+    stage = stage_of(chunks)
+    with pytest.raises(AssertionError, match="chunk 0 is complete before chunk 1"):
+        stage.chunk_complete(0)
+    stage.chunk_complete(1)
+    assert [chunk.started() for chunk in chunks] == [[[], []], [[False], [False]]]
+    stage.chunk_complete(0)
+    assert [chunk.started() for chunk in chunks] == [[[False], [False]]] * 2
+
+
+@pytest.mark.parametrize(("by_call", "by_model"), [(True, False), (False, True), (False, False)])
+def test_either_the_call_or_the_model_asks_for_reductions_everywhere(
+    by_call: bool, by_model: bool
+) -> None:
+    chunk = Chunk(config_with())
+    chunk.force_all_reduce = by_model
+    stage_of([chunk], force_all_reduce=by_call).chunk_complete(0)
+    assert chunk.started() == [[by_call or by_model]] * 2
+
+
+def test_between_instances_the_first_step_is_reduced_at_the_end_alone() -> None:
+    first, later = (Chunk(config_with(), instances=2, first=first) for first in (True, False))
+    for chunk in (first, later):
+        stage_of([chunk]).chunk_complete(0)
+    assert first.started() == [[], []]
+    assert later.started() == [[False], [False]]
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_users_own_reduction_takes_the_place_of_ours(listed: bool) -> None:
+    given: list[str] = []
+    sync: Any = [lambda _: given.append("0"), lambda _: given.append("1")]
+    config = config_with(grad_sync_func=sync if listed else sync[0])
+    chunks = [Chunk(config), Chunk(config)]
+    stage = stage_of(chunks)
+    for chunk in (1, 0):
+        stage.chunk_complete(chunk)
+    assert given == (["1", "0"] if listed else ["0", "0"])
+    assert [chunk.started() for chunk in chunks] == [[[], []]] * 2
+
+
+@pytest.mark.parametrize("forward_only", [True, False])
+@pytest.mark.parametrize("per_token", [True, False])
+def test_gradients_are_finalized_with_what_the_call_asks(
+    per_token: bool, forward_only: bool
+) -> None:
+    got: list[tuple[Any, ...]] = []
+
+    def finalize(model: Any, num_tokens: Any, pg_collection: Any, force_all_reduce: bool) -> None:
+        got.append((model, num_tokens, pg_collection, force_all_reduce))
+
+    config = config_with(finalize_model_grads_func=finalize, calculate_per_token_loss=per_token)
+    stage = stage_of([Chunk(config)], force_all_reduce=True, forward_only=forward_only)
+    stage._num_tokens += 5
+    stage.finish()
+    call = stage.call
+    expected = (call.model, stage._num_tokens if per_token else None, call.pg_collection, True)
+    assert got == ([] if forward_only else [expected])
+
+
+def test_as_many_forwards_as_asked_keep_their_activations_of_each_window() -> None:
+    config = config_with(num_microbatches_with_partial_activation_checkpoints=2)
+    stage = stage_of([Chunk(config)], window=3)
+    told = []
+    for number in range(7):
+        stage._num_forwards = number
+        told.append(stage._checkpointed())
+    assert told == [False, False, True, False, False, True, False]
+    assert stage_of([Chunk(config_with())])._checkpointed() is None
+
+
+def test_parameters_are_gathered_one_chunk_ahead_and_once() -> None:
+    gathered: list[int] = []
+    functions = [lambda _, chunk=chunk: gathered.append(chunk) for chunk in range(3)]
+    config = config_with(param_sync_func=functions)
+    stage = stage_of([Chunk(config) for _ in range(3)])
+    for chunk, expected in ((0, [0, 1]), (0, [0, 1]), (1, [0, 1, 2]), (2, [0, 1, 2])):
+        stage._sync_params(chunk)
+        assert gathered == expected
+    gathered.clear()
+    stage_of([Chunk(config)], forward_only=True)._sync_params(0)
+    assert not gathered
+
+
+class Linear(Chunk):
+    """A chunk that computes something, on its input."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.inner = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.inner(value)
+        return hidden * hidden
+
+
+class Store:
+    """Weight gradients whose deferred bytes grow by 10 with each backward."""
+
+    def __init__(self) -> None:
+        self.held_bytes = 7
+
+    @contextlib.contextmanager
+    def collect(self, chunk: int, microbatch: int) -> Iterator[None]:
+        yield
+        self.held_bytes += 10
+
+
+def test_memory_is_measured_of_each_chunks_first_microbatch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a backward defers is what it adds to what is deferred already."""
+    counted: list[torch.nn.Module] = []
+
+    def count(outputs: Any, model: torch.nn.Module) -> int:
+        counted.append(model)
+        return 100 * len(counted)
+
+    monkeypatch.setattr(steps, "saved_bytes", count)
+    monkeypatch.setattr(
+        steps.schedules, "forward_step", lambda f, i, model, m, given, *_, **__: (model(given), 0)
+    )
+    monkeypatch.setattr(steps.boundary, "backward", lambda *_: None)
+    chunks = [Linear(config_with()), Linear(config_with())]
+    stage = stage_of(chunks)  # type: ignore[arg-type]
+    stage.call.pg_collection.cp = SimpleNamespace(size=lambda: 1)
+    stage._weight_gradients = Store()  # type: ignore[assignment]
+    stage.forward(0, 0, torch.ones(2, 4))
+    stage.backward(0, 0, None)
+    assert not stage.activation_bytes and not stage.deferred_bytes
+    stage.measure()
+    for microbatch in range(2):
+        for chunk in range(2):
+            stage.forward(chunk, microbatch, torch.ones(2, 4))
+    for microbatch in range(2):
+        for chunk in (1, 0):
+            stage.backward(chunk, microbatch, None)
+    assert stage.activation_bytes == {0: 100, 1: 200} and counted == chunks
+    assert stage.deferred_bytes == {0: 10, 1: 10}
+    assert not stage._kept, "every activation was given back"
+
+
+def test_offloaded_activations_are_not_measured() -> None:
+    for name in ("cpu_offloading", "fine_grained_activation_offloading"):
+        stage = stage_of([Chunk(config_with(**{name: True}))])
+        stage.measure()
+        assert not stage._measuring
