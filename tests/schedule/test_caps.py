@@ -266,10 +266,10 @@ def test_fewer_microbatches_than_a_group_have():
 def test_an_evaluation_held_back_admits_no_new_microbatch():
     scheduler = Scheduler(Geometry(2, 0, 2, 3, forward_only=True))
     assert str(scheduler.next()) == "0F0"
-    scheduler.hold_back(True)
+    scheduler.hold_back(held=True)
     assert scheduler.next() is None
     scheduler.arrived(0, 1, 1)
     assert str(scheduler.next()) == "1F0", "what is in the pipeline goes on"
     assert scheduler.next() is None
-    scheduler.hold_back(False)
+    scheduler.hold_back(held=False)
     assert str(scheduler.next()) == "0F1"
