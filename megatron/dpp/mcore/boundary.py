@@ -55,6 +55,24 @@ class Boundaries(NamedTuple):
                 )
 
 
+class Tokens(NamedTuple):
+    """Counts a microbatch's tokens by the tensor of a boundary, [s, b, h].
+
+    Args:
+        largest: tokens of the longest microbatch on this rank.
+        hidden: the last dimension; 0 where boundaries have shapes of their own.
+    """
+
+    largest: int
+    hidden: int
+
+    def count(self, tensors: Tensors) -> int | None:
+        """The tokens of ``tensors``; None if they are no hidden states."""
+        if not isinstance(tensors, torch.Tensor) or tensors.dim() < 2 or not self.hidden:
+            return None
+        return tensors.numel() // self.hidden if tensors.shape[-1] == self.hidden else None
+
+
 def boundaries(
     shape: tuple[int, ...], itemsize: int, adjust: Callable[..., Any] | None
 ) -> Boundaries:

@@ -137,3 +137,12 @@ class Sizes:
         self.known[microbatch] = size
         return before is None and size < self.largest
 
+    def __getitem__(self, microbatch: int) -> int:
+        """Size of a microbatch; the largest where it is not known."""
+        size = self.known[microbatch]
+        return self.largest if size is None else size
+
+    def unlike(self) -> list[int] | None:
+        """All sizes, or None if every microbatch counts as the largest."""
+        sizes = [self[microbatch] for microbatch in range(len(self.known))]
+        return sizes if min(sizes) < self.largest else None

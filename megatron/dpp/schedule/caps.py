@@ -1,7 +1,7 @@
 """Memory caps of a rank: the meaning of ``--dpp-activation-cap``.
 
-The unit is the activation of one chunk for one microbatch of the largest size. A cap below the peak of Megatron's own
-order on the rank (``I_r``) could stop the pipeline, so it is refused.
+The unit is the activation of one chunk for one microbatch of the largest size. A cap below the peak
+of Megatron's own order on the rank (``I_r``) could stop the pipeline, so it is refused.
 """
 
 from __future__ import annotations

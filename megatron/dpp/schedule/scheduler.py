@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, DppError, ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.budget import ROUNDING, UNIT
+from megatron.dpp.schedule.budget import ROUNDING, UNIT, Sizes
 from megatron.dpp.schedule.caps import default_cap
 from megatron.dpp.schedule.policies import BUILT_IN, Policy, check_room, find_policy
 from megatron.dpp.schedule.reference import Reference, peak_size
@@ -107,7 +107,8 @@ class Scheduler:
             sizes: of the iteration's microbatches, where they are known beforehand.
 
         Raises:
-            ConfigError: there are fewer or more sizes, or Megatron's own order of these microbatches does not fit under the cap.
+            ConfigError: there are fewer or more sizes, or Megatron's own order of these microbatches
+                does not fit under the cap.
             ScheduleError: a size is larger than the largest.
         """
         cap, split_backward, beta, largest = self._settings
@@ -157,12 +158,12 @@ class Scheduler:
 
     @property
     def held(self) -> float:
-        """Chunk activations held now."""
+        """Chunk activations of the largest microbatch held now."""
         return self._state.held
 
     @property
     def peak_held(self) -> float:
-        """Peak of chunk activations held; never above the cap."""
+        """Peak of :attr:`held`; never above the cap."""
         return self._state.peak_held
 
     def hold_back(self, *, held: bool) -> None:
@@ -170,6 +171,11 @@ class Scheduler:
         ``forward_only``, where no cap applies. The other chunks run on, so the pipeline drains.
         """
         self._state.held_back = held and self.geometry.forward_only and self._is_built_in
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the microbatches as far as they are known."""
+        return self._state.sizes
 
     @property
     def num_out_of_order(self) -> int:
