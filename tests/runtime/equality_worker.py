@@ -134,8 +134,8 @@ def batches(case: dict[str, Any]) -> Any:
     generator = torch.Generator().manual_seed(17 + parallel_state.get_data_parallel_rank())
     while True:
         length = SEQUENCE
-        if case.get("lengths"):  # of one microbatch, from 1 to the longest
-            length = int(torch.randint(1, SEQUENCE + 1, (), generator=generator))
+        if case.get("lengths"):  # of one microbatch; half of them have the longest
+            length = min(SEQUENCE, int(torch.randint(1, 2 * SEQUENCE, (), generator=generator)))
         if case.get("tp", 1) > 1:
             length = max(2, length // 2 * 2)
         yield torch.randint(0, VOCABULARY, (MICRO_BATCH, length + 1), generator=generator)

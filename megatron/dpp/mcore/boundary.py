@@ -8,6 +8,7 @@ one output. ``steps.Stage`` uses the functions here instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +56,8 @@ class Boundaries(NamedTuple):
                 )
 
 
-class Tokens(NamedTuple):
+@dataclass(frozen=True)
+class Tokens:
     """Counts a microbatch's tokens by the tensor of a boundary, [s, b, h].
 
     Args:

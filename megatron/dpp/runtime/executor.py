@@ -340,7 +340,7 @@ class Executor:
             self._next_complete -= 1
 
     def _is_full(self) -> bool:
-        """More waits to leave than :data:`_MOST_PENDING` mean messages, and not one message only."""
+        """More waits to leave than :data:`_MOST_PENDING` mean messages, in two or more."""
         transport = self._transport
         if transport.pending() <= 1:
             return False

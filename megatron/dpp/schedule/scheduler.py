@@ -107,8 +107,8 @@ class Scheduler:
             sizes: of the iteration's microbatches, where they are known beforehand.
 
         Raises:
-            ConfigError: there are fewer or more sizes, or Megatron's own order of these microbatches
-                does not fit under the cap.
+            ConfigError: there are fewer or more sizes, or Megatron's own order of these
+                microbatches does not fit under the cap.
             ScheduleError: a size is larger than the largest.
         """
         cap, split_backward, beta, largest = self._settings
