@@ -286,11 +286,13 @@ def test_held_returns_to_zero_with_odd_shares():
 
 
 def test_a_small_forward_runs_where_a_large_one_does_not_fit():
-    scheduler = Scheduler(Geometry(2, 0, 1, 4), cap=2, largest=10, sizes=(10, 4, 10, 4))
-    assert str(scheduler.next()) == "0F0" and str(scheduler.next()) == "0F1"
+    """Of 2.6 activations 1.4 or 1.6 are held: none of size 10 fits, and those of size 2 run."""
+    scheduler = Scheduler(Geometry(2, 0, 2, 4), cap=2.6, largest=10, sizes=(10, 2, 2, 2))
+    assert [str(scheduler.next()) for _ in range(3)] == ["0F0", "0F1", "0F2"]
     assert scheduler.next() is None and scheduler.held == pytest.approx(1.4)
-    scheduler.arrived(GRADIENT, 0, 1)
-    assert [str(scheduler.next()) for _ in range(3)] == ["0B0", "0W0", "0F2"]
+    scheduler.arrived(FORWARD, 1, 2)
+    assert [str(scheduler.next()) for _ in range(2)] == ["1F0", "1F1"]
+    assert scheduler.held == pytest.approx(2.6)
 
 
 def test_sizes_that_are_refused():
