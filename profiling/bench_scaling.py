@@ -15,6 +15,7 @@ import argparse
 import os
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                           file=sys.stderr)  # fmt: skip
                     harness.write_json(args.json, [asdict(row) for row in rows])
         _print_table(model, [row for row in rows if row.model == model])
-    if args.plot:
+    if args.plot and rows:
         _draw(rows, args.plot)
     return 0 if rows else 1
 
@@ -115,6 +116,8 @@ def _run(args: argparse.Namespace, model: str, devices: int, mode: str) -> Row |
     words += "" if args.cpu else f" {_VOCABULARY}"
     try:
         found = plan(shlex.split(words))
+        if found.preparation:
+            subprocess.run([sys.executable, *found.preparation], check=True, capture_output=True)
         resolved = found.resolved
         variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment(resolved, os.environ)}
         script = f"pretrain_{resolved.arch}.py"

@@ -96,12 +96,12 @@ def _compare(args: argparse.Namespace, run: Path) -> str:
     from megatron.dpp.trace.align import align
     from megatron.dpp.trace.analysis.model import read_iterations
     from megatron.dpp.trace.analysis.summary import Analysis
-    from megatron.dpp.trace.analysis.work import Shape
+    from megatron.dpp.trace.analysis.work import JobShape
     from megatron.dpp.trace.reader import open_run
 
     files = open_run(run)
     alignment = align(files)
-    quiet, troubled = (Analysis(files, Shape.of(files), alignment) for _ in range(2))
+    quiet, troubled = (Analysis(files, JobShape.of(files), alignment) for _ in range(2))
     for iteration in read_iterations(files, alignment):
         if iteration.number:
             (troubled if iteration.number % 2 else quiet).add(iteration)

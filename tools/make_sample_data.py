@@ -133,7 +133,7 @@ def capital(text: str) -> str:
 
 
 def portrait(rng: random.Random, people: list[Person]) -> list[str]:
-    """Who somebody is."""
+    """Facts about one person."""
     who = rng.choice(people)
     sentences = [
         f"{who.name} is a {who.job} in {who.town}.",

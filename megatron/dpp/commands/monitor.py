@@ -22,7 +22,7 @@ from megatron.dpp.trace.analysis.model import Iteration
 from megatron.dpp.trace.analysis.sentences import straggler_text
 from megatron.dpp.trace.analysis.stragglers import StragglerSearch
 from megatron.dpp.trace.analysis.times import IterationTimes, iteration_times
-from megatron.dpp.trace.analysis.work import Shape, work_of
+from megatron.dpp.trace.analysis.work import JobShape, work_of
 from megatron.dpp.trace.follow import FollowedFile, FollowedRun
 from megatron.dpp.trace.reader import find_directory
 
@@ -107,7 +107,7 @@ def _rank_line(file: FollowedFile, times: list[IterationTimes]) -> str:
 def _stragglers(files: list[FollowedFile], iterations: list[Iteration]) -> list[str]:
     if len(iterations) < 2:
         return []
-    shape = Shape.of([file.header for file in files])
+    shape = JobShape.of([file.header for file in files])
     works = [work_of(iteration) for iteration in iterations]
     waits = dict.fromkeys(shape.pipeline, 0)
     found = StragglerSearch(shape, works, [{} for _ in works], waits).find()
@@ -125,7 +125,7 @@ def view(run: FollowedRun, metrics: dict[str, Any]) -> str:
         f"{'mostly':<12} {'memory MiB':>9}  {'held':>4}"
     )
     lines += [_rank_line(file, times) for file in files]
-    lines += ["", *(_stragglers(files, iterations) or ["nobody is conspicuously slow"])]
+    lines += ["", *(_stragglers(files, iterations) or ["no straggler"])]
     return "\n".join(lines)
 
 

@@ -217,7 +217,7 @@ def _gib(num_bytes: float) -> str:
 
 
 def _print_baselines(planner: Planner, best: Prediction, chunks: Sequence[int]) -> None:
-    """What the plan gains over Megatron's own layout, and why."""
+    """Print the gain over Megatron's own layout, and its reason."""
     fused = Planner(
         planner.model, planner.num_ranks, planner.num_microbatches, split_backward=False
     )

@@ -77,7 +77,7 @@ class Batch:
 
 @dataclass
 class Totals:
-    """What went into the output."""
+    """Counts of the output."""
 
     documents: int = 0
     sentences: int = 0

@@ -47,8 +47,8 @@ Bounds = dict[tuple[str, str], int]
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """What to add to a clock, per window: (middle of the window on this clock, offset,
-    uncertainty), in ns.
+    """The offset of a clock per window: (middle of the window on this clock, offset, uncertainty),
+    in ns.
     """
 
     points: tuple[tuple[int, int, int], ...]
@@ -116,7 +116,7 @@ class _Collective:
 
 @dataclass
 class _Evidence:
-    """What has been seen in the files: bounds per receiving clock and piece of its host's time."""
+    """Findings of all files: bounds per receiving clock and piece of its host's time."""
 
     bounds: dict[tuple[str, int], Bounds] = field(default_factory=dict)
     sends: dict[tuple[Any, ...], tuple[int, str]] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class _Evidence:
 
 
 def message_key(event: Event) -> tuple[Any, ...] | None:
-    """What a send and its arrival have in common, or None for a channel known by name only."""
+    """The key that a send and its arrival share; None for a channel known by name only."""
     args = event["args"]
     if "source" not in args:
         return None
@@ -242,8 +242,8 @@ class _Scan:
         return windows
 
     def _ahead(self, clock: str) -> int:
-        """By how much the wall clock of this clock's host is ahead of the reference's: exact to
-        what lies between the beginnings of one iteration, enough to tell windows."""
+        """Lead of this host's wall clock over the reference's, in ns: exact to the skew of an
+        iteration's start, enough to tell windows."""
         began = self.evidence.iterations.get(clock, {})
         other = self.evidence.iterations.get(self.reference, {})
         common = next((number for number in began if number in other), None)

@@ -1,8 +1,7 @@
 """All ranks of a run in one Chrome Trace Event file.
 
 Streams: two passes over the files (clocks, then events), one file open at a time, at most one
-iteration of one rank in memory. ``profiling/aggregate.py`` is the caller; Perfetto and
-chrome://tracing are the readers.
+iteration of one rank in memory. Perfetto and chrome://tracing read the result.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Reading the trace files of a run, one line at a time.
 
-Checks that a directory holds one readable file per rank of one run before anybody draws conclusions
-from it, and yields events without ever holding a whole file. ``align`` and ``merge`` (for pictures)
-and ``model`` (for analysis) are the callers.
+Checks that a directory holds one readable file per rank of one run. Yields events without ever
+holding a whole file.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ class TraceFile:
         return self.path.stat().st_size
 
     def time_ns(self, event: Event) -> int:
-        """When an event began, on this rank's monotonic clock."""
+        """Start of an event on this rank's monotonic clock."""
         return self.start_ns + round(float(event["ts"]) * 1000)
 
     def duration_ns(self, event: Event) -> int:
-        """How long an event took."""
+        """Duration of an event."""
         return round(float(event.get("dur", 0)) * 1000)
 
 

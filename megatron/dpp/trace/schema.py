@@ -1,10 +1,9 @@
-"""What a trace file says, for those who write one and those who read one.
+"""The schema of trace files: names, versions and paths.
 
 A trace file holds the events of one rank, one JSON object per line, inside one JSON array in
 Chrome's Trace Event format: it opens in Perfetto as it is, it can be appended to, and a file whose
 last line was cut short by a crash is still readable line by line. ``docs/trace-format.md``
-describes every event. This module fixes names, versions and paths and leaves writing to
-``recorder`` and reading to ``reader``; the simulator writes the same schema. No torch.
+describes every event. The simulator writes the same schema. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ coordinates.
 """
 
 CAUSES = ("warm-up", "message", "memory-cap", "tp-agreement", "lookahead", "host", "send")
-"""Why a rank did not compute. ``message`` has the channel waited for in its detail; ``send`` waits
-for a receiver.
+"""Causes of idle time. ``message`` has the channel waited for in its detail; ``send`` waits for a
+receiver.
 """
 
 TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK = 0, 1, 2
@@ -32,7 +31,7 @@ TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class TraceLayout:
-    """Where a rank stands in the job.
+    """Coordinates of a rank in its job.
 
     Args:
         data, pipeline, tensor: this rank's coordinates.

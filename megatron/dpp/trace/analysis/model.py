@@ -16,8 +16,8 @@ from megatron.dpp.trace.align import Alignment
 from megatron.dpp.trace.reader import Event, TraceFile, read_events
 
 
-class Task(NamedTuple):
-    """A task; ``start`` and ``end`` are ns on the run's reference clock, as everywhere here."""
+class TaskRun(NamedTuple):
+    """A task that ran; ``start`` and ``end`` are ns on the run's reference clock."""
 
     start: int
     end: int
@@ -83,13 +83,13 @@ class Arrival(NamedTuple):
 
 @dataclass(slots=True)
 class RankIteration:
-    """What one rank did in one iteration, each list in order of time."""
+    """One rank in one iteration, each list in order of time."""
 
     rank: int
     number: int
     start: int = 0
     end: int = 0
-    tasks: list[Task] = field(default_factory=list)
+    tasks: list[TaskRun] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
@@ -107,12 +107,12 @@ class Iteration:
 
     @property
     def start(self) -> int:
-        """When the first rank began."""
+        """Start of the first rank."""
         return min(rank.start for rank in self.ranks.values())
 
     @property
     def end(self) -> int:
-        """When the last rank was done, optimizer included."""
+        """End of the last rank, optimizer included."""
         return max(rank.end for rank in self.ranks.values())
 
 
@@ -163,7 +163,7 @@ class IterationBuilder:
         start, end = self._interval(event)
         if cat == "task":
             what = (args["kind"], args["chunk"], args["microbatch"], args["piece"])
-            current.tasks.append(Task(start, end, *what))
+            current.tasks.append(TaskRun(start, end, *what))
         elif cat == "wait":
             current.waits.append(Wait(start, end, args["cause"], args.get("detail", "")))
         elif cat == "span":
@@ -186,7 +186,7 @@ class IterationBuilder:
 
 
 def _iterations(file: TraceFile, alignment: Alignment) -> Iterator[RankIteration]:
-    """Whole iterations only: what a crash cut short is left out."""
+    """Whole iterations only, without one that a crash cut short."""
     builder = IterationBuilder(file, alignment)
     for event in read_events(file):
         whole = builder.feed(event)
