@@ -38,9 +38,7 @@ from bench_gpt import Model, reserved
 from megatron.dpp.errors import ConfigError
 
 _WARM_UP_STEPS = 8
-"""Two eager steps, two that capture graphs (anew, once their memory is known), and some in which a
-dynamic schedule may still need one more.
-"""
+"""Two eager steps, two that capture graphs, and some in which a dynamic one may need one more."""
 _SCHEDULES = (
     "static, fused or split, followed by the number of chunks per rank; with a prefix, eagersplit2 "
     "never uses CUDA graphs, graphsplit2 and graphstatic2 always do, tracedsplit2 writes a trace, "

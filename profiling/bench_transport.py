@@ -255,9 +255,7 @@ def measure_ucx(num_bytes: int) -> float | None:
 
 
 def ucx_seconds(output: str) -> float:
-    """The median one-way time in what ``ucx_perftest -f`` prints: a heading, then iterations,
-    median, average, ... in microseconds.
-    """
+    """The median one-way time of ``ucx_perftest -f``: its last line's second field, in us."""
     return float(output.splitlines()[-1].split()[1]) * 1e-6
 
 

@@ -1,8 +1,7 @@
 """Whole schedules by name: the dynamic policies and the static ones they are compared with.
 
 Each name stands for what decides on every rank, whether its backward is split, and where its stages
-lie; `simulate` of ``clock.py`` runs it. Used by the command line, the tests and
-``profiling/sim_tables.py``.
+lie; `simulate` of ``clock.py`` runs it. Used by the command line and the tests.
 """
 
 from __future__ import annotations

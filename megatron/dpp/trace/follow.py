@@ -20,9 +20,7 @@ _PIECE_BYTES = 1 << 22
 
 
 class FollowedFile:
-    """One rank's file. ``iterations`` are the last whole ones, times from the iteration's own
-    start.
-    """
+    """One rank's file, and its last iterations with times from their own start."""
 
     def __init__(self, path: Path, keep: int) -> None:
         self.header = read_header(path)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.trace.schema import HEADER_NAME, SCHEMA_VERSION, TraceLayout
@@ -131,6 +131,22 @@ def read_events(file: TraceFile, only: tuple[str, ...] = ()) -> Iterator[Event]:
         raise DataError(f"{file.path}: line {broken} is not an event; the file is damaged")
 
 
+class MessageId(NamedTuple):
+    """Names a message within an iteration; ``chunk`` is the receiver's."""
+
+    source: int
+    destination: int
+    chunk: int
+    direction: str
+    microbatch: int
+
+
+def message_of(event: Event) -> MessageId | None:
+    """The message of a send or arrival; None for a channel known by name only."""
+    args = event["args"]
+    return MessageId(*(args[f] for f in MessageId._fields)) if "source" in args else None
+
+
 def _names(paths: list[str]) -> str:
     rest = len(paths) - _NAMED
     return ", ".join(paths[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
@@ -206,8 +222,6 @@ def open_run(directory: str | os.PathLike[str], *, allow_missing: bool = False) 
 
 
 def find_directory(name: str | os.PathLike[str], root: Path) -> Path:
-    """A directory given relative to the working directory or, failing that, to the repository's
-    ``root``.
-    """
+    """A directory relative to the working directory or else to the source tree's ``root``."""
     path = Path(name)
     return path if path.is_dir() or path.is_absolute() else root / path

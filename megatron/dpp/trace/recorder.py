@@ -59,17 +59,13 @@ class Recorder:
         """End the iteration, optimizer step included."""
 
     def begin_task(self, kind: str, chunk: int, microbatch: int, piece: int = 0) -> None:
-        """Start a task: ``kind`` is ``F``, ``B`` or ``W``; ``piece`` numbers the parts of a split
-        task.
-        """
+        """Start a task of kind F, B or W; ``piece`` numbers the parts of a split task."""
 
     def end_task(self) -> None:
         """End the task begun last (on a GPU: its work is queued)."""
 
     def mark(self) -> Any:
-        """This point of the device's work, for ``gap`` and ``Message.arrived_ns`` where work is
-        queued in order.
-        """
+        """This point of the device's work, for ``gap`` and ``Message.arrived_ns``."""
         return 0
 
     def gap(self, start: Any, end: Any, cause: str, detail: str = "") -> None:
@@ -78,9 +74,7 @@ class Recorder:
         """
 
     def put(self, channel: object, microbatch: int, num_bytes: int, kind: str) -> None:
-        """Record a message handed to the transport; ``kind`` is the transport's, such as
-        ``shm``.
-        """
+        """Record a message handed to the transport; ``kind`` is the transport's, as ``shm``."""
 
     def taken(self, channel: object, message: TakenMessage, *, ahead: bool = False) -> None:
         """Record a message taken. Its ``sent_ns`` is on the sender's clock, its ``arrived_ns`` on

@@ -16,14 +16,10 @@ SCHEMA_VERSION = 1
 """Raised when a reader of an older version could misread a newer file."""
 
 HEADER_NAME = "megatron-dpp-trace"
-"""Name of the first event of every file, the one that carries the schema version and the rank's
-coordinates.
-"""
+"""Name of the first event, which carries the schema version and the rank's coordinates."""
 
 CAUSES = ("warm-up", "message", "memory-cap", "tp-agreement", "lookahead", "host", "send")
-"""Causes of idle time. ``message`` has the channel waited for in its detail; ``send`` waits for a
-receiver.
-"""
+"""Causes of idle time. ``message`` names its channel; ``send`` waits for a receiver."""
 
 TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK = 0, 1, 2
 """``tid`` of the three tracks of a rank (``pid`` is its global rank)."""

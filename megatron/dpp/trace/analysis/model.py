@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron.dpp.trace.align import Alignment
-from megatron.dpp.trace.reader import Event, TraceFile, read_events
+from megatron.dpp.trace.reader import Event, MessageId, TraceFile, message_of, read_events
 
 
 class TaskRun(NamedTuple):
@@ -47,16 +47,6 @@ class Span(NamedTuple):
     start: int
     end: int
     name: str
-
-
-class MessageId(NamedTuple):
-    """Names a message within an iteration; ``chunk`` is the receiver's."""
-
-    source: int
-    destination: int
-    chunk: int
-    direction: str
-    microbatch: int
 
 
 class Send(NamedTuple):
@@ -116,14 +106,6 @@ class Iteration:
         return max(rank.end for rank in self.ranks.values())
 
 
-def _message(event: Event) -> MessageId | None:
-    args = event["args"]
-    if "source" not in args:
-        return None
-    link = (args["source"], args["destination"], args["chunk"], args["direction"])
-    return MessageId(*link, args["microbatch"])
-
-
 class IterationBuilder:
     """Turns the events of one rank, fed one by one, into its iterations.
 
@@ -172,7 +154,7 @@ class IterationBuilder:
             self._add_message(current, event, start, end)
 
     def _add_message(self, current: RankIteration, event: Event, start: int, end: int) -> None:
-        message, args = _message(event), event["args"]
+        message, args = message_of(event), event["args"]
         if message is None:
             return
         if event["cat"] == "send":

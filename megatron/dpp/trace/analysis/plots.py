@@ -1,6 +1,4 @@
-"""Pictures of a report for papers: PNG files drawn with matplotlib, which is needed for nothing
-else here.
-"""
+"""Pictures of a report: PNG files drawn with matplotlib."""
 
 from __future__ import annotations
 

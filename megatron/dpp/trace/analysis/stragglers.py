@@ -119,9 +119,7 @@ class StragglerSearch:
         self._numbers = [work.number for work in works]
 
     def find(self) -> list[Culprit]:
-        """All culprits, ranks and stages first, then links, then unsteadiness; worst first in each
-        group.
-        """
+        """Ranks and stages first, then links, then unsteadiness; worst first in each group."""
         if not self._works:
             return []
         cells = sorted(self._cells(), key=lambda c: -c.factor)
