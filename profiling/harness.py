@@ -45,13 +45,14 @@ def new_parser(doc: str | None, **options: Any) -> argparse.ArgumentParser:
         ),
     )
     for name, value in options.items():
-        default, text = value if isinstance(value, tuple) else (value, "-")
+        default, text = value if isinstance(value, tuple) else (value, None)
         flag = "--" + name.replace("_", "-")
         if isinstance(default, bool):
             parser.add_argument(flag, action="store_true", help=text)
         else:
             metavar = {int: "N", float: "X", str: "TEXT"}[type(default)]
             kind = type(default)
+            text = text or "default: %(default)s"
             parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
     return parser
 
