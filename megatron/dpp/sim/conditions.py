@@ -3,8 +3,8 @@
 A :data:`Change` turns quiet costs into varied ones; changes can follow each other. The design's
 unit of time is a whole rank's forward of a mean microbatch; its ``B`` and its ``W`` take one each,
 and a chunk's tasks ``1 / v``; a hop takes 0.01 of a chunk's forward unless the condition says
-otherwise. ``docs/simulator.md`` has the list. Used by the command line and
-the tests.
+otherwise. ``docs/simulator.md`` has the list. Used by the command line, the tests and
+``profiling/sim_tables.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Whole schedules by name: the dynamic policies and the static ones they are compared with.
 
 Each name stands for what decides on every rank, whether its backward is split, and where its stages
-lie; `simulate` of ``clock.py`` runs it. Used by the command line and the tests.
+lie; `simulate` of ``clock.py`` runs it. Used by the command line, the tests and
+``profiling/sim_tables.py``.
 """
 
 from __future__ import annotations
