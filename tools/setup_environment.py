@@ -1,4 +1,4 @@
-"""Finds or makes the Python environment, installs what is missing and builds the C++ extension.
+"""Finds or makes the Python environment, installs missing packages, builds the C++ extension.
 
 ``tools/setup.sh`` runs it for ``run_*.sh``, ``tools/test.sh`` and ``prerequisite.sh``. It prints
 the path of the Python to use on stdout and one line about what it did on stderr. A second run looks
@@ -37,12 +37,12 @@ _KEPT_PACKAGES = ("numpy", "torch", "torchaudio", "torchvision", "transformer-en
 
 
 class SetupFailed(Exception):
-    """Something has to be done by the user; the text says what."""
+    """The user has to do something, which the text names."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What a Python interpreter has: ``missing`` holds requirement lines that are not met."""
+    """A Python interpreter; ``missing`` holds the requirement lines that it does not meet."""
 
     python: str
     extension_suffix: str
@@ -53,7 +53,7 @@ class Environment:
 
 
 def describe(requirement_files: list[str]) -> Environment:
-    """The interpreter that runs this."""
+    """Describes the running interpreter."""
     purelib = Path(sysconfig.get_path("purelib"))
     in_venv = sys.prefix != sys.base_prefix
     marker = Path(sysconfig.get_path("stdlib")) / "EXTERNALLY-MANAGED"
@@ -99,7 +99,7 @@ def inspect(python: str, requirement_files: list[str]) -> Environment:
 
 
 def existing_environment(at_hand: Environment, requirement_files: list[str]) -> Environment | None:
-    """The one to use if it is there: that at hand, or ``.venv``."""
+    """The environment at hand or ``.venv``, whichever can be used; None if neither can."""
     if at_hand.torch and (at_hand.is_writable or not at_hand.missing):
         return at_hand
     return inspect(str(VENV_PYTHON), requirement_files) if VENV_PYTHON.exists() else None
@@ -176,7 +176,7 @@ def source_digest(environment: Environment) -> str:
 
 
 def extension_is_stale(environment: Environment) -> bool:
-    """Whether sources or settings differ from those of the last build, or its files are gone."""
+    """True if sources or settings differ from those of the last build, or its files are gone."""
     if not (ROOT / "setup.py").is_file():
         return False
     try:
