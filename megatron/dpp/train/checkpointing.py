@@ -43,6 +43,7 @@ from megatron.dpp.train.diagnostics import note_progress
 from megatron.dpp.train.exits import sigterm_held_back
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import Trainee
+from megatron.dpp.train.saving import saving
 
 _VERSION = 3.0
 _OURS = ("given", "parsed")
@@ -77,7 +78,7 @@ class Checkpointer:
             f"saving checkpoint at iteration {iteration:7d} to {args.save} ({args.ckpt_format})"
         )
         start = time.perf_counter()
-        with files.saving(args.save, iteration) as target:
+        with saving(args.save, iteration) as target:
             if run.is_first:
                 files.begin(args.save, iteration)
             dist.barrier()
@@ -177,7 +178,7 @@ class Checkpointer:
 
     def _finish(self, *, blocking: bool) -> None:
         if self._queue is not None and self._queue.get_num_unfinalized_calls():
-            with files.saving(self._run.args.save, self.last_saved):
+            with saving(self._run.args.save, self.last_saved):
                 self._queue.maybe_finalize_async_calls(blocking=blocking)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron.dpp.cli.fields import enum_members
+from megatron.dpp.cli.fields import enum_rows
 from megatron.dpp.cli.files import data_words, read_text
 from megatron.dpp.errors import ConfigError, DataError
 
