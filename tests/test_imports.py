@@ -44,7 +44,9 @@ MAY_IMPORT = {
 }
 DOORS = {"__init__", "__main__", "doctor", "estimate", "sim.__main__"}
 """Entry points, which may import any room."""
-WITHOUT_TORCH = {"errors", "config", "hosts", "tokenizers", "schedule", "sim", "plan", "cli", "launch"}
+WITHOUT_TORCH = {
+    *("errors", "config", "hosts", "tokenizers", "schedule", "sim", "plan", "cli", "launch"),
+}
 PUBLIC = {
     "Action",
     "ConfigError",

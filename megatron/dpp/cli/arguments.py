@@ -21,7 +21,8 @@ from megatron.dpp.cli.fields import add_flags, core_fields
 from megatron.dpp.cli.flags import GROUPS, UNSET_FIELDS, WITHOUT_EFFECT, Flag
 from megatron.dpp.cli.flags_run import RUN_GROUPS
 from megatron.dpp.cli.flags_special import SPECIAL, answer
-from megatron.dpp.config import DppConfig, flag_of, option_fields
+from megatron.dpp.cli.run_config import RunConfig
+from megatron.dpp.config import flag_of, option_fields
 from megatron.dpp.errors import ConfigError
 
 
@@ -127,12 +128,7 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> None
     raise ConfigError("unknown flag " + ", ".join(parts or unknown))
 
 
-def dpp_config(args: argparse.Namespace) -> DppConfig:
-    """The settings of the dynamic pipeline; it checks itself."""
-    return DppConfig(**{f.name: getattr(args, f"dpp_{f.name}") for f in option_fields()})
-
-
-def warnings_of(args: argparse.Namespace) -> list[str]:
+def warnings_of(args: RunConfig) -> list[str]:
     """A line for every given flag that cannot take effect."""
     lines = [f"{args.given[name]} has no effect" for name in WITHOUT_EFFECT if name in args.given]
     for field in option_fields():
@@ -143,7 +139,7 @@ def warnings_of(args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def _why_idle(args: argparse.Namespace, field: dataclasses.Field[Any]) -> str | None:
+def _why_idle(args: RunConfig, field: dataclasses.Field[Any]) -> str | None:
     """Why a setting of ours does nothing in this run; None where it does something."""
     if args.deepspeed_zero_stage:
         return "has no effect with --deepspeed-zero-stage"

@@ -10,6 +10,7 @@ fills the directories; nothing here needs a process group.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import re
@@ -27,13 +28,17 @@ _ENGINE_OPTIMIZER, _ENGINE_MODEL = "_optim_states.pt", "_model_states.pt"
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint on disk. ``release`` marks a model without training state; its iteration counts
-    as 0.
+    """A checkpoint on disk.
+
+    Attributes:
+        release: a model without training state, of iteration 0.
+        pretrained: from ``--pretrained-checkpoint``. The run loads the model alone.
     """
 
     path: Path
     iteration: int
     release: bool = False
+    pretrained: bool = False
 
     @property
     def is_distributed(self) -> bool:
@@ -137,7 +142,7 @@ def find_start(args: argparse.Namespace) -> Found | None:
         found = find(args.pretrained_checkpoint)
         if found is None:
             raise DataError(f"--pretrained-checkpoint {args.pretrained_checkpoint}: none there")
-        args.finetune = True
+        return dataclasses.replace(found, pretrained=True)
     if found is None and args.load and args.exit_on_missing_checkpoint:
         raise DataError(f"--load {args.load}: no checkpoint there (--exit-on-missing-checkpoint)")
     return found

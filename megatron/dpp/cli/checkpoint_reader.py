@@ -39,7 +39,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def read_archive(path: Path) -> Any:
-    """The content of a file of ``torch.save``, without tensors. Raises anything on a broken file."""
+    """The content of a ``torch.save`` file, without tensors. Raises anything on a broken file."""
     with zipfile.ZipFile(path) as archive:
         (name,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
         return _Reader(io.BytesIO(archive.read(name))).load()

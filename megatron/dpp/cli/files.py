@@ -71,7 +71,7 @@ def _check_communicators(given: str | None) -> None:
 
 def _check_saved(args: argparse.Namespace, found: Found) -> None:
     saved = saved_args(found)
-    if saved is None or args.finetune:
+    if saved is None or args.finetune or found.pretrained:
         return
     check_model(args, saved, found.path)
     if not getattr(saved, "no_save_optim", False):

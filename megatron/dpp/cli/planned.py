@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate_layout import virtual_stages
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.plan import (
@@ -32,8 +33,8 @@ _NEAR = 0.04
 by this share: of 288 plans none changed by that, and they took a fifth less time."""
 
 
-def take_plan(args: argparse.Namespace) -> None:
-    """Settle layout, number of chunks and, where it is ``auto``, the activation cap; in place.
+def take_plan(args: RunConfig) -> RunConfig:
+    """``args`` with the planned layout, number of chunks and, where it is ``auto``, activation cap.
 
     Every rank plans for itself and comes to the same end, as all read the same costs.
 
@@ -61,12 +62,14 @@ def take_plan(args: argparse.Namespace) -> None:
     found = planner.best(chunks, CAPS if cap == "auto" else [cap], within=_NEAR)
     good = [each for each in found if each.seconds <= found[0].seconds * (1 + _WORTH)]
     best = min(good, key=lambda each: (each.layout.num_chunks > 2, max(each.peak_bytes)))
-    args.pipeline_model_parallel_layout = best.layout.text()
-    args.dpp_activation_cap = best.cap
-    virtual_stages(args)
+    draft = argparse.Namespace(**vars(args))
+    draft.pipeline_model_parallel_layout = best.layout.text()
+    virtual_stages(draft)
+    draft.dpp_activation_cap = best.cap
+    return args.with_(**vars(draft))
 
 
-def describe(args: argparse.Namespace) -> str:
+def describe(args: RunConfig) -> str:
     """The plan as flags that ask for it without planning."""
     return (
         f"planned from {args.dpp_plan}: --pipeline-model-parallel-layout "
@@ -74,7 +77,7 @@ def describe(args: argparse.Namespace) -> str:
     )
 
 
-def _costs(args: argparse.Namespace) -> ModelCosts:
+def _costs(args: RunConfig) -> ModelCosts:
     shapes = from_shapes(
         ModelShape(
             num_layers=args.num_layers,

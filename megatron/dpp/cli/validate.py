@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import math
 
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate_experts import check_experts, check_prediction
 from megatron.dpp.cli.validate_layout import check_cut, check_plan, virtual_stages
 from megatron.dpp.cli.validate_ranges import (
@@ -28,42 +29,51 @@ from megatron.dpp.trace import parse_iterations
 
 Args = argparse.Namespace
 
+TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
 
-def validate(args: Args, world_size: int) -> None:
-    """Check ``args`` and derive what Megatron derives, in place.
+
+def validate(args: Args, world_size: int, arch: str | None = None) -> RunConfig:
+    """Check parsed ``args``, which stay as they are, and derive what Megatron derives.
+
+    Args:
+        arch: ``gpt`` or ``bert``, which differ in tokenizer and possible flags; None checks
+            neither.
 
     Raises:
         ConfigError: the first setting that cannot work.
     """
-    args.world_size = world_size
-    for rule in (
-        _shape,
-        check_heads,
-        _layout,
-        check_plan,
-        virtual_stages,
-        _batch,
-        check_batches,
-        _length_of_training,
-        _precision,
-        _optimizer,
-        check_learning_rate,
-        check_optimizer_kind,
-        _fully_sharded,
-        _deepspeed,
-        _memory,
-        check_cut,
-        _kernels,
-        check_experts,
-        check_prediction,
-        _data,
-        _checkpoints,
-        _evaluation,
-        check_ranges,
-        _writers,
-        _trace,
-    ):
-        rule(args)
+    draft = Args(**vars(args))
+    draft.world_size = world_size
+    if arch is not None:
+        _family(draft, arch)
+    for rule in RULES:
+        rule(draft)
+    return RunConfig(vars(draft))
+
+
+def check_sizes(args: Args, world_size: int) -> None:
+    """Apply the rules on sizes, layout and batch alone, which need no package.
+
+    Raises:
+        ConfigError: the first setting that cannot work.
+    """
+    draft = Args(**vars(args))
+    draft.world_size = world_size
+    for rule in _SIZE_RULES:
+        rule(draft)
+
+
+def _family(args: Args, arch: str) -> None:
+    args.tokenizer_type = args.tokenizer_type or TOKENIZERS[arch]
+    if arch != "bert":
+        return
+    for flag in ("num_experts", "mtp_num_layers"):
+        name = flag.replace("_", "-")
+        require(not getattr(args, flag), f"--{name}: BERT's layers have none; GPT's have")
+    require(
+        not args.full_validation,
+        "--full-validation: BERT's data sets have no natural end; give --eval-iters",
+    )
 
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
@@ -403,3 +413,29 @@ def _trace(args: Args) -> None:
         parse_iterations(args.trace_iterations or "0")
     except ValueError as error:
         raise ConfigError(f"--trace-iterations: {error}") from error
+
+
+_SIZE_RULES = (_shape, check_heads, _layout, check_plan, virtual_stages, _batch, check_batches)
+RULES = (
+    *_SIZE_RULES,
+    _length_of_training,
+    _precision,
+    _optimizer,
+    check_learning_rate,  # needs the weight decay that _optimizer derives
+    check_optimizer_kind,
+    _fully_sharded,
+    _deepspeed,
+    _memory,
+    check_cut,  # needs the recompute granularity of _memory
+    _kernels,
+    check_experts,  # needs the layers' implementation of _kernels
+    check_prediction,
+    _data,
+    _checkpoints,
+    _evaluation,
+    check_ranges,
+    _writers,
+    _trace,
+)
+"""In this order: each rule may read what those before it have derived. A rule derives first and
+checks then, and writes to the draft of :func:`validate` alone."""

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.files import check_index
-from megatron.dpp.cli.preflight import TOKENIZERS
+from megatron.dpp.cli.validate import TOKENIZERS
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.launch.flags import ROOT, Flags, nearest_path, to_argv
 
