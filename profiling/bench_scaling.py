@@ -29,8 +29,8 @@ sys.path.insert(0, str(_ROOT))
 from bench_memory import import_path  # noqa: E402
 
 from megatron.dpp.errors import ConfigError  # noqa: E402
+from megatron.dpp.launch.job import hardware_queues  # noqa: E402
 from megatron.dpp.launch.main import Plan, plan  # noqa: E402
-from megatron.dpp.launch.resolve import environment  # noqa: E402
 
 MODES = {
     "dp": (1, "--mode simple"),
@@ -165,7 +165,8 @@ def _start(found: Plan) -> bool:
     env = {
         **os.environ, "PYTHONPATH": import_path(),
         "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment(found.resolved, os.environ),
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+        or hardware_queues(found.resolved.argv),
     }  # fmt: skip
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     if result.returncode:

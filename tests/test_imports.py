@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "mcore": {"config", "errors", "trace", "transport"},
     "runtime": {"config", "errors", "hosts", "schedule", "trace", "transport", "mcore"},
     "cli": {"config", "errors", "schedule", "tokenizers", "trace", "plan", "runtime"},
-    "launch": {"config", "errors", "schedule", "plan", "cli"},
+    "launch": {"config", "errors", "hosts", "schedule", "plan", "cli"},
     "train": {
         *("config", "errors", "tokenizers", "schedule", "trace", "plan"),
         *("transport", "mcore", "runtime", "cli"),

@@ -13,6 +13,7 @@ COMMANDS = {
     "train": ("launch.main", "train a model: choose a layout, print it, start torchrun"),
     "estimate": ("commands.estimate", "print the memory and time that a run will need"),
     "sim": ("commands.sim", "simulate, compare and draw schedules"),
+    "env": ("commands.env", "print the environment variables that are read or set"),
     "doctor": ("commands.doctor", "print what this machine offers the transport"),
 }
 """Sub-command -> (module under ``megatron.dpp`` with ``main(argv) -> int``, summary)."""

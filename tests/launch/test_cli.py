@@ -64,7 +64,7 @@ def test_an_estimate_is_printed_once(
     started: list[bool] = []
     monkeypatch.setattr("megatron.dpp.launch.main.find_python", lambda dry_run: "python")
     monkeypatch.setattr(
-        "megatron.dpp.launch.main.hand_over", lambda *args, dry_run: started.append(not dry_run)
+        "megatron.dpp.launch.main.launch", lambda *args, dry_run: started.append(not dry_run)
     )
     for more, by_us in (([], False), (["--dry-run"], True)):
         main(["--mode", "zero", "--procs", "1", "--mock-data", *more])

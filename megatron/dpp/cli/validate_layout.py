@@ -87,6 +87,9 @@ def _num_chunks(args: Args) -> int:
         return 1
     if args.pipeline_model_parallel_layout is not None:
         return _chunks_of_text(args)
+    uneven = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
+    layers = args.num_layers
+    layers += args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
     if args.num_virtual_stages_per_pipeline_rank is not None:
         chunks = int(args.num_virtual_stages_per_pipeline_rank)
         require(
@@ -95,10 +98,13 @@ def _num_chunks(args: Args) -> int:
             f"{pipeline} = {chunks * pipeline} virtual stages; --num-layers is {args.num_layers}: "
             "each stage needs a layer",
         )
+        if uneven == (None, None):
+            require(
+                layers % (chunks * pipeline) == 0,
+                f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size "
+                f"{pipeline} x --num-virtual-stages-per-pipeline-rank {chunks} virtual stages",
+            )
         return chunks
-    uneven = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
-    layers = args.num_layers
-    layers += args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
     if uneven == (None, None):
         require(
             layers % pipeline == 0,

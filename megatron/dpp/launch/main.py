@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from megatron.dpp.cli.files import check_data, check_outputs, check_start
 from megatron.dpp.cli.planned import SHAPES
 from megatron.dpp.errors import ConfigError, DataError, DppError
 from megatron.dpp.launch import auto, cli
 from megatron.dpp.launch.flags import Flags, check_known, whole
+from megatron.dpp.launch.job import find_job, launch
 from megatron.dpp.launch.layout import Layout, nearest_multiple
 from megatron.dpp.launch.nodes import Nodes, find_nodes
 from megatron.dpp.launch.resolve import (
@@ -25,7 +25,6 @@ from megatron.dpp.launch.resolve import (
     asked_batch,
     asked_layout,
     base_flags,
-    environment,
     forms,
     resolve,
     shard_of,
@@ -33,7 +32,6 @@ from megatron.dpp.launch.resolve import (
 from megatron.dpp.launch.settle import checked, settled, shape_from
 from megatron.dpp.launch.start import (
     find_python,
-    hand_over,
     prepare,
     run_preparation,
     show,
@@ -56,7 +54,7 @@ _DEFAULT_PROCS = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Resolve and start; returns only when nothing was started."""
+    """Resolve and start. Returns where nothing is started; else this process becomes torchrun."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if "--completion" in words:
@@ -66,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(cli.help_text(_mode_of(words)))
             return 0
         _start(plan(words))
+        return 0  # of a dry run
     except DppError as error:
         print(f"error: {error}", file=sys.stderr)
         return _BAD_INPUT
@@ -199,14 +198,14 @@ def _planned(asked: Resolved) -> str:
     return f", layers laid out by what they took in {plan}" if plan else ""
 
 
-def _start(found: Plan) -> NoReturn:
+def _start(found: Plan) -> None:
     """Set up, preprocess, and become torchrun."""
     options, resolved = found.options, found.resolved
     # The run that follows says it itself, unless a preparation keeps it waiting.
     says_itself = "--estimate" in resolved.flags and not (options.dry_run or found.preparation)
     needs = [] if says_itself else lines(found.estimate)
     print("\n".join([*found.heading, *needs, *found.warnings]), flush=True)
-    python = find_python(options.dry_run)
+    python = find_python(dry_run=options.dry_run)
     if found.preparation:
         preparation = [python, *found.preparation]
         if options.dry_run:
@@ -217,11 +216,12 @@ def _start(found: Plan) -> NoReturn:
                 resolved.flags.update(split_of(resolved.flags))
     script = f"pretrain_{resolved.arch}.py"
     print(f"\nflags of {script}:\n{show(resolved.argv)}\n", flush=True)
-    env = {"PYTHON": python, "GPUS_PER_NODE": str(found.setting.per_node)}
-    env |= found.nodes.environment() | environment(resolved, os.environ)
     if not found.setting.on_gpu:
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    hand_over(script, resolved.argv, env, dry_run=options.dry_run)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sizes = {"GPUS_PER_NODE": str(found.setting.per_node), **found.nodes.environment()}
+    job = find_job({**os.environ, **sizes})
+    argv = [*resolved.argv, *job.flags()]
+    launch(job, python, script, argv, dry_run=options.dry_run)
 
 
 def find_setting(options: argparse.Namespace, nodes: Nodes) -> Setting:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -419,16 +419,3 @@ def _resume(folder: str) -> Flags:
         "--exit-on-missing-checkpoint": True,
         "--override-opt_param-scheduler": True,
     }
-
-
-def environment(resolved: Resolved, env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that the run needs beside those of ``examples/launch.sh``."""
-    args = parse_args(resolved.argv)
-    # One hardware queue, on which megatron-core's tensor and context parallelism rely, would put
-    # FSDP2's gathers behind the products that wait for them, what a pipeline's rank sends behind
-    # what it waits for, and a reduction behind the whole replayed backward that it could run
-    # beside.
-    relies = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
-    if relies and resolved.shard not in ("gradients", "parameters"):
-        return {}
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": env.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")}

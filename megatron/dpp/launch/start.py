@@ -1,4 +1,4 @@
-"""Data made ready, and the hand-over to ``examples/launch.sh``, which starts torchrun."""
+"""What a run needs before torchrun: a Python that is set up, and token files."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.files import check_index
@@ -164,18 +164,24 @@ def split_of(flags: Flags) -> Flags:
     return {"--split": few if documents < _LEAST else _SPLIT}
 
 
-def find_python(dry_run: bool) -> str:
-    """The interpreter that training runs with; set-up happens here when something is missing.
+def find_python(*, dry_run: bool) -> str:
+    """The interpreter that training runs with; it is set up where something is missing.
 
     Raises:
         SystemExit: set-up failed; it has said why.
     """
-    if dry_run:
-        return sys.executable
+    return sys.executable if dry_run else set_up({**os.environ, "PYTHON": sys.executable})
+
+
+def set_up(env: Mapping[str, str]) -> str:
+    """Install and build what is missing; the Python to use.
+
+    Raises:
+        SystemExit: it failed; it has said why.
+    """
+    sys.stdout.flush()
     command = ["bash", str(ROOT / "tools" / "setup.sh")]
-    result = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHON": sys.executable}
-    )
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env)
     if result.returncode:
         sys.exit(result.returncode)
     return result.stdout.strip()
@@ -190,14 +196,6 @@ def run_preparation(command: list[str]) -> None:
     code = subprocess.run(command).returncode
     if code:
         sys.exit(code)
-
-
-def hand_over(script: str, argv: list[str], env: dict[str, str], *, dry_run: bool) -> NoReturn:
-    """Become ``examples/launch_flags.sh``, which becomes torchrun (or prints its command)."""
-    environment = {**os.environ, **env} | ({"DRY_RUN": "1"} if dry_run else {})
-    command = ["bash", str(ROOT / "examples" / "launch_flags.sh"), script, *argv]
-    sys.stdout.flush()
-    os.execvpe("bash", command, environment)
 
 
 def show(words: list[str]) -> str:
