@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
     "hosts": {"errors"},
-    "tokenizers": {"errors"},
+    "text_files": {"errors"},
+    "tokenizers": {"errors", "text_files"},
     "schedule": {"config", "errors"},
     "trace": {"config", "errors", "schedule"},
     "sim": {"config", "errors", "schedule", "trace"},
@@ -31,10 +32,12 @@ MAY_IMPORT = {
     "transport": {"config", "errors", "hosts", "trace"},
     "mcore": {"config", "errors", "trace", "transport"},
     "runtime": {"config", "errors", "hosts", "schedule", "trace", "transport", "mcore"},
-    "cli": {"config", "errors", "schedule", "tokenizers", "trace", "plan", "runtime"},
-    "launch": {"config", "errors", "hosts", "schedule", "plan", "cli"},
+    "cli": {
+        *("config", "errors", "text_files", "tokenizers", "schedule", "trace", "plan", "runtime"),
+    },
+    "launch": {"config", "errors", "hosts", "text_files", "schedule", "plan", "cli"},
     "train": {
-        *("config", "errors", "tokenizers", "schedule", "trace", "plan"),
+        *("config", "errors", "text_files", "tokenizers", "schedule", "trace", "plan"),
         *("transport", "mcore", "runtime", "cli"),
     },
     "commands": {
@@ -45,7 +48,8 @@ MAY_IMPORT = {
 DOORS = {"__init__", "__main__", "doctor", "estimate", "sim.__main__"}
 """Entry points, which may import any room."""
 WITHOUT_TORCH = {
-    *("errors", "config", "hosts", "tokenizers", "schedule", "sim", "plan", "cli", "launch"),
+    *("errors", "config", "hosts", "text_files", "tokenizers", "schedule", "sim", "plan", "cli"),
+    "launch",
 }
 PUBLIC = {
     "Action",

@@ -9,11 +9,11 @@ import torch
 
 from megatron.dpp.cli import settings
 from megatron.dpp.cli.arguments import parse_args, warnings_of
-from megatron.dpp.cli.files import read_text
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate import validate
 from megatron.dpp.config import option_fields
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.text_files import read_text
 from megatron.dpp.train.configs import check_with_core, with_types
 
 MINIMUM = (
@@ -356,7 +356,7 @@ def test_yaml_settings_lie_between_defaults_and_command_line(tmp_path: Path) -> 
 def test_files_of_settings_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "latin"
     path.write_bytes(b"lr: 1\n# \xe9t\xe9\n")
-    with pytest.raises(DataError, match=r"--yaml-cfg .*latin: no text in UTF-8 \(invalid"):
+    with pytest.raises(DataError, match=r"--yaml-cfg .*latin: not UTF-8 text \(invalid"):
         parse_args(["--yaml-cfg", str(path)])
-    with pytest.raises(DataError, match=r"latin: no text in UTF-8 \(invalid"):
+    with pytest.raises(DataError, match=r"latin: not UTF-8 text \(invalid"):
         read_text(str(path))

@@ -13,8 +13,8 @@ from typing import Any
 
 from megatron.dpp.cli.checkpoint_args import check_model, check_optimizer, saved_args
 from megatron.dpp.cli.checkpoint_files import Found, check_engine, check_whole, find_start
-from megatron.dpp.cli.yaml_file import read_mapping
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.text_files import read_mapping, read_text
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _SETS = ("training", "validation", "test")
@@ -61,7 +61,7 @@ def check_start(args: argparse.Namespace) -> None:
 
 def _check_communicators(given: str | None) -> None:
     if given is not None:
-        settings = read_mapping("--nccl-communicator-config-path", given)
+        settings = read_mapping(given, "--nccl-communicator-config-path")
         if not all(isinstance(each, dict) for each in settings.values()):
             raise DataError(
                 f"--nccl-communicator-config-path {given}: expected settings for each process "
@@ -126,12 +126,14 @@ def data_words(args: argparse.Namespace) -> tuple[list[str] | None, list[Any] | 
         DataError: a file named by ``--data-args-path`` or ``--per-split-data-args-path`` is bad.
     """
     if args.data_args_path:
-        return read_text(args.data_args_path).split(), None
+        return read_text(args.data_args_path, "--data-args-path").split(), None
     if args.data_path:
         return args.data_path, None
     if args.per_split_data_args_path:
         try:
-            lists = json.loads(read_text(args.per_split_data_args_path))
+            lists = json.loads(
+                read_text(args.per_split_data_args_path, "--per-split-data-args-path")
+            )
             paths = [lists[name] for name in ("train", "valid", "test")]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
@@ -141,16 +143,6 @@ def data_words(args: argparse.Namespace) -> tuple[list[str] | None, list[Any] | 
         return None, [path.split() if isinstance(path, str) else path for path in paths]
     paths = [args.train_data_path, args.valid_data_path, args.test_data_path]
     return None, paths if any(paths) else None
-
-
-def read_text(path: str) -> str:
-    """Raises :class:`DataError` when the file cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: no text in UTF-8 ({error.reason})") from error
 
 
 def _prefixes(words: list[str]) -> list[str]:

@@ -22,12 +22,12 @@ from megatron.dpp.launch.flags import (
     from_argv,
     model_flags,
     read_flags,
-    read_text,
     to_argv,
     whole,
 )
 from megatron.dpp.launch.layout import Layout, check_layout, nearest_multiple
 from megatron.dpp.plan import Device
+from megatron.dpp.text_files import read_text
 
 _DEFAULT_STEPS = 50
 _STAGES = ("optimizer", "gradients", "parameters")

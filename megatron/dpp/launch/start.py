@@ -15,7 +15,8 @@ from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.files import check_index
 from megatron.dpp.cli.validate import TOKENIZERS
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.launch.flags import ROOT, Flags, nearest_path, to_argv
+from megatron.dpp.launch.flags import ROOT, Flags, to_argv
+from megatron.dpp.text_files import nearest_path
 
 _TEXT = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")

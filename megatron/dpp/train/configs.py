@@ -16,9 +16,10 @@ from megatron.core.optimizer import AdamOptimizerConfig, OptimizerConfig, SGDOpt
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron.dpp.cli.fields import enum_rows
-from megatron.dpp.cli.files import data_words, read_text
+from megatron.dpp.cli.files import data_words
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.text_files import read_text
 
 Args = argparse.Namespace
 
@@ -154,7 +155,7 @@ def sequences_per_dataset(args: Args) -> dict[str, int] | None:
     if path is None:
         return None
     try:
-        counts: dict[str, int] = json.loads(read_text(path))
+        counts: dict[str, int] = json.loads(read_text(path, "--per-dataset-sequences-path"))
     except ValueError as error:
         raise DataError(f"--per-dataset-sequences-path {path}: not JSON ({error})") from error
     return counts
