@@ -283,7 +283,7 @@ LINKS = set(list(OURS)[7:13])
 
 
 def idle(more: str, *flags: str, world_size: int = 1) -> set[str]:
-    """Which of our flags ``warnings_of`` says to have no effect."""
+    """Our flags that ``warnings_of`` names."""
     words = " ".join(f"{flag} {OURS[flag]}" for flag in flags or OURS)
     lines = warnings_of(checked(f"{more} {words}", world_size))
     assert all(" has no effect with" in line for line in lines)

@@ -1,4 +1,4 @@
-"""What ``train`` resolves a layout to on GPUs that this machine need not have."""
+"""The flags that ``train`` resolves a layout to, on GPUs that this machine need not have."""
 
 from __future__ import annotations
 

@@ -2,9 +2,7 @@
 
 Rows of ``flags``, ``flags_run`` and ``flags_special`` first, then ours from
 :class:`megatron.dpp.config.DppConfig`, then one flag per remaining field of megatron-core's
-dataclasses. This module turns text into a namespace; whether the values fit together is
-``validate``'s business, and what they mean is ``configs``'. Nothing here imports torch or
-megatron-core, so that a wrong flag is refused at once.
+dataclasses. This module turns text into a namespace; ``validate`` checks the values.
 """
 
 from __future__ import annotations
@@ -129,7 +127,7 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> None
 
 
 def warnings_of(args: RunConfig) -> list[str]:
-    """A line for every given flag that cannot take effect."""
+    """A line for every given flag without effect."""
     lines = [f"{args.given[name]} has no effect" for name in WITHOUT_EFFECT if name in args.given]
     for field in option_fields():
         flag = args.given.get(f"dpp_{field.name}")
@@ -140,7 +138,7 @@ def warnings_of(args: RunConfig) -> list[str]:
 
 
 def _why_idle(args: RunConfig, field: dataclasses.Field[Any]) -> str | None:
-    """Why a setting of ours does nothing in this run; None where it does something."""
+    """The reason why a setting of ours has no effect in this run; None where it has one."""
     if args.deepspeed_zero_stage:
         return "has no effect with --deepspeed-zero-stage"
     if args.use_dpp:

@@ -1,9 +1,8 @@
-"""What a checkpoint says about the run that saved it: taken over with ``--use-checkpoint-args``,
-else compared with this run's settings.
+"""Arguments that a checkpoint holds: adopted with ``--use-checkpoint-args``, else compared.
 
-``preflight`` calls :func:`take_checkpoint_args` before it checks anything; names and precedence
-are Megatron-LM core_v0.16.1's: sizes that the command line spells out win, the rest of the
-architecture is the checkpoint's. ``files`` and ``checkpointing`` compare.
+``preflight`` calls :func:`take_checkpoint_args` before it checks anything. Names and precedence are
+Megatron-LM core_v0.16.1's: sizes on the command line win, the rest of the architecture is the
+checkpoint's. ``files`` and ``checkpointing`` compare.
 """
 
 from __future__ import annotations
@@ -98,8 +97,7 @@ def check_model(args: argparse.Namespace, saved: Any, path: Path) -> None:
 
 
 def check_optimizer(args: argparse.Namespace, saved: Any, path: Path) -> None:
-    """Distributed and plain optimizer, experts with and without an optimizer of their own: they do
-    not read each other's state.
+    """Refuse the state of another kind of optimizer: distributed or not, or with experts apart.
 
     Raises:
         ConfigError: the checkpoint has the other kind.

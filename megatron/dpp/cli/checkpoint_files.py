@@ -1,10 +1,10 @@
-"""Where checkpoints lie, which of them are whole, and how one replaces another at a stroke.
+"""The directories of checkpoints: find, check, begin, commit and tidy them.
 
 Megatron-LM's form: ``DIR/latest_checkpointed_iteration.txt`` names the newest of
 ``DIR/iter_0000010``, ``DIR/iter_0000020``, ... A checkpoint is written as
 ``iter_0000020.unfinished`` and renamed when every rank is done; the tracker file is replaced after
-that. So whatever moment a job dies at, the tracker names a whole checkpoint. ``checkpointing``
-fills the directories; nothing here needs a process group.
+that. So the tracker names a whole checkpoint whenever a job dies. ``checkpointing`` fills the
+directories; nothing here needs a process group.
 """
 
 from __future__ import annotations
@@ -64,8 +64,11 @@ def unfinished_directory(root: str | Path, iteration: int) -> Path:
 
 
 def rank_directory(tensor: int, pipeline: int | None, expert: int | None) -> str:
-    """Of one rank's file inside a ``torch`` checkpoint, by its places in the groups; None where the
-    group has one member."""
+    """The directory of one rank's file inside a ``torch`` checkpoint.
+
+    Args:
+        tensor, pipeline, expert: ranks in the groups; None where the group has one member.
+    """
     places = [f"_{place:03d}" for place in (pipeline, expert) if place is not None]
     return f"mp_rank_{tensor:02d}{''.join(places)}"
 
@@ -154,8 +157,8 @@ def unfinished(root: str | Path) -> list[Path]:
 
 
 def tidy_own(args: argparse.Namespace) -> list[str]:
-    """:func:`tidy` the directory that a run loads from, if it is the one that it saves to: into any
-    other another job may be saving just now."""
+    """:func:`tidy` the directory that a run loads from, if it also saves there. Another job may be
+    saving to any other."""
     if not (args.load and args.save and Path(args.load).is_dir()):
         return []
     return tidy(args.load) if Path(args.load).resolve() == Path(args.save).resolve() else []

@@ -1,5 +1,4 @@
-"""Are the files that a run names there and whole? Checked by ``preflight`` before any
-process group exists, and without the seconds that importing PyTorch takes."""
+"""Checks that the files of a run exist and are whole, before any process group exists."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ def check_files(args: argparse.Namespace, task_name: str) -> None:
         task_name: ``gpt`` or ``bert``; what ``--split`` divides differs.
 
     Raises:
-        ConfigError: ``--split`` is none, or BERT's prefixes have no weights.
-        DataError: the first of them, and what is wrong with it.
+        ConfigError: ``--split`` has no shares, or BERT's prefixes have no weights.
+        DataError: the first broken file, and what is wrong with it.
     """
     check_start(args)
     _check_communicators(args.nccl_communicator_config_path)
@@ -79,7 +78,7 @@ def _check_saved(args: argparse.Namespace, found: Found) -> None:
 
 
 def check_data(args: argparse.Namespace, task_name: str) -> None:
-    """The data's part of :func:`check_files`."""
+    """Check the data files."""
     if not args.mock_data:
         words, per_split = data_words(args)
         for each in [words, *(per_split or [])]:
@@ -155,8 +154,8 @@ def _prefixes(words: list[str]) -> list[str]:
 
 
 def check_split(prefix: str, split: str, num_parts: int) -> None:
-    """Does every set with a share in ``--split`` get something of ``prefix``'s ``num_parts``
-    sequences or documents? megatron-core counts the epochs of an empty one for ever.
+    """Check that every set with a share in ``--split`` gets some of ``prefix``'s ``num_parts``
+    sequences or documents. megatron-core counts the epochs of an empty set for ever.
 
     Raises:
         ConfigError: ``split`` is not up to three numbers.
@@ -200,7 +199,10 @@ def check_index(prefix: str) -> tuple[int, int]:
             raise DataError(f"{index}: not a Megatron index (bad header)")
         version, code, sequences, documents = struct.unpack("<QBQQ", header[9:34])
         if version != 1 or code not in _TOKEN_BYTES:
-            raise DataError(f"{index}: version {version}, dtype code {code}: not readable here")
+            raise DataError(
+                f"{index}: version {version}, dtype code {code}: expected version 1 and a code of "
+                "1 to 8"
+            )
         expected = 34 + sequences * (4 + 8) + documents * 8
         actual = index.stat().st_size
         if actual not in (expected, expected + sequences):  # multimodal indices have modes

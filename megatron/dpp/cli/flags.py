@@ -1,4 +1,4 @@
-"""The flags of Megatron-LM that are no field of a megatron-core dataclass, or are spelt unlike it.
+"""Flags of Megatron-LM that are no field of a megatron-core dataclass, or are spelt differently.
 
 A table: name, type, default, help; names, defaults and destinations are those of Megatron-LM
 core_v0.16.1. Here are the model's and its training's; ``flags_run`` has those of the run around

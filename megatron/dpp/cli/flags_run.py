@@ -1,8 +1,6 @@
-"""Flags of what is around the training: data, logging, checkpoints, and ours.
+"""Flags of data, logging and checkpoints, which are Megatron-LM's, and our own.
 
-A table like ``flags``, whose names, defaults and destinations are Megatron-LM's, too, but for the
-last group. The flags of :class:`megatron.dpp.config.DppConfig` are not here: ``arguments`` makes
-them from its fields.
+``arguments`` makes those of :class:`megatron.dpp.config.DppConfig` from its fields.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Megatron-LM's flags with a notation of their own, its old names, and those nobody built here.
+"""Flags with a notation of their own, old names, and answers to flags that are not supported.
 
-A table beside ``flags``: layer patterns, mixture-of-experts, multi-latent attention, names that
-Megatron-LM keeps for old scripts. :func:`answer` is what a user is told who brings a flag that
-Megatron-LM has and this project has not. Like ``flags`` it imports neither torch nor megatron-core.
+A table beside ``flags``: layer patterns, mixture of experts, multi-latent attention, and names that
+Megatron-LM keeps for old scripts. :func:`answer` explains a flag that only Megatron-LM has.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ _ELSEWHERE = {
 
 
 def answer(name: str) -> str | None:
-    """Why a flag of Megatron-LM is not here and what is; None for a name that nobody knows."""
+    """The reason why a flag of Megatron-LM is missing; None for a name that it lacks, too."""
     if name in _REPLACED:
         return f"{name} is an old name; use {_REPLACED[name]}"
     for subject, starts in _ELSEWHERE.items():

@@ -1,4 +1,4 @@
-"""``--dpp-plan``: a run whose layers lie where the planner puts them."""
+"""``--dpp-plan``: lays the layers out by their cost."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ SHAPES = "shapes"
 _REPOSITORY = Path(__file__).resolve().parents[3]
 _SIMULATED_PER_RANK = 4
 _MAX_TASKS = 50_000
-"""With these a plan takes 0.1 to 2 s; twice as many microbatches and three times as many layouts
-took four times as long for plans that were as fast within 1 %, one way or the other."""
+"""With these limits a plan takes 0.1 to 2 s. Twice as many microbatches and three times as many
+layouts took four times as long, for plans that were as fast within 1 %."""
 
 _WORTH = 0.01
-"""What a plan has to gain that takes more memory, or four chunks, whose tasks are short."""
+"""Share of the time that a plan with more memory, or with four chunks, must gain."""
 _NEAR = 0.04
-"""A number of chunks is not searched whose balanced layout takes longer at least than the best plan
-by this share: of 288 plans none changed by that, and they took a fifth less time."""
+"""A number of chunks is skipped where its balanced layout takes longer than the best plan by this
+share. That changed none of 288 plans, which took a fifth less time."""
 
 
 def take_plan(args: RunConfig) -> RunConfig:
     """``args`` with the planned layout, number of chunks and, where it is ``auto``, activation cap.
 
-    Every rank plans for itself and comes to the same end, as all read the same costs.
+    Every rank plans for itself with the same result, as all read the same costs.
 
     Raises:
         ConfigError: no plan is possible, or the run does not fit the model.

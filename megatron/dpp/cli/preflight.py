@@ -37,7 +37,7 @@ BAD_INPUT = 2
 """Exit code of a process whose settings cannot work."""
 
 _MOST_ROOM = Geometry(num_ranks=1000, rank=0, num_chunks=1, num_microbatches=1)
-"""Here a cap that any run could have holds what it must."""
+"""A geometry in which every possible cap passes."""
 
 
 def check(
@@ -75,7 +75,7 @@ def check(
 
 
 def _all_here(world_size: int) -> bool:
-    """Whether this node runs all processes of the job."""
+    """True where this node runs all processes of the job."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
 
 

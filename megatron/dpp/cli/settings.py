@@ -1,8 +1,7 @@
-"""What a run was started with, said in a few lines and saved beside what the run writes.
+"""The settings of a run, as a summary and as a file that ``--yaml-cfg`` reads.
 
-``pretrain`` prints :func:`summary` once and calls :func:`save`. The file is one that ``--yaml-cfg``
-reads: the settings that differ from the defaults, and below them, as comments, what was derived
-from them and which defaults were in force.
+The file holds the settings that differ from the defaults, and as comments the derived values and
+the defaults.
 """
 
 from __future__ import annotations

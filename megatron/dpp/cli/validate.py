@@ -1,11 +1,9 @@
-"""Do the flags fit together, and what follows from them? Megatron-LM's rules, as errors that name
-the flag.
+"""Checks that flags fit together, and derives values: Megatron-LM's rules, as errors that name the
+flag.
 
-:func:`validate` runs on every rank, before any process group exists. It fills in derived values
-(data-parallel size, virtual stages) and raises :class:`~megatron.dpp.errors.ConfigError` for the
-first rule that is broken. What it says costs no import of torch or megatron-core; names of dtypes
-become dtypes in ``configs.set_types``, and kernels that are not there are switched off by
-``initialize.choose_device``.
+:func:`validate` runs on every rank, before any process group exists. It imports neither torch nor
+megatron-core. ``configs.with_types`` turns names of dtypes into dtypes, and
+``initialize.with_device`` switches kernels off that are missing.
 """
 
 from __future__ import annotations
@@ -249,7 +247,7 @@ def _optimizer(args: Args) -> None:
 
 
 def _fully_sharded(args: Args) -> None:
-    """What PyTorch's FSDP2 does not go with; the fused gradient kernel is switched off."""
+    """Refuse what PyTorch's FSDP2 excludes, and switch the fused gradient kernel off."""
     if not args.use_torch_fsdp2:
         return
     excluded = {
@@ -272,7 +270,7 @@ def _fully_sharded(args: Args) -> None:
 
 
 def _deepspeed(args: Args) -> None:
-    """What DeepSpeed's engine does not go with; the fused gradient kernel is switched off."""
+    """Refuse what DeepSpeed's engine excludes, and switch the fused gradient kernel off."""
     if not args.deepspeed_zero_stage:
         return
     name = f"--deepspeed-zero-stage {args.deepspeed_zero_stage}"

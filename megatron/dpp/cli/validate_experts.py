@@ -1,7 +1,6 @@
-"""``validate``'s rules for mixtures of experts and for multi-token prediction.
+"""Rules of ``validate`` for mixtures of experts and multi-token prediction.
 
-Most of them are megatron-core's own, which it would state in mid-start or in the first forward;
-here they are errors that name the flags, before any process group exists.
+Most are megatron-core's own, which would raise them late in the start or in the first forward.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ def _expert_layout(args: Args) -> None:
 
 
 def _refuse_order(args: Args) -> None:
-    """Experts whose collectives span data-parallel replicas."""
+    """Refuse experts whose collectives span data-parallel replicas."""
     kinds = args.moe_router_load_balancing_type
     refused = {
         "--expert-model-parallel-size above 1": args.expert_model_parallel_size > 1,

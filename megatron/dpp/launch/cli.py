@@ -1,4 +1,4 @@
-"""The command line of ``train``: one parser, and for each mode a help that fits a screen."""
+"""The command line of ``train``: one parser, and a help of one screen for each mode."""
 
 from __future__ import annotations
 
@@ -109,10 +109,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """``train``'s own options, and everything else, which goes to ``pretrain_*.py``.
+    """The options of ``train``, and all other words, which ``pretrain_*.py`` gets.
 
     Raises:
-        ConfigError: a wrong value, or an option that the mode does not have.
+        ConfigError: a wrong value, or an option of another mode.
     """
     options, rest = build_parser().parse_known_args(argv)
     options.mode = _ALIASES.get(options.mode, options.mode)
@@ -138,7 +138,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def help_text(mode: str | None = None) -> str:
-    """What ``train --help`` prints, and with a mode what that mode has."""
+    """The text of ``train --help``, or of one mode."""
     if mode is None:
         lines = ["usage: python train --mode MODE [options] [any flag of pretrain_gpt.py]", ""]
         lines += [f"  --mode {name:9s} {text}" for name, text in ABOUT.items()]

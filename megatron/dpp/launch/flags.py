@@ -19,7 +19,7 @@ _OTHER_NAMES = {
     **dict.fromkeys(("gpt2-medium", "345m", "355m"), "medium"),
     **dict.fromkeys(("gpt3", "gpt2-xl", "1.3b"), "large"),
 }
-"""What people call the files of ``configs/models``; only hints read it."""
+"""Common names of models -> files of ``configs/models``, for hints."""
 
 Flags = dict[str, Any]
 """Flag with its dashes to its value: True for a switch, a list for several values."""
@@ -75,7 +75,7 @@ def whole(flags: Flags, name: str) -> int:
 
 
 def check_known(words: Sequence[str], own: Sequence[str]) -> None:
-    """Are all flags among ``words`` flags of the training scripts?
+    """Refuse flags among ``words`` that the training scripts do not have.
 
     Args:
         own: options of ``train`` itself, to which a misspelt one may be nearer.
@@ -116,7 +116,7 @@ def from_argv(words: Sequence[str]) -> Flags:
             last, _, value = word.partition("=")
             flags[last] = value or True
         elif not last:
-            raise ConfigError(f"{word}: what is it? Options of train start with --")
+            raise ConfigError(f"unexpected argument {word!r}: options of train start with --")
         else:
             before = flags[last]
             several = before if isinstance(before, list) else []

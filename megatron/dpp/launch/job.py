@@ -30,7 +30,7 @@ _QUIET = ",".join(
         "full scope is deprecated",
     )
 )
-"""What megatron-core says in every process about packages that nothing here needs."""
+"""Warnings of megatron-core in every process about packages that nothing here needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ def launch(
 
 
 def is_dry_run() -> bool:
-    """Whether ``DRY_RUN`` asks to print commands only."""
+    """True where ``DRY_RUN`` asks to print commands only."""
     return environment.value("DRY_RUN", os.environ) != "0"
 
 

@@ -1,4 +1,4 @@
-"""``python train ...`` from command line to torchrun. See docs/USAGE_GUIDE.md."""
+"""``python train``: from command line to torchrun (docs/USAGE_GUIDE.md)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def refused() -> bool:
-    """Whether the command line is wrong in a way that can be seen without any package; says why."""
+    """Print what is wrong with the command line, as far as that needs no package; True if so."""
     try:
         _, rest = cli.parse(sys.argv[1:])
         check_known(rest, cli.NAMES)
@@ -98,14 +98,13 @@ def _mode_of(words: list[str]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A resolved command line, and what it is estimated to need.
+    """A resolved command line and its estimate.
 
     Args:
-        heading: what was chosen, in lines.
-        estimate: of the whole.
-        warnings: lines that follow it.
-        preparation: the command that makes the token files first; None when they are there.
-        own_split: ``--split`` is ours to choose, again when there are tokens to count.
+        heading: lines about the choice.
+        warnings: lines behind the estimate.
+        preparation: the command that makes the token files; None where they exist.
+        own_split: ``--split`` was not given. It is chosen again when the token files exist.
     """
 
     options: argparse.Namespace
@@ -120,11 +119,11 @@ class Plan:
 
 
 def plan(words: Sequence[str]) -> Plan:
-    """What ``train`` would start; nothing is written or started.
+    """Resolve a command line; nothing is written or started.
 
     Raises:
-        ConfigError: something that cannot work, with the nearest that can.
-        DataError: a file that is not there.
+        ConfigError: something cannot work; names the nearest that can.
+        DataError: a file is missing.
     """
     options, rest = cli.parse(words)
     check_known(rest, cli.NAMES)
@@ -134,7 +133,9 @@ def plan(words: Sequence[str]) -> Plan:
     nodes = find_nodes(os.environ)
     setting = find_setting(options, nodes)
     flags = base_flags(options, rest, setting)
-    data = prepare(options.arch or "gpt", options.data, flags, options.skip_bad_lines)
+    data = prepare(
+        options.arch or "gpt", options.data, flags, skip_bad_lines=options.skip_bad_lines
+    )
     flags |= data.flags
     own_split = not {"--split", "--yaml-cfg"} & set(flags)
     if own_split:
@@ -166,7 +167,7 @@ def plan(words: Sequence[str]) -> Plan:
 def _fitting(
     options: argparse.Namespace, asked: Resolved, flags: Flags, setting: Setting
 ) -> tuple[Resolved, Resolved, Estimate]:
-    """The fastest form of a run that fits, as asked for and settled, with its estimate.
+    """The fastest form of a run that fits: as asked for, settled, and its estimate.
 
     Raises:
         ConfigError: none fits; names the nearest run that does.
@@ -191,7 +192,7 @@ def _fitting(
 
 
 def _planned(asked: Resolved) -> str:
-    """Says that ranks have unlike layers, and why."""
+    """A note where ranks have different numbers of layers."""
     plan = asked.flags.get("--dpp-plan")
     if plan == SHAPES:
         return ", layers laid out by what they cost (--chunks N: as many on every stage)"
@@ -267,7 +268,7 @@ def _setting(options: argparse.Namespace, nodes: Nodes, **found: object) -> Sett
 
 
 def _check_files(resolved: Resolved, setting: Setting, *, tokens_exist: bool) -> None:
-    """Before text is tokenised, which may take hours: can the run start where it shall, and write?
+    """Check checkpoint, output directories and data before text is tokenised, which may take hours.
 
     Raises:
         DataError: naming what is missing, broken or in the way.

@@ -1,7 +1,6 @@
-"""From resolved flags to what the run will be: checked, its layers planned, its shape.
+"""Checks resolved flags, plans their layers, and derives the shape of the run.
 
-``main`` asks for the run that was asked for, ``auto`` for each layout that it considers, so that an
-estimate is always of the flags that would run.
+``main`` and ``auto`` both use this, so that an estimate is always of the flags that would run.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ def checked(resolved: Resolved, setting: Setting) -> RunConfig:
 
 
 def settled(resolved: Resolved, setting: Setting) -> Resolved:
-    """With the layout that ``--dpp-plan`` asks for in its place, so that not every rank plans it
-    again.
+    """The same run with the planned layout in the place of ``--dpp-plan``, so that not every rank
+    plans it again.
 
     Raises:
         ConfigError: as :func:`checked`; or no layout is possible.
@@ -47,7 +46,7 @@ def settled(resolved: Resolved, setting: Setting) -> Resolved:
 
 
 def plan_flags(resolved: Resolved, setting: Setting) -> Flags:
-    """What ``--dpp-plan`` comes to, as flags; raises as :func:`settled`."""
+    """The flags that ``--dpp-plan`` leads to; raises as :func:`settled`."""
     args, _ = preflight.build_vocabulary(checked(resolved, setting))
     args = take_plan(args)
     return {

@@ -1,4 +1,4 @@
-"""What a run needs before torchrun: a Python that is set up, and token files."""
+"""Prepares a run: a Python that is set up, and token files."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ _LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split
 
 @dataclass(frozen=True)
 class Data:
-    """The flags that name data and vocabulary, and the words that make Python write the token files
-    first (None when they are there)."""
+    """The flags that name data and vocabulary, and Python's arguments to write the token files.
+
+    ``preparation`` is None where the files exist.
+    """
 
     flags: Flags
     preparation: list[str] | None
 
 
-def prepare(arch: str, path: str | None, flags: Flags, skip_bad_lines: bool = False) -> Data:
-    """Find out where the tokens are.
+def prepare(arch: str, path: str | None, flags: Flags, *, skip_bad_lines: bool = False) -> Data:
+    """Find the token files, or the command that makes them.
 
     Args:
         path: JSON lines, a prefix of token files, or None for the sample corpus.
@@ -80,7 +82,7 @@ _PREPROCESSING = {
 
 
 def _data_of_file(flags: Flags) -> Flags:
-    """What a ``--yaml-cfg`` file says about data and vocabulary, as flags."""
+    """Data and vocabulary in a ``--yaml-cfg`` file, as flags."""
     args = parse_args(to_argv(flags))
     names = ("--mock-data", *_LOADERS, "--tokenizer-type", "--vocab-size", *_FILES)
     found = {name: getattr(args, name[2:].replace("-", "_")) for name in names}
@@ -121,8 +123,7 @@ def _prefix(path: str) -> str:
 
 
 def _output(text: Path, vocabulary: list[str], tokenizer: list[str], *, sample: bool) -> Path:
-    """A prefix whose name holds a hash of what tokens are made from, so that new text never meets
-    old tokens. For the sample it is the launch scripts' name too.
+    """A prefix whose name holds a hash of the sources, so that new text never meets old tokens.
 
     Args:
         vocabulary: files.
