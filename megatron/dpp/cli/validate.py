@@ -246,62 +246,57 @@ def _optimizer(args: Args) -> None:
     )
 
 
+_NOT_WITH_FSDP2 = {
+    "--pipeline-model-parallel-size above 1": "; nearest: --use-distributed-optimizer",
+    "--expert-model-parallel-size above 1": "",
+    "--use-distributed-optimizer": "",
+    "--use-dpp": "",
+    "--fp16": "; nearest: --bf16",
+    "--ckpt-format torch": "",
+    "--calculate-per-token-loss": "",
+    "--log-params-norm": "",
+}
+"""Flags that PyTorch's FSDP2 excludes -> what to use in their place."""
+_NOT_WITH_DEEPSPEED = dict.fromkeys(
+    (
+        "--tensor-model-parallel-size above 1", "--pipeline-model-parallel-size above 1",
+        "--context-parallel-size above 1", "--expert-model-parallel-size above 1",
+        "--use-distributed-optimizer", "--use-torch-fsdp2", "--use-dpp", "--overlap-grad-reduce",
+        "--ckpt-format torch", "--async-save", "--skip-train", "--num-experts", "--mtp-num-layers",
+        "--calculate-per-token-loss", "--log-params-norm", "--log-num-zeros-in-grad",
+        "--check-weight-hash-across-dp-replicas-interval",
+    ),
+    "",
+)  # fmt: skip
+"""Flags that DeepSpeed's engine excludes."""
+
+
+def _exclude(args: Args, name: str, excluded: dict[str, str]) -> None:
+    """Refuse what does not go with the flag ``name``: ``--flag``, ``--flag value`` or ``--flag
+    above 1``."""
+    for text, nearest in excluded.items():
+        flag, _, value = text.partition(" ")
+        now = getattr(args, flag[2:].replace("-", "_"))
+        given = now > 1 if value == "above 1" else now == value if value else now
+        require(not given, f"{name} does not go with {text}{nearest}")
+
+
 def _fully_sharded(args: Args) -> None:
-    """Refuse what PyTorch's FSDP2 excludes, and switch the fused gradient kernel off."""
-    if not args.use_torch_fsdp2:
-        return
-    excluded = {
-        "--pipeline-model-parallel-size above 1": args.pipeline_model_parallel_size > 1,
-        "--expert-model-parallel-size above 1": args.expert_model_parallel_size > 1,
-        "--use-distributed-optimizer": args.use_distributed_optimizer,
-        "--use-dpp": args.use_dpp,
-        "--fp16": args.fp16,
-        "--ckpt-format torch": args.ckpt_format == "torch",
-        "--calculate-per-token-loss": args.calculate_per_token_loss,
-        "--log-params-norm": args.log_params_norm,
-    }
-    nearest = {
-        "--pipeline-model-parallel-size above 1": "; nearest: --use-distributed-optimizer",
-        "--fp16": "; nearest: --bf16",
-    }
-    for flag, given in excluded.items():
-        require(not given, f"--use-torch-fsdp2 does not go with {flag}{nearest.get(flag, '')}")
-    args.gradient_accumulation_fusion = False
+    if args.use_torch_fsdp2:
+        _exclude(args, "--use-torch-fsdp2", _NOT_WITH_FSDP2)
+        args.gradient_accumulation_fusion = False
 
 
 def _deepspeed(args: Args) -> None:
-    """Refuse what DeepSpeed's engine excludes, and switch the fused gradient kernel off."""
     if not args.deepspeed_zero_stage:
         return
     name = f"--deepspeed-zero-stage {args.deepspeed_zero_stage}"
-    if importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError(
-            f"{name}: DeepSpeed is not installed; DS_BUILD_OPS=0 pip install deepspeed, or use "
-            "--use-distributed-optimizer (stage 1) or --use-torch-fsdp2 (2 and 3)"
-        )
-    excluded = {
-        "--tensor-model-parallel-size above 1": args.tensor_model_parallel_size > 1,
-        "--pipeline-model-parallel-size above 1": args.pipeline_model_parallel_size > 1,
-        "--context-parallel-size above 1": args.context_parallel_size > 1,
-        "--expert-model-parallel-size above 1": args.expert_model_parallel_size > 1,
-        "--use-distributed-optimizer": args.use_distributed_optimizer,
-        "--use-torch-fsdp2": args.use_torch_fsdp2,
-        "--use-dpp": args.use_dpp,
-        "--overlap-grad-reduce": args.overlap_grad_reduce,
-        "--ckpt-format torch": args.ckpt_format == "torch",
-        "--async-save": args.async_save,
-        "--skip-train": args.skip_train,
-        "--num-experts": args.num_experts,
-        "--mtp-num-layers": args.mtp_num_layers,
-        "--calculate-per-token-loss": args.calculate_per_token_loss,
-        "--log-params-norm": args.log_params_norm,
-        "--log-num-zeros-in-grad": args.log_num_zeros_in_grad,
-        "--check-weight-hash-across-dp-replicas-interval": (
-            args.check_weight_hash_across_dp_replicas_interval
-        ),
-    }
-    for flag, given in excluded.items():
-        require(not given, f"{name} does not go with {flag}")
+    require(
+        importlib.util.find_spec("deepspeed"),
+        f"{name}: DeepSpeed is not installed; DS_BUILD_OPS=0 pip install deepspeed, or use "
+        "--use-distributed-optimizer (stage 1) or --use-torch-fsdp2 (2 and 3)",
+    )
+    _exclude(args, name, _NOT_WITH_DEEPSPEED)
     args.gradient_accumulation_fusion = False
 
 
