@@ -1,8 +1,7 @@
-"""Which of this host's addresses other hosts reach, and which interface has it.
+"""Finds the address of this host that other hosts reach, and its network interface.
 
-The launch scripts ask before they start anything (``python -m megatron.dpp.hosts``), and
-``runtime/connections.py`` asks where ``--node-ips`` was left out. Nothing here imports torch, sends
-a packet or needs a tool of the system.
+The launcher uses it before it starts anything, and ``runtime/connections.py`` where there is no
+``--node-ips``. Nothing here sends a packet or needs a tool of the system.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import fcntl
 import socket
 import struct
-import sys
 import time
 from collections.abc import Sequence
 
@@ -19,7 +17,6 @@ from megatron.dpp.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9
-_BAD_INPUT = 2
 _RESOLVE_SECONDS = 20.0  # a cluster may publish the name of a node a little after its start
 
 
@@ -88,17 +85,3 @@ def _secondary(address: str) -> tuple[str, ...]:
     except OSError:
         return ()
     return (address,)
-
-
-def main(words: Sequence[str]) -> int:
-    """``MASTER [OWN ADDRESS...]``: prints address and interface, or why not."""
-    try:
-        print(*own_interface(words[0], words[1:]))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _BAD_INPUT
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

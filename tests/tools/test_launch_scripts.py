@@ -191,6 +191,14 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(message: s
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("words", [[], ["gpt"], ["gpt", "boss"], ["t5", "node"]])
+def test_an_unknown_recipe_or_role_is_refused(words: list[str]) -> None:
+    result = run("examples/launch.sh", *words)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: examples/launch.sh")
+    assert "expected gpt, bert, gpt-sample or bert-sample" in result.stderr
+
+
 def test_an_unknown_flag_is_refused_before_set_up_and_torchrun(tmp_path: Path) -> None:
     # A Python that cannot import PyTorch, as before set-up.
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')

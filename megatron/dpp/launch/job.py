@@ -19,6 +19,8 @@ from megatron.dpp.errors import ConfigError, require
 from megatron.dpp.hosts import own_interface
 from megatron.dpp.launch.flags import ROOT
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 _ANNOUNCE_SECONDS = 5
 """Between two lines of a worker that waits for its master."""
 _IP = re.compile(r"\d+(\.\d+){3}|[\da-fA-F:]+:[\da-fA-F:.%a-z]*")

@@ -16,7 +16,7 @@ from megatron.dpp.cli.planned import SHAPES
 from megatron.dpp.errors import ConfigError, DataError, DppError
 from megatron.dpp.launch import auto, cli
 from megatron.dpp.launch.flags import Flags, check_known, whole
-from megatron.dpp.launch.job import find_job, launch
+from megatron.dpp.launch.job import INTERRUPTED, find_job, launch
 from megatron.dpp.launch.layout import Layout, nearest_multiple
 from megatron.dpp.launch.nodes import Nodes, find_nodes
 from megatron.dpp.launch.resolve import (
@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DppError as error:
         print(f"error: {error}", file=sys.stderr)
         return _BAD_INPUT
+    except KeyboardInterrupt:  # while nodes wait for each other
+        return INTERRUPTED
     except BrokenPipeError:  # piped into head: whoever read has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

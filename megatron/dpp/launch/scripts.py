@@ -20,10 +20,19 @@ from megatron.dpp.cli.validate import check_sizes
 from megatron.dpp.errors import ConfigError, DataError, DppError, require
 from megatron.dpp.hosts import addresses
 from megatron.dpp.launch.flags import ROOT, Flags, from_argv
-from megatron.dpp.launch.job import Job, find_job, is_dry_run, launch, show_command, whole
+from megatron.dpp.launch.job import (
+    INTERRUPTED,
+    Job,
+    find_job,
+    is_dry_run,
+    launch,
+    show_command,
+    whole,
+)
 from megatron.dpp.launch.start import prepare, set_up
 
 _BAD_INPUT = 2
+_ROLES = ("node", "master", "worker")
 
 Settings = dict[str, str]
 """Name of a variable -> value."""
@@ -124,10 +133,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start torchrun; returns only where nothing is started."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words[0] == "flags":
-            run_flags(words[1], words[2:])
+        first, second, *rest = words if len(words) > 1 else ("", "")
+        if first == "flags":
+            run_flags(second, rest)
+        elif (first.removesuffix("-sample") in RECIPES) and second in _ROLES:
+            run_recipe(first, second, rest)
         else:
-            run_recipe(words[0], words[1], words[2:])
+            raise ConfigError(
+                f"examples/launch.sh {' '.join(words[:2])}: expected gpt, bert, gpt-sample or "
+                f"bert-sample, and {', '.join(_ROLES)}; or flags SCRIPT"
+            )
+    except KeyboardInterrupt:  # while nodes wait for each other
+        return INTERRUPTED
     except DppError as error:
         sys.stdout.flush()
         print(f"error: {error}", file=sys.stderr)
