@@ -24,8 +24,8 @@ from typing import Any
 import harness
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.launch.job import hardware_queues
 from megatron.dpp.launch.main import plan
-from megatron.dpp.launch.resolve import environment
 
 MODES = {
     "dp": (1, "--mode simple"),
@@ -119,7 +119,8 @@ def _run(args: argparse.Namespace, model: str, devices: int, mode: str) -> Row |
         if found.preparation:
             subprocess.run([sys.executable, *found.preparation], check=True, capture_output=True)
         resolved = found.resolved
-        variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment(resolved, os.environ)}
+        queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or hardware_queues(resolved.argv)
+        variables = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
         script = f"pretrain_{resolved.arch}.py"
         rows = harness.train(script, found.setting.per_node, resolved.argv, variables)
     except (ConfigError, harness.RunFailed) as error:

@@ -21,6 +21,7 @@ COMMANDS = {
     "aggregate": ("commands.aggregate", "merge the traces of all ranks for Perfetto"),
     "compare-losses": ("commands.compare_losses", "compare static and dynamic schedule bit by bit"),
     "bench": ("commands.bench", "run a benchmark of the source tree"),
+    "env": ("commands.env", "print the environment variables that are read or set"),
     "doctor": ("commands.doctor", "print what this machine offers the transport"),
 }
 """Sub-command -> (module under ``megatron.dpp`` with ``main(argv) -> int``, summary)."""

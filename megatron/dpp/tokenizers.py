@@ -16,10 +16,10 @@ import json
 import math
 import unicodedata
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.text_files import read_text
 
 TOKENIZER_TYPES = (
     "GPT2BPETokenizer",
@@ -381,17 +381,8 @@ def _required(tokenizer_type: str, flag: str, value: str | None) -> str:
     return value
 
 
-def _read_text(flag: str, path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{flag} {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{flag} {path}: not UTF-8 text ({error})") from error
-
-
 def _read_json_vocab(path: str) -> dict[str, int]:
-    text = _read_text("--vocab-file", path)
+    text = read_text(path, "--vocab-file")
     try:
         vocab = json.loads(text)
     except ValueError as error:
@@ -402,7 +393,7 @@ def _read_json_vocab(path: str) -> dict[str, int]:
 
 
 def _read_merges(path: str) -> list[tuple[str, str]]:
-    lines = _read_text("--merge-file", path).split("\n")
+    lines = read_text(path, "--merge-file").split("\n")
     if lines[0].startswith("#version"):
         lines = lines[1:]
     merges = [tuple(line.split()) for line in lines if line.strip()]
@@ -413,7 +404,7 @@ def _read_merges(path: str) -> list[tuple[str, str]]:
 
 
 def _read_line_vocab(path: str) -> dict[str, int]:
-    lines = _read_text("--vocab-file", path).split("\n")
+    lines = read_text(path, "--vocab-file").split("\n")
     if lines and not lines[-1]:
         lines.pop()
     vocab = {line.strip(): index for index, line in enumerate(lines)}

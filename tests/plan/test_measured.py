@@ -31,8 +31,7 @@ DPP, OFF, ON = "--use-dpp ", "--use-dpp --dpp-cuda-graphs off ", "--use-dpp --dp
 
 
 def shape_on(ranks: int, flags: str) -> RunShape:
-    args = parse_args(flags.split())
-    validate(args, ranks)
+    args = validate(parse_args(flags.split()), ranks)
     return shape_of(args, on_gpu=True)
 
 

@@ -12,7 +12,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron.dpp.launch import torchrun as launch
+from megatron.dpp.train import torchrun as launch
 
 
 def failed(exit_code: int) -> ChildFailedError:

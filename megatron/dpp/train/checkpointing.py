@@ -43,9 +43,9 @@ from megatron.dpp.train.diagnostics import note_progress
 from megatron.dpp.train.exits import sigterm_held_back
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import Trainee
+from megatron.dpp.train.saving import saving
 
 _VERSION = 3.0
-_OURS = ("given", "parsed")
 
 
 class Checkpointer:
@@ -77,7 +77,7 @@ class Checkpointer:
             f"saving checkpoint at iteration {iteration:7d} to {args.save} ({args.ckpt_format})"
         )
         start = time.perf_counter()
-        with files.saving(args.save, iteration) as target:
+        with saving(args.save, iteration) as target:
             if run.is_first:
                 files.begin(args.save, iteration)
             dist.barrier()
@@ -177,7 +177,7 @@ class Checkpointer:
 
     def _finish(self, *, blocking: bool) -> None:
         if self._queue is not None and self._queue.get_num_unfinalized_calls():
-            with files.saving(self._run.args.save, self.last_saved):
+            with saving(self._run.args.save, self.last_saved):
                 self._queue.maybe_finalize_async_calls(blocking=blocking)
 
     def close(self) -> None:
@@ -265,7 +265,8 @@ class Checkpointer:
                 run.say(f"{args.load}: no checkpoint yet; starting from random parameters")
             return
         run.say(f" loading checkpoint {found.path} ...")
-        args.finetune |= found.release
+        if found.release or found.pretrained:
+            run.args = args.with_(finetune=True)
         self._apply(self._read(found), found)
         run.say(f"  successfully loaded checkpoint {found.path} at iteration {run.iteration}")
 
@@ -293,7 +294,8 @@ class Checkpointer:
         metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
         metadata["dp_cp_group"] = mpu.get_data_parallel_group(with_context_parallel=True)
         same = _model_layout(saved) == _model_layout(args)
-        args.no_load_optim = args.no_load_optim or getattr(saved, "no_save_optim", False)
+        if getattr(saved, "no_save_optim", False):
+            self._run.args = args = args.with_(no_load_optim=True)
         if not same and not args.finetune:
             self._check_resharding(saved, metadata)
         check_optimizer(args, saved, found.path)
@@ -412,8 +414,8 @@ def _rank_directory() -> str:
 
 def _saved_args(run: Run) -> argparse.Namespace:
     """The arguments with the progress in them, where Megatron-LM looks for it."""
-    values = {name: value for name, value in vars(run.args).items() if name not in _OURS}
-    values |= {
+    values = {
+        **vars(run.args),
         "iteration": run.iteration,
         "consumed_train_samples": run.consumed_train_samples,
         "skipped_train_samples": run.skipped_train_samples,

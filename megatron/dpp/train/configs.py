@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 from typing import Any
 
@@ -14,9 +15,11 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron.dpp.cli.fields import enum_members
-from megatron.dpp.cli.files import data_words, read_text
+from megatron.dpp.cli.fields import enum_rows
+from megatron.dpp.cli.files import data_words
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.text_files import read_text
 
 Args = argparse.Namespace
 
@@ -29,14 +32,19 @@ _DTYPES = {
 }
 
 
-def set_types(args: Args) -> None:
-    """Put torch's dtypes and megatron-core's enumerations where checked ``args`` hold names, in
-    place."""
-    enum_members(args)
-    args.params_dtype = _DTYPES["fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"]
+def with_types(args: RunConfig) -> RunConfig:
+    """``args`` with torch's dtypes and megatron-core's enumerations in the place of their names."""
+    types: dict[str, Any] = {}
+    for row in enum_rows():
+        value = getattr(args, row["name"], None)
+        if isinstance(value, str):
+            module, name = row["enum"].split(":")
+            types[row["name"]] = getattr(importlib.import_module(module), name)[value]
+    types["params_dtype"] = _DTYPES["fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"]
     for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         value = getattr(args, name)
-        setattr(args, name, _DTYPES.get(value, value))
+        types[name] = _DTYPES.get(value, value)
+    return args.with_(**types)
 
 
 def _same_names(kind: Any, args: Args) -> dict[str, Any]:
@@ -147,7 +155,7 @@ def sequences_per_dataset(args: Args) -> dict[str, int] | None:
     if path is None:
         return None
     try:
-        counts: dict[str, int] = json.loads(read_text(path))
+        counts: dict[str, int] = json.loads(read_text(path, "--per-dataset-sequences-path"))
     except ValueError as error:
         raise DataError(f"--per-dataset-sequences-path {path}: not JSON ({error})") from error
     return counts

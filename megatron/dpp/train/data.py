@@ -98,6 +98,7 @@ def build_iterators(run: Run, num_chunks: int, task: Task) -> Iterators:
     chunks = [None] if num_chunks == 1 else list(range(num_chunks))
     loaders = [_chunk_loaders(run, task, vp_stage) for vp_stage in chunks]
     there = _agree(run, loaders)
+    args = run.args
     readers = sum(_is_read(task, vp_stage) for vp_stage in chunks)
     _draw_seeds(readers * (sum(there) if args.dataloader_type == "single" else there[0]))
     built = [
@@ -161,7 +162,7 @@ def _agree(run: Run, loaders: list[list[Any]]) -> list[bool]:
     *there, length = _largest([*map(int, here), length])
     if not there[0] and not args.skip_train:
         raise DataError(f"data {_sources(args)}: no training set; give it a share in --split")
-    args.eval_iters = length or args.eval_iters
+    run.args = args = args.with_(eval_iters=length or args.eval_iters)
     for name, is_there in zip(("validation", "test"), there[1:], strict=True):
         if args.eval_iters and not is_there:
             run.say(f"no {name} set: it is not evaluated")

@@ -7,7 +7,6 @@ the process groups live in megatron-core's ``parallel_state``.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import os
@@ -23,12 +22,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.tokenizers import Tokenizer
 from megatron.dpp.train.loss_check import LossCheck
 from megatron.dpp.train.same_start import check_agreement
 
-Args = argparse.Namespace
+Args = RunConfig
 
 
 @dataclass
@@ -104,29 +104,31 @@ def _print_line(text: str) -> None:
     sys.stdout.flush()
 
 
-def choose_device(args: Args) -> None:
-    """Settle ``--device auto`` and what depends on it, in place: the backend, and kernels and
-    processes that need a GPU, where Megatron would stop in mid-start, or wait for ever.
+def with_device(args: RunConfig) -> RunConfig:
+    """``args`` with the device of ``--device auto`` and what depends on it: the backend, and
+    kernels and processes that need a GPU, where Megatron would stop in mid-start, or wait for ever.
 
     Raises:
         ConfigError: ``--device cuda`` on a machine without one.
     """
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cuda" and not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    device = args.device if args.device != "auto" else "cuda" if has_gpu else "cpu"
+    if device == "cuda" and not has_gpu:
         raise ConfigError("--device cuda: PyTorch sees no GPU here; use --device cpu")
-    if args.device == "cpu":
-        args.distributed_backend = "gloo"
-        args.use_persistent_ckpt_worker = False  # it takes a GPU first; each save starts its own
-    if args.distributed_backend == "gloo":  # they are NCCL's
-        args.nccl_communicator_config_path, args.high_priority_stream_groups = None, []
-    if args.device == "cpu" or not _can_fuse_weight_gradients():
-        args.gradient_accumulation_fusion = False
+    changes: dict[str, Any] = {"device": device}
+    if device == "cpu":
+        changes["distributed_backend"] = "gloo"
+        changes["use_persistent_ckpt_worker"] = False  # it takes a GPU first
+    if changes.get("distributed_backend", args.distributed_backend) == "gloo":  # they are NCCL's
+        changes |= {"nccl_communicator_config_path": None, "high_priority_stream_groups": []}
+    if device == "cpu" or not _can_fuse_weight_gradients():
+        changes["gradient_accumulation_fusion"] = False
     kernel = "scaled_upper_triang_masked_softmax_cuda"
-    if args.device == "cpu" or importlib.util.find_spec(kernel) is None:
-        args.masked_softmax_fusion = False
+    if device == "cpu" or importlib.util.find_spec(kernel) is None:
+        changes["masked_softmax_fusion"] = False
     if importlib.util.find_spec("transformer_engine") is None:  # its kernel does the fused rotation
-        args.apply_rope_fusion = False
+        changes["apply_rope_fusion"] = False
+    return args.with_(**changes)
 
 
 def _can_fuse_weight_gradients() -> bool:

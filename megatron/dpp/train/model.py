@@ -134,13 +134,12 @@ def _optimizer(run: Run, chunks: list[Any]) -> Any:
     )
 
 
-def set_train_iters(args: Args) -> None:
-    """With ``--train-samples``: the number of iterations that makes, ramp included."""
+def train_iters(args: Args) -> int:
+    """The number of iterations; that of ``--train-samples`` includes the ramp."""
     if args.train_iters:
-        return
+        return int(args.train_iters)
     if args.rampup_batch_size is None:
-        args.train_iters = args.train_samples // args.global_batch_size
-        return
+        return int(args.train_samples // args.global_batch_size)
     from megatron.core import num_microbatches_calculator as calculator
 
     iterations = consumed = 0
@@ -149,7 +148,8 @@ def set_train_iters(args: Args) -> None:
         consumed += calculator.get_current_global_batch_size()
         iterations += 1
     calculator.update_num_microbatches(0, consistency_check=False)
-    args.train_iters = iterations + max(0, args.train_samples - consumed) // args.global_batch_size
+    rest = max(0, args.train_samples - consumed)
+    return iterations + int(rest // args.global_batch_size)
 
 
 def build_scheduler(args: Args, optimizer: Any) -> Any:

@@ -7,7 +7,6 @@ of them before PyTorch is imported.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import os
@@ -17,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.dpp.cli import arguments, preflight
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, DataError, DppError
 
 if TYPE_CHECKING:
     from megatron.dpp.train.task import Task
 
-Args = argparse.Namespace
+Args = RunConfig
 
 _FAILED = 1
 _INTERRUPTED = 130
@@ -38,9 +38,9 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
     rank, world_size = arguments.rank_and_world()
     try:
         args, tokenizer = preflight.check(task_name, argv, world_size)
-        _settle(args)
+        args = _settle(args)
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        arguments.dpp_config(args).node_ip(rank, world_size, ranks_per_node)
+        args.dpp.node_ip(rank, world_size, ranks_per_node)
     except (ConfigError, DataError) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -58,16 +58,16 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _settle(args: Args) -> None:
-    """What takes PyTorch and megatron-core to find out; still without the other ranks."""
+def _settle(args: Args) -> Args:
+    """``args`` with what PyTorch and megatron-core know, still without the other ranks."""
     if args.disable_jit_fuser:  # read when PyTorch is imported
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    from megatron.dpp.train.configs import check_with_core, set_types
-    from megatron.dpp.train.initialize import choose_device
+    from megatron.dpp.train.configs import check_with_core, with_types
+    from megatron.dpp.train.initialize import with_device
 
-    choose_device(args)
-    set_types(args)
+    args = with_types(with_device(args))
     check_with_core(args)
+    return args
 
 
 def pretrain(args: Args, task_name: str, rank: int, tokenizer: Any) -> None:
@@ -121,11 +121,11 @@ def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
     from megatron.dpp.train.loop import Trainer
     from megatron.dpp.train.measure import Comparison
     from megatron.dpp.train.metrics import MetricsFile, gather_hashes
-    from megatron.dpp.train.model import build_trainee, set_train_iters
+    from megatron.dpp.train.model import build_trainee, train_iters
     from megatron.dpp.train.zero_engine import EngineCheckpointer
 
-    args, task = run.args, _task(task_name)
-    set_train_iters(args)
+    task = _task(task_name)
+    run.args = args = run.args.with_(train_iters=train_iters(run.args))
     config = transformer_config(args)
     trainee = build_trainee(run, config, task.build_chunk)
     kind = EngineCheckpointer if args.deepspeed_zero_stage else Checkpointer
@@ -134,6 +134,7 @@ def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
     iterators = stack.enter_context(
         contextlib.closing(build_iterators(run, len(trainee.chunks), task))
     )
+    args = run.args  # loading and data may have changed it
     checkpointer.restore_random_state()
     metrics = stack.enter_context(MetricsFile(args.metrics_file if run.is_last else None))
     trainer = Trainer(
@@ -186,7 +187,7 @@ def _schedule(run: Any) -> Iterator[Callable[..., Any]]:
         return
     from megatron.dpp.train.logs import print_peaks
 
-    config = arguments.dpp_config(run.args)
+    config = run.args.dpp
     options = {"recorder": run.recorder, "seed": run.args.seed, "log": run.say_stage}
     schedule: Any
     if run.args.use_dpp:

@@ -16,7 +16,7 @@ from megatron.dpp import __version__
 from megatron.dpp.errors import VersionMismatch
 
 _PACKAGES = ("torch", "megatron-core")
-_MAY_DIFFER = ("rank", "local_rank", "save", "load", "pretrained_checkpoint", "given", "parsed")
+_MAY_DIFFER = ("rank", "local_rank", "save", "load", "pretrained_checkpoint")
 _PATHS = ("_path", "_dir", "_file", "_cfg")
 """What may differ from host to host: paths, and a rank's own number."""
 

@@ -223,7 +223,8 @@ class EngineCheckpointer(Checkpointer):
             start_engine(run, self._trainee)
             super().load()
             return
-        if found is not None and not (args.no_load_optim or args.finetune or found.release):
+        starts_over = found is not None and (found.release or found.pretrained)
+        if found is not None and not (args.no_load_optim or args.finetune or starts_over):
             raise ConfigError(
                 f"{found.path} was not saved by DeepSpeed's engine, which reads the parameters in "
                 "it, not the optimizer state: add --no-load-optim"
