@@ -14,7 +14,7 @@ from megatron.dpp.cli.files import read_text
 from megatron.dpp.cli.validate import validate
 from megatron.dpp.config import option_fields
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.train.configs import check_with_core, set_types
+from megatron.dpp.train.configs import check_with_core, settled
 
 MINIMUM = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
@@ -32,8 +32,7 @@ def checked(more: str = "", world_size: int = 1, without: str = "") -> argparse.
         del words[at : at + 2]
     args = parse_args([*words, *more.split()])
     validate(args, world_size)
-    set_types(args)
-    return args
+    return settled(args)
 
 
 def test_defaults_and_derived_values_are_megatrons() -> None:

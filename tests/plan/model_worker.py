@@ -18,16 +18,14 @@ from megatron.dpp.cli import preflight
 from megatron.dpp.mcore.cpu import install
 from megatron.dpp.mcore.memory import saved_bytes
 from megatron.dpp.plan import rank_parameters, shape_of, stage_bytes
-from megatron.dpp.train.configs import set_types, transformer_config
-from megatron.dpp.train.initialize import choose_device, set_seeds
+from megatron.dpp.train.configs import settled, transformer_config
+from megatron.dpp.train.initialize import set_seeds
 from megatron.dpp.train.model import _bare_chunks
 
 
 def measure(arch: str, flags: list[str], rank: int, world_size: int) -> dict[str, Any]:
     """Build the model of ``flags`` and run one forward of it."""
-    args, _ = preflight.check(arch, flags, world_size)
-    choose_device(args)
-    set_types(args)
+    args = settled(preflight.check(arch, flags, world_size)[0])
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,

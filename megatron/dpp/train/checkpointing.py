@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -48,6 +49,21 @@ _VERSION = 3.0
 _OURS = ("given", "parsed")
 
 
+@dataclass
+class Wanted:
+    """The parts of a checkpoint that a run takes over beside the parameters."""
+
+    progress: bool
+    optimizer: bool
+    random: bool
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, found: files.Found) -> Wanted:
+        """By the flags, and whether ``found`` is a release, which starts a new run."""
+        resumes = not (args.finetune or found.release)
+        return cls(resumes, resumes and not args.no_load_optim, resumes and not args.no_load_rng)
+
+
 class Checkpointer:
     """Saves and loads the state of one run. ``close()`` waits for background writes; left by an
     error, as a context, it does not."""
@@ -57,6 +73,7 @@ class Checkpointer:
         self._models = unwrap_model(trainee.chunks)
         self._strategy: Any = None
         self._random_state: Any = None
+        self._wanted = Wanted(progress=True, optimizer=True, random=True)
         args = run.args
         self._queue = AsyncCallsQueue(args.use_persistent_ckpt_worker) if args.async_save else None
         self.last_saved = -1
@@ -232,8 +249,8 @@ class Checkpointer:
             state.pop("rng_state", None)
         for name, model in self._named_models():
             state[name] = model.sharded_state_dict(metadata=metadata)
-        skip = args.no_load_optim or args.finetune if loading else args.no_save_optim
-        if trainee.optimizer is not None and not skip:
+        wanted = self._wanted.optimizer if loading else not args.no_save_optim
+        if trainee.optimizer is not None and wanted:
             options = {"is_loading": True} if loading else {}
             if loading:
                 fill_state(trainee.optimizer)
@@ -265,7 +282,7 @@ class Checkpointer:
                 run.say(f"{args.load}: no checkpoint yet; starting from random parameters")
             return
         run.say(f" loading checkpoint {found.path} ...")
-        args.finetune |= found.release
+        self._wanted = Wanted.of(args, found)
         self._apply(self._read(found), found)
         run.say(f"  successfully loaded checkpoint {found.path} at iteration {run.iteration}")
 
@@ -281,7 +298,7 @@ class Checkpointer:
         except Exception as error:
             raise DataError(f"{path}: unreadable ({error})") from error
         saved = state.get("args")
-        if saved is not None and "optimizer" in state:
+        if saved is not None and self._wanted.optimizer and "optimizer" in state:
             check_optimizer(self._run.args, saved, found.path)
         return state
 
@@ -293,17 +310,15 @@ class Checkpointer:
         metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
         metadata["dp_cp_group"] = mpu.get_data_parallel_group(with_context_parallel=True)
         same = _model_layout(saved) == _model_layout(args)
-        args.no_load_optim = args.no_load_optim or getattr(saved, "no_save_optim", False)
-        if not same and not args.finetune:
+        wanted = self._wanted
+        wanted.optimizer &= not getattr(saved, "no_save_optim", False)
+        if not same and wanted.progress:
             self._check_resharding(saved, metadata)
-        check_optimizer(args, saved, found.path)
-        if not args.finetune:
+        if wanted.optimizer:
+            check_optimizer(args, saved, found.path)
+        if wanted.progress:
             check_model(args, saved, found.path)
-        with_random = (
-            same
-            and not (args.finetune or args.no_load_rng)
-            and not getattr(saved, "no_save_rng", False)
-        )
+        with_random = same and wanted.random and not getattr(saved, "no_save_rng", False)
         request = self._sharded_state(metadata, with_random=with_random, loading=True)
         strategy = get_default_load_sharded_strategy(path)
         if args.ckpt_fully_parallel_load:
@@ -323,7 +338,7 @@ class Checkpointer:
         layouts = f"(TP, PP) is {_model_layout(args)}, the checkpoint's {_model_layout(saved)}"
         run.say(f"{layouts}: its random state is not used")
         kind = metadata.get("distrib_optim_sharding_type")
-        if args.use_distributed_optimizer and not args.no_load_optim and kind == "dp_reshardable":
+        if args.use_distributed_optimizer and self._wanted.optimizer and kind == "dp_reshardable":
             raise ConfigError(
                 f"{layouts}, and its distributed optimizer state was saved for one layout: save it "
                 "with --dist-ckpt-optim-fully-reshardable, or load with --no-load-optim"
@@ -332,7 +347,7 @@ class Checkpointer:
     def _apply(self, state: dict[str, Any], found: files.Found) -> None:
         run, args = self._run, self._run.args
         saved = state.get("args")
-        if not args.finetune:
+        if self._wanted.progress:
             run.iteration = int(state["iteration"])
             run.flops_so_far = float(state.get("num_floating_point_operations_so_far", 0.0))
             if saved is not None:
@@ -343,7 +358,7 @@ class Checkpointer:
                 update_num_microbatches(run.consumed_train_samples)
         self._apply_model(state, found)
         self._apply_optimizer(state, found)
-        if not (args.finetune or args.no_load_rng):
+        if self._wanted.random:
             self._random_state = state.get("rng_state")
         dist.barrier()
 
@@ -369,7 +384,7 @@ class Checkpointer:
         optimizer = trainee.optimizer
         if optimizer is None:
             return
-        if args.finetune or args.no_load_optim:
+        if not self._wanted.optimizer:
             if args.fp16 or args.bf16:
                 optimizer.reload_model_params()
             return

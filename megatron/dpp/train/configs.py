@@ -1,9 +1,10 @@
-"""From checked arguments to megatron-core's configuration objects, with Megatron-LM's renamings."""
+"""Turns checked arguments into PyTorch's values and megatron-core's configuration objects."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.num_microbatches_calculator import (
+    RampupBatchsizeNumMicroBatchesCalculator,
+)
 from megatron.core.optimizer import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -29,14 +33,74 @@ _DTYPES = {
 }
 
 
-def set_types(args: Args) -> None:
-    """Put torch's dtypes and megatron-core's enumerations where checked ``args`` hold names, in
-    place."""
-    enum_members(args)
-    args.params_dtype = _DTYPES["fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"]
+def settled(args: Args) -> Args:
+    """Checked arguments with the values that need PyTorch: the device and what depends on it,
+    dtypes, megatron-core's enumerations, and the number of iterations. ``args`` stays as it is.
+
+    Raises:
+        ConfigError: ``--device cuda`` on a machine without a GPU.
+    """
+    copy = argparse.Namespace(**vars(args))
+    enum_members(copy)
+    values = vars(copy) | _device_values(args)
+    values["params_dtype"] = _DTYPES["fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"]
     for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-        value = getattr(args, name)
-        setattr(args, name, _DTYPES.get(value, value))
+        values[name] = _DTYPES.get(values[name], values[name])
+    if args.train_samples and not args.train_iters:
+        values["train_iters"] = _iterations(args)
+    return type(args)(**values)
+
+
+def _device_values(args: Args) -> dict[str, Any]:
+    """``--device auto`` resolved, and kernels and processes switched off that this device lacks:
+    Megatron would stop with an error in mid-start, or hang."""
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: PyTorch sees no GPU here; use --device cpu")
+    on_cpu = device == "cpu"
+    values: dict[str, Any] = {"device": device}
+    if on_cpu:
+        # The persistent checkpoint worker takes a GPU first; without it each save starts its own.
+        values |= {"distributed_backend": "gloo", "use_persistent_ckpt_worker": False}
+    if on_cpu or args.distributed_backend == "gloo":  # they are NCCL's
+        values |= {"nccl_communicator_config_path": None, "high_priority_stream_groups": []}
+    if on_cpu or not _can_fuse_weight_gradients():
+        values["gradient_accumulation_fusion"] = False
+    if on_cpu or importlib.util.find_spec("scaled_upper_triang_masked_softmax_cuda") is None:
+        values["masked_softmax_fusion"] = False
+    if importlib.util.find_spec("transformer_engine") is None:  # its kernel does the fused rotation
+        values["apply_rope_fusion"] = False
+    return values
+
+
+def _can_fuse_weight_gradients() -> bool:
+    from megatron.dpp.mcore.wgrad import fused  # on a CPU megatron-core needs its support first
+
+    return fused.available()
+
+
+def _iterations(args: Args) -> int:
+    """Iterations that ``--train-samples`` makes, the ramp of the batch size included."""
+    iterations = consumed = 0
+    if args.rampup_batch_size is not None:
+        start, increment, ramp = map(int, args.rampup_batch_size)
+        calculator = RampupBatchsizeNumMicroBatchesCalculator(
+            args.global_batch_size,
+            args.micro_batch_size,
+            args.data_parallel_size,
+            args.decrease_batch_size_if_needed,
+            -1,  # no rank: it prints nothing
+            start,
+            increment,
+            ramp,
+        )
+        while consumed <= min(ramp, args.train_samples):
+            calculator.update(consumed, consistency_check=False)
+            consumed += calculator.get_current_global_batch_size()
+            iterations += 1
+    return int(iterations + max(0, args.train_samples - consumed) // args.global_batch_size)
 
 
 def _same_names(kind: Any, args: Args) -> dict[str, Any]:

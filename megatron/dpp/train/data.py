@@ -27,13 +27,15 @@ Args = argparse.Namespace
 
 class Iterators(NamedTuple):
     """One iterator per use; None where this rank reads no data, a list of them with several
-    chunks. Whether there is anything to evaluate on is the same on all ranks."""
+    chunks. Whether there is anything to evaluate on, and over how many iterations, is the same on
+    all ranks."""
 
     train: Any
     valid: Any
     test: Any
     has_valid: bool = True
     has_test: bool = True
+    eval_iters: int = 0
 
     def close(self) -> None:
         """End the loaders' workers, which clear their temporary folders away then. At Python's own
@@ -97,14 +99,15 @@ def build_iterators(run: Run, num_chunks: int, task: Task) -> Iterators:
     args = run.args
     chunks = [None] if num_chunks == 1 else list(range(num_chunks))
     loaders = [_chunk_loaders(run, task, vp_stage) for vp_stage in chunks]
-    there = _agree(run, loaders)
+    there, eval_iters = _agree(run, loaders)
     readers = sum(_is_read(task, vp_stage) for vp_stage in chunks)
     _draw_seeds(readers * (sum(there) if args.dataloader_type == "single" else there[0]))
     built = [
-        [_samples(args, loader, use > 0) for use, loader in enumerate(each)] for each in loaders
+        [_samples(args, loader, eval_iters if use else None) for use, loader in enumerate(each)]
+        for each in loaders
     ]
     train, valid, test = built[0] if num_chunks == 1 else map(list, zip(*built, strict=True))
-    return Iterators(train, valid, test, has_valid=there[1], has_test=there[2])
+    return Iterators(train, valid, test, there[1], there[2], eval_iters)
 
 
 def _draw_seeds(count: int) -> None:
@@ -145,9 +148,9 @@ def _chunk_loaders(run: Run, task: Task, vp_stage: int | None) -> list[Any]:
     ]
 
 
-def _agree(run: Run, loaders: list[list[Any]]) -> list[bool]:
-    """Which of the three sets there are, and how long a full validation is: only ranks that read
-    see it, and all of them must run the same iterations.
+def _agree(run: Run, loaders: list[list[Any]]) -> tuple[list[bool], int]:
+    """Agrees with all ranks on which of the three sets exist and on the iterations of an
+    evaluation: only ranks that read see how long a full validation is.
 
     Raises:
         DataError: there is no training set although the run trains.
@@ -161,11 +164,11 @@ def _agree(run: Run, loaders: list[list[Any]]) -> list[bool]:
     *there, length = _largest([*map(int, here), length])
     if not there[0] and not args.skip_train:
         raise DataError(f"data {_sources(args)}: no training set; give it a share in --split")
-    args.eval_iters = length or args.eval_iters
+    eval_iters = length or args.eval_iters
     for name, is_there in zip(("validation", "test"), there[1:], strict=True):
-        if args.eval_iters and not is_there:
+        if eval_iters and not is_there:
             run.say(f"no {name} set: it is not evaluated")
-    return [bool(each) for each in there]
+    return [bool(each) for each in there], eval_iters
 
 
 def _largest(values: list[int]) -> list[int]:
@@ -176,10 +179,10 @@ def _largest(values: list[int]) -> list[int]:
     return largest
 
 
-def _samples(args: Args, loader: Any, evaluates: bool) -> Samples | None:
+def _samples(args: Args, loader: Any, eval_iters: int | None) -> Samples | None:
     if loader is None:
         return None
-    return Samples(_endless(args, loader, evaluates) if len(loader) else iter(()))
+    return Samples(_endless(args, loader, eval_iters) if len(loader) else iter(()))
 
 
 def _sources(args: Args) -> str:
@@ -212,19 +215,19 @@ def _loader(args: Args, dataset: Any, consumed: int) -> Any:
     )
 
 
-def _endless(args: Args, loader: Any, evaluates: bool) -> Iterator[Any]:
-    if args.dataloader_type == "single" and not (evaluates and args.full_validation):
+def _endless(args: Args, loader: Any, eval_iters: int | None) -> Iterator[Any]:
+    """Batches of a loader; ``eval_iters`` of an evaluation, None in training."""
+    whole = args.full_validation and eval_iters is not None
+    if args.dataloader_type == "single" and not whole:
         return iter(loader)
 
+    length = (eval_iters or 0) * _batches_per_evaluation(args) if whole else None
+
     def epochs() -> Iterator[Any]:
-        while True:
-            yield from loader
+        while True:  # each evaluation starts at the beginning of the set
+            yield from itertools.islice(loader, length)
 
-    def evaluations() -> Iterator[Any]:
-        while True:  # each starts at the beginning of the set
-            yield from itertools.islice(loader, args.eval_iters * _batches_per_evaluation(args))
-
-    return evaluations() if evaluates and args.full_validation else epochs()
+    return epochs()
 
 
 def _batches_per_evaluation(args: Args) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import random
 import sys
@@ -23,7 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.dpp.errors import ConfigError
 from megatron.dpp.tokenizers import Tokenizer
 from megatron.dpp.train.loss_check import LossCheck
 from megatron.dpp.train.same_start import check_agreement
@@ -102,39 +100,6 @@ def _print_line(text: str) -> None:
     erase = "\r\x1b[K" if sys.stdout.isatty() else ""
     sys.stdout.write(erase + text + "\n")
     sys.stdout.flush()
-
-
-def choose_device(args: Args) -> None:
-    """Settle ``--device auto`` and what depends on it, in place: the backend, and kernels and
-    processes that need a GPU, where Megatron would stop in mid-start, or wait for ever.
-
-    Raises:
-        ConfigError: ``--device cuda`` on a machine without one.
-    """
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: PyTorch sees no GPU here; use --device cpu")
-    if args.device == "cpu":
-        args.distributed_backend = "gloo"
-        args.use_persistent_ckpt_worker = False  # it takes a GPU first; each save starts its own
-    if args.distributed_backend == "gloo":  # they are NCCL's
-        args.nccl_communicator_config_path, args.high_priority_stream_groups = None, []
-    if args.device == "cpu" or not _can_fuse_weight_gradients():
-        args.gradient_accumulation_fusion = False
-    kernel = "scaled_upper_triang_masked_softmax_cuda"
-    if args.device == "cpu" or importlib.util.find_spec(kernel) is None:
-        args.masked_softmax_fusion = False
-    if importlib.util.find_spec("transformer_engine") is None:  # its kernel does the fused rotation
-        args.apply_rope_fusion = False
-
-
-def _can_fuse_weight_gradients() -> bool:
-    from megatron.dpp.mcore.wgrad import (
-        fused as fused_wgrad,  # megatron-core on a CPU needs its support first
-    )
-
-    return fused_wgrad.available()
 
 
 def initialize(

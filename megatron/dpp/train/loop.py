@@ -231,7 +231,7 @@ class Trainer:
         interval = args.check_weight_hash_across_dp_replicas_interval
         if interval and run.iteration % interval == 0:
             self._compare_replicas(hooks)
-        evaluates = args.eval_iters and self.iterators.has_valid
+        evaluates = self.iterators.eval_iters and self.iterators.has_valid
         if evaluates and args.eval_interval and run.iteration % args.eval_interval == 0:
             run.timers("interval-time").stop()
             hooks.off()
@@ -264,7 +264,7 @@ class Trainer:
         hooks.on_again()
 
     def evaluate(self, prefix: str, iterator: Any, name: str = "validation") -> None:
-        """Mean losses over ``--eval-iters`` batches, printed and written."""
+        """Print and write the mean losses over ``iterators.eval_iters`` batches."""
         run, args, config = self.run, self.run.args, self.trainee.config
         count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
         for chunk in self.trainee.chunks:
@@ -272,7 +272,7 @@ class Trainer:
         totals: dict[str, torch.Tensor] = {}
         timers, config.timers = config.timers, None
         with torch.no_grad():
-            for _ in range(args.eval_iters):
+            for _ in range(self.iterators.eval_iters):
                 reduced = self._forward_backward(iterator, count, forward_only=True)
                 for key, sums in _summed_losses(reduced).items():
                     totals[key] = totals.get(key, torch.zeros_like(sums)) + sums

@@ -134,24 +134,6 @@ def _optimizer(run: Run, chunks: list[Any]) -> Any:
     )
 
 
-def set_train_iters(args: Args) -> None:
-    """With ``--train-samples``: the number of iterations that makes, ramp included."""
-    if args.train_iters:
-        return
-    if args.rampup_batch_size is None:
-        args.train_iters = args.train_samples // args.global_batch_size
-        return
-    from megatron.core import num_microbatches_calculator as calculator
-
-    iterations = consumed = 0
-    while consumed <= min(int(args.rampup_batch_size[2]), args.train_samples):
-        calculator.update_num_microbatches(consumed, consistency_check=False)
-        consumed += calculator.get_current_global_batch_size()
-        iterations += 1
-    calculator.update_num_microbatches(0, consistency_check=False)
-    args.train_iters = iterations + max(0, args.train_samples - consumed) // args.global_batch_size
-
-
 def build_scheduler(args: Args, optimizer: Any) -> Any:
     """What sets learning rate and weight decay in the parameter groups of ``optimizer``.
 

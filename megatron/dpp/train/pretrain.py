@@ -38,7 +38,7 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
     rank, world_size = arguments.rank_and_world()
     try:
         args, tokenizer = preflight.check(task_name, argv, world_size)
-        _settle(args)
+        args = _settled(args)
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         arguments.dpp_config(args).node_ip(rank, world_size, ranks_per_node)
     except (ConfigError, DataError) as error:
@@ -58,16 +58,15 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _settle(args: Args) -> None:
-    """What takes PyTorch and megatron-core to find out; still without the other ranks."""
+def _settled(args: Args) -> Args:
+    """``args`` with the values that need PyTorch, checked by megatron-core; without other ranks."""
     if args.disable_jit_fuser:  # read when PyTorch is imported
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    from megatron.dpp.train.configs import check_with_core, set_types
-    from megatron.dpp.train.initialize import choose_device
+    from megatron.dpp.train.configs import check_with_core, settled
 
-    choose_device(args)
-    set_types(args)
+    args = settled(args)
     check_with_core(args)
+    return args
 
 
 def pretrain(args: Args, task_name: str, rank: int, tokenizer: Any) -> None:
@@ -121,11 +120,10 @@ def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
     from megatron.dpp.train.loop import Trainer
     from megatron.dpp.train.measure import Comparison
     from megatron.dpp.train.metrics import MetricsFile, gather_hashes
-    from megatron.dpp.train.model import build_trainee, set_train_iters
+    from megatron.dpp.train.model import build_trainee
     from megatron.dpp.train.zero_engine import EngineCheckpointer
 
     args, task = run.args, _task(task_name)
-    set_train_iters(args)
     config = transformer_config(args)
     trainee = build_trainee(run, config, task.build_chunk)
     kind = EngineCheckpointer if args.deepspeed_zero_stage else Checkpointer
@@ -151,7 +149,7 @@ def _train(run: Any, task_name: str, stack: contextlib.ExitStack) -> None:
     )
     run.say("training ..." if not args.skip_train else "skipping training (--skip-train is on) ...")
     complete = args.skip_train or trainer.train()
-    if args.eval_iters and complete:
+    if iterators.eval_iters and complete:
         place = f"iteration {run.iteration} on"
         if iterators.has_valid:
             trainer.evaluate(f"{place} validation set", iterators.valid)

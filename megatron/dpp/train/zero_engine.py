@@ -24,7 +24,7 @@ from megatron.dpp.cli import checkpoint_files as files
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.mcore.training.optimizer import parameter_groups
 from megatron.dpp.train import random_state
-from megatron.dpp.train.checkpointing import Checkpointer
+from megatron.dpp.train.checkpointing import Checkpointer, Wanted
 from megatron.dpp.train.configs import optimizer_config
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import Trainee, build_scheduler
@@ -223,7 +223,7 @@ class EngineCheckpointer(Checkpointer):
             start_engine(run, self._trainee)
             super().load()
             return
-        if found is not None and not (args.no_load_optim or args.finetune or found.release):
+        if found is not None and Wanted.of(args, found).optimizer:
             raise ConfigError(
                 f"{found.path} was not saved by DeepSpeed's engine, which reads the parameters in "
                 "it, not the optimizer state: add --no-load-optim"
@@ -242,8 +242,7 @@ class EngineCheckpointer(Checkpointer):
     def _read(self, found: files.Found) -> dict[str, Any]:
         if not found.is_deepspeed:
             return super()._read(found)
-        args = self._run.args
-        with_optimizer = not (args.no_load_optim or args.finetune)
+        with_optimizer = self._wanted.optimizer
         path, state = self._engine.load_checkpoint(
             str(found.path.parent),
             tag=found.path.name,
@@ -259,8 +258,7 @@ class EngineCheckpointer(Checkpointer):
             super()._apply_model(state, found)
 
     def _apply_optimizer(self, state: dict[str, Any], found: files.Found) -> None:
-        args = self._run.args
-        if found.is_deepspeed and not (args.no_load_optim or args.finetune):
+        if found.is_deepspeed and self._wanted.optimizer:
             self._apply_scheduler(state, found)
 
     @property
