@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from torch.distributed import HashStore
 
 from megatron.dpp.errors import VersionMismatch
-from megatron.dpp.train.same_start import check_agreement, description, differences
+from megatron.dpp.train.initialize import check_agreement, description, differences
 
 
 def outcomes(*ranks: Namespace) -> list[str]:

@@ -42,7 +42,7 @@ def build(
     monkeypatch.setattr(data, "BlendedMegatronDatasetBuilder", Builder)
     monkeypatch.setattr(data, "num_samples", lambda args: (4, 1, 0))
     monkeypatch.setattr(data, "_loader", loader)
-    monkeypatch.setattr(data, "_largest", lambda values: values)
+    monkeypatch.setattr(data, "largest", lambda values: values)
     said: list[str] = []
     args = argparse.Namespace(**{**vars(ARGS), **changes})
     run = argparse.Namespace(

@@ -75,7 +75,7 @@ def test_only_the_last_rank_opens_a_run_and_logs_by_iteration(
     assert not wandb.opened
     run = _run(folder, rank=1)
     writers = Writers(run)
-    writers.add("lm loss", 2.5, run, samples=True)
+    writers.add("lm loss", 2.5, samples=True)
     writers.close()
     writers.close()
     assert wandb.opened["project"] == "p"

@@ -1,9 +1,8 @@
-"""Saving and resuming: megatron-core's dist_checkpointing (``torch_dist``) and plain ``torch``
-files.
+"""Saves and resumes: megatron-core's dist_checkpointing (``torch_dist``) and plain ``torch`` files.
 
 Keys and layout are Megatron-LM core_v0.16.1's, so its checkpoints load here and ours load there. A
 ``torch_dist`` checkpoint may be resumed with other tensor, pipeline, virtual and data parallel
-sizes. Where files lie and how they become visible is ``checkpoint_files``' business.
+sizes. ``checkpoint_files`` places the files and makes them visible.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ _OURS = ("given", "parsed")
 
 @dataclass
 class Wanted:
-    """The parts of a checkpoint that a run takes over beside the parameters."""
+    """The parts of a checkpoint that a run loads beside the parameters."""
 
     progress: bool
     optimizer: bool
@@ -59,14 +58,14 @@ class Wanted:
 
     @classmethod
     def of(cls, args: argparse.Namespace, found: files.Found) -> Wanted:
-        """By the flags, and whether ``found`` is a release, which starts a new run."""
+        """By the flags; a release starts a new run."""
         resumes = not (args.finetune or found.release)
         return cls(resumes, resumes and not args.no_load_optim, resumes and not args.no_load_rng)
 
 
 class Checkpointer:
-    """Saves and loads the state of one run. ``close()`` waits for background writes; left by an
-    error, as a context, it does not."""
+    """Saves and loads the state of one run. As a context it waits for background writes at its end,
+    but not after an error."""
 
     def __init__(self, run: Run, trainee: Trainee) -> None:
         self._run, self._trainee = run, trainee
@@ -82,10 +81,10 @@ class Checkpointer:
     # --- saving ---
 
     def save(self) -> None:
-        """Write a checkpoint of the present iteration; a collective.
+        """Writes a checkpoint of the present iteration; a collective.
 
         Raises:
-            DataError: writing failed; the checkpoint before is untouched.
+            DataError: writing failed; the previous checkpoint is unchanged.
         """
         run, args = self._run, self._run.args
         iteration = run.iteration
@@ -124,7 +123,7 @@ class Checkpointer:
             files.remove(before.path)
 
     def _write(self, target: Path) -> bool:
-        """True when the write goes on in the background and will commit itself."""
+        """Writes the state; True when the write goes on in the background and commits itself."""
         if self._run.args.ckpt_format == "torch":
             self._write_torch(target)
             return False
@@ -137,7 +136,7 @@ class Checkpointer:
         optimizer = self._trainee.optimizer
         if args.use_distributed_optimizer and not args.no_save_optim:
             optimizer.save_parameter_state(str(path.with_name("distrib_optim.pt")))
-        generators = random_state.collect(args, sharded=False)  # may ask the other replicas
+        generators = random_state.collect(args, sharded=False)  # may be a collective
         if mpu.get_expert_data_parallel_rank() == 0:
             state = self._common_state(generators)
             for name, model in self._named_models():
@@ -185,10 +184,10 @@ class Checkpointer:
         return strategy
 
     def poll(self) -> None:
-        """Commit background writes that are done; called between iterations. A collective.
+        """Commits background writes that are done; called between iterations. A collective.
 
         Raises:
-            DataError: one of them failed; the checkpoint before is untouched.
+            DataError: one of them failed; the previous checkpoint is unchanged.
         """
         self._finish(blocking=False)
 
@@ -198,27 +197,23 @@ class Checkpointer:
                 self._queue.maybe_finalize_async_calls(blocking=blocking)
 
     def close(self) -> None:
-        """Wait for background writes and commit them; calling it twice is fine."""
+        """Waits for background writes and commits them; calling it twice is fine."""
         self._finish(blocking=True)
+        self._end_queue(abort=False)
+
+    def _end_queue(self, *, abort: bool) -> None:
         if self._queue is not None:
-            self._queue.close()
+            self._queue.close(abort=abort)
             self._queue = None
 
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
-        elif self._queue is not None:
-            # No commit, which is a collective: the other ranks may be in the middle of another.
-            self._queue.close(abort=True)
-            self._queue = None
+        else:  # no commit, which is a collective: the other ranks may be in the middle of another
+            self._end_queue(abort=True)
 
     # --- the state ---
 
@@ -242,7 +237,7 @@ class Checkpointer:
     def _sharded_state(
         self, metadata: dict[str, Any], *, with_random: bool, loading: bool = False
     ) -> dict[str, Any]:
-        """Everything as dist_checkpointing wants it; with ``loading`` as a request for it."""
+        """The whole state for dist_checkpointing; with ``loading`` as a request for it."""
         args, trainee = self._run.args, self._trainee
         state = self._common_state(random_state.collect(args, sharded=True))
         if not with_random:
@@ -265,7 +260,7 @@ class Checkpointer:
     # --- loading ---
 
     def load(self) -> None:
-        """Resume from ``--load`` (or start from ``--pretrained-checkpoint``), if there is anything.
+        """Resumes from ``--load``, or starts from ``--pretrained-checkpoint``, if one exists.
 
         Raises:
             DataError: the checkpoint is broken or does not fit the model.
@@ -370,10 +365,10 @@ class Checkpointer:
                 raise DataError(f"{found.path}: does not fit this model ({error})") from error
 
     def restore_random_state(self) -> None:
-        """Continue where the generators were when the checkpoint was saved; without one they stay.
+        """Sets the generators to the checkpoint's states, if it has any.
 
-        To be called when everything is built: ``data`` draws for its loaders from the CPU's
-        generator, which without a GPU is the one that dropout uses.
+        Call it when everything is built: ``data`` draws for its loaders from the CPU's generator,
+        which without a GPU is dropout's.
         """
         if self._random_state is not None:
             random_state.restore(self._run.args, self._random_state)
@@ -407,7 +402,7 @@ class Checkpointer:
     def _apply_scheduler(self, state: dict[str, Any], found: files.Found) -> None:
         try:
             self._trainee.scheduler.load_state_dict(state["opt_param_scheduler"])
-        except AssertionError as error:  # how megatron-core says that the schedule was another
+        except AssertionError as error:  # megatron-core's way to refuse another schedule
             raise ConfigError(
                 f"{found.path}: {error}; give the flags it was saved with, or choose with "
                 "--override-opt_param-scheduler (flags) or --use-checkpoint-opt_param-scheduler"
@@ -426,7 +421,7 @@ def _rank_directory() -> str:
 
 
 def _saved_args(run: Run) -> argparse.Namespace:
-    """The arguments with the progress in them, where Megatron-LM looks for it."""
+    """The arguments with the run's progress, where Megatron-LM looks for it."""
     values = {name: value for name, value in vars(run.args).items() if name not in _OURS}
     values |= {
         "iteration": run.iteration,
@@ -441,7 +436,7 @@ def _saved_args(run: Run) -> argparse.Namespace:
 
 
 def _without_rank(common: dict[str, Any]) -> dict[str, Any]:
-    """What must be equal on all ranks: megatron-core compares it before saving."""
+    """The part that must be equal on all ranks: megatron-core compares it before saving."""
     return {
         key: vars(value) if key == "args" else value
         for key, value in common.items()
@@ -450,17 +445,18 @@ def _without_rank(common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content_metadata(args: argparse.Namespace) -> dict[str, Any]:
-    """How the state is cut into shards, as Megatron-LM notes it in the checkpoint."""
-    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    """Describes the shards of the state, as Megatron-LM notes it in the checkpoint."""
+    metadata: dict[str, Any] = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
+    }
     if args.use_distributed_optimizer:
-        if args.dist_ckpt_optim_fully_reshardable:
-            metadata["distrib_optim_sharding_type"] = "fully_reshardable"
-            metadata["distrib_optim_fully_reshardable_mem_efficient"] = (
-                args.distrib_optim_fully_reshardable_mem_efficient
-            )
-        else:
-            metadata["distrib_optim_sharding_type"] = "dp_reshardable"
-    metadata["dp_cp_group"] = mpu.get_data_parallel_group(with_context_parallel=True)
+        full = args.dist_ckpt_optim_fully_reshardable
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable" if full else "dp_reshardable"
+        if full:
+            efficient = "distrib_optim_fully_reshardable_mem_efficient"
+            metadata[efficient] = getattr(args, efficient)
     return metadata
 
 

@@ -110,7 +110,7 @@ def _same_names(kind: Any, args: Args) -> dict[str, Any]:
 
 
 def transformer_config(args: Args) -> TransformerConfig:
-    """The model's shape and how it is run."""
+    """The model's shape and execution."""
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     values = _same_names(kind, args)
     if args.rope_type is None:
@@ -151,7 +151,7 @@ def _activation(args: Args) -> dict[str, Any]:
 
 
 def ddp_config(args: Args, num_parameters: int) -> DistributedDataParallelConfig:
-    """How gradients are bucketed and reduced; ``num_parameters`` counts this rank's."""
+    """Buckets and reduction of gradients; ``num_parameters`` counts this rank's."""
     values = _same_names(DistributedDataParallelConfig, args)
     size = args.ddp_bucket_size
     if args.ddp_num_buckets:
@@ -176,10 +176,10 @@ def optimizer_config(args: Args) -> OptimizerConfig:
 
 
 def check_with_core(args: Args) -> None:
-    """Let megatron-core check what of the settings goes into its dataclasses.
+    """Lets megatron-core check the settings that its dataclasses take.
 
     Raises:
-        ConfigError: what it says where it refuses.
+        ConfigError: it refuses; the message is its own.
     """
     try:
         transformer_config(args)
@@ -202,10 +202,10 @@ def blends(args: Args) -> tuple[Any, Any]:
 
 
 def sequences_per_dataset(args: Args) -> dict[str, int] | None:
-    """What ``--per-dataset-sequences-path`` says, or None without it.
+    """Sequences per data set from ``--per-dataset-sequences-path``, or None without it.
 
     Raises:
-        DataError: the file is missing or no JSON.
+        DataError: the file is missing or not JSON.
     """
     path = args.per_dataset_sequences_path
     if path is None:

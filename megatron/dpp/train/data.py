@@ -1,7 +1,7 @@
 """Data sets, loaders and batches, with megatron-core's builder and Megatron-LM's sample counts.
 
-``pretrain`` asks for the iterators of every model chunk; the forward steps in ``gpt`` and ``bert``
-take batches through :func:`tensor_parallel_batch`. What a sample holds is the data set's business.
+``job`` builds the iterators of every model chunk; ``tasks`` takes batches through
+:func:`tensor_parallel_batch`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,18 +17,20 @@ from megatron.core import parallel_state as mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.train.exits import outlive_sigterm
+from megatron.dpp.train.exits import largest, outlive_sigterm
 from megatron.dpp.train.initialize import Run
+from megatron.dpp.train.model import ends
 from megatron.dpp.train.samplers import CyclicSampler, SequentialSampler
-from megatron.dpp.train.task import Task
+
+if TYPE_CHECKING:
+    from megatron.dpp.train.tasks import Task
 
 Args = argparse.Namespace
 
 
 class Iterators(NamedTuple):
-    """One iterator per use; None where this rank reads no data, a list of them with several
-    chunks. Whether there is anything to evaluate on, and over how many iterations, is the same on
-    all ranks."""
+    """One iterator per use: None where this rank reads no data, a list with several chunks.
+    ``has_valid``, ``has_test`` and the iterations of an evaluation are the same on all ranks."""
 
     train: Any
     valid: Any
@@ -38,8 +40,8 @@ class Iterators(NamedTuple):
     eval_iters: int = 0
 
     def close(self) -> None:
-        """End the loaders' workers, which clear their temporary folders away then. At Python's own
-        exit they would be killed: a schedule's cycles hold iterators until after that."""
+        """Ends the loaders' workers, which then remove their temporary folders. Python's own exit
+        would kill them: reference cycles of a schedule hold the iterators until after it."""
         for use in self[:3]:
             for samples in use if isinstance(use, list) else [use]:
                 if samples is not None:
@@ -47,7 +49,7 @@ class Iterators(NamedTuple):
 
 
 class Samples:
-    """A loader's iterator that can be let go, whoever else holds this."""
+    """A loader's iterator that can be released while others hold this object."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -59,15 +61,15 @@ class Samples:
         return next(self._iterator)
 
     def close(self) -> None:
-        """No further samples. A loader ends its workers when its last reference goes."""
+        """Releases the iterator; a loader ends its workers when its last reference goes."""
         self._iterator = iter(())
 
 
 def num_samples(args: Args) -> tuple[int, int | None, int]:
     """Samples of training, validation and test that the run will read.
 
-    At least one where none is read: megatron-core takes 0 for "as many as can be made", which for
-    BERT fills the memory.
+    At least one for each evaluation: megatron-core takes 0 for "as many as possible", which for
+    BERT fills the memory. None stands for a full validation.
     """
     size = args.global_batch_size
     train = args.train_samples or args.train_iters * size
@@ -80,18 +82,9 @@ def num_samples(args: Args) -> tuple[int, int | None, int]:
     return train, valid if valid is None else max(1, valid), max(1, args.eval_iters * size)
 
 
-def is_end_stage(vp_stage: int | None) -> bool:
-    """Is this chunk the first or the last of the pipeline, the two that read data?"""
-    ignore = vp_stage is None
-    return bool(
-        mpu.is_pipeline_first_stage(ignore_virtual=ignore, vp_stage=vp_stage)
-        or mpu.is_pipeline_last_stage(ignore_virtual=ignore, vp_stage=vp_stage)
-    )
-
-
 def build_iterators(run: Run, num_chunks: int, task: Task) -> Iterators:
-    """The iterators of this rank's chunks, positioned behind the samples already consumed. A
-    collective; it settles the length of a full validation.
+    """Builds the iterators of this rank's chunks, behind the samples already consumed. A
+    collective.
 
     Raises:
         DataError: an index is missing or broken, or there is nothing to train on.
@@ -111,23 +104,22 @@ def build_iterators(run: Run, num_chunks: int, task: Task) -> Iterators:
 
 
 def _draw_seeds(count: int) -> None:
-    """Draw from the global generator what Megatron-LM's loaders draw when their iterators are made.
+    """Draws from the global generator as Megatron-LM's loaders do when their iterators are made.
 
-    Without a GPU dropout draws from it too. Loaders have a generator of their own here, so that it
-    advances alike on tensor-parallel ranks that have none, and not at the first batch or at the end
-    of an epoch, which may lie behind the point where a resumed run restores it.
+    Without a GPU dropout uses that generator too. Loaders have their own here: the global one
+    advances equally on tensor-parallel ranks without loaders, and never at a first batch or the end
+    of an epoch, which may come after a resumed run restores it.
     """
     for _ in range(count):
         torch.empty((), dtype=torch.int64).random_()
 
 
 def _is_read(task: Task, vp_stage: int | None) -> bool:
-    """Does this chunk need batches?"""
-    return task.every_stage_reads or is_end_stage(vp_stage)
+    return task.every_stage_reads or any(ends(vp_stage))
 
 
 def _chunk_loaders(run: Run, task: Task, vp_stage: int | None) -> list[Any]:
-    """Of training, validation and test; None for a set that is not there, or not read here."""
+    """Loaders of training, validation and test; None for a set that is missing or not read here."""
     kind, config = task.datasets(run)
 
     def built_here() -> bool:
@@ -149,11 +141,11 @@ def _chunk_loaders(run: Run, task: Task, vp_stage: int | None) -> list[Any]:
 
 
 def _agree(run: Run, loaders: list[list[Any]]) -> tuple[list[bool], int]:
-    """Agrees with all ranks on which of the three sets exist and on the iterations of an
-    evaluation: only ranks that read see how long a full validation is.
+    """Agrees with all ranks on the sets that exist and the iterations of an evaluation; only ranks
+    that read know the length of a full validation.
 
     Raises:
-        DataError: there is no training set although the run trains.
+        DataError: the run trains and there is no training set.
     """
     args = run.args
     here = [any(each[use] is not None for each in loaders) for use in range(3)]
@@ -161,7 +153,7 @@ def _agree(run: Run, loaders: list[list[Any]]) -> tuple[list[bool], int]:
     if args.full_validation and here[1]:
         length = max(len(each[1]) for each in loaders if each[1] is not None)
         length = max(1, length // _batches_per_evaluation(args))
-    *there, length = _largest([*map(int, here), length])
+    *there, length = largest([*map(int, here), length])
     if not there[0] and not args.skip_train:
         raise DataError(f"data {_sources(args)}: no training set; give it a share in --split")
     eval_iters = length or args.eval_iters
@@ -169,14 +161,6 @@ def _agree(run: Run, loaders: list[list[Any]]) -> tuple[list[bool], int]:
         if eval_iters and not is_there:
             run.say(f"no {name} set: it is not evaluated")
     return [bool(each) for each in there], eval_iters
-
-
-def _largest(values: list[int]) -> list[int]:
-    """Of each value, the largest over all ranks; a collective."""
-    tensor = torch.tensor(values, device=torch.cuda.current_device())
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    largest: list[int] = tensor.tolist()
-    return largest
 
 
 def _samples(args: Args, loader: Any, eval_iters: int | None) -> Samples | None:
@@ -231,7 +215,7 @@ def _endless(args: Args, loader: Any, eval_iters: int | None) -> Iterator[Any]:
 
 
 def _batches_per_evaluation(args: Args) -> int:
-    """Microbatches that one replica reads in one iteration of an evaluation."""
+    """Microbatches of one replica in one iteration of an evaluation."""
     return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
 
 
@@ -251,10 +235,10 @@ def tensor_parallel_batch(
     layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """The next batch, read by tensor-parallel rank 0 and broadcast to the others of its group.
+    """The next batch, which tensor-parallel rank 0 reads and broadcasts to its group.
 
     Args:
-        layout: shape and dtype of every tensor wanted; other entries of the sample are left out.
+        layout: shape and dtype of each wanted tensor; other entries of the sample are dropped.
     """
     group = mpu.get_tensor_model_parallel_group()
     source = mpu.get_tensor_model_parallel_src_rank()

@@ -1,7 +1,6 @@
-"""Which samples a data-parallel rank reads, in which order: Megatron-LM's two samplers.
+"""Megatron-LM's two samplers: the samples of a data-parallel rank and their order.
 
-``data`` builds loaders from them. Both resume in the middle of the data from a count of consumed
-samples, which is what checkpoints hold.
+Both resume in the middle of the data from the count of consumed samples that checkpoints hold.
 """
 
 from __future__ import annotations
@@ -14,11 +13,8 @@ from megatron.dpp.errors import DataError
 
 
 class SequentialSampler:
-    """Samples in order; of each ``micro_batch_size * replicas`` consecutive ones a replica takes
-    its slice.
-
-    A last, incomplete batch is dropped.
-    """
+    """Samples in order: a replica takes its slice of each ``micro_batch_size * num_replicas``
+    consecutive ones. A last, incomplete batch is dropped."""
 
     def __init__(
         self, total: int, consumed: int, micro_batch_size: int, replica: int, num_replicas: int
@@ -43,7 +39,7 @@ class SequentialSampler:
 
 
 class CyclicSampler:
-    """Samples shuffled anew in every epoch (seeded by its number), without end.
+    """Samples without end, shuffled anew in every epoch with its number as the seed.
 
     With ``sharded`` each replica shuffles its own contiguous share, else all shuffle the whole.
     """
