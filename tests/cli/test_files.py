@@ -16,7 +16,7 @@ from megatron.dpp.cli import checkpoint_files as files
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.files import check_files, check_index, check_split
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.train.samplers import CyclicSampler, SequentialSampler
+from megatron.dpp.train.data import CyclicSampler, SequentialSampler
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 6), st.integers(1, 60))
@@ -37,9 +37,11 @@ def test_cyclic_resumes_where_it_stopped(
 ) -> None:
     total = size * replicas * num_batches
     for replica in range(replicas):
-        whole = list(CyclicSampler(total, 0, size, replica, replicas, sharded))
+        whole = list(CyclicSampler(total, 0, size, replica, replicas, sharded=sharded))
         assert len(whole) == num_batches
-        rest = list(CyclicSampler(total, size * replicas * 2, size, replica, replicas, sharded))
+        rest = list(
+            CyclicSampler(total, size * replicas * 2, size, replica, replicas, sharded=sharded)
+        )
         assert rest == whole[2:]
         again = list(CyclicSampler(total, size * replicas * num_batches, size, replica, replicas))
         assert len(again) == num_batches

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.num_microbatches_calculator import (
@@ -188,19 +189,6 @@ def check_with_core(args: Args) -> None:
         raise ConfigError(f"megatron-core refuses these settings: {error}") from error
 
 
-def blends(args: Args) -> tuple[Any, Any]:
-    """``(blend, blend_per_split)`` for megatron-core's data set configuration; one of them is None.
-
-    Raises:
-        DataError: a file named by ``--data-args-path`` or ``--per-split-data-args-path`` is bad.
-    """
-    words, per_split = data_words(args)
-    return (
-        words and get_blend_from_list(words),
-        per_split and [get_blend_from_list(each) for each in per_split],
-    )
-
-
 def sequences_per_dataset(args: Args) -> dict[str, int] | None:
     """Sequences per data set from ``--per-dataset-sequences-path``, or None without it.
 
@@ -208,31 +196,27 @@ def sequences_per_dataset(args: Args) -> dict[str, int] | None:
         DataError: the file is missing or not JSON.
     """
     path = args.per_dataset_sequences_path
-    if path is None:
-        return None
     try:
-        counts: dict[str, int] = json.loads(read_text(path))
+        counts: dict[str, int] | None = None if path is None else json.loads(read_text(path))
     except ValueError as error:
         raise DataError(f"--per-dataset-sequences-path {path}: not JSON ({error})") from error
     return counts
 
 
 def dataset_values(args: Args, tokenizer: Any) -> dict[str, Any]:
-    """Settings that GPT's and BERT's data sets share."""
-    blend, per_split = blends(args)
-    return {
+    """Settings that GPT's and BERT's data sets share.
+
+    Raises:
+        DataError: a file of ``--data-args-path`` or ``--per-split-data-args-path`` is bad.
+    """
+    words, per_split = data_words(args)
+    return _same_names(BlendedMegatronDatasetConfig, args) | {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
-        "blend": blend,
-        "blend_per_split": per_split,
-        "split": args.split,
-        "num_dataset_builder_threads": args.num_dataset_builder_threads,
+        "blend": words and get_blend_from_list(words),
+        "blend_per_split": per_split and [get_blend_from_list(each) for each in per_split],
         "path_to_cache": args.data_cache_path,
-        "mmap_bin_files": args.mmap_bin_files,
         "tokenizer": tokenizer,
-        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
-        "allow_ambiguous_pad_tokens": args.allow_ambiguous_pad_tokens,
-        "full_validation": args.full_validation,
         "multiple_validation_sets": False,
         "fast_cache_load": args.dataloader_fast_cache_load,
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,

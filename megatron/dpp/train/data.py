@@ -1,4 +1,4 @@
-"""Data sets, loaders and batches, with megatron-core's builder and Megatron-LM's sample counts.
+"""Data sets, samplers, loaders and batches; sample counts are Megatron-LM's.
 
 ``job`` builds the iterators of every model chunk; ``tasks`` takes batches through
 :func:`tensor_parallel_batch`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,12 +21,79 @@ from megatron.dpp.errors import DataError
 from megatron.dpp.train.exits import largest, outlive_sigterm
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import ends
-from megatron.dpp.train.samplers import CyclicSampler, SequentialSampler
 
 if TYPE_CHECKING:
     from megatron.dpp.train.tasks import Task
 
 Args = argparse.Namespace
+
+
+@dataclass
+class _Sampler:
+    """Base of Megatron-LM's two samplers: the sample numbers of a data-parallel rank's microbatches.
+
+    Args:
+        consumed: samples that the run has consumed before, as checkpoints hold it.
+        replica: number of this data-parallel rank.
+        sharded: each replica shuffles its own contiguous share, else all shuffle the whole.
+    """
+
+    total: int
+    consumed: int
+    micro_batch_size: int
+    replica: int
+    num_replicas: int
+    sharded: bool = field(default=True, kw_only=True)
+
+    @property
+    def _stride(self) -> int:
+        return self.micro_batch_size * self.num_replicas
+
+
+class SequentialSampler(_Sampler):
+    """Samples in order; a replica takes its slice of each ``micro_batch_size * num_replicas``
+    consecutive ones. A last, incomplete batch is dropped."""
+
+    def __post_init__(self) -> None:
+        if self.consumed >= self.total:
+            raise DataError(
+                f"no samples left: {self.consumed} of {self.total} are consumed; "
+                "lower --train-iters or add data"
+            )
+
+    def __len__(self) -> int:
+        return (self.total - self.consumed) // self._stride
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in range(len(self)):
+            start = self.consumed + batch * self._stride + self.replica * self.micro_batch_size
+            yield list(range(start, start + self.micro_batch_size))
+
+
+class CyclicSampler(_Sampler):
+    """Samples without end, shuffled anew in every epoch with its number as the seed."""
+
+    def __post_init__(self) -> None:
+        if self.total < self._stride:
+            raise DataError(f"{self.total} samples do not fill one batch of {self._stride}")
+
+    def __len__(self) -> int:
+        return self.total // self._stride
+
+    def __iter__(self) -> Iterator[list[int]]:
+        size = self.micro_batch_size
+        epoch, offset = divmod(self.consumed, self.total - self.total % self._stride)
+        generator = torch.Generator().manual_seed(epoch)
+        share = (len(self) if self.sharded else self.total // size) * size
+        order = torch.randperm(share, generator=generator).tolist()
+        if self.sharded:
+            start = self.replica * share
+            indices = [start + i for i in order[offset // self.num_replicas :]]
+        else:
+            indices = order[offset:][self.replica :: self.num_replicas]
+        for start in range(0, len(indices) - size + 1, size):
+            self.consumed += self._stride
+            yield indices[start : start + size]
 
 
 class Iterators(NamedTuple):
@@ -181,13 +249,10 @@ def _loader(args: Args, dataset: Any, consumed: int) -> Any:
     if dataset is None or len(dataset) == 0:  # empty: an evaluation of no iterations
         return None
     place = (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size())
-    sampler: SequentialSampler | CyclicSampler
-    if args.dataloader_type == "single":
-        sampler = SequentialSampler(len(dataset), consumed, args.micro_batch_size, *place)
-    else:
-        sampler = CyclicSampler(
-            len(dataset), consumed, args.micro_batch_size, *place, sharded=args.data_sharding
-        )
+    kind = SequentialSampler if args.dataloader_type == "single" else CyclicSampler
+    sampler = kind(
+        len(dataset), consumed, args.micro_batch_size, *place, sharded=args.data_sharding
+    )
     return torch.utils.data.DataLoader(
         dataset,
         batch_sampler=sampler,

@@ -119,7 +119,7 @@ class TrainingLog:
                 parts.append(f"{name}: {average:.6E}")
         parts += self._tail(step)
         run.say_last(" | ".join(parts) + " |")
-        self._report_timers(count, reset)
+        self._report_timers(count, reset=reset)
         if reset:
             self.totals = {name: torch.zeros_like(total) for name, total in self.totals.items()}
             self.advanced = self.skipped = self.nans = 0
@@ -136,7 +136,7 @@ class TrainingLog:
             f"number of nan iterations: {self.nans:3d}",
         ]
 
-    def _report_timers(self, count: int, reset: bool) -> None:
+    def _report_timers(self, count: int, *, reset: bool) -> None:
         """Milliseconds per iteration since the last line. A collective: every rank passes the same
         names, although the timers that run depend on the pipeline stage."""
         run, timers = self.run, self.run.timers

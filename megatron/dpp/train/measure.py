@@ -75,11 +75,18 @@ class Comparison:
         dist.all_gather_object(ranks, mine)
         rows = _rows(self._found, ranks)
         text = [f"estimate and measurement, iteration {self._run.iteration}:"]
-        text += [f"  {_line(*row)}" for row in rows] + [f"  {_rate(self._found, rows[-1][2])}"]
-        self._run.say("\n".join(text))
+        text += [_line(*row) for row in rows]
+        # The rate that makes the estimate right if all of the time goes into matrix products.
+        rate = (
+            self._found.flops_per_device
+            * self._found.seconds
+            / max(rank["seconds"] for rank in ranks)
+        )
+        text.append(f"useful work: {rate / 1e12:.4g} TFLOP/s per device")
+        self._run.say("\n  ".join(text))
         metrics.write(
             iteration=self._run.iteration,
-            estimate={name: [guess, real] for name, guess, real, _ in rows},
+            estimate={name: [guess, real] for name, guess, real in rows},
             bubble=self._found.bubble,
         )
 
@@ -98,36 +105,29 @@ def _device(run: Run) -> Device:
     return cpu_device(int(run.args.world_size))
 
 
-def _rows(found: Estimate, ranks: list[Any]) -> list[tuple[str, float, float | None, bool]]:
-    """Name, estimate, measurement, and True for bytes; the largest value of a stage's ranks."""
-    rows: list[tuple[str, float, float | None, bool]] = []
+def _rows(found: Estimate, ranks: list[Any]) -> list[tuple[str, float, float | None]]:
+    """Name, estimate and measurement, the largest of a stage's ranks; the last row is the time."""
+    rows: list[tuple[str, float, float | None]] = []
     for stage, memory in enumerate(found.ranks):
         mine = [rank for rank in ranks if rank["stage"] == stage]
         state = max(rank["state"] for rank in mine)
-        rows.append((f"stage {stage}, state", memory.state, state, True))
+        rows.append((f"stage {stage}, state", memory.state, state))
         peaks = [rank["peak"] - rank["state"] for rank in mine if rank["peak"] is not None]
         guess = memory.activations + memory.workspace
-        rows.append((f"stage {stage}, activations", guess, max(peaks, default=None), True))
-    rows.append(("seconds", found.seconds, max(rank["seconds"] for rank in ranks), False))
+        rows.append((f"stage {stage}, activations", guess, max(peaks, default=None)))
+    rows.append(("seconds", found.seconds, max(rank["seconds"] for rank in ranks)))
     return rows
 
 
-def _line(name: str, guess: float, real: float | None, is_bytes: bool) -> str:
-    show = size if is_bytes else (lambda seconds: f"{seconds * 1e3:.1f} ms")
+def _line(name: str, guess: float, real: float | None) -> str:
     label = {"state": "weights, gradients, optimizer", "activations": "activations and workspace"}
     stage, _, kind = name.partition(", ")
     text = f"{stage}: {label[kind]}" if kind else "time per iteration"
+    show = size if kind else (lambda seconds: f"{seconds * 1e3:.1f} ms")
     if real is None:
         return f"{text}: {show(guess)} estimated, not measured without a GPU"
     error = f"{guess / real - 1:+.1%}" if real else "-"
     return f"{text}: {show(guess)} estimated, {show(real)} measured ({error})"
-
-
-def _rate(found: Estimate, seconds: float | None) -> str:
-    """The rate that makes the estimate right if all of the time goes into matrix products."""
-    assert seconds
-    useful = found.flops_per_device * found.seconds / seconds
-    return f"useful work: {useful / 1e12:.4g} TFLOP/s per device"
 
 
 def state_bytes(trainee: Trainee) -> int:

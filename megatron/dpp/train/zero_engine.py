@@ -104,16 +104,11 @@ class EngineChunk:
         self.engine, self.module = engine, engine.module
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        """Runs the model's forward through the engine."""
+        """The model's forward."""
         return self.engine(*inputs, **keywords)
 
-    def train(self) -> None:
-        """Switches dropout on."""
-        self.engine.train()
-
-    def eval(self) -> None:
-        """Switches dropout off."""
-        self.engine.eval()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
     def zero_grad_buffer(self) -> None:
         """Does nothing: the engine frees gradients after use."""
