@@ -30,7 +30,7 @@ Args = argparse.Namespace
 
 @dataclass
 class _Sampler:
-    """Base of Megatron-LM's two samplers: the sample numbers of a data-parallel rank's microbatches.
+    """Base of Megatron-LM's two samplers, which give the sample numbers of a replica's microbatches.
 
     Args:
         consumed: samples that the run has consumed before, as checkpoints hold it.
@@ -45,16 +45,20 @@ class _Sampler:
     num_replicas: int
     sharded: bool = field(default=True, kw_only=True)
 
-    @property
-    def _stride(self) -> int:
-        return self.micro_batch_size * self.num_replicas
+    def __post_init__(self) -> None:
+        self._stride = self.micro_batch_size * self.num_replicas
+        self._check()
+
+    def _check(self) -> None:
+        """Refuses too few samples."""
+        raise NotImplementedError
 
 
 class SequentialSampler(_Sampler):
     """Samples in order; a replica takes its slice of each ``micro_batch_size * num_replicas``
     consecutive ones. A last, incomplete batch is dropped."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if self.consumed >= self.total:
             raise DataError(
                 f"no samples left: {self.consumed} of {self.total} are consumed; "
@@ -73,7 +77,7 @@ class SequentialSampler(_Sampler):
 class CyclicSampler(_Sampler):
     """Samples without end, shuffled anew in every epoch with its number as the seed."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if self.total < self._stride:
             raise DataError(f"{self.total} samples do not fill one batch of {self._stride}")
 

@@ -77,11 +77,8 @@ class Comparison:
         text = [f"estimate and measurement, iteration {self._run.iteration}:"]
         text += [_line(*row) for row in rows]
         # The rate that makes the estimate right if all of the time goes into matrix products.
-        rate = (
-            self._found.flops_per_device
-            * self._found.seconds
-            / max(rank["seconds"] for rank in ranks)
-        )
+        slowest = max(rank["seconds"] for rank in ranks)
+        rate = self._found.flops_per_device * self._found.seconds / slowest
         text.append(f"useful work: {rate / 1e12:.4g} TFLOP/s per device")
         self._run.say("\n  ".join(text))
         metrics.write(
