@@ -30,7 +30,7 @@ Args = argparse.Namespace
 
 @dataclass
 class _Sampler:
-    """Base of Megatron-LM's two samplers, which give the sample numbers of a replica's microbatches.
+    """Base of Megatron-LM's two samplers: sample numbers of one replica's microbatches.
 
     Args:
         consumed: samples that the run has consumed before, as checkpoints hold it.
