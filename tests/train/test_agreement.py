@@ -12,7 +12,7 @@ from megatron.dpp.train.initialize import check_agreement, description, differen
 
 
 def outcomes(*ranks: Namespace) -> list[str]:
-    """What each rank's check says; empty when it found nothing."""
+    """Message of each rank's check; empty when it found nothing."""
     store = HashStore()
 
     def check(rank: int) -> str:

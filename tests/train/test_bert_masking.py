@@ -1,4 +1,4 @@
-"""How BERT's samples are masked: as Megatron-LM's unless the flags say otherwise."""
+"""The masking of BERT's samples: Megatron-LM's by default, or as the flags say."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Builder:
 def build(
     monkeypatch: pytest.MonkeyPatch, consumed: int = 0, **changes: Any
 ) -> tuple[data.Iterators, list[str]]:
-    """In batches of two, of which what is left over is dropped; and what was said."""
+    """Iterators over batches of two, without a last incomplete one, and the printed lines."""
 
     def loader(args: argparse.Namespace, samples: Any, consumed: int) -> Any:
         if samples is None:

@@ -1,4 +1,4 @@
-"""What a machine without GPUs cannot do is settled before a run starts."""
+"""Settings that a machine without GPUs lacks are switched off before a run starts."""
 
 from __future__ import annotations
 

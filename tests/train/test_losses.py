@@ -1,4 +1,4 @@
-"""What is reported is not what megatron-core goes on to change."""
+"""Checks of losses, and reports that megatron-core's in-place changes do not reach."""
 
 from __future__ import annotations
 

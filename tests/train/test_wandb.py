@@ -1,4 +1,4 @@
-"""Weights & Biases: what goes there, from which rank, and what a user is told when it cannot."""
+"""Weights & Biases: values, the rank that writes them, and errors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ FLAGS = (
 
 
 class _Recorded(ModuleType):
-    """In the place of the package: keeps what it is given."""
+    """Stands for the package: keeps the values that it gets."""
 
     class Error(Exception):
-        """What the package raises."""
+        """The package's error."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
