@@ -14,7 +14,7 @@ from megatron.dpp.cli.validate import validate
 from megatron.dpp.config import option_fields
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.text_files import read_text
-from megatron.dpp.train.configs import check_with_core, with_types
+from megatron.dpp.train.configs import check_with_core, settled
 
 MINIMUM = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
@@ -30,7 +30,7 @@ def checked(more: str = "", world_size: int = 1, without: str = "") -> RunConfig
     if without:
         at = words.index(without)
         del words[at : at + 2]
-    return with_types(validate(parse_args([*words, *more.split()]), world_size))
+    return settled(validate(parse_args([*words, *more.split()]), world_size))
 
 
 def test_defaults_and_derived_values_are_megatrons() -> None:

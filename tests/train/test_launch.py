@@ -1,4 +1,4 @@
-"""What torchrun's ends look like to a user: one line, no traceback."""
+"""Every end of torchrun is one line to a user, without a traceback."""
 
 from __future__ import annotations
 

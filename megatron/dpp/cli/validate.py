@@ -2,8 +2,8 @@
 flag.
 
 :func:`validate` runs on every rank, before any process group exists. It imports neither torch nor
-megatron-core. ``configs.with_types`` turns names of dtypes into dtypes, and
-``initialize.with_device`` switches kernels off that are missing.
+megatron-core. ``train.configs.settled`` turns names of dtypes into dtypes and
+switches kernels off that are missing.
 """
 
 from __future__ import annotations
