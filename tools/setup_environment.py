@@ -249,6 +249,14 @@ def take_lock() -> IO[str]:
     return lock
 
 
+def link_command(environment: Environment) -> None:
+    """Puts ``megatron-dpp`` into ``.venv``, so that an activated shell finds it."""
+    command = VENV_PYTHON.with_name("megatron-dpp")
+    if environment.python == str(VENV_PYTHON) and not command.is_symlink():
+        command.unlink(missing_ok=True)
+        command.symlink_to("../../megatron-dpp")
+
+
 def check_ready(requirement_files: list[str], why: OSError) -> Environment:
     """The environment of a clone that cannot be written to, where everything is there already.
 
@@ -283,6 +291,7 @@ def set_up(requirement_files: list[str]) -> tuple[Environment, list[str]]:
     done += install(environment)
     if is_stale:
         done += build_extension(environment)
+    link_command(environment)
     return inspect(environment.python, requirement_files), done
 
 

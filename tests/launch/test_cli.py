@@ -18,7 +18,7 @@ def guide_commands() -> list[str]:
     """The guide's commands of several nodes, without what is set before them."""
     text = (ROOT / "docs" / "USAGE_GUIDE.md").read_text(encoding="utf-8")
     lines = [line.partition("#")[0] for line in text.splitlines()]
-    starts = ("NUM_NODES", "srun", "python train")
+    starts = ("NUM_NODES", "srun", "megatron-dpp train")
     found = [line.partition("train ")[2] for line in lines if line.startswith(starts)]
     return sorted({words for words in found if "--gpus" in words})
 

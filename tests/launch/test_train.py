@@ -233,7 +233,7 @@ def test_zero_counts_replicas_beside_tensor_parallelism() -> None:
 def test_every_mode_pads_the_vocabulary_alike() -> None:
     modes = ("simple", "3d --tp 2", "3d --pp 2", "3d --tp 4", "zero --zero-stage 3")
     plans = [plan(f"--mode {mode} --procs 4".split()) for mode in modes]
-    sizes = {shape_from(each.resolved, each.setting).vocab_size for each in plans}
+    sizes = {shape_from(each.resolved, each.setting).model.vocab_size for each in plans}
     assert sizes == {2048}
 
 
