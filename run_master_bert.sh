@@ -1,12 +1,9 @@
 #!/usr/bin/env bash
 # Node 0 of a run of the sample BERT over NUM_NODES hosts (2 by default). Start this on one host and
-# run_worker_bert.sh, with MASTER_ADDR naming this host, on the others; the settings must be the same
-# on all. MASTER_PORT and NODE_IPS say how they reach each other; every setting can be given in the
-# environment (USE_DPP=0 for megatron-core's own schedule, DRY_RUN=1 to print the command only;
-# examples/launch.sh and examples/bert/train_bert_340m_distributed.sh list them), and arguments are
-# passed on to pretrain_bert.py.
-set -euo pipefail
-export NUM_NODES=${NUM_NODES:-2}
-examples=$(dirname "${BASH_SOURCE[0]}")/examples/bert
-source "$examples/sample_settings.sh"
-exec bash "$examples/train_bert_340m_distributed_master.sh" "$@"
+# run_worker_bert.sh, with MASTER_ADDR naming this host, on the others. The settings must be the
+# same on all. MASTER_PORT and NODE_IPS say how they reach each other.
+#
+# Every setting can be given in the environment (docs/environment.md; USE_DPP=0 for megatron-core's
+# own schedule, DRY_RUN=1 to print the command only), and arguments are passed on to
+# pretrain_bert.py.
+exec bash "$(dirname "${BASH_SOURCE[0]}")/examples/launch.sh" bert-sample master "$@"

@@ -1,43 +1,38 @@
 #!/usr/bin/env python
-"""What it costs that the tensor-parallel ranks of a stage agree on every task.
+"""Time the decisions that the tensor-parallel ranks of a stage agree on.
 
     python profiling/bench_agreement.py
 
-Two processes, the leader and one follower of a stage, over the real board; no task is run. Printed
+Two processes, the leader and one follower of a stage, share the real board; no task runs. Printed
 are microseconds per decision: of a rank that decides alone, of the leader, of the follower, and how
-long after the leader the follower has the decision; it waits for it as the executor does. That is
-done with 0.1 ms and with 2 ms between the decisions. Each process keeps to a core of its own, which
-should be idle.
+long after the leader the follower has the decision; it waits for it as the executor does. Decisions
+are 0.1 ms or 2 ms apart. Each process keeps to a core of its own, which should be idle.
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
+import harness
 from torch.distributed import TCPStore
 
-_ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(_ROOT))
-
-from megatron.dpp.runtime.agreement import Decider, decider_for  # noqa: E402
-from megatron.dpp.schedule import Geometry, Scheduler  # noqa: E402
-from megatron.dpp.transport import open_transport  # noqa: E402
-from megatron.dpp.transport.base import ChannelSpec, Direction, Transport  # noqa: E402
+from megatron.dpp.runtime.agreement import Decider, decider_for
+from megatron.dpp.schedule import Geometry, Scheduler
+from megatron.dpp.transport import open_transport
+from megatron.dpp.transport.base import ChannelSpec, Direction, Transport
 
 _CHANNELS = [(0, 0), (0, 1), (1, 0), (1, 1)]
-"""(direction, chunk) of what a stage in the middle of a pipeline with two chunks receives."""
+"""(direction, chunk) of the receives of a stage amid a pipeline with two chunks."""
+_PAUSES = (100e-6, 2e-3)
 _DEADLINE = 60.0
 
 Sample = tuple[int, int]
-"""When a call of ``next`` that gave an action began and returned; ns on this host's clock."""
+"""Begin and end of a call of ``next`` that gave an action; ns on this host's clock."""
 
 
 def _decide_all(decider: Decider, transport: Transport | None, pause: float) -> list[Sample]:
@@ -75,7 +70,7 @@ def _stay(seconds: float) -> None:
         pass
 
 
-def _member(rank: int, port: int, microbatches: int, pauses: list[float], results: Any) -> None:
+def _member(rank: int, port: int, microbatches: int, pauses: list[float]) -> list[list[Sample]]:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     store = TCPStore("127.0.0.1", port, is_master=rank == 0)
@@ -86,17 +81,16 @@ def _member(rank: int, port: int, microbatches: int, pauses: list[float], result
         [spec], rank=rank, store=store, board_ranks=[0, 1], board_counters=len(_CHANNELS)
     ) as transport:
         for round_, pause in enumerate(pauses):
-            scheduler = _scheduler(microbatches)
-            decider = decider_for(scheduler, _CHANNELS, transport.board)
+            decider = decider_for(_scheduler(microbatches), _CHANNELS, transport.board)
             store.set(f"ready {round_} {rank}", "1")
             store.wait([f"ready {round_} {peer}" for peer in (0, 1)])
             # Counters on a board only grow: the arrivals of a new round follow the last ones.
             decider.start([round_ * microbatches] * len(_CHANNELS))
             decider.next = _shifted(decider, round_ * microbatches)  # type: ignore[method-assign]
             found.append(_decide_all(decider, transport, pause))
-        results.put((rank, found))
         store.set(f"done {rank}", "1")
         store.wait(["done 0", "done 1"])
+    return found
 
 
 def _shifted(decider: Decider, base: int) -> Any:
@@ -109,64 +103,39 @@ def _scheduler(microbatches: int) -> Scheduler:
     return Scheduler(geometry, policy="dynamic", split_backward=True, cap=1e9)
 
 
-def _us(values: list[int]) -> str:
-    ordered = sorted(values)
-    return f"{statistics.median(ordered) / 1e3:8.1f} {ordered[int(len(ordered) * 0.9)] / 1e3:8.1f}"
-
-
-def _lengths(samples: list[Sample]) -> list[int]:
-    return [end - begin for begin, end in samples]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--microbatches", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    pauses = [pause for pause in (100e-6, 2e-3) for _ in range(args.rounds)]
-    alone = [_lengths(_alone(args.microbatches, pause)) for pause in pauses]
-    found = _run_pair(args.microbatches, pauses)
-    print("microseconds per decision           median   9 of 10")
-    for pause in (100e-6, 2e-3):
-        rounds = [index for index, used in enumerate(pauses) if used == pause]
-        leader = [sample for index in rounds for sample in found[0][index]]
-        follower = [sample for index in rounds for sample in found[1][index]]
-        late = [after[1] - before[1] for before, after in zip(leader, follower, strict=True)]
-        own = [length for index in rounds for length in alone[index]]
-        print(f"{pause * 1e3:g} ms apart: alone".ljust(34) + _us(own))
-        print("  leader".ljust(34) + _us(_lengths(leader)))
-        print("  follower".ljust(34) + _us(_lengths(follower)))
-        print("  follower behind the leader".ljust(34) + _us([max(value, 0) for value in late]))
-
-
 def _alone(microbatches: int, pause: float) -> list[Sample]:
     decider = decider_for(_scheduler(microbatches), _CHANNELS, None)
     decider.start([0] * len(_CHANNELS))
     return _decide_all(decider, None, pause)
 
 
-def _run_pair(microbatches: int, pauses: list[float]) -> dict[int, list[list[Sample]]]:
-    context = multiprocessing.get_context("spawn")
-    results, port = context.Queue(), _free_port()
-    members = [
-        context.Process(target=_member, args=(rank, port, microbatches, pauses, results))
-        for rank in (0, 1)
-    ]
-    for member in members:
-        member.start()
-    try:
-        return dict(results.get(timeout=_DEADLINE * len(pauses)) for _ in members)
-    finally:
-        for member in members:
-            member.join(5)
-            member.kill()
+def _row(name: str, samples: Sequence[Sample]) -> tuple[str, str, str]:
+    took = [max(end - begin, 0) / 1e3 for begin, end in samples]
+    return name, f"{statistics.median(took):.1f}", f"{harness.quantile(took, 0.9):.1f}"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def main() -> int:
+    args = harness.new_parser(__doc__, microbatches=128, rounds=5).parse_args()
+    pauses = [pause for _ in range(args.rounds + 1) for pause in _PAUSES]
+    alone = [_alone(args.microbatches, pause) for pause in pauses]
+    port, most = harness.free_port(), _DEADLINE * len(pauses)
+    pair = harness.run_members(_member, 2, port, args.microbatches, pauses, timeout=most)
+    rows = []
+    for first, pause in enumerate(_PAUSES, len(_PAUSES)):  # the first round of each is untimed
+        chosen = range(first, len(pauses), len(_PAUSES))
+        own, leader, follower = (
+            [sample for index in chosen for sample in rounds[index]] for rounds in (alone, *pair)
+        )
+        late = [(before[1], after[1]) for before, after in zip(leader, follower, strict=True)]
+        rows += [
+            _row(f"{pause * 1e3:g} ms apart: alone", own),
+            _row("leader", leader),
+            _row("follower", follower),
+            _row("follower behind the leader", late),
+        ]
+    harness.print_table("microseconds per decision | median | 9 of 10", rows)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

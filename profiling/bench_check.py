@@ -1,11 +1,11 @@
-"""What bench_schedule.py refuses before it starts a process, in one line."""
+"""Checks of bench_schedule.py's command line, before it starts a process."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import require
 from megatron.dpp.inject import Injector
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.schedule.reference import padded_microbatches
@@ -22,8 +22,7 @@ def check(args: argparse.Namespace) -> None:
     """
     for name in _COUNTS:
         _at_least_one(f"--{name.replace('_', '-')}", getattr(args, name))
-    if args.sleep_ms <= 0:
-        raise ConfigError(f"--sleep-ms {args.sleep_ms:g}: must be above 0")
+    require(args.sleep_ms > 0, f"--sleep-ms {args.sleep_ms:g}: must be above 0")
     for num in args.microbatches:
         _at_least_one("--microbatches", num)
         for name in args.names:
@@ -31,20 +30,20 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _at_least_one(flag: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{flag} {value}: must be at least 1")
+    require(value >= 1, f"{flag} {value}: must be at least 1")
 
 
 def _check_schedule(args: argparse.Namespace, name: Any, num: int) -> None:
     _at_least_one(f"--schedules {name.text}: chunks", name.num_chunks)
     geometry = Geometry(args.ranks, 0, name.num_chunks, num)
-    least = padded_microbatches(geometry)
-    if name.kind == "static" and least != num:
-        raise ConfigError(
+    if name.kind == "static":
+        least = padded_microbatches(geometry)
+        require(
+            least == num,
             f"--schedules {name.text} with --microbatches {num}: megatron-core's interleaved "
-            f"schedule wants a multiple of the ranks, {args.ranks}; {least} would do"
+            f"schedule wants a multiple of the ranks, {args.ranks}; {least} would do",
         )
-    if name.kind != "static":
+    else:
         parse_cap(args.cap, geometry)
     if args.inject:
         Injector(args.inject, 0, args.ranks, num_chunks=name.num_chunks)

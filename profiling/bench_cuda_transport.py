@@ -1,32 +1,32 @@
-"""GPU transports side by side in one run: ours, NCCL's send and receive, and the plain copies.
+#!/usr/bin/env python
+"""Time the GPU transports beside NCCL's send and receive and plain copies.
+
+    python profiling/bench_cuda_transport.py [--out FILE] [--quick] [--kinds cuda_ipc staged]
 
 Two processes, one GPU each. One way = half a ping-pong, medians, microseconds, random bytes:
 
 - ``arrive``: put() until the receiver's poll() shows it; beside ``peer copy`` (and synchronise).
 - ``taken``: until take()'s tensor is there (synchronised); beside NCCL's receive (synchronised).
 
-A GEMM loop beside 16 MiB per GEMM in both directions shows what compute pays. Exits 1 when a gate
-fails.
-
-    python profiling/bench_cuda_transport.py [--out FILE] [--quick] [--kinds cuda_ipc staged]
+A GEMM loop beside 16 MiB per GEMM in both directions shows what compute pays. Exits with 1 when a
+gate fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.dpp.transport import ChannelSpec, Direction, TransportOptions, open_transport
 
@@ -34,19 +34,22 @@ SIZES = [4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
 WARM_UP = 10
 GEMM = 8192
 GEMMS = 150
+GEMM_WARM_UP = 20
 BESIDE_BYTES = 16 << 20
 
-
-def repeats(size: int) -> int:
-    return 150 if size <= 1 << 20 else 60 if size <= 64 << 20 else 25
+Table = dict[str, list[float]]
+"""Microseconds of one way per size."""
 
 
 def random_bytes(size: int) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
 
 
-def micros(seconds: list[float]) -> float:
-    return statistics.median(seconds[WARM_UP:]) * 1e6
+def micros(one_round: Callable[[], float], size: int) -> float:
+    """Median microseconds of as many rounds as suit a size."""
+    count = 150 if size <= 1 << 20 else 60 if size <= 64 << 20 else 25
+    found = harness.sample(one_round, least=count, most=count, warm_up=WARM_UP)
+    return statistics.median(found) * 1e6
 
 
 class Ours:
@@ -80,9 +83,10 @@ class Ours:
         self.take_seconds.append(time.perf_counter() - start)
         return tensor
 
-    def ping_pong(self, tensor: torch.Tensor, taken: bool) -> float:
-        seconds = []
-        for _ in range(repeats(tensor.nbytes) + WARM_UP):
+    def ping_pong(self, tensor: torch.Tensor, *, taken: bool) -> float:
+        """Microseconds of one way."""
+
+        def one_round() -> float:
             torch.cuda.synchronize()
             start = time.perf_counter()
             if self.rank == 0:
@@ -93,17 +97,20 @@ class Ours:
                 torch.cuda.synchronize()
             if self.rank == 1:
                 self.put(tensor)
-            seconds.append((time.perf_counter() - start) / 2)
+            seconds = (time.perf_counter() - start) / 2
             if not taken:
                 self.take()
+            return seconds
+
+        found = micros(one_round, tensor.nbytes)
         self.transport.flush(20)
-        return micros(seconds)
+        return found
 
 
 def nccl_ping_pong(tensor: torch.Tensor, rank: int) -> float:
     other = torch.empty_like(tensor)
-    seconds = []
-    for _ in range(repeats(tensor.nbytes) + WARM_UP):
+
+    def one_round() -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
         for turn in (0, 1):
@@ -113,44 +120,45 @@ def nccl_ping_pong(tensor: torch.Tensor, rank: int) -> float:
                 dist.recv(other, 1 - rank)
                 torch.cuda.synchronize()
         torch.cuda.synchronize()
-        seconds.append((time.perf_counter() - start) / 2)
-    return micros(seconds)
+        return (time.perf_counter() - start) / 2
+
+    return micros(one_round, tensor.nbytes)
 
 
-def copy_seconds(target: torch.Tensor, source: torch.Tensor) -> float:
-    seconds = []
-    for _ in range(repeats(source.nbytes) + WARM_UP):
+def copy_time(target: torch.Tensor, source: torch.Tensor) -> float:
+    def one_round() -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
         target.copy_(source, non_blocking=True)
         torch.cuda.current_stream().synchronize()
-        seconds.append(time.perf_counter() - start)
-    return micros(seconds)
+        return time.perf_counter() - start
+
+    return micros(one_round, source.nbytes)
 
 
-def floors(rank: int, sizes: list[int]) -> dict[str, list[float]]:
+def floors(rank: int, sizes: list[int]) -> Table:
     """Plain copies from GPU 0 while GPU 1's process waits."""
-    found: dict[str, list[float]] = {"peer copy": [], "D2H": [], "H2D": []}
+    found: Table = {"peer copy": [], "D2H": [], "H2D": []}
     if rank == 0:
         pinned = torch.empty(sizes[-1], dtype=torch.uint8, pin_memory=True)
         remote = torch.empty(sizes[-1], dtype=torch.uint8, device="cuda:1")
         for size in sizes:
             source = random_bytes(size)
-            found["peer copy"].append(copy_seconds(remote[:size], source))
-            found["D2H"].append(copy_seconds(pinned[:size], source))
-            found["H2D"].append(copy_seconds(source, pinned[:size]))
+            found["peer copy"].append(copy_time(remote[:size], source))
+            found["D2H"].append(copy_time(pinned[:size], source))
+            found["H2D"].append(copy_time(source, pinned[:size]))
     dist.barrier()
     return found
 
 
-def gemm_loop(beside) -> float:
-    """Microseconds per GEMM with ``beside(stream)`` called once per GEMM on another stream."""
+def gemm_loop(beside: Callable[[], None]) -> float:
+    """Microseconds per GEMM with ``beside()`` called once per GEMM on another stream."""
     a, b = (torch.randn(GEMM, GEMM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     side = torch.cuda.Stream()
     out = torch.empty_like(a)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for i in range(GEMMS + 20):
-        if i == 20:
+    for i in range(GEMMS + GEMM_WARM_UP):
+        if i == GEMM_WARM_UP:
             torch.cuda.synchronize()
             dist.barrier()
             begin.record()
@@ -165,10 +173,35 @@ def gemm_loop(beside) -> float:
     return begin.elapsed_time(end) * 1e3 / GEMMS
 
 
+def beside_ours(kind: str, rank: int, payload: torch.Tensor) -> float:
+    """Microseconds per GEMM beside one message each way per GEMM."""
+    ours, arrived = Ours(kind, rank, BESIDE_BYTES), 0
+
+    def take_all() -> None:
+        nonlocal arrived
+        while arrived < ours.transport.poll()[0]:
+            ours.take()
+            arrived += 1
+
+    def exchange() -> None:
+        ours.put(payload)
+        take_all()
+
+    found = gemm_loop(exchange)
+    deadline = time.monotonic() + 20
+    while arrived < GEMMS + GEMM_WARM_UP and time.monotonic() < deadline:
+        ours.transport.wait(0.1)
+        take_all()
+    assert arrived == GEMMS + GEMM_WARM_UP, arrived
+    ours.transport.flush(20)
+    dist.barrier()
+    ours.transport.close()
+    return found
+
+
 def gemm_rows(rank: int, kinds: list[str]) -> dict[str, float]:
     payload = random_bytes(BESIDE_BYTES)
     other = torch.empty_like(payload)
-    rows = {"alone": gemm_loop(lambda: None)}
 
     def nccl() -> None:
         operations = [
@@ -178,35 +211,15 @@ def gemm_rows(rank: int, kinds: list[str]) -> dict[str, float]:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
-    for kind in kinds:
-        ours = Ours(kind, rank, BESIDE_BYTES)
-        arrived = 0
-
-        def exchange(ours: Ours = ours) -> None:
-            nonlocal arrived
-            ours.put(payload)
-            while arrived < ours.transport.poll()[0]:
-                ours.take()
-                arrived += 1
-
-        rows[kind] = gemm_loop(exchange)
-        deadline = time.monotonic() + 20
-        while arrived < GEMMS + 20 and time.monotonic() < deadline:
-            if ours.transport.poll()[0] > arrived:
-                ours.take()
-                arrived += 1
-            else:
-                ours.transport.wait(1.0)
-        assert arrived == GEMMS + 20, arrived
-        ours.transport.flush(20)
-        dist.barrier()
-        ours.transport.close()
+    rows = {"alone": gemm_loop(lambda: None)}
+    rows |= {kind: beside_ours(kind, rank, payload) for kind in kinds}
     rows["nccl"] = gemm_loop(nccl)
     rows["alone again"] = gemm_loop(lambda: None)
     return rows
 
 
-def measure(rank: int, arguments: argparse.Namespace, meeting: str) -> None:
+def measure(rank: int, arguments: argparse.Namespace, meeting: str) -> dict[str, Any]:
+    """All numbers, as the JSON file has them."""
     faulthandler.dump_traceback_later(arguments.deadline, exit=True)
     torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -224,66 +237,61 @@ def measure(rank: int, arguments: argparse.Namespace, meeting: str) -> None:
         ours = Ours(kind, rank, sizes[-1])
         for mode in ("arrive", "taken"):
             table[f"{kind} {mode}"] = [
-                ours.ping_pong(random_bytes(size), mode == "taken") for size in sizes
+                ours.ping_pong(random_bytes(size), taken=mode == "taken") for size in sizes
             ]
-        costs[kind] = [micros(ours.put_seconds), micros(ours.take_seconds)]
+        calls = (ours.put_seconds, ours.take_seconds)
+        costs[kind] = [statistics.median(seconds[WARM_UP:]) * 1e6 for seconds in calls]
         dist.barrier()
         ours.transport.close()
     gemm = gemm_rows(rank, arguments.kinds)
-    if rank == 0:
-        print_table(sizes, table, costs, gemm)
-        if arguments.out:
-            facts = {"sizes": sizes, "one_way_us": table, "host_us": costs, "gemm_us": gemm}
-            Path(arguments.out).write_text(json.dumps(facts, indent=1))
-        failed = failed_gates(sizes, table, gemm, arguments.kinds)
-        print("\n".join(failed) or "every gate holds", flush=True)
-        Path(meeting + ".failed").write_text(str(len(failed)))
     dist.destroy_process_group()
+    return {"sizes": sizes, "one_way_us": table, "host_us": costs, "gemm_us": gemm}
 
 
-def failed_gates(sizes, table, gemm, kinds) -> list[str]:
+def failed_gates(facts: dict[str, Any], kinds: list[str]) -> list[str]:
     failed = []
-    for i, size in enumerate(sizes):
-        copy = table["peer copy"][i]
+    table, gemm = facts["one_way_us"], facts["gemm_us"]
+    for i, size in enumerate(facts["sizes"]):
+        row = {name: values[i] for name, values in table.items()}
+        copy, nccl = row["peer copy"], row["nccl"]
         if "cuda_ipc" in kinds:
-            arrive, taken = (table[f"cuda_ipc {mode}"][i] for mode in ("arrive", "taken"))
-            if size >= 64 << 10 and taken > table["nccl"][i]:
-                failed.append(f"GATE {size}: cuda_ipc {taken:.0f} us, NCCL {table['nccl'][i]:.0f}")
+            arrive, taken = row["cuda_ipc arrive"], row["cuda_ipc taken"]
+            if size >= 64 << 10 and taken > nccl:
+                failed.append(f"GATE {size}: cuda_ipc {taken:.0f} us, NCCL {nccl:.0f}")
             if arrive > max(1.05 * copy, copy + 5):
                 failed.append(
                     f"GATE {size}: cuda_ipc arrives in {arrive:.0f} us, peer copy {copy:.0f}"
                 )
-        slowest = max(table["D2H"][i], table["H2D"][i])
-        if "staged" in kinds and size >= 16 << 20 and table["staged arrive"][i] * 0.85 > slowest:
-            failed.append(
-                f"GATE {size}: staged {table['staged arrive'][i]:.0f} us, copy {slowest:.0f}"
-            )
+        slowest = max(row["D2H"], row["H2D"])
+        if "staged" in kinds and size >= 16 << 20 and row["staged arrive"] * 0.85 > slowest:
+            failed.append(f"GATE {size}: staged {row['staged arrive']:.0f} us, copy {slowest:.0f}")
     alone = (gemm["alone"] + gemm["alone again"]) / 2
     if "cuda_ipc" in kinds and gemm["cuda_ipc"] > 1.01 * alone:
         failed.append(f"GATE GEMM: {gemm['cuda_ipc']:.1f} us beside cuda_ipc, {alone:.1f} alone")
     return failed
 
 
-def print_table(sizes, table, costs, gemm) -> None:
-    print(f"CUDA_DEVICE_MAX_CONNECTIONS={os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS', 'unset')}")
-    print(f"{'one way, us':24}" + "".join(f"{size // 1024:>9}K" for size in sizes))
-    for name, row in table.items():
-        print(f"{name:24}" + "".join(f"{value:10.1f}" for value in row))
-    for name, (put, take) in costs.items():
-        print(f"host time of {name}: put {put:.1f} us, take {take:.1f} us")
-    for name, value in gemm.items():
-        print(f"GEMM {GEMM}^3 beside {name:12} {value:8.1f} us  {value / gemm['alone'] - 1:+.2%}")
+def report(facts: dict[str, Any]) -> None:
+    print(f"CUDA_DEVICE_MAX_CONNECTIONS={os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS', 'unset')}\n")
+    sizes = " | ".join(f"{size // 1024} KiB" for size in facts["sizes"])
+    rows = [(name, *(f"{v:.1f}" for v in row)) for name, row in facts["one_way_us"].items()]
+    harness.print_table(f"one way, us | {sizes}", rows)
+    print()
+    costs = [(kind, f"{put:.1f}", f"{take:.1f}") for kind, (put, take) in facts["host_us"].items()]
+    harness.print_table("host time, us | put | take", costs)
+    print()
+    gemm = facts["gemm_us"]
+    shares = [(name, f"{v:.1f}", f"{v / gemm['alone'] - 1:+.2%}") for name, v in gemm.items()]
+    harness.print_table(f"GEMM {GEMM}^3 beside | us | longer by", shares)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    parser = harness.new_parser(
+        __doc__,
+        quick=(False, "up to 64 MiB only"),
+        deadline=(300.0, "seconds, then stacks are printed"),
     )
-    parser.add_argument("--out", help="file for all numbers, as JSON")
-    parser.add_argument("--quick", action="store_true", help="up to 64 MiB only")
-    parser.add_argument(
-        "--deadline", type=float, default=300.0, help="seconds, then stacks are printed"
-    )
+    parser.add_argument("--out", metavar="FILE", help="for all numbers, as JSON")
     parser.add_argument("--kinds", nargs="*", default=["cuda_ipc", "staged"])
     arguments = parser.parse_args()
     if torch.cuda.device_count() < 2:
@@ -291,8 +299,13 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"{folder}/meeting"
-        torch.multiprocessing.spawn(measure, (arguments, meeting), 2)
-        return int(Path(meeting + ".failed").read_text() != "0")
+        most = arguments.deadline + 30
+        facts = harness.run_members(measure, 2, arguments, meeting, timeout=most)[0]
+    report(facts)
+    harness.write_json(arguments.out, facts)
+    failed = failed_gates(facts, arguments.kinds)
+    print("\n" + ("\n".join(failed) or "every gate holds"))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The GPT that bench_schedule.py runs on GPUs, where bench_sleeping.py's stages sleep without."""
+"""The GPT of bench_schedule.py on GPUs."""
 
 from __future__ import annotations
 

@@ -1,59 +1,52 @@
 #!/usr/bin/env python
-"""Estimated against measured: memory of six layouts, time, and the bubble of the pipelines.
+"""Compare estimates with measurements: memory of six layouts, time, and pipeline bubbles.
 
     python profiling/bench_memory.py                # four GPUs, GPT-2 345M
     python profiling/bench_memory.py --only tp2 --only pp-v2
     python profiling/bench_memory.py --tiny         # the same runs on a CPU; memory is not measured
 
-Every layout is a run of pretrain_gpt.py with ``--estimate``, which writes what it estimated and
-measured to its metrics file; pipelines are traced for the bubble. Prints a table per quantity and
-exits with 1 when the activations of a fullest stage are off by more than 10 %, or a bubble by more
-than 3 points.
+Every layout is a run of pretrain_gpt.py with ``--estimate``, which writes its estimates and
+measurements to the metrics file; pipelines are traced for the bubble. Prints a table per quantity
+and exits with 1 when the activations of a fullest stage are off by more than 10 %, or a bubble by
+more than 3 points.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-_ROOT = Path(__file__).resolve().parent.parent
+import harness
+
 _MOST_MEMORY_ERROR = 0.10
 _MOST_BUBBLE_ERROR = 0.03
 _TRACED = (5, 8)
+_TINY = {"num_layers": 8, "hidden_size": 64, "heads": 4, "seq_length": 64, "micro_batch_size": 2}
 
+_TP2 = "--tensor-model-parallel-size 2"
+_PP = "--pipeline-model-parallel-size {procs}"
+_PP_V2 = f"{_PP} --num-virtual-stages-per-pipeline-rank 2"
 LAYOUTS = {
     "tp1": "",
-    "tp2": "--tensor-model-parallel-size 2",
-    "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
-    "tp2-sp-selective": (
-        "--tensor-model-parallel-size 2 --sequence-parallel --recompute-activations"
-    ),
-    "pp-v1": "--pipeline-model-parallel-size {procs} --use-dpp --dpp-cuda-graphs off",
-    "pp-v2": (
-        "--pipeline-model-parallel-size {procs} --num-virtual-stages-per-pipeline-rank 2 --use-dpp "
-        "--dpp-cuda-graphs off"
-    ),
+    "tp2": _TP2,
+    "tp2-sp": f"{_TP2} --sequence-parallel",
+    "tp2-sp-selective": f"{_TP2} --sequence-parallel --recompute-activations",
+    "pp-v1": f"{_PP} --use-dpp --dpp-cuda-graphs off",
+    "pp-v2": f"{_PP_V2} --use-dpp --dpp-cuda-graphs off",
 }
-"""``{procs}`` is all ranks."""
+"""Run by default; ``{procs}`` is all ranks."""
 EXTRA = {
-    "pp-v1-graphs": "--pipeline-model-parallel-size {procs} --use-dpp --dpp-cuda-graphs on",
+    "pp-v1-graphs": f"{_PP} --use-dpp --dpp-cuda-graphs on",
     "tp1-selective": "--recompute-activations",
-    "tp1-full": (
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    ),
-    "pp-v1-static": "--pipeline-model-parallel-size {procs}",
-    "pp-v2-static": (
-        "--pipeline-model-parallel-size {procs} --num-virtual-stages-per-pipeline-rank 2"
-    ),
+    "tp1-full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "pp-v1-static": _PP,
+    "pp-v2-static": _PP_V2,
     "zero1": "--use-distributed-optimizer",
     "zero2": "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward",
     "zero3": "--use-torch-fsdp2",
@@ -62,7 +55,7 @@ EXTRA = {
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run wrote: ``rows`` is name to ``[estimate, measurement or None]``."""
+    """Results of a run: ``rows`` is name to ``[estimate, measurement or None]``."""
 
     name: str
     rows: dict[str, list[float | None]]
@@ -70,62 +63,59 @@ class Measured:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, and tell by the exit code whether the estimates held."""
+    """Returns 1 when an estimate is off by more than it may be."""
     args = _parse(argv)
-    names = args.only or list(LAYOUTS)
     results = []
-    for name in names:
+    for name in args.only or LAYOUTS:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        layout = {**LAYOUTS, **EXTRA}[name].format(procs=args.procs)
-        results.append(_run(args, name, layout))
-    if args.json:
-        Path(args.json).write_text(json.dumps([vars(each) for each in results], indent=1) + "\n")
-    print(f"{_heading(args)}\n")
-    wrong = _print_memory(results) + _print_times(results) + _print_bubbles(results)
+        results.append(_run(args, name, {**LAYOUTS, **EXTRA}[name].format(procs=args.procs)))
+    harness.write_json(args.json, [vars(each) for each in results])
+    print(
+        f"{args.num_layers} layers of {args.hidden_size}, sequence {args.seq_length}, micro batch "
+        f"{args.micro_batch_size}, {args.microbatches} microbatches, {args.procs} ranks\n"
+    )
+    _print_tables(results)
+    wrong = [text for each in results for text in (*_worst_stage(each), *_wrong_bubble(each))]
     for line in wrong:
         print(f"off: {line}")
     return 1 if wrong else 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n", 1)[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = harness.new_parser(
+        __doc__,
+        procs=(4, "GPUs, or processes with --tiny"),
+        tiny=(False, "a small model on the CPU"),
+        num_layers=24,
+        hidden_size=1024,
+        heads=16,
+        seq_length=1024,
+        micro_batch_size=8,
+        microbatches=8,
     )
     choices = [*LAYOUTS, *EXTRA]
-    parser.add_argument("--only", action="append", choices=choices, metavar="NAME",
-                        help=f"one of {', '.join(choices)}; may be repeated")  # fmt: skip
-    parser.add_argument("--procs", type=int, default=4, help="GPUs, or processes with --tiny")
-    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
-    parser.add_argument("--num-layers", type=int, default=24)
-    parser.add_argument("--hidden-size", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--seq-length", type=int, default=1024)
-    parser.add_argument("--micro-batch-size", type=int, default=8)
-    parser.add_argument("--microbatches", type=int, default=8)
+    names = f"one of {', '.join(choices)}; may be repeated"
+    parser.add_argument("--only", action="append", choices=choices, metavar="NAME", help=names)
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     args = parser.parse_args(argv)
     if args.tiny:
-        args.num_layers, args.hidden_size, args.heads = 8, 64, 4
-        args.seq_length, args.micro_batch_size = 64, 2
+        vars(args).update(_TINY)
     return args
 
 
 def _run(args: argparse.Namespace, name: str, layout: str) -> Measured:
+    flags, traced = _flags(args, layout), "pipeline" in layout
+    one_queue = {} if "--use-torch-fsdp2" in flags else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        metrics = Path(folder) / "metrics.jsonl"
-        flags = [*_flags(args, layout), "--metrics-file", str(metrics)]
-        traced = "pipeline" in layout
         if traced:
             flags += ["--trace", "--trace-dir", folder]
             flags += ["--trace-iterations", f"{_TRACED[0]}-{_TRACED[1]}"]
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        launcher += ["--nproc_per_node", str(args.procs), str(_ROOT / "pretrain_gpt.py")]
-        _start([*launcher, *flags])
-        row = next(
-            row for row in map(json.loads, metrics.read_text().splitlines()) if "estimate" in row
-        )
-        bubble = (row["bubble"], _traced_bubble(Path(folder))) if traced else None
+        try:
+            rows = harness.train("pretrain_gpt.py", args.procs, flags, one_queue)
+        except harness.RunFailed as error:
+            sys.exit(str(error))
+        row = next(row for row in rows if "estimate" in row)
+        bubble = (row["bubble"], _traced_bubble(folder)) if traced else None
         return Measured(name, row["estimate"], bubble)
 
 
@@ -149,60 +139,36 @@ def _flags(args: argparse.Namespace, layout: str) -> list[str]:
     return [*text.split(), *parallel]
 
 
-def import_path() -> str:
-    """This repository before whatever the caller's Python finds its packages in."""
-    return os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-
-
-def _start(command: list[str]) -> None:
-    environment = {
-        **os.environ, "PYTHONPATH": import_path(),
-        "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
-    }  # fmt: skip
-    if "--use-torch-fsdp2" not in command:
-        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if result.returncode:
-        sys.exit(f"{shlex.join(command)}\n{(result.stdout + result.stderr)[-6000:]}")
-
-
-def _traced_bubble(folder: Path) -> float:
+def _traced_bubble(folder: str) -> float:
     """Mean idle share of the traced iterations, as the report has it."""
-    run = next(path for path in folder.iterdir() if path.is_dir())
-    command = [sys.executable, str(_ROOT / "profiling" / "report.py")]
-    command += ["--benchmark_dir", str(run), "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=_ROOT)
+    command = [sys.executable, str(harness.ROOT / "profiling" / "report.py")]
+    command += ["--benchmark_dir", folder, "--json"]
+    result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"{shlex.join(command)}\n{result.stderr[-3000:]}")
-    report: dict[str, Any] = json.loads(result.stdout)
-    return float(report["totals"]["bubble"])
+    return float(json.loads(result.stdout)["totals"]["bubble"])
 
 
-def _heading(args: argparse.Namespace) -> str:
-    return (
-        f"{args.num_layers} layers of {args.hidden_size}, sequence {args.seq_length}, micro batch "
-        f"{args.micro_batch_size}, {args.microbatches} microbatches, {args.procs} ranks"
-    )
-
-
-def _print_memory(results: list[Measured]) -> list[str]:
-    """The two memory columns by stage; lines about activations that are off."""
-    wrong = []
-    print("| layout | what | estimated MiB | measured MiB | error |")
-    print("|---|---|---|---|---|")
-    for result in results:
-        for name, (guess, real) in result.rows.items():
-            if name == "seconds" or guess is None:
-                continue
-            error = guess / real - 1 if real else None
-            shown = ("-", "-") if real is None else (f"{real / 2**20:.1f}", f"{error:+.1%}")
-            print(f"| {result.name} | {name} | {guess / 2**20:.1f} | {shown[0]} | {shown[1]} |")
-        wrong += _worst_stage(result)
-    return wrong
+def _print_tables(results: list[Measured]) -> None:
+    memory = []
+    for each in results:
+        for name, (guess, real) in each.rows.items():
+            if name != "seconds" and guess is not None:
+                shown = (f"{real / 2**20:.1f}", f"{guess / real - 1:+.1%}") if real else ("-", "-")
+                memory.append((each.name, name, f"{guess / 2**20:.1f}", *shown))
+    harness.print_table("layout | what | estimated MiB | measured MiB | error", memory)
+    print()
+    times = [(each.name, *(f"{(s or 0) * 1e3:.1f}" for s in each.rows["seconds"]))
+             for each in results]  # fmt: skip
+    harness.print_table("layout | estimated ms per iteration | measured", times)
+    bubbles = [(each.name, *(f"{b:.1%}" for b in each.bubble)) for each in results if each.bubble]
+    if bubbles:
+        print()
+        harness.print_table("layout | estimated bubble | traced bubble", bubbles)
 
 
 def _worst_stage(result: Measured) -> list[str]:
-    """What decides whether a model fits is the stage with the highest peak."""
+    """The complaint about the stage with the highest peak, which decides whether a model fits."""
     pairs = [pair for name, pair in result.rows.items() if name.endswith("activations")]
     if any(real is None for _, real in pairs):
         return []
@@ -212,27 +178,11 @@ def _worst_stage(result: Measured) -> list[str]:
     return [f"{result.name}: activations of the fullest stage by {guess / real - 1:+.1%}"]
 
 
-def _print_times(results: list[Measured]) -> list[str]:
-    print("\n| layout | estimated ms per iteration | measured |")
-    print("|---|---|---|")
-    for result in results:
-        guess, real = result.rows["seconds"]
-        print(f"| {result.name} | {(guess or 0) * 1e3:.1f} | {(real or 0) * 1e3:.1f} |")
-    return []
-
-
-def _print_bubbles(results: list[Measured]) -> list[str]:
-    pipelines = [(each.name, *each.bubble) for each in results if each.bubble]
-    if not pipelines:
+def _wrong_bubble(result: Measured) -> list[str]:
+    guess, real = result.bubble or (0.0, 0.0)
+    if abs(guess - real) <= _MOST_BUBBLE_ERROR:
         return []
-    print("\n| layout | estimated bubble | traced bubble |")
-    print("|---|---|---|")
-    wrong = []
-    for name, guess, real in pipelines:
-        print(f"| {name} | {guess:.1%} | {real:.1%} |")
-        if abs(guess - real) > _MOST_BUBBLE_ERROR:
-            wrong.append(f"{name}: bubble by {(guess - real) * 100:+.1f} points")
-    return wrong
+    return [f"{result.name}: bubble by {(guess - real) * 100:+.1f} points"]
 
 
 if __name__ == "__main__":

@@ -18,19 +18,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+import harness
 import torch
 import torch.distributed as dist
 from bench_check import check
@@ -39,14 +38,20 @@ from bench_gpt import Model, reserved
 from megatron.dpp.errors import ConfigError
 
 _WARM_UP_STEPS = 8
-"""Two eager steps, two that capture graphs (anew, once their memory is known), and some in which a
-dynamic schedule may still need one more.
-"""
+"""Two eager steps, two that capture graphs, and some in which a dynamic one may need one more."""
+_SCHEDULES = (
+    "static, fused or split, followed by the number of chunks per rank; with a prefix, eagersplit2 "
+    "never uses CUDA graphs, graphsplit2 and graphstatic2 always do, tracedsplit2 writes a trace, "
+    "laidsplit2 has --layout, latesplit2 launches no task ahead of its input, and split2@1.5 has a "
+    "--lookahead of its own"
+)
+
+over_ranks = partial(harness.over_ranks, device="cuda")
 
 
 @dataclass(frozen=True)
 class Name:
-    """What a schedule's name on the command line stands for."""
+    """A schedule's name on the command line, taken apart."""
 
     text: str
     laid: bool
@@ -80,48 +85,42 @@ class Name:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=4, help="pipeline size")
-    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel size")
-    parser.add_argument("--sequence-parallel", action="store_true", help="with --tensor")
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--sequence", type=int, default=2048)
-    parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--micro-batch", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[8])
-    parser.add_argument(
-        "--schedules",
-        default="static1,static2,static4,fused2,split1,split2,split4",
-        help="static, fused or split, followed by the number of chunks per rank; with a prefix, "
-        "eagersplit2 never uses CUDA graphs, graphsplit2 and graphstatic2 always do, "
-        "tracedsplit2 writes a trace, laidsplit2 has --layout, latesplit2 launches no task ahead "
-        "of its input, and split2@1.5 has a --lookahead of its own",
+    parser = harness.new_parser(
+        __doc__,
+        ranks=(4, "pipeline size"),
+        tensor=(1, "tensor-parallel size"),
+        sequence_parallel=(False, "with --tensor"),
+        layers=16,
+        hidden=4096,
+        heads=32,
+        sequence=2048,
+        vocabulary=4096,
+        micro_batch=2,
+        schedules=("static1,static2,static4,fused2,split1,split2,split4", _SCHEDULES),
+        inject=("", "variability, as --dpp-inject; none if empty"),
+        cap=("auto", "as --dpp-activation-cap"),
+        transport=("auto", "as --dpp-transport"),
+        static_transport=("auto", "for static schedules; auto: NCCL, as they are"),
+        lookahead=(-1.0, "as --dpp-lookahead, in ms"),
+        slots=(2, "as --dpp-slots"),
+        no_gradient_accumulation_fusion=False,
+        cross_entropy_loss_fusion=False,
+        dropout=(0.0, "hidden and attention dropout"),
+        rounds=4,
+        iterations=(3, "timed steps per round"),
+        verify=(False, "compare losses and gradients"),
+        sleep_ms=(20.0, "a chunk's F without a GPU"),
     )
-    parser.add_argument("--layout", help="as --pipeline-model-parallel-layout, for laid... ones")
-    parser.add_argument("--inject", default="", help="variability, as --dpp-inject; none if empty")
-    parser.add_argument("--cap", default="auto", help="as --dpp-activation-cap")
-    parser.add_argument("--transport", default="auto", help="as --dpp-transport")
-    parser.add_argument(
-        "--static-transport", default="auto", help="for static schedules; auto: NCCL, as they are"
-    )
-    parser.add_argument("--lookahead", type=float, default=-1.0, help="as --dpp-lookahead, in ms")
-    parser.add_argument("--slots", type=int, default=2, help="as --dpp-slots")
-    parser.add_argument("--recompute", choices=["selective", "full"])
-    parser.add_argument("--no-gradient-accumulation-fusion", action="store_true")
-    parser.add_argument("--cross-entropy-loss-fusion", action="store_true")
-    parser.add_argument("--dropout", type=float, default=0.0, help="hidden and attention dropout")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--iterations", type=int, default=3, help="timed steps per round")
-    parser.add_argument("--verify", action="store_true", help="compare losses and gradients")
-    parser.add_argument("--trace-dir", type=Path, default=Path("benchmark"), help="for traced ones")
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    parser.add_argument("--sleep-ms", type=float, default=20.0, help="a chunk's F without a GPU")
+    add = parser.add_argument
+    add("--microbatches", type=int, nargs="+", default=[8], metavar="N", help="one run of each")
+    add("--layout", help="as --pipeline-model-parallel-layout, for laid... ones")
+    add("--recompute", choices=["selective", "full"])
+    add("--trace-dir", type=Path, default=Path("benchmark"), metavar="DIR", help="of traced ones")
+    add("--json", type=Path, metavar="FILE", help="also write the results here")
     args = parser.parse_args()
     args.names = [Name.parse(text) for text in args.schedules.split(",")]
     if any(name.laid for name in args.names) and not args.layout:
-        _refuse("--schedules has laid... ones: --layout says how")
+        _refuse("--schedules has laid... ones, which need --layout")
     try:
         check(args)
     except ConfigError as error:
@@ -137,17 +136,10 @@ def _refuse(text: str) -> NoReturn:
 class Traced:
     """A schedule with the trace on, and the file that it writes."""
 
-    def __init__(self, model: Model) -> None:
-        from megatron.dpp.trace import TraceLayout, open_recorder
-
-        args, rank = model.args, dist.get_rank()
-        layout = TraceLayout(
-            data=0, pipeline=rank // args.tensor, tensor=rank % args.tensor, data_size=1,
-            pipeline_size=args.ranks, tensor_size=args.tensor, num_chunks=model.num_chunks,
-        )  # fmt: skip
-        folder = args.trace_dir / f"traced{model.num_chunks}"
-        self.recorder = open_recorder(folder, rank=dist.get_rank(), layout=layout, device="cuda")
-        self.schedule: Any = None
+    def __init__(self, model: Model, make: Callable[..., Any]) -> None:
+        folder = model.args.trace_dir / f"traced{model.num_chunks}"
+        self.recorder = harness.open_trace(model.args, model.num_chunks, folder, device="cuda")
+        self.schedule: Any = make(recorder=self.recorder)
         self._iteration = 0
 
     def __call__(self, **keywords: Any) -> list[Any]:
@@ -192,27 +184,24 @@ def make_schedule(model: Model, name: Name) -> Any:
         inject=inject,
         timeout=120.0,
     )
-    if name.mode != "traced":
-        return DppSchedule(config, log=_say)
-    traced = Traced(model)
-    traced.schedule = DppSchedule(config, log=_say, recorder=traced.recorder)
-    return traced
+    make = partial(DppSchedule, config, log=_say)
+    return Traced(model, make) if name.mode == "traced" else make()
 
 
-def timed_step(model: Model, schedule: Any, num_microbatches: int) -> float:
-    """Milliseconds of one step on the slowest rank."""
+def timed_step(model: Model, schedule: Any, num_microbatches: int) -> tuple[float, float]:
+    """Milliseconds of one step on the slowest rank, and of them injected on the most prolonged."""
+    (before,) = over_ranks(schedule.injected_seconds)
     torch.cuda.synchronize()
     dist.barrier()
     start = time.perf_counter()
     model.step(schedule, num_microbatches)
     torch.cuda.synchronize()
-    took = torch.tensor([(time.perf_counter() - start) * 1e3], device="cuda")
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return float(took.item())
+    took, after = over_ranks(time.perf_counter() - start, schedule.injected_seconds)
+    return took * 1e3, (after - before) * 1e3
 
 
 def verify(model: Model, names: list[Name], num_microbatches: int) -> dict[str, bool]:
-    """Whether each schedule's losses and gradients equal the first one's, on every rank."""
+    """Per schedule: True where losses and gradients equal the first one's on every rank."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     expected: Any = None
@@ -227,16 +216,14 @@ def verify(model: Model, names: list[Name], num_microbatches: int) -> dict[str, 
         same = losses == expected[0] and all(
             torch.equal(a, b) for a, b in zip(got[1], expected[1], strict=True)
         )
-        flag = torch.tensor([int(same)], device="cuda")
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        equal[name.text] = bool(flag.item())
+        equal[name.text] = over_ranks(same, least=True) == [1.0]
         del got
         schedule.close()
     torch.use_deterministic_algorithms(False)
     return equal
 
 
-def peak_memory(model: Model, schedule: Any, num_microbatches: int, before: int) -> int:
+def peak_memory(model: Model, schedule: Any, num_microbatches: int, before: int) -> float:
     """Bytes that the model and one schedule need on the worst rank, as reserved from the device.
 
     ``before`` is what was reserved without this schedule: others keep memory of their own.
@@ -245,60 +232,39 @@ def peak_memory(model: Model, schedule: Any, num_microbatches: int, before: int)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model.step(schedule, num_microbatches)
-    peak = torch.tensor([torch.cuda.max_memory_reserved() - before], device="cuda")
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return int(peak.item())
-
-
-def injected(schedule: Any) -> float:
-    """Milliseconds by which tasks were prolonged so far, the most prolonged rank's."""
-    most = torch.tensor([schedule.injected_seconds * 1e3], device="cuda")
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return float(most.item())
-
-
-def own_work(schedule: Any, num_microbatches: int) -> float:
-    """Milliseconds of device time of this rank's own tasks in one step, the busiest rank's."""
-    work = schedule.own_work_seconds(num_microbatches) * 1e3 if schedule else 0.0
-    busiest = torch.tensor([work], device="cuda")
-    dist.all_reduce(busiest, op=dist.ReduceOp.MAX)
-    return float(busiest.item())
-
-
-def typical(times: list[float], injected: bool) -> float:
-    """The median step; where every step is slowed differently, the mean of all."""
-    return statistics.fmean(times) if injected else statistics.median(times)
+    return over_ranks(torch.cuda.max_memory_reserved() - before)[0]
 
 
 def measure(model: Model, names: list[Name], num_microbatches: int) -> list[dict[str, Any]]:
     """All schedules of one number of chunks, in turns."""
     args = model.args
-    times: dict[Name, list[float]] = {name: [] for name in names}
-    schedules, memory, prolonged = {}, {}, dict.fromkeys(names, 0.0)
+    schedules, memory = {}, {}
     for name in names:
         before = reserved() - model.num_bytes
         schedules[name] = make_schedule(model, name)
         for _ in range(_WARM_UP_STEPS):
             model.step(schedules[name], num_microbatches)
         memory[name] = peak_memory(model, schedules[name], num_microbatches, before)
-    for _ in range(args.rounds):
-        for name, schedule in schedules.items():
-            model.step(schedule, num_microbatches)
-            before = injected(schedule)
-            for _ in range(args.iterations):
-                times[name].append(timed_step(model, schedule, num_microbatches))
-            prolonged[name] += (injected(schedule) - before) / (args.rounds * args.iterations)
+    arms = {
+        name: partial(timed_step, model, schedule, num_microbatches)
+        for name, schedule in schedules.items()
+    }
+    samples = harness.take_turns(arms, args.rounds, args.iterations)
     rows = []
     for name, schedule in schedules.items():
+        times, prolonged = zip(*samples[name], strict=True)
+        # Where every step is slowed differently, the mean of all is the typical one.
+        typical = statistics.fmean if args.inject else statistics.median
         dynamic = name.kind != "static"
+        own = schedule.own_work_seconds(num_microbatches) if dynamic else 0.0
         rows.append(
             {
                 "schedule": name.text,
                 "microbatches": num_microbatches,
-                "ms": typical(times[name], bool(args.inject)),
-                "spread_ms": [min(times[name]), max(times[name])],
-                "injected_ms": prolonged[name],
-                "own_work_ms": own_work(schedule if dynamic else None, num_microbatches),
+                "ms": typical(times),
+                "spread_ms": [min(times), max(times)],
+                "injected_ms": statistics.fmean(prolonged),
+                "own_work_ms": over_ranks(own)[0] * 1e3,
                 "peak_gb": memory[name] / 1e9,
                 "equal": None,
                 "host_us_per_task": schedule.host_us_per_task if dynamic else None,
@@ -330,63 +296,41 @@ def report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         f"\nhidden {args.hidden}, {args.layers} layers, vocabulary {args.vocabulary}, sequence "
         f"{args.sequence}, micro batch {args.micro_batch}, PP={args.ranks}, TP={args.tensor}, "
         f"inject {args.inject or 'nothing'}, {torch.cuda.get_device_name()}, torch "
-        f"{torch.__version__}"
+        f"{torch.__version__}\n"
     )
-    print(
-        "m  | schedule | ms (min..max) | / best static | / own work | tokens/s | TFLOP/s per GPU | "
-        "peak GB | us/task | injected ms | equal"
-    )
-    print("---|---|---|---|---|---|---|---|---|---|---")
+    shown = []
     for num_microbatches in args.microbatches:
         mine = [r for r in rows if r["microbatches"] == num_microbatches]
         static = [r["ms"] for r in mine if "static" in r["schedule"]]
-        for r in mine:
-            ratio = f"{r['ms'] / min(static):.3f}" if static else "-"
-            own = f"{r['ms'] / r['own_work_ms']:.3f}" if r["own_work_ms"] else "-"
-            low, high = r["spread_ms"]
-            host = f"{r['host_us_per_task']:.0f}" if r["host_us_per_task"] else "-"
-            print(
-                f"{num_microbatches} | {r['schedule']} | {r['ms']:.1f} ({low:.0f}..{high:.0f}) | "
-                f"{ratio} | {own} | {_throughput(args, r)} | {r['peak_gb']:.2f} | {host} | "
-                f"{r['injected_ms']:.0f} | {r['equal']}"
-            )
-    if args.json:
-        facts = {"arguments": vars(args), "rows": rows}
-        args.json.write_text(json.dumps(facts, default=str))
+        shown += [_cells(args, r, min(static, default=None)) for r in mine]
+    harness.print_table(
+        "m | schedule | ms (min..max) | / best static | / own work | tokens/s | TFLOP/s per GPU | "
+        "peak GB | us/task | injected ms | equal",
+        shown,
+    )
+    harness.write_json(args.json, {"arguments": vars(args), "rows": rows})
 
 
-def _throughput(args: argparse.Namespace, row: dict[str, Any]) -> str:
-    """Tokens per second, and the model's operations as ``train.flops`` counts them, of a row."""
+def _cells(args: argparse.Namespace, row: dict[str, Any], static: float | None) -> list[object]:
+    """A line of the table; ``static`` is the best static schedule's time in ms."""
     tokens = row["microbatches"] * args.micro_batch * args.sequence
     layer = 12 * args.hidden**2 + args.sequence * args.hidden
     operations = 6 * tokens * (args.layers * layer + args.hidden * args.vocabulary)
     seconds, num_gpus = row["ms"] * 1e-3, args.ranks * args.tensor
-    return f"{tokens / seconds:,.0f} | {operations / seconds / num_gpus / 1e12:.0f}"
-
-
-def launch(num_ranks: int) -> int:
-    """Start this script once per rank; the first failure ends them all."""
-    processes = []
-    for rank in range(num_ranks):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": os.environ.get("MASTER_PORT", "29577"),
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        }
-        processes.append(subprocess.Popen([sys.executable, *sys.argv], env=environment))
-    try:
-        while any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes):
-                return 1
-            time.sleep(0.1)
-        return max(process.returncode for process in processes)
-    finally:
-        for process in processes:
-            process.kill()
+    low, high = row["spread_ms"]
+    return [
+        row["microbatches"],
+        row["schedule"],
+        f"{row['ms']:.1f} ({low:.0f}..{high:.0f})",
+        f"{row['ms'] / static:.3f}" if static else "-",
+        f"{row['ms'] / row['own_work_ms']:.3f}" if row["own_work_ms"] else "-",
+        f"{tokens / seconds:,.0f}",
+        f"{operations / seconds / num_gpus / 1e12:.0f}",
+        f"{row['peak_gb']:.2f}",
+        f"{row['host_us_per_task']:.0f}" if row["host_us_per_task"] else "-",
+        f"{row['injected_ms']:.0f}",
+        row["equal"],
+    ]
 
 
 def main() -> int:
@@ -396,7 +340,7 @@ def main() -> int:
 
         return bench_sleeping.run(args)
     if "RANK" not in os.environ:
-        return launch(args.ranks * args.tensor)
+        return harness.start_ranks(args.ranks * args.tensor, CUBLAS_WORKSPACE_CONFIG=":4096:8")
     worker(args)
     return 0
 

@@ -1,4 +1,5 @@
-"""Measures the transport's kinds side by side in one run, and holds them to their gates.
+#!/usr/bin/env python
+"""Time the transport's kinds side by side in one run, and check their gates.
 
     python profiling/bench_transport.py [--sizes 4K 64K 1M 16M] [--uncontended] [--json FILE]
 
@@ -15,7 +16,6 @@ last lines name it.
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import multiprocessing
 import os
@@ -33,16 +33,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.dpp.transport import ChannelSpec, Direction, TransportOptions, open_transport
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 SECONDS_PER_POINT = 1.0
-MOST_ROUNDS = 2000
 
 
 @dataclass(frozen=True)
@@ -96,16 +94,9 @@ def _parse_size(text: str) -> int:
     return int(match[1]) * UNITS.get(match[2], 1)
 
 
-def time_rounds(one_round: Callable[[], None], halves: int) -> float:
+def time_rounds(one_round: Callable[[], None], halves: int = 1) -> float:
     """Median seconds of one way; a round is ``halves`` ways."""
-    for _ in range(3):
-        one_round()
-    samples: list[float] = []
-    while (sum(samples) < SECONDS_PER_POINT and len(samples) < MOST_ROUNDS) or len(samples) < 5:
-        start = time.perf_counter()
-        one_round()
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples) / halves
+    return statistics.median(harness.sample(one_round, seconds=SECONDS_PER_POINT)) / halves
 
 
 def measure_copy(num_bytes: int) -> float:
@@ -116,7 +107,7 @@ def measure_copy(num_bytes: int) -> float:
     def one_round() -> None:
         target.copy_(source)
 
-    return time_rounds(one_round, 1)
+    return time_rounds(one_round)
 
 
 def measure_copy_to_peer(num_bytes: int) -> float:
@@ -132,19 +123,19 @@ def measure_copy_to_peer(num_bytes: int) -> float:
             private.copy_(shared)
             flag[1] = flag[0]
 
-    samples: list[float] = []
+    def one_round() -> float:
+        start = time.perf_counter()
+        shared.copy_(private)
+        seconds = time.perf_counter() - start
+        flag[0] ^= 1
+        while flag[0] != flag[1]:
+            pass
+        return seconds
+
     reader = multiprocessing.get_context("fork").Process(target=read_forever, daemon=True)
     reader.start()
     try:
-        while (sum(samples) < SECONDS_PER_POINT / 2 and len(samples) < MOST_ROUNDS) or (
-            len(samples) < 5
-        ):
-            start = time.perf_counter()
-            shared.copy_(private)
-            samples.append(time.perf_counter() - start)
-            flag[0] ^= 1
-            while flag[0] != flag[1]:
-                pass
+        samples = harness.sample(one_round, seconds=SECONDS_PER_POINT / 2, warm_up=0)
     finally:
         reader.kill()
         reader.join()
@@ -229,33 +220,20 @@ def _play(player: Any, rank: int, num_bytes: int) -> float | None:
     return None
 
 
-def _player_process(kind: str, rank: int, num_bytes: int, path: str, results: Any) -> None:
+def _player(rank: int, kind: str, num_bytes: int, path: str) -> tuple[Any, Any]:
     torch.set_num_threads(1)
     player = (Gloo if kind == "gloo" else OurKind)(kind, rank, num_bytes, path)
     seconds = _play(player, rank, num_bytes)
-    if rank == 0:
-        results.put((seconds, player.seen()))
+    seen = player.seen()
     player.close()
+    return seconds, seen
 
 
 def measure_pair(kind: str, num_bytes: int) -> tuple[float, float | None]:
     """Median one-way seconds between two processes: until taken, and until seen."""
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (num_bytes, f"{folder}/store", results)
-        processes = [
-            context.Process(target=_player_process, args=(kind, rank, *arguments), daemon=True)
-            for rank in range(2)
-        ]
-        for process in processes:
-            process.start()
-        try:
-            taken, seen = results.get(timeout=120)
-        finally:
-            for process in processes:
-                process.join(10)
-                process.kill()
+        arguments = (kind, num_bytes, f"{folder}/store")
+        taken, seen = harness.run_members(_player, 2, *arguments, method="fork", timeout=120)[0]
     return taken, seen
 
 
@@ -277,9 +255,7 @@ def measure_ucx(num_bytes: int) -> float | None:
 
 
 def ucx_seconds(output: str) -> float:
-    """The median one-way time in what ``ucx_perftest -f`` prints: a heading, then iterations,
-    median, average, ... in microseconds.
-    """
+    """The median one-way time of ``ucx_perftest -f``: its last line's second field, in us."""
     return float(output.splitlines()[-1].split()[1]) * 1e-6
 
 
@@ -308,7 +284,7 @@ def measure_all(sizes: Sequence[int], kinds: Sequence[str]) -> dict[str, dict[in
 
 
 def missed_gates(table: dict[str, dict[int, float]], gates: Sequence[Gate]) -> list[str]:
-    """What was not reached, each with its figures."""
+    """The gates that were not reached, each with its figures."""
     missed = []
     for gate in gates:
         subject, baseline = table.get(gate.subject, {}), table.get(gate.baseline, {})
@@ -332,14 +308,15 @@ def missed_latency(table: dict[str, dict[int, float]]) -> list[str]:
 def print_table(title: str, table: dict[str, dict[int, float]]) -> None:
     """One way in microseconds, and as a multiple of the plain copy."""
     sizes = list(table["copy"])
-    print(f"\n{title}\n\n| one way, us (x copy) | " + " | ".join(map(_human, sizes)) + " |")
-    print("|---" * (len(sizes) + 1) + "|")
-    for name, row in table.items():
-        cells = (
-            f"{row[size] * 1e6:.1f} ({row[size] / table['copy'][size]:.2f})" if size in row else ""
-            for size in sizes
-        )
-        print(f"| {name} | " + " | ".join(cells) + " |")
+    print(f"\n{title}\n")
+    harness.print_table(
+        f"one way, us (x copy) | {' | '.join(map(_human, sizes))}",
+        (
+            (name, *(f"{row[s] * 1e6:.1f} ({row[s] / table['copy'][s]:.2f})" if s in row else ""
+                     for s in sizes))
+            for name, row in table.items()
+        ),
+    )  # fmt: skip
 
 
 def measure_contended(kinds: Sequence[str]) -> dict[str, dict[int, float]]:
@@ -356,12 +333,11 @@ def measure_contended(kinds: Sequence[str]) -> dict[str, dict[int, float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.new_parser(__doc__, uncontended=(False, "leave the compute hogs out"))
     default_sizes = [4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
     parser.add_argument("--sizes", nargs="+", type=_parse_size, default=default_sizes)
     parser.add_argument("--kinds", nargs="+", default=["shm", "tcp"])
-    parser.add_argument("--uncontended", action="store_true", help="leave the compute hogs out")
-    parser.add_argument("--json", type=Path, help="write the seconds to this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds to this file")
     arguments = parser.parse_args()
     print(f"{platform.platform()}, {os.cpu_count()} cores, PyTorch {torch.__version__}")
     tables = {"quiet": measure_all(arguments.sizes, arguments.kinds)}
@@ -372,11 +348,8 @@ def main() -> int:
         print_table("With two compute hogs", tables["contended"])
         contended = missed_gates(tables["contended"], CONTENDED_GATES)
         missed += [f"contended: {text}" for text in contended]
-    if arguments.json:
-        arguments.json.write_text(json.dumps(tables))
-    print(
-        "\n" + ("\n".join(f"MISSED {text}" for text in missed) if missed else "all gates reached")
-    )
+    harness.write_json(arguments.json, tables)
+    print("\n" + ("\n".join(f"MISSED {text}" for text in missed) or "all gates reached"))
     return 1 if missed else 0
 
 

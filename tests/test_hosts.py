@@ -1,4 +1,4 @@
-"""Which of this host's addresses the others reach."""
+"""The address of this host that other hosts reach."""
 
 from __future__ import annotations
 
@@ -21,10 +21,3 @@ def test_an_address_that_is_not_ours_is_refused() -> None:
 def test_a_name_that_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"MASTER_ADDR=nowhere\.invalid"):
         hosts.address_towards("nowhere.invalid", patience=0.0)
-
-
-def test_the_launch_scripts_read_two_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert hosts.main(["127.0.0.1", "127.0.0.1"]) == 0
-    assert capsys.readouterr().out == "127.0.0.1 lo\n"
-    assert hosts.main(["127.0.0.1", "192.0.2.1"]) == 2
-    assert capsys.readouterr().err.startswith("error: NODE_IPS")

@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "direction": set(),
     "config": {"errors"},
     "hosts": {"errors"},
-    "tokenizers": {"errors"},
+    "text_files": {"errors"},
+    "tokenizers": {"errors", "text_files"},
     "inject": {"errors"},
     "schedule": {"config", "direction", "errors"},
     "trace": {"config", "direction", "errors", "schedule"},
@@ -36,10 +37,12 @@ MAY_IMPORT = {
         *("config", "direction", "errors", "hosts", "inject", "schedule", "trace"),
         *("transport", "mcore"),
     },
-    "cli": {"config", "errors", "schedule", "tokenizers", "trace", "plan", "inject"},
-    "launch": {"config", "errors", "schedule", "plan", "cli"},
+    "cli": {
+        *("config", "errors", "text_files", "tokenizers", "schedule", "trace", "plan", "inject"),
+    },
+    "launch": {"config", "errors", "hosts", "text_files", "schedule", "plan", "cli"},
     "train": {
-        *("config", "errors", "tokenizers", "schedule", "trace", "plan"),
+        *("config", "errors", "text_files", "tokenizers", "schedule", "trace", "plan"),
         *("transport", "mcore", "runtime", "cli"),
     },
     "commands": {
@@ -50,15 +53,8 @@ MAY_IMPORT = {
 DOORS = {"__init__", "__main__", "doctor", "estimate", "sim.__main__"}
 """Entry points, which may import any room."""
 WITHOUT_TORCH = {
-    "direction",
-    "errors",
-    "config",
-    "hosts",
-    "tokenizers",
-    "inject",
-    "schedule",
-    "sim",
-    "plan",
+    *("errors", "direction", "config", "hosts", "text_files", "tokenizers", "inject", "schedule"),
+    *("sim", "plan", "cli"),
     "launch",
 }
 PUBLIC = {

@@ -1,4 +1,4 @@
-"""What the README claims about the tree and the flags is so."""
+"""README.md and docs/flags.md agree with the tree and with ``DppConfig``."""
 
 from __future__ import annotations
 
@@ -11,26 +11,39 @@ from megatron.dpp.config import DppConfig, flag_of, option_fields
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+FLAGS = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+
+
+def rows() -> dict[str, str]:
+    """Flag -> default, as the first table of docs/flags.md shows it."""
+    section = FLAGS.split("## Dynamic pipeline and transport")[1].split("\n## ")[0]
+    cells = [line.split("|") for line in section.splitlines() if line.startswith("| `--")]
+    return {cell[1].split("`")[1]: cell[2].strip().strip("`") for cell in cells}
 
 
 @pytest.mark.parametrize("field", option_fields(), ids=lambda field: field.name)
 def test_every_setting_is_in_the_flag_table(field: object) -> None:
-    flag = flag_of(field.name)  # type: ignore[attr-defined]
-    row = next((line for line in README.splitlines() if line.startswith(f"| `{flag}`")), None)
-    if flag == "--dpp-replay":
-        row = next(line for line in README.splitlines() if line.startswith("| `--dpp-record`"))
-    assert row is not None, f"{flag} has no row"
-    default = getattr(DppConfig(), field.name)  # type: ignore[attr-defined]
+    name: str = field.name  # type: ignore[attr-defined]
+    default = getattr(DppConfig(), name)
     shown = {True: "on", False: "off", None: ""}.get(default, str(default))
-    cell = row.split("|")[2].strip().strip("`")
+    cell = rows()[flag_of(name)]
     assert cell == shown or float(cell) == float(shown)
 
 
-def test_links_and_paths_exist() -> None:
+def test_the_flag_table_has_no_other_flag() -> None:
+    assert set(rows()) == {flag_of(field.name) for field in option_fields()}
+
+
+def test_links_exist() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
-    tree = README.split("## What is where")[1].split("```")[1]
-    for line in tree.splitlines():
-        for name in re.split(r"\s{2,}", line)[0].split():
-            if not line.startswith("  "):
-                assert list(ROOT.glob(name.rstrip("/"))), name
+
+
+def test_the_tree_of_the_architecture_page_exists() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    tree = page.split("## Files")[1].split("```")[1]
+    folder = ROOT
+    for line in tree.strip().splitlines():
+        folder = ROOT / "megatron" / "dpp" if line.startswith("  ") else ROOT
+        for name in re.split(r"\s{2,}", line.strip())[0].split():
+            assert list(folder.glob(name.rstrip("/"))), name

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, format and types of everything: changes nothing, fails at the end if anything was found.
+# Lint, format, types and the site of docs/. Changes no source; fails at the end if anything was found.
 #
 #   tools/check.sh [PYTHON]    # the Python of tools/setup.sh when not given
 set -uo pipefail
@@ -21,6 +21,8 @@ mapfile -t scripts < <(git ls-files '*.sh' '*.sbatch' '.ci/run')
 check shellcheck "$bin/shellcheck" --exclude=SC1091 "${scripts[@]}"
 mapfile -t sources < <(git ls-files 'csrc/*.cc' 'csrc/*.h')
 check clang-format "$bin/clang-format" --dry-run --Werror "${sources[@]}"
+# A dead link or a page that is missing from the navigation fails. The site is build/site.
+check mkdocs env NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict
 if ((${#failed[@]})); then
   printf 'check failed: %s\n' "${failed[@]}" >&2
   exit 1

@@ -1,10 +1,9 @@
 """Writes the sample corpora of ``datasets_gpt/`` and ``datasets_bert/`` and their vocabularies.
 
-The text is produced by the grammar below from a seed, so it is nobody else's and can be made again
-byte for byte. It describes a small invented world: three hundred people who each have one job,
-town, animal and favourite dish. Portraits, sums, errands, recipes, diaries and timetables keep
-coming back to them, so a model of a few layers lowers its loss first on spelling and phrases, then
-on the facts and the sums.
+A grammar and a seed produce the text, so it belongs to nobody else and can be made again byte for
+byte. It describes three hundred invented people who each have one job, town, animal and dish. All
+documents agree on these facts, so a model of a few layers learns spelling and phrases first, then
+the facts and the sums.
 
 The committed files are the output of::
 
@@ -12,8 +11,7 @@ The committed files are the output of::
     python tools/make_sample_data.py bert --output-dir datasets_bert
 
 Each run also trains a vocabulary with the ``tokenizers`` package. WordPiece training breaks ties at
-random: a new ``vocab.txt`` may differ from the committed one, the other files are the same again.
-Preprocessing is left to ``tools/preprocess_data.py``.
+random, so a new ``vocab.txt`` may differ from the committed one.
 """
 
 from __future__ import annotations
@@ -133,7 +131,7 @@ def capital(text: str) -> str:
 
 
 def portrait(rng: random.Random, people: list[Person]) -> list[str]:
-    """Who somebody is."""
+    """Facts about one person."""
     who = rng.choice(people)
     sentences = [
         f"{who.name} is a {who.job} in {who.town}.",

@@ -1,4 +1,4 @@
-"""Finds or makes the Python environment, installs what is missing and builds the C++ extension.
+"""Finds or makes the Python environment, installs missing packages, builds the C++ extension.
 
 ``tools/setup.sh`` runs it for ``run_*.sh``, ``tools/test.sh`` and ``prerequisite.sh``. It prints
 the path of the Python to use on stdout and one line about what it did on stderr. A second run looks
@@ -37,12 +37,12 @@ _KEPT_PACKAGES = ("numpy", "torch", "torchaudio", "torchvision", "transformer-en
 
 
 class SetupFailed(Exception):
-    """Something has to be done by the user; the text says what."""
+    """The user has to do something, which the text names."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What a Python interpreter has: ``missing`` holds requirement lines that are not met."""
+    """A Python interpreter; ``missing`` holds the requirement lines that it does not meet."""
 
     python: str
     extension_suffix: str
@@ -53,7 +53,7 @@ class Environment:
 
 
 def describe(requirement_files: list[str]) -> Environment:
-    """The interpreter that runs this."""
+    """Describes the running interpreter."""
     purelib = Path(sysconfig.get_path("purelib"))
     in_venv = sys.prefix != sys.base_prefix
     marker = Path(sysconfig.get_path("stdlib")) / "EXTERNALLY-MANAGED"
@@ -99,7 +99,7 @@ def inspect(python: str, requirement_files: list[str]) -> Environment:
 
 
 def existing_environment(at_hand: Environment, requirement_files: list[str]) -> Environment | None:
-    """The one to use if it is there: that at hand, or ``.venv``."""
+    """The environment at hand or ``.venv``, whichever can be used; None if neither can."""
     if at_hand.torch and (at_hand.is_writable or not at_hand.missing):
         return at_hand
     return inspect(str(VENV_PYTHON), requirement_files) if VENV_PYTHON.exists() else None
@@ -176,7 +176,7 @@ def source_digest(environment: Environment) -> str:
 
 
 def extension_is_stale(environment: Environment) -> bool:
-    """Whether sources or settings differ from those of the last build, or its files are gone."""
+    """True if sources or settings differ from those of the last build, or its files are gone."""
     if not (ROOT / "setup.py").is_file():
         return False
     try:
@@ -249,6 +249,14 @@ def take_lock() -> IO[str]:
     return lock
 
 
+def link_command(environment: Environment) -> None:
+    """Puts ``megatron-dpp`` into ``.venv``, so that an activated shell finds it."""
+    command = VENV_PYTHON.with_name("megatron-dpp")
+    if environment.python == str(VENV_PYTHON) and not command.is_symlink():
+        command.unlink(missing_ok=True)
+        command.symlink_to("../../megatron-dpp")
+
+
 def check_ready(requirement_files: list[str], why: OSError) -> Environment:
     """The environment of a clone that cannot be written to, where everything is there already.
 
@@ -283,6 +291,7 @@ def set_up(requirement_files: list[str]) -> tuple[Environment, list[str]]:
     done += install(environment)
     if is_stale:
         done += build_extension(environment)
+    link_command(environment)
     return inspect(environment.python, requirement_files), done
 
 

@@ -10,9 +10,18 @@ from megatron.dpp import __version__
 from megatron.dpp.errors import exit_with
 
 COMMANDS = {
-    "train": ("launch.main", "train a model: choose a layout, print it, start torchrun"),
+    "preprocess": ("commands.preprocess", "turn JSON lines into token files"),
     "estimate": ("commands.estimate", "print the memory and time that a run will need"),
+    "plan": ("commands.plan", "choose layers per stage, chunks per rank and the memory cap"),
     "sim": ("commands.sim", "simulate, compare and draw schedules"),
+    "train": ("launch.main", "train a model: choose a layout, print it, start torchrun"),
+    "monitor": ("commands.monitor", "show a traced run live"),
+    "report": ("commands.report", "say where the time of a traced run went"),
+    "plots": ("commands.plots", "draw a traced run as PNG files"),
+    "aggregate": ("commands.aggregate", "merge the traces of all ranks for Perfetto"),
+    "compare-losses": ("commands.compare_losses", "compare static and dynamic schedule bit by bit"),
+    "bench": ("commands.bench", "run a benchmark of the source tree"),
+    "env": ("commands.env", "print the environment variables that are read or set"),
     "doctor": ("commands.doctor", "print what this machine offers the transport"),
 }
 """Sub-command -> (module under ``megatron.dpp`` with ``main(argv) -> int``, summary)."""

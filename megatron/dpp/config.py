@@ -1,7 +1,6 @@
-"""What a user may set, as frozen dataclasses that check themselves once.
+"""Settings of the dynamic pipeline, as a frozen dataclass that checks itself.
 
-The command line flags of the ``--dpp-*`` family are generated from these fields (``train/`` does
-that), so a default or a help text exists in one place. Nothing here imports torch.
+``cli`` makes the ``--dpp-*`` flags from its fields, so a default or a help text exists once.
 """
 
 from __future__ import annotations

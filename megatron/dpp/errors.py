@@ -1,8 +1,7 @@
 """The exceptions of this project, in one tree.
 
-Everything a user can meet derives from :class:`DppError`, so ``except DppError`` is enough at the
-edge of a program. Each message says what failed, with which values, which rule was broken and what
-to do about it. ``assert`` is kept for our own mistakes and never for a user's.
+Every error that a user can meet derives from :class:`DppError`. A message names the values, the
+rule and the remedy. ``assert`` is for this project's own mistakes.
 """
 
 from __future__ import annotations
@@ -13,39 +12,29 @@ from collections.abc import Callable
 from typing import NoReturn
 
 
-def one_line(error: BaseException, limit: int | None = None) -> str:
-    """An error's text without line breaks, cut to ``limit`` characters; its type if it has none."""
-    return " ".join(str(error).split())[:limit] or type(error).__name__
-
-
 class DppError(Exception):
     """Base of every error that this project raises on purpose."""
 
 
 class ConfigError(DppError, ValueError):
-    """A setting, flag or combination of them cannot work; the message names the flag and the
-    nearest choice.
-    """
+    """A setting, flag or combination of them cannot work; names the flag and the nearest choice."""
 
 
 class DataError(DppError, ValueError):
     """An input file (corpus, vocabulary, index, checkpoint, trace) is missing, broken or of the
-    wrong kind.
-    """
+    wrong kind."""
 
 
 class ScheduleError(DppError):
-    """A schedule is impossible: a policy chose a task that may not run, or nothing can ever run
-    again.
-    """
+    """A schedule is impossible: a policy chose a forbidden task, or no task can ever run again."""
 
 
 class ReplayError(ScheduleError):
-    """A recorded order of actions cannot be followed; the message names the action and why."""
+    """A recorded order of actions cannot be followed; names the action and the reason."""
 
 
 class TransportError(DppError):
-    """Base of everything that goes wrong between ranks."""
+    """Base of every error between ranks."""
 
 
 class SetupError(TransportError):
@@ -53,9 +42,7 @@ class SetupError(TransportError):
 
 
 class TransportUnavailable(TransportError):
-    """A transport kind is not possible on a link; the message says why and what would make it
-    possible.
-    """
+    """A transport kind is not possible on a link; names the reason and the remedy."""
 
 
 class AuthError(TransportError):
@@ -63,45 +50,40 @@ class AuthError(TransportError):
 
 
 class VersionMismatch(TransportError):
-    """Two ranks run different versions, or were started with different settings; both values are
-    named.
-    """
+    """Two ranks run different versions or settings; names both values."""
 
 
 class PeerDead(TransportError):
-    """A peer's process ended or its host cannot be reached any more."""
+    """A peer's process ended, or its host cannot be reached any more."""
 
 
 class TransferTimeout(TransportError):
-    """A message did not arrive before the deadline although its sender is alive; the oldest missing
-    one is named.
-    """
+    """A message missed its deadline although its sender is alive; names the oldest missing one."""
 
 
 class ProtocolError(TransportError):
-    """A peer sent something that does not fit the agreed geometry; it is not listened to any
-    longer.
-    """
+    """A peer sent something that does not fit the agreed geometry; its further messages are not
+    read."""
 
 
 class UsedAfterFork(TransportError):
     """A transport was used in a child process that inherited it by ``fork``."""
 
 
-def require(condition: object, message: str) -> None:
-    """The form in which settings' rules are written.
+def one_line(error: BaseException, limit: int | None = None) -> str:
+    """An error's text without line breaks, cut to ``limit`` characters; its type if it has none."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__
 
-    Raises:
-        ConfigError: with ``message``, unless ``condition`` holds.
-    """
+
+def require(condition: object, message: str) -> None:
+    """Raises :class:`ConfigError` with ``message`` unless ``condition`` holds."""
     if not condition:
         raise ConfigError(message)
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
-    """End the program with the status that ``main`` returns; quietly when whoever read its output
-    has left, as ``head`` does.
-    """
+    """Ends the program with the status that ``main`` returns; without an error when the reader of
+    its output has left, as ``head`` does."""
     try:
         status = main()
         sys.stdout.flush()

@@ -1,7 +1,6 @@
-"""The IPv4 address of this host for links to other hosts, and its interface.
+"""The IPv4 address of this host for links to other hosts, and its network interface.
 
-``python -m megatron.dpp.hosts`` prints both for the launch scripts. Nothing here imports torch,
-sends a packet or needs a tool of the system.
+Nothing here imports torch, sends a packet or needs a tool of the system.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import contextlib
 import fcntl
 import socket
 import struct
-import sys
 import time
 from collections.abc import Sequence
 
@@ -18,7 +16,6 @@ from megatron.dpp.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9
-_BAD_INPUT = 2
 _RESOLVE_SECONDS = 20.0  # a cluster may publish the name of a node a little after its start
 
 
@@ -87,17 +84,3 @@ def _secondary(address: str) -> tuple[str, ...]:
     except OSError:
         return ()
     return (address,)
-
-
-def main(words: Sequence[str]) -> int:
-    """``MASTER [OWN ADDRESS...]``: print address and interface, or an error."""
-    try:
-        print(*own_interface(words[0], words[1:]))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _BAD_INPUT
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,13 +1,9 @@
 """Megatron-LM's tokenizers, from local files only.
 
-megatron-core's wheel asks a hub for its vocabularies even when both files are given, so the two
-families that the scripts use are built here on the ``tokenizers`` package: byte-level BPE (GPT-2)
-and WordPiece (BERT). Ids, special tokens and vocabulary sizes are Megatron-LM's, so a corpus
-preprocessed by either gives the same bytes.
-
-Training (``train.initialize``, ``train.data``) and ``tools/preprocess_data.py`` call
-:func:`build_tokenizer`; reading documents and writing indices is left to them. Nothing here
-imports torch.
+megatron-core's wheel asks a hub for its vocabularies even when both files are given, so byte-level
+BPE (GPT-2) and WordPiece (BERT) are built here on the ``tokenizers`` package. Ids, special tokens
+and vocabulary sizes are Megatron-LM's, so a corpus preprocessed by either gives the same bytes.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -15,68 +11,60 @@ from __future__ import annotations
 import json
 import math
 import unicodedata
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError
-
-TOKENIZER_TYPES = (
-    "GPT2BPETokenizer",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "NullTokenizer",
-)
-"""Names that ``--tokenizer-type`` accepts."""
+from megatron.dpp.text_files import read_text
 
 _END_OF_TEXT = "<|endoftext|>"
-_WORD_CACHE_ENTRIES = 1 << 18
+_BERT_TOKENS = {"unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
+_BERT_ADDED = {"bos": "[BOS]", "eos": "[EOS]"}
 
 
 class Tokenizer:
-    """What megatron-core's dataset classes and our tools ask of a tokenizer.
+    """The attributes that megatron-core's dataset classes and our tools use.
 
     ``unique_identifiers`` goes into the hash under which megatron-core caches its sample indices.
-    Special tokens that a kind does not have raise :class:`NotImplementedError`, as megatron-core
-    expects.
+    A special token that a kind lacks raises :class:`NotImplementedError`, as megatron-core expects.
+
+    Args:
+        vocab: token text to id, in the order of the file (BERT draws replacements by that order).
+        special: attribute to id, for example ``eod``, which ends a document.
+        paths, options: identify the tokenizer.
     """
 
-    def __init__(self, *paths: str, **options: object) -> None:
+    vocab: dict[str, int]
+    inv_vocab: dict[int, str]
+    vocab_size: int
+    """Number of ids with special tokens, without the padding to the model's size."""
+    eod: int
+    cls: int
+    sep: int
+    pad: int
+    mask: int
+    bos: int
+    eos: int
+
+    def __init__(
+        self, vocab: dict[str, int], special: dict[str, int], *paths: str, **options: object
+    ) -> None:
+        if vocab:
+            self.vocab, self.vocab_size = vocab, len(vocab)
+            self.inv_vocab = {index: token for token, index in vocab.items()}
+        self.__dict__.update(special)
         self.unique_identifiers: dict[str, Any] = {
             "class": type(self).__name__,
             "tokenizer_path": list(paths),
             **{name: str(value) for name, value in options.items()},
         }
-        self.unique_description = json.dumps(self.unique_identifiers, indent=4)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("cls", "sep", "mask", "pad", "bos", "eos"):
-            raise NotImplementedError(f"{type(self).__name__} has no attribute '{name}'")
-        raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, special tokens included, padding to the model's size not included."""
-        raise NotImplementedError
-
-    @property
-    def vocab(self) -> dict[str, int]:
-        """Token text to id."""
-        raise NotImplementedError
-
-    @property
-    def inv_vocab(self) -> dict[int, str]:
-        """Id to token text, in the order of the vocabulary file (BERT draws replacements by that
-        order)."""
-        raise NotImplementedError
-
-    @property
-    def eod(self) -> int:
-        """Id that ends a document."""
-        raise NotImplementedError
+        kind = NotImplementedError if name in Tokenizer.__annotations__ else AttributeError
+        raise kind(f"{type(self).__name__} has no attribute '{name}'")
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of ``text``; no special token is added."""
+        """Ids of ``text``, without special tokens."""
         raise NotImplementedError
 
     def detokenize(self, ids: Iterable[int]) -> str:
@@ -99,11 +87,10 @@ class GPT2BPETokenizer(Tokenizer):
         from tokenizers import Tokenizer as FastTokenizer
         from tokenizers import decoders, models, pre_tokenizers
 
-        super().__init__(vocab_file, merge_file)
-        self._vocab = _read_json_vocab(vocab_file)
-        self._inv_vocab = {index: token for token, index in self._vocab.items()}
+        vocab = _read_json_vocab(vocab_file)
+        super().__init__(vocab, {"eod": vocab[_END_OF_TEXT]}, vocab_file, merge_file)
         try:
-            model = models.BPE(vocab=self._vocab, merges=_read_merges(merge_file))
+            model = models.BPE(vocab=vocab, merges=_read_merges(merge_file))
         except Exception as error:  # the package raises plain Exception
             raise DataError(
                 f"--merge-file {merge_file} does not fit {vocab_file}: {error}"
@@ -111,22 +98,6 @@ class GPT2BPETokenizer(Tokenizer):
         self._tokenizer = FastTokenizer(model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = decoders.ByteLevel()
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._vocab)
-
-    @property
-    def vocab(self) -> dict[str, int]:
-        return self._vocab
-
-    @property
-    def inv_vocab(self) -> dict[int, str]:
-        return self._inv_vocab
-
-    @property
-    def eod(self) -> int:
-        return self._vocab[_END_OF_TEXT]
 
     def tokenize(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -138,139 +109,82 @@ class GPT2BPETokenizer(Tokenizer):
 
 
 class BertWordPieceTokenizer(Tokenizer):
-    """BERT's own tokenizer: clean, split at white space, CJK and punctuation, then WordPiece.
+    """BERT's tokenizer: clean, split at white space, CJK and punctuation, then WordPiece.
 
-    Cleaning is done here and not by the ``tokenizers`` package, whose normaliser drops private-use
-    characters and lower-cases a final sigma in another way than BERT's reference does; ids would
-    differ. Words are cached.
+    The ``tokenizers`` package does WordPiece. Cleaning and splitting are done here: the package
+    drops private-use characters, lower-cases a final sigma differently, and has an older table of
+    punctuation, which would change ids.
 
     Args:
-        vocab_file: one token per line; ``[BOS]`` and ``[EOS]`` are added behind them, as Megatron
-            does, then ``vocab_extra_ids`` tokens ``<extra_id_i>``.
+        vocab_file: one token per line; ``[BOS]``, ``[EOS]`` and ``vocab_extra_ids`` tokens
+            ``<extra_id_i>`` are added behind them, as Megatron does.
         lower_case: fold case and strip accents.
 
     Raises:
         DataError: the file is missing or lacks one of ``[UNK] [CLS] [SEP] [PAD] [MASK]``.
     """
 
-    def __init__(self, vocab_file: str, lower_case: bool = True, vocab_extra_ids: int = 0) -> None:
-        from tokenizers import models
+    def __init__(
+        self, vocab_file: str, *, lower_case: bool = True, vocab_extra_ids: int = 0
+    ) -> None:
+        from tokenizers import Tokenizer as FastTokenizer
+        from tokenizers import models, pre_tokenizers
 
-        super().__init__(vocab_file, lower_case=lower_case, vocab_extra_ids=vocab_extra_ids)
-        self._lower_case = lower_case
-        self._vocab = _read_line_vocab(vocab_file)
-        self._model = models.WordPiece(
-            vocab=self._vocab, unk_token="[UNK]", max_input_chars_per_word=200
+        vocab = _read_line_vocab(vocab_file)
+        self._tokenizer = FastTokenizer(
+            models.WordPiece(vocab=vocab, unk_token="[UNK]", max_input_chars_per_word=200)
         )
-        extra = [f"<extra_id_{i}>" for i in range(vocab_extra_ids)]
-        for token in ("[BOS]", "[EOS]", *extra):
-            self._vocab.setdefault(token, len(self._vocab))
-        self._inv_vocab = {index: token for token, index in self._vocab.items()}
-        self.additional_special_tokens_ids = [self._vocab[token] for token in extra]
-        self._cleaning = _CleaningTable()
-        self._words: dict[str, list[int]] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._vocab)
-
-    @property
-    def vocab(self) -> dict[str, int]:
-        return self._vocab
-
-    @property
-    def inv_vocab(self) -> dict[int, str]:
-        return self._inv_vocab
-
-    @property
-    def cls(self) -> int:
-        """Id of ``[CLS]``, the first token of every sample."""
-        return self._vocab["[CLS]"]
-
-    @property
-    def sep(self) -> int:
-        """Id of ``[SEP]``, behind each segment."""
-        return self._vocab["[SEP]"]
-
-    @property
-    def pad(self) -> int:
-        """Id of ``[PAD]``."""
-        return self._vocab["[PAD]"]
-
-    @property
-    def mask(self) -> int:
-        """Id of ``[MASK]``."""
-        return self._vocab["[MASK]"]
-
-    @property
-    def bos(self) -> int:
-        """Id of ``[BOS]``."""
-        return self._vocab["[BOS]"]
-
-    @property
-    def eos(self) -> int:
-        """Id of ``[EOS]``."""
-        return self._vocab["[EOS]"]
-
-    @property
-    def eod(self) -> int:
-        return self.eos
+        self._tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        for token in (*_BERT_ADDED.values(), *(f"<extra_id_{i}>" for i in range(vocab_extra_ids))):
+            vocab.setdefault(token, len(vocab))
+        special = {name: vocab[token] for name, token in (_BERT_TOKENS | _BERT_ADDED).items()}
+        special["eod"] = special["eos"]
+        options = {"lower_case": lower_case, "vocab_extra_ids": vocab_extra_ids}
+        super().__init__(vocab, special, vocab_file, **options)
+        self._lower_case = lower_case
+        self._cleaned = _Table(_clean)
+        self._spaced = _Table(_space_without_accents if lower_case else _space)
+        self._ids = _Table(self._word_ids)
 
     def tokenize(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for word in text.translate(self._cleaning).split():
-            ids.extend(self._word_ids(word))
-        return ids
+        return [i for word in text.translate(self._cleaned).split() for i in self._ids[word]]
 
     def _word_ids(self, word: str) -> list[int]:
-        ids = self._words.get(word)
-        if ids is None:
-            if len(self._words) >= _WORD_CACHE_ENTRIES:
-                self._words.clear()
-            pieces = _split_word(word, self._lower_case)
-            ids = [token.id for piece in pieces for token in self._model.tokenize(piece)]
-            self._words[word] = ids
+        if self._lower_case:
+            word = unicodedata.normalize("NFD", word.lower())
+        spaced = word.translate(self._spaced)
+        ids: list[int] = self._tokenizer.encode(spaced, add_special_tokens=False).ids
         return ids
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        return " ".join(self._inv_vocab[int(index)] for index in ids).replace(" ##", "").strip()
+        return " ".join(self.inv_vocab[int(index)] for index in ids).replace(" ##", "").strip()
 
 
 class NullTokenizer(Tokenizer):
-    """Numbers as text, for mock data: ids 0..vocab_size-1 and an end-of-document id behind them."""
+    """Numbers as text, for mock data: ids 0..vocab_size-1, and an end-of-document id behind them.
+
+    Its further special tokens are -1, as Megatron's.
+    """
 
     def __init__(self, vocab_size: int) -> None:
-        super().__init__(vocab_size=vocab_size)
-        self._num_words = vocab_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self._num_words + 1
-
-    @property
-    def eod(self) -> int:
-        return self._num_words
-
-    @property
-    def cls(self) -> int:
-        """No such token; Megatron gives -1."""
-        return -1
-
-    @property
-    def sep(self) -> int:
-        """No such token; Megatron gives -1."""
-        return -1
-
-    @property
-    def mask(self) -> int:
-        """No such token; Megatron gives -1."""
-        return -1
+        special = {"eod": vocab_size, "cls": -1, "sep": -1, "mask": -1}
+        super().__init__({}, special, vocab_size=vocab_size)
+        self.vocab_size = vocab_size + 1
 
     def tokenize(self, text: str) -> list[int]:
         return [int(word) for word in text.split(" ")]
 
     def detokenize(self, ids: Iterable[int]) -> str:
         return " ".join(str(index) for index in ids)
+
+
+TOKENIZER_TYPES = (
+    "GPT2BPETokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "NullTokenizer",
+)
+"""Names that ``--tokenizer-type`` accepts."""
 
 
 def build_tokenizer(
@@ -281,10 +195,10 @@ def build_tokenizer(
     vocab_size: int | None = None,
     vocab_extra_ids: int = 0,
 ) -> Tokenizer:
-    """The tokenizer that ``--tokenizer-type`` names.
+    """Builds the tokenizer that ``--tokenizer-type`` names.
 
     Args:
-        vocab_size: number of words of a ``NullTokenizer``.
+        vocab_size: number of ids of a ``NullTokenizer``.
         vocab_extra_ids: further ``<extra_id_i>`` tokens of a BERT vocabulary.
 
     Raises:
@@ -312,8 +226,8 @@ def build_tokenizer(
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
-    """Vocabulary size rounded up so that each tensor-parallel rank holds a multiple of
-    ``divisible_by`` rows.
+    """Rounds a vocabulary up until each tensor-parallel rank holds a multiple of ``divisible_by``
+    rows.
 
     >>> padded_vocab_size(50257, 128, 2)
     50432
@@ -322,57 +236,45 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) 
     return math.ceil(vocab_size / multiple) * multiple
 
 
-class _CleaningTable(dict[int, int | str | None]):
-    """``str.translate`` table of BERT's cleaning, filled as characters are met (at most one entry
-    per character)."""
+# Blocks that BERT treats as "Chinese characters": each is a word of its own.
+_CJK_BLOCKS = (
+    (0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F),
+    (0x2B740, 0x2B81F), (0x2B820, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F),
+)  # fmt: skip
 
-    def __missing__(self, code: int) -> int | str | None:
-        value = _cleaned(code)
-        self[code] = value
+
+class _Table(dict[Any, Any]):
+    """Computes a value when it is first asked for; emptied when it holds 2**18."""
+
+    def __init__(self, rule: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._rule = rule
+
+    def __missing__(self, key: Any) -> Any:
+        if len(self) >= 1 << 18:
+            self.clear()
+        value = self[key] = self._rule(key)
         return value
 
 
-def _cleaned(code: int) -> int | str | None:
+def _clean(code: int) -> str | None:
     char = chr(code)
-    if char in " \t\n\r":
-        return " "
     category = unicodedata.category(char)
-    if code in (0, 0xFFFD) or category in ("Cc", "Cf"):
-        return None
-    if category == "Zs":
+    if char in "\t\n\r" or category == "Zs":
         return " "
-    return f" {char} " if _is_cjk(code) else code
+    if char in "\0\ufffd" or category in ("Cc", "Cf"):
+        return None
+    return f" {char} " if any(first <= code <= last for first, last in _CJK_BLOCKS) else char
 
 
-# Blocks that BERT treats as "Chinese characters": each is a word of its own.
-_CJK_BLOCKS = (
-    (0x4E00, 0x9FFF),
-    (0x3400, 0x4DBF),
-    (0x20000, 0x2A6DF),
-    (0x2A700, 0x2B73F),
-    (0x2B740, 0x2B81F),
-    (0x2B820, 0x2CEAF),
-    (0xF900, 0xFAFF),
-    (0x2F800, 0x2FA1F),
-)
+def _space(code: int) -> str:
+    char = chr(code)
+    symbol = char.isascii() and char.isprintable() and not char.isalnum() and char != " "
+    return f" {char} " if symbol or unicodedata.category(char).startswith("P") else char
 
 
-def _is_cjk(code: int) -> bool:
-    return any(first <= code <= last for first, last in _CJK_BLOCKS)
-
-
-def _split_word(word: str, lower_case: bool) -> list[str]:
-    """The pieces of a word between and at its punctuation marks, folded when asked."""
-    if lower_case:
-        decomposed = unicodedata.normalize("NFD", word.lower())
-        word = "".join(char for char in decomposed if unicodedata.category(char) != "Mn")
-    spaced = "".join(f" {char} " if _is_punctuation(char) else char for char in word)
-    return spaced.split()
-
-
-def _is_punctuation(char: str) -> bool:
-    ascii_symbol = char.isascii() and char.isprintable() and not char.isalnum() and char != " "
-    return ascii_symbol or unicodedata.category(char).startswith("P")
+def _space_without_accents(code: int) -> str | None:
+    return None if unicodedata.category(chr(code)) == "Mn" else _space(code)
 
 
 def _required(tokenizer_type: str, flag: str, value: str | None) -> str:
@@ -381,17 +283,8 @@ def _required(tokenizer_type: str, flag: str, value: str | None) -> str:
     return value
 
 
-def _read_text(flag: str, path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{flag} {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{flag} {path}: not UTF-8 text ({error})") from error
-
-
 def _read_json_vocab(path: str) -> dict[str, int]:
-    text = _read_text("--vocab-file", path)
+    text = read_text(path, "--vocab-file")
     try:
         vocab = json.loads(text)
     except ValueError as error:
@@ -402,7 +295,7 @@ def _read_json_vocab(path: str) -> dict[str, int]:
 
 
 def _read_merges(path: str) -> list[tuple[str, str]]:
-    lines = _read_text("--merge-file", path).split("\n")
+    lines = read_text(path, "--merge-file").split("\n")
     if lines[0].startswith("#version"):
         lines = lines[1:]
     merges = [tuple(line.split()) for line in lines if line.strip()]
@@ -413,11 +306,11 @@ def _read_merges(path: str) -> list[tuple[str, str]]:
 
 
 def _read_line_vocab(path: str) -> dict[str, int]:
-    lines = _read_text("--vocab-file", path).split("\n")
+    lines = read_text(path, "--vocab-file").split("\n")
     if lines and not lines[-1]:
         lines.pop()
     vocab = {line.strip(): index for index, line in enumerate(lines)}
-    missing = [t for t in ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]") if t not in vocab]
+    missing = [t for t in _BERT_TOKENS.values() if t not in vocab]
     if missing:
         raise DataError(f"--vocab-file {path}: a BERT vocabulary needs {', '.join(missing)}")
     return vocab

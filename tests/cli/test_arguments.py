@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.dpp.cli import settings
-from megatron.dpp.cli.arguments import dpp_config, parse_args, warnings_of
-from megatron.dpp.cli.files import read_text
+from megatron.dpp.cli.arguments import parse_args, warnings_of
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate import validate
 from megatron.dpp.config import option_fields
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.train.configs import check_with_core, set_types
+from megatron.dpp.text_files import read_text
+from megatron.dpp.train.configs import check_with_core, settled
 
 MINIMUM = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
@@ -25,15 +25,12 @@ MINIMUM = (
 EXPERTS = "--num-experts 4 --disable-bias-linear"
 
 
-def checked(more: str = "", world_size: int = 1, without: str = "") -> argparse.Namespace:
+def checked(more: str = "", world_size: int = 1, without: str = "") -> RunConfig:
     words = MINIMUM.split()
     if without:
         at = words.index(without)
         del words[at : at + 2]
-    args = parse_args([*words, *more.split()])
-    validate(args, world_size)
-    set_types(args)
-    return args
+    return settled(validate(parse_args([*words, *more.split()]), world_size))
 
 
 def test_defaults_and_derived_values_are_megatrons() -> None:
@@ -219,12 +216,27 @@ def test_refusals_name_the_flag(more: str, world_size: int, said: str) -> None:
 
 def test_dpp_flags_come_from_the_configuration() -> None:
     args = checked("--use-dpp --dpp-slots 3 --no-dpp-split-backward --workload 7 --dpp-record x")
-    config = dpp_config(args)
+    config = args.dpp
     assert (config.slots, config.split_backward, config.workload, config.record) == (
         3, False, 7, "x",
     )  # fmt: skip
     with pytest.raises(ConfigError, match="--dpp-transport pigeon"):
-        dpp_config(checked("--use-dpp --dpp-transport pigeon"))
+        checked("--use-dpp --dpp-transport pigeon")
+
+
+def test_checked_settings_are_frozen() -> None:
+    args = checked("--dpp-slots 3")
+    with pytest.raises(AttributeError, match=r"lr: checked settings are frozen; with_\(lr="):
+        args.lr = 1.0
+    with pytest.raises(AttributeError, match="frozen"):
+        del args.lr
+    other = args.with_(lr=1.0, dpp_slots=4)
+    assert (args.lr, args.dpp.slots, other.lr, other.dpp.slots) == (1e-3, 3, 1.0, 4)
+    assert other.given == args.given and other.parsed == args.parsed
+    assert not {"given", "parsed", "dpp"} & set(vars(args))
+    parsed = parse_args(MINIMUM.split())
+    validate(parsed, 1)
+    assert parsed.ffn_hidden_size is None  # its input stays as it was
 
 
 def test_fields_are_spelt_as_in_megatron_lm() -> None:
@@ -245,7 +257,7 @@ def test_saved_settings_start_the_same_run_again(tmp_path: Path) -> None:
         "--bf16 --lr-decay-style cosine --no-bias-gelu-fusion --attention-backend local "
         "--window-size 8,0 --no-rope-freq ([0]*3+[1])*2"
     )
-    args.padded_vocab_size = 128
+    args = args.with_(padded_vocab_size=128)
     path = settings.save(args, tmp_path / "deep")
     again = parse_args(["--yaml-cfg", str(path)])
     assert {k: v for k, v in again.parsed.items() if k not in ("given", "yaml_cfg")} == {
@@ -270,7 +282,7 @@ LINKS = set(list(OURS)[7:13])
 
 
 def idle(more: str, *flags: str, world_size: int = 1) -> set[str]:
-    """Which of our flags ``warnings_of`` says to have no effect."""
+    """Our flags that ``warnings_of`` names."""
     words = " ".join(f"{flag} {OURS[flag]}" for flag in flags or OURS)
     lines = warnings_of(checked(f"{more} {words}", world_size))
     assert all(" has no effect with" in line for line in lines)
@@ -302,7 +314,7 @@ def test_auto_is_the_dynamic_pipelines() -> None:
 
 def test_deepspeeds_engine_takes_none_of_our_flags() -> None:
     args = checked(" ".join(f"{flag} {value}" for flag, value in OURS.items()))
-    args.deepspeed_zero_stage = 1  # after the check, which asks for the package
+    args = args.with_(deepspeed_zero_stage=1)  # after the check, which asks for the package
     assert warnings_of(args) == [
         f"{args.given[f'dpp_{field.name}']} has no effect with --deepspeed-zero-stage"
         for field in option_fields()
@@ -343,7 +355,7 @@ def test_yaml_settings_lie_between_defaults_and_command_line(tmp_path: Path) -> 
 def test_files_of_settings_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "latin"
     path.write_bytes(b"lr: 1\n# \xe9t\xe9\n")
-    with pytest.raises(DataError, match=r"--yaml-cfg .*latin: no text in UTF-8 \(invalid"):
+    with pytest.raises(DataError, match=r"--yaml-cfg .*latin: not UTF-8 text \(invalid"):
         parse_args(["--yaml-cfg", str(path)])
-    with pytest.raises(DataError, match=r"latin: no text in UTF-8 \(invalid"):
+    with pytest.raises(DataError, match=r"latin: not UTF-8 text \(invalid"):
         read_text(str(path))

@@ -1,4 +1,4 @@
-"""What a checkpoint says about the run that saved it is read and compared without PyTorch."""
+"""Arguments that a checkpoint holds are read and compared without PyTorch."""
 
 from __future__ import annotations
 

@@ -201,12 +201,11 @@ def test_a_run_starts_from_its_own_checkpoint_and_else_from_a_pretrained_one(
         files.find_start(args)
     _save(pretrained, 3)
     args = _start(load=str(own), pretrained_checkpoint=str(pretrained))
-    assert files.find_start(args) == files.Found(pretrained / "iter_0000003", 3)
-    assert args.finetune, "it starts from its weights alone"
+    found = files.find_start(args)
+    assert found == files.Found(pretrained / "iter_0000003", 3, pretrained=True)
     _save(own, 6)
     args = _start(load=str(own), pretrained_checkpoint=str(pretrained))
     assert files.find_start(args) == files.Found(own / "iter_0000006", 6)
-    assert not args.finetune
 
 
 def test_a_missing_checkpoint_is_refused_where_asked(tmp_path: Path) -> None:

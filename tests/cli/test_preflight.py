@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.cli import preflight
-from megatron.dpp.cli.fields import core_fields, read_dataclasses
+from megatron.dpp.cli.fields import core_fields
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.schedule import DecisionRecorder, Geometry
+from megatron.dpp.train.core_fields import read_dataclasses
 from tests.plan.test_planner import measured
 
 ROOT = Path(__file__).resolve().parents[2]

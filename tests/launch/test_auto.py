@@ -18,7 +18,7 @@ from tests.launch.test_train import H200
 
 
 def best_for(words: str, setting: Setting = H200) -> list[auto.Candidate]:
-    """What ``auto`` would consider on ``setting``."""
+    """The candidates of ``auto`` on ``setting``."""
     options, rest = cli.parse(words.split())
     flags = base_flags(options, [*rest, "--padded-vocab-size", "50304"], setting)
     flags |= prepare("gpt", None, flags).flags

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from megatron.dpp.cli.fields import core_fields
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.launch import cli
 from megatron.dpp.launch.flags import from_argv, to_argv
 from megatron.dpp.launch.main import main, plan
@@ -17,7 +18,7 @@ def guide_commands() -> list[str]:
     """The guide's commands of several nodes, without what is set before them."""
     text = (ROOT / "docs" / "USAGE_GUIDE.md").read_text(encoding="utf-8")
     lines = [line.partition("#")[0] for line in text.splitlines()]
-    starts = ("NUM_NODES", "srun", "python train")
+    starts = ("NUM_NODES", "srun", "megatron-dpp train")
     found = [line.partition("train ")[2] for line in lines if line.startswith(starts)]
     return sorted({words for words in found if "--gpus" in words})
 
@@ -38,17 +39,46 @@ def test_help_fits_a_screen(mode: str | None) -> None:
     assert max(len(line) for line in lines) <= 100
 
 
-def test_help_and_completion_know_every_option() -> None:
+def test_help_knows_every_option() -> None:
     names = {name for action in cli.build_parser()._actions for name in action.option_strings} - {
         "--mode"
     }
     shown = "\n".join(cli.help_text(mode) for mode in cli.MODES)
     assert all(f"  {name}" in shown for name in names)
-    script = cli.completion("bash")
-    assert all(name in script for name in names)
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     taken = {row["name"] for rows in core_fields().values() for row in rows}
     assert not {"tp", "pp", "chunks", "mode"} & taken
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_every_option(shell: str) -> None:
+    pytest.importorskip("shtab")
+    script = cli.completion(shell)
+    assert all(name.lstrip("-") in script for name in cli.NAMES)
+    with pytest.raises(ConfigError, match="fish: nearest possible: bash, zsh, tcsh"):
+        cli.completion("fish")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("train --mod", {"--mode", "--model"}),
+        ("train --mode m", {"megatron"}),
+        ("python train --resu", {"--resume-from"}),
+        ("python train --gpu H", {"H100", "H200"}),
+        ("python script --mod", set()),
+    ],
+)
+def test_bash_completes_options_and_values(line: str, found: set[str]) -> None:
+    pytest.importorskip("shtab")
+    words = line.split()
+    which = "_train_behind_python" if words[0] == "python" else "_shtab_train"
+    code = f"""{cli.completion("bash")}
+COMP_WORDS=({line}) COMP_CWORD={len(words) - 1}
+{which} {words[0]} {words[-1]} {words[-2]}
+echo "${{COMPREPLY[@]}}"
+"""
+    shown = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    assert set(shown.stdout.split()) == found
 
 
 def test_flags_survive_the_way_to_words_and_back() -> None:
@@ -64,7 +94,7 @@ def test_an_estimate_is_printed_once(
     started: list[bool] = []
     monkeypatch.setattr("megatron.dpp.launch.main.find_python", lambda dry_run: "python")
     monkeypatch.setattr(
-        "megatron.dpp.launch.main.hand_over", lambda *args, dry_run: started.append(not dry_run)
+        "megatron.dpp.launch.main.launch", lambda *args, dry_run: started.append(not dry_run)
     )
     for more, by_us in (([], False), (["--dry-run"], True)):
         main(["--mode", "zero", "--procs", "1", "--mock-data", *more])

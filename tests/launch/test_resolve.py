@@ -1,4 +1,4 @@
-"""What ``train`` resolves a layout to on GPUs that this machine need not have."""
+"""The flags that ``train`` resolves a layout to, on GPUs that this machine need not have."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.launch.job import hardware_queues
 from megatron.dpp.launch.main import main, plan
-from megatron.dpp.launch.resolve import environment
 
 ARTIFICIAL = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50303"
 
@@ -36,24 +36,20 @@ def test_a_length_that_cannot_be_spread_runs_without() -> None:
     ("words", "queues"),
     [
         ("3d --pp 4", "8"),
-        ("3d --tp 2 --pp 2", None),
-        ("3d --tp 2", None),
+        ("3d --tp 2 --pp 2", "1"),
+        ("3d --tp 2", "1"),
         ("3d --pp 4 --no-dpp", "8"),
         ("simple", "8"),
-        ("megatron --tensor-model-parallel-size 2", None),
+        ("megatron --tensor-model-parallel-size 2", "1"),
         ("megatron --pipeline-model-parallel-size 2", "8"),
         ("zero --zero-stage 2", "8"),
     ],
 )
-def test_without_tensor_parallelism_there_are_several_queues(
-    words: str, queues: str | None
-) -> None:
+def test_without_tensor_parallelism_there_are_several_queues(words: str, queues: str) -> None:
     """With one, a rank sent nothing while its GPU waited for an input, and gradients were reduced
     only when a replayed backward was over."""
     found = plan(f"--mode {words} --gpus 4 --gpu h200 --dry-run {ARTIFICIAL}".split())
-    assert environment(found.resolved, {}).get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
-    asked = environment(found.resolved, {"CUDA_DEVICE_MAX_CONNECTIONS": "3"})
-    assert asked.get("CUDA_DEVICE_MAX_CONNECTIONS") == (queues and "3")
+    assert hardware_queues(found.resolved.argv) == queues
 
 
 @pytest.mark.parametrize("said", ["bf16", "fp16"])
@@ -79,7 +75,7 @@ def test_a_file_that_is_no_text_is_an_error_of_one_line(
     path.write_bytes(b"lr: 0.1\nsave: \xe9t\xe9\n")
     assert main(["--mode", mode, "--procs", "1", "--config", str(path), "--dry-run"]) == 2
     error = capsys.readouterr().err
-    assert error == f"error: {path}: not UTF-8: invalid continuation byte at byte 14\n"
+    assert error == f"error: {path}: not UTF-8 text (invalid continuation byte at byte 14)\n"
 
 
 def test_a_precision_that_a_file_of_megatrons_own_forbids_is_refused(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ REFUSED = {
     "--mode simple --procs 2 --fp16 --bf16": "exclude each other",
     "--mode simple --procs 2 --num-layers 900 --hidden-size 8192": "no layout fits",
     "--mode auto --procs 2 --memory 0.0001": "no layout fits",
-    "simple": "what is it?",
+    "simple": "unexpected argument 'simple'",
     "--mode simple --seq-length 0": "--seq-length 0: nearest possible: 1",
     "--mode simple --micro-batch-size -2": "--micro-batch-size -2: nearest possible: 1",
     "--mode simple --lr 0": "--lr 0: must be above 0",
@@ -233,7 +233,7 @@ def test_zero_counts_replicas_beside_tensor_parallelism() -> None:
 def test_every_mode_pads_the_vocabulary_alike() -> None:
     modes = ("simple", "3d --tp 2", "3d --pp 2", "3d --tp 4", "zero --zero-stage 3")
     plans = [plan(f"--mode {mode} --procs 4".split()) for mode in modes]
-    sizes = {shape_from(each.resolved, each.setting).vocab_size for each in plans}
+    sizes = {shape_from(each.resolved, each.setting).model.vocab_size for each in plans}
     assert sizes == {2048}
 
 
@@ -330,9 +330,8 @@ def test_what_is_handed_on_is_what_every_rank_would_plan() -> None:
     flags = base_flags(options, [*rest], setting)
     flags |= prepare("gpt", None, flags).flags
     asked = resolve(options, flags, setting, layout=Layout(pipeline=2), shard="none")
-    args = checked(asked, setting)
-    build_vocabulary(args)
-    take_plan(args)
+    args, _ = build_vocabulary(checked(asked, setting))
+    args = take_plan(args)
     assert found.flags["--pipeline-model-parallel-layout"] == args.pipeline_model_parallel_layout
     assert found.flags["--dpp-activation-cap"] == args.dpp_activation_cap
     same = checked(found, setting)
@@ -449,7 +448,9 @@ def test_json_lines_are_preprocessed_once_for_each_vocabulary(tmp_path: Path) ->
     first = prepare("gpt", str(text), {})
     assert first.preparation is not None
     assert str(text) in first.preparation
-    assert "--skip-bad-lines" in (prepare("gpt", str(text), {}, True).preparation or [])
+    assert "--skip-bad-lines" in (
+        prepare("gpt", str(text), {}, skip_bad_lines=True).preparation or []
+    )
     prefix = Path(first.flags["--data-path"])
     for suffix in (".bin", ".idx"):
         prefix.with_name(prefix.name + suffix).touch()

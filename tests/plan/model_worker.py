@@ -18,24 +18,22 @@ from megatron.dpp.cli import preflight
 from megatron.dpp.mcore.cpu import install
 from megatron.dpp.mcore.memory import saved_bytes
 from megatron.dpp.plan import rank_parameters, shape_of, stage_bytes
-from megatron.dpp.train.configs import set_types, transformer_config
-from megatron.dpp.train.initialize import choose_device, set_seeds
-from megatron.dpp.train.model import _bare_chunks
+from megatron.dpp.train.configs import settled, transformer_config
+from megatron.dpp.train.initialize import set_seeds
+from megatron.dpp.train.model import bare_chunks
+from megatron.dpp.train.tasks import TASKS
 
 
 def measure(arch: str, flags: list[str], rank: int, world_size: int) -> dict[str, Any]:
     """Build the model of ``flags`` and run one forward of it."""
-    args, _ = preflight.check(arch, flags, world_size)
-    choose_device(args)
-    set_types(args)
+    args = settled(preflight.check(arch, flags, world_size)[0])
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
         args.virtual_pipeline_model_parallel_size,
     )
     set_seeds(args)
-    family = __import__(f"megatron.dpp.train.{arch}", fromlist=["build_chunk"])
-    chunks = _bare_chunks(args, transformer_config(args), family.build_chunk)
+    chunks = bare_chunks(args, transformer_config(args), TASKS[arch].build_chunk)
     if args.bf16:
         chunks = [chunk.bfloat16() for chunk in chunks]
     shape = shape_of(args, on_gpu=False, arch=arch)

@@ -49,8 +49,7 @@ H200 = gpu_device("NVIDIA H200", 141 * 2**30)
 
 def shape(flags: str = "", world_size: int = 1, on_gpu: bool = True, **changes: Any) -> RunShape:
     """The shape of a small run with some of it changed."""
-    args = parse_args((FLAGS + flags).split())
-    validate(args, world_size)
+    args = validate(parse_args((FLAGS + flags).split()), world_size)
     return dataclasses.replace(shape_of(args, on_gpu=on_gpu), **changes)
 
 
@@ -113,8 +112,7 @@ def test_full_recompute_keeps_the_input_only() -> None:
 
 def test_flops_are_those_that_training_logs() -> None:
     for flags in ("", "--swiglu", "--group-query-attention --num-query-groups 2"):
-        args = parse_args((FLAGS + flags).split())
-        validate(args, 1)
+        args = validate(parse_args((FLAGS + flags).split()), 1)
         run = shape_of(args, on_gpu=True)
         assert estimate(run, H200).flops_per_token == flops_per_iteration(args, 4) / (4 * 128)
 
@@ -127,7 +125,7 @@ def test_flops_of_experts_are_those_of_the_layers_that_hold_them() -> None:
             "--position-embedding-type rope"
         ).split()
     )
-    validate(args, 1)
+    args = validate(args, 1)
     model = ModelShape(
         hidden_size=256, seq_length=128, vocab_size=1024, num_heads=8, num_groups=8, head_size=32,
         ffn_hidden_size=1024,
@@ -196,9 +194,9 @@ def test_the_optimizer_that_runs_is_counted_and_by_those_who_share_it() -> None:
     ):
         found = estimate(shape(flags, world_size=4), H200)
         assert found.ranks[0].optimizer == (4 + moments) * count
-    args = parse_args((FLAGS + "--use-distributed-optimizer").split())
-    validate(args, 8)
-    args.num_distributed_optimizer_instances = 4  # which validate lets pass with einops only
+    args = validate(parse_args((FLAGS + "--use-distributed-optimizer").split()), 8)
+    # validate lets it pass with einops only
+    args = args.with_(num_distributed_optimizer_instances=4)
     run = shape_of(args, on_gpu=True)
     assert estimate(run, H200).ranks[0].optimizer == 12 * count / 2
     # Gradients are reduced within a pair and then summed over the four, weights gathered by two.

@@ -31,8 +31,7 @@ DPP, OFF, ON = "--use-dpp ", "--use-dpp --dpp-cuda-graphs off ", "--use-dpp --dp
 
 
 def shape_on(ranks: int, flags: str) -> RunShape:
-    args = parse_args(flags.split())
-    validate(args, ranks)
+    args = validate(parse_args(flags.split()), ranks)
     return shape_of(args, on_gpu=True)
 
 
@@ -156,7 +155,7 @@ def test_parts_of_the_model_take_what_was_traced() -> None:
 def test_plans_from_shapes_and_estimates_say_the_same(tensor: int) -> None:
     flags = f"{ON}{V2}{WORDS}--tensor-model-parallel-size {tensor} "
     args = parse_args((FOUR.format(hidden_size=2048) + flags).split())
-    validate(args, 4 * tensor)
+    args = validate(args, 4 * tensor)
     estimated = model_costs(shape_of(args, on_gpu=True), H200)
     planned = planning_costs(stage_shape_of(args))
     for part in ("layer", "embedding", "head"):

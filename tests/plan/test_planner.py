@@ -51,7 +51,7 @@ def command_line(capsys, *arguments):
     spec = importlib.util.spec_from_file_location("profiling_plan", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    status = module.main(list(arguments))
+    status = module.main(list(arguments), prog="plan.py")
     return status, *capsys.readouterr()
 
 
@@ -270,7 +270,7 @@ def test_command_line_from_a_cost_file(capsys, tmp_path):
     assert status == 0
     assert "measured" in out and "= 3.00 layers" in out
     status, _, err = command_line(capsys, str(path))
-    assert status == 1 and "how many layers" in err
+    assert status == 1 and "--num-layers (or --layers) is required" in err
     status, _, err = command_line(capsys, str(path), "--num-layers", "15")
     assert status == 1 and "--layers" in err
 

@@ -16,6 +16,6 @@ def test_every_line_has_its_two_numbers() -> None:
         cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    lines = re.findall(r"^(.+?) +\d+\.\d +\d+\.\d$", done.stdout, re.MULTILINE)
+    lines = re.findall(r"^\| (.+?) \| \d+\.\d \| \d+\.\d \|$", done.stdout, re.MULTILINE)
     names = ["alone", "leader", "follower", "follower behind the leader"]
-    assert [line.split(": ")[-1].strip() for line in lines] == names * 2
+    assert [line.split(": ")[-1] for line in lines] == names * 2

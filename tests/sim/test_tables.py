@@ -1,7 +1,6 @@
 """The design's makespan ratios: means over p = 4, 8, 16 and m = 2p, 4p, 8p.
 
-The uniform columns are held to 0.1 %; they draw nothing. Other columns, which need many seeds, are
-in ``profiling/sim_tables.py``.
+The uniform columns are held to 0.1 %; they draw nothing.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""What the schedule benchmark refuses before it starts anything."""
+"""Command lines that the schedule benchmark refuses."""
 
 from __future__ import annotations
 

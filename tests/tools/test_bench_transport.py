@@ -1,4 +1,4 @@
-"""What the transport's benchmark reads from other programs."""
+"""Reading of other programs' output by the transport's benchmark."""
 
 from __future__ import annotations
 

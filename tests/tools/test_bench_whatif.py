@@ -1,4 +1,4 @@
-"""How the what-if benchmark alternates trouble and compares."""
+"""The what-if benchmark: trouble in turns, and its comparison."""
 
 from __future__ import annotations
 

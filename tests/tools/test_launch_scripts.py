@@ -17,6 +17,8 @@ import pytest
 import yaml
 
 from megatron.dpp.cli.arguments import parse_args
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.launch import job
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {"gpt": "gpt3/train_gpt3_175b", "bert": "bert/train_bert_340m"}
@@ -51,22 +53,37 @@ def torchrun_part(command: list[str]) -> str:
     return " ".join(command[: next(i for i, word in enumerate(command) if word.endswith(".py"))])
 
 
+class Started(Exception):
+    """In the place of a process that becomes torchrun."""
+
+
 @pytest.mark.parametrize(
-    ("settings", "queues"),
+    ("flags", "given", "queues"),
     [
-        ({"TENSOR_PARALLEL": "1"}, "8"),
-        ({"TENSOR_PARALLEL": "2"}, "1"),
-        ({}, "1"),  # from `train`, which knows of tensor parallelism and says what it needs
-        ({"CUDA_DEVICE_MAX_CONNECTIONS": "3", "TENSOR_PARALLEL": "1"}, "3"),
+        ("", "", "8"),
+        ("--tensor-model-parallel-size 2", "", "1"),
+        ("--context-parallel-size 2", "", "1"),
+        ("--tensor-model-parallel-size 2 --use-torch-fsdp2", "", "8"),
+        ("--tensor-model-parallel-size 2", "3", "3"),
     ],
 )
-def test_hardware_queues(settings: dict[str, str], queues: str, tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "queues $CUDA_DEVICE_MAX_CONNECTIONS"\n')
-    python.chmod(0o755)
-    settings = {"PYTHON": str(python), "GPUS_PER_NODE": "2", **settings}
-    result = run("examples/launch_flags.sh", "pretrain_gpt.py", **settings)
-    assert result.stdout.splitlines()[-1] == f"queues {queues}", result
+def test_hardware_queues(
+    flags: str, given: str, queues: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, str]] = []
+
+    def become(python: str, words: list[str], env: dict[str, str]) -> None:
+        started.append(env)
+        raise Started
+
+    monkeypatch.setattr(os, "execvpe", become)
+    monkeypatch.setattr(job, "check", lambda *_: None)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    monkeypatch.delenv("DRY_RUN", raising=False)
+    with pytest.raises(Started):
+        job.launch(job.Job(per_node=2), "python", "pretrain_gpt.py", flags.split())
+    assert started[0]["CUDA_DEVICE_MAX_CONNECTIONS"] == queues
+    assert started[0]["PYTHONPATH"].startswith(str(ROOT))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -139,16 +156,19 @@ def test_a_new_vocabulary_gets_new_token_files(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "does not divide 4 processes": {"PIPELINE_PARALLEL": "3"},
+    "4 processes cannot hold TENSOR_PARALLEL=2 x PIPELINE_PARALLEL=3": {"PIPELINE_PARALLEL": "3"},
     "TENSOR_PARALLEL=two: must be a whole number": {"TENSOR_PARALLEL": "two"},
-    "TENSOR_PARALLEL=8 = 8 does not divide": {"TENSOR_PARALLEL": "8"},
-    "NUM_LAYERS=6 cannot be divided": {"NUM_LAYERS": "6"},
-    "16 virtual stages are more than NUM_LAYERS=8": {"MODEL_CHUNKS": "8", "NUM_LAYERS": "8"},
-    "needs PIPELINE_PARALLEL of at least 2": {"PIPELINE_PARALLEL": "1", "MODEL_CHUNKS": "2"},
-    "HIDDEN_SIZE=130 cannot be divided": {"HIDDEN_SIZE": "130"},
-    "NUM_ATTENTION_HEADS=1 cannot be divided": {"NUM_ATTENTION_HEADS": "1"},
-    "GLOBAL_BATCH_SIZE=30 cannot be divided": {"GLOBAL_BATCH_SIZE": "30"},
-    "9 microbatches": {"GLOBAL_BATCH_SIZE": "36"},
+    "4 processes cannot hold TENSOR_PARALLEL=8": {"TENSOR_PARALLEL": "8"},
+    "NUM_LAYERS=6 is not divisible by PIPELINE_PARALLEL=2 x MODEL_CHUNKS=2": {"NUM_LAYERS": "6"},
+    "MODEL_CHUNKS=8 x PIPELINE_PARALLEL=2 = 16 virtual stages; NUM_LAYERS is 8": {
+        "MODEL_CHUNKS": "8",
+        "NUM_LAYERS": "8",
+    },
+    "need PIPELINE_PARALLEL of at least 2": {"PIPELINE_PARALLEL": "1", "MODEL_CHUNKS": "2"},
+    "HIDDEN_SIZE=130 is not divisible by NUM_ATTENTION_HEADS=4": {"HIDDEN_SIZE": "130"},
+    "NUM_ATTENTION_HEADS=1 is not divisible by TENSOR_PARALLEL=2": {"NUM_ATTENTION_HEADS": "1"},
+    "GLOBAL_BATCH_SIZE=30 is not a multiple of MICRO_BATCH_SIZE=4 x 1": {"GLOBAL_BATCH_SIZE": "30"},
+    "9 microbatches": {"GLOBAL_BATCH_SIZE": "36", "USE_DPP": "0"},
     "PRECISION=fp8: must be": {"PRECISION": "fp8"},
     "VOCAB_FILE=missing": {"VOCAB_FILE": "missing"},
     "MERGE_FILE=missing": {"MERGE_FILE": "missing"},
@@ -169,6 +189,14 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(message: s
     assert result.returncode == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [[], ["gpt"], ["gpt", "boss"], ["t5", "node"]])
+def test_an_unknown_recipe_or_role_is_refused(words: list[str]) -> None:
+    result = run("examples/launch.sh", *words)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: examples/launch.sh")
+    assert "expected gpt, bert, gpt-sample or bert-sample" in result.stderr
 
 
 def test_an_unknown_flag_is_refused_before_set_up_and_torchrun(tmp_path: Path) -> None:
@@ -206,32 +234,25 @@ def test_a_worker_needs_to_know_its_master() -> None:
     assert "MASTER_ADDR is not set" in result.stderr
 
 
-def wait_for_master(port: int, seconds: int) -> subprocess.CompletedProcess[str]:
-    code = 'source "$0/examples/launch.sh"; wait_for_master'
-    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WAIT_SECONDS": str(seconds)}
-    return subprocess.run(
-        ["bash", "-c", code, str(ROOT)],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=60,
+def wait_for_master(port: int, seconds: int) -> None:
+    job.wait_for_master(
+        job.Job(per_node=1, num_nodes=2, node_rank=1, master="127.0.0.1", port=port, wait=seconds)
     )
 
 
-def test_a_worker_gives_up_with_a_countdown() -> None:
+def test_a_worker_gives_up_with_a_countdown(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
-        result = wait_for_master(unused.getsockname()[1], seconds=2)
-    assert result.returncode == 2
-    assert "waiting for the master" in result.stdout
-    assert "2 s left" in result.stdout
-    assert "within WAIT_SECONDS=2" in result.stderr
+        with pytest.raises(ConfigError, match=r"no master at .* within WAIT_SECONDS=2"):
+            wait_for_master(unused.getsockname()[1], seconds=2)
+    said = capsys.readouterr().out
+    assert "waiting for the master" in said
+    assert "2 s left" in said
 
 
 def test_a_worker_goes_on_when_the_master_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        result = wait_for_master(server.getsockname()[1], seconds=30)
-    assert result.returncode == 0, result.stderr
+        wait_for_master(server.getsockname()[1], seconds=30)
 
 
 def test_slurm_starts_one_node_of_each_rank(tmp_path: Path) -> None:
@@ -243,7 +264,7 @@ def test_slurm_starts_one_node_of_each_rank(tmp_path: Path) -> None:
     for name, body in stubs.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    job = {
+    slurm = {
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_NODELIST": "node-[a-b]",
         "SLURM_JOB_NUM_NODES": "2",
@@ -252,7 +273,7 @@ def test_slurm_starts_one_node_of_each_rank(tmp_path: Path) -> None:
         "SLURM_GPUS_ON_NODE": "8",
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
     }
-    result = run("examples/slurm/train_gpt.sbatch", "--log-throughput", DRY_RUN="1", **job)
+    result = run("examples/slurm/train_gpt.sbatch", "--log-throughput", DRY_RUN="1", **slurm)
     assert result.returncode == 0, result.stderr
     commands = [line for line in result.stdout.splitlines() if "pretrain_gpt.py" in line]
     assert len(commands) == 2
@@ -264,17 +285,17 @@ def test_slurm_starts_one_node_of_each_rank(tmp_path: Path) -> None:
 
 def test_kubernetes_job_is_consistent() -> None:
     text = (ROOT / "examples" / "kubernetes" / "train-gpt.yaml").read_text()
-    service, job = yaml.safe_load_all(text)
-    spec = job["spec"]
+    service, indexed = yaml.safe_load_all(text)
+    spec = indexed["spec"]
     container = spec["template"]["spec"]["containers"][0]
     settings = {entry["name"]: entry["value"] for entry in container["env"]}
     assert spec["completionMode"] == "Indexed"
     assert spec["completions"] == spec["parallelism"] == int(settings["NUM_NODES"])
     assert container["resources"]["limits"]["nvidia.com/gpu"] == settings["GPUS_PER_NODE"]
     name, subdomain = settings["MASTER_ADDR"].split(".")
-    assert name == f"{job['metadata']['name']}-0"
+    assert name == f"{indexed['metadata']['name']}-0"
     assert subdomain == spec["template"]["spec"]["subdomain"] == service["metadata"]["name"]
-    assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
+    assert service["spec"]["selector"]["job-name"] == indexed["metadata"]["name"]
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert "/dev/shm" in mounts
 

@@ -34,7 +34,7 @@ class Channel(NamedTuple):
 
 @dataclass
 class Run:
-    """What to simulate. Times in ns; ``offset`` is what a rank's clock shows too much."""
+    """A run to simulate. Times in ns; ``offset`` is the lead of a rank's clock."""
 
     ranks: int = 4
     chunks: int = 1

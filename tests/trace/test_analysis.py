@@ -29,7 +29,7 @@ from megatron.dpp.trace.analysis.model import (
     MessageId,
     RankIteration,
     Send,
-    Task,
+    TaskRun,
     Wait,
 )
 from megatron.dpp.trace.analysis.sentences import EVEN_LAYERS, sentences, straggler_text
@@ -119,7 +119,7 @@ def test_totals_equal_those_summed_from_the_events(tmp_path):
     assert sum(report["totals"]["bubble_by_cause"].values()) == pytest.approx(
         report["totals"]["bubble"]
     )
-    assert sentences(report)[-1] == "Nobody is conspicuously slow."
+    assert sentences(report)[-1] == "No straggler."
 
 
 def test_other_schedules_do_not_name_the_run_itself(tmp_path):
@@ -143,7 +143,7 @@ def test_a_finding_says_how_often_and_what_to_do():
     }
     assert straggler_text(straggler) == (
         "the stage of rank 1, chunk 1 has 1.45 times the work of the others, in every iteration; "
-        "waiting most meanwhile: rank 0; profiling/plan.py moves layers away from it"
+        "waiting most meanwhile: rank 0; megatron-dpp plan moves layers away from it"
     )
     assert "in 70% of the iterations, since iteration 5" in straggler_text(
         straggler | {"share": 0.7}
@@ -176,7 +176,7 @@ def test_the_recorded_costs_are_a_cost_file_of_the_simulator(tmp_path):
 def test_a_static_schedule_differs_from_the_static_order_nowhere(tmp_path):
     shape = analysed(Run(iterations=1, policy="megatron", split=False), tmp_path).shape
     order = [str(action) for action in reference_order(Geometry(4, 1, 1, 8))]
-    tasks = [Task(i, i + 1, t[1], int(t[0]), int(t[2]), 0) for i, t in enumerate(order)]
+    tasks = [TaskRun(i, i + 1, t[1], int(t[0]), int(t[2]), 0) for i, t in enumerate(order)]
     assert differing_decisions(RankIteration(1, 0, tasks=tasks), shape) == 0
     tasks[0], tasks[1] = tasks[1], tasks[0]
     assert differing_decisions(RankIteration(1, 0, tasks=tasks), shape) == 1
@@ -185,10 +185,10 @@ def test_a_static_schedule_differs_from_the_static_order_nowhere(tmp_path):
 
 def test_replicas_tell_a_heavy_stage_from_a_slow_rank():
     from megatron.dpp.trace.analysis.stragglers import StragglerSearch
-    from megatron.dpp.trace.analysis.work import Shape, Work
+    from megatron.dpp.trace.analysis.work import JobShape, Work
 
     places = {rank: rank % 4 for rank in range(8)}
-    shape = Shape(4, 1, places, {rank: (rank // 4, 0) for rank in range(8)}, "dpp")
+    shape = JobShape(4, 1, places, {rank: (rank // 4, 0) for rank in range(8)}, "dpp")
 
     def search(slow: set[int]) -> list[Culprit]:
         tasks = {
@@ -255,12 +255,12 @@ def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
     """A busy receiver sees a message when its task ends: a bound, which was taken for the delay."""
     from megatron.dpp.plan.whatif import _hop_delay
     from megatron.dpp.trace.analysis.stragglers import StragglerSearch
-    from megatron.dpp.trace.analysis.work import Shape, Work
+    from megatron.dpp.trace.analysis.work import JobShape, Work
 
     busy = LinkSamples(any=[11_000_000, 12_000_000, 9_000_000])
     quick = LinkSamples(any=[200_000] * 3, clean=[200_000] * 3)
     links = {(0, 1): quick, (1, 2): busy, (2, 1): busy, (2, 3): quick}
-    shape = Shape(4, 1, {r: r for r in range(4)}, dict.fromkeys(range(4), (0, 0)), "dpp")
+    shape = JobShape(4, 1, {r: r for r in range(4)}, dict.fromkeys(range(4), (0, 0)), "dpp")
     tasks = {(rank, 0): {"F": dict.fromkeys(range(8), 10_000_000)} for rank in range(4)}
     works = [Work(number, tasks) for number in range(3)]
     assert StragglerSearch(shape, works, [links] * 3, dict.fromkeys(range(4), 0)).find() == []
@@ -280,7 +280,7 @@ def test_a_message_taken_ahead_is_timed_only_where_the_device_was_idle():
         receiver = RankIteration(
             1, 4,
             tasks=[
-                Task(0, previous_end, "B", 0, 0, 0), Task(1_950_000, 3_000_000, "F", 0, 0, 0),
+                TaskRun(0, previous_end, "B", 0, 0, 0), TaskRun(1_950_000, 3_000_000, "F", 0, 0, 0),
             ],
             waits=[Wait(100_000, 1_960_000, "message", "F0")],
             arrivals=[Arrival(900_000, 1_940_000, 1_945_000, message, 1 << 20, ahead=True)],

@@ -1,4 +1,4 @@
-"""What the recorder writes, with a run that is whole, cut short, or asks for few iterations."""
+"""The recorder's file of a run that is whole, cut short, or records few iterations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the wrappers around megatron-core's step functions record, with stand-ins for these."""
+"""Records of the wrappers around megatron-core's step functions, with stand-ins for these."""
 
 from __future__ import annotations
 

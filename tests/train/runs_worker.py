@@ -37,7 +37,7 @@ def _port(path: Path) -> str:
 
 
 def _forget() -> None:
-    """What megatron-core keeps of a run that has left its process group."""
+    """Resets the state that megatron-core keeps after a run has left its process group."""
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
 
     parallel_state.destroy_model_parallel()

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from torch.distributed import HashStore
 
 from megatron.dpp.errors import VersionMismatch
-from megatron.dpp.train.same_start import check_agreement, description, differences
+from megatron.dpp.train.initialize import check_agreement, description, differences
 
 
 def outcomes(*ranks: Namespace) -> list[str]:
-    """What each rank's check says; empty when it found nothing."""
+    """Message of each rank's check; empty when it found nothing."""
     store = HashStore()
 
     def check(rank: int) -> str:

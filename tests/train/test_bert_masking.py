@@ -1,4 +1,4 @@
-"""How BERT's samples are masked: as Megatron-LM's unless the flags say otherwise."""
+"""The masking of BERT's samples: Megatron-LM's by default, or as the flags say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.dpp.cli.arguments import parse_args
-from megatron.dpp.train import bert
+from megatron.dpp.train import tasks
 
 DEFAULTS = {"max_ngram": 3, "do_full_word": True, "do_permutation": False,
             "use_longer_ngrams": False, "use_geometric_distribution": False}  # fmt: skip
@@ -28,10 +28,9 @@ DEFAULTS = {"max_ngram": 3, "do_full_word": True, "do_permutation": False,
 def test_flags_reach_the_data_set(
     monkeypatch: pytest.MonkeyPatch, flags: str, changed: dict[str, Any]
 ) -> None:
-    """They were accepted and forgotten."""
-    monkeypatch.setattr(bert, "dataset_values", lambda args, tokenizer: {})
-    monkeypatch.setattr(bert, "BERTMaskedWordPieceDatasetConfig", lambda **given: given)
+    monkeypatch.setattr(tasks, "dataset_values", lambda args, tokenizer: {})
+    monkeypatch.setattr(tasks, "BERTMaskedWordPieceDatasetConfig", lambda **given: given)
     run: Any = SimpleNamespace(args=parse_args(flags.split()), tokenizer=None)
-    _, config = bert.datasets(run)
+    _, config = tasks.bert_datasets(run)
     masking = {n[8:]: v for n, v in config.items() if n.startswith("masking_")}  # type: ignore[attr-defined]
     assert masking == {"probability": 0.15, **DEFAULTS, **changed}

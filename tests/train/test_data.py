@@ -31,7 +31,7 @@ class Builder:
 def build(
     monkeypatch: pytest.MonkeyPatch, consumed: int = 0, **changes: Any
 ) -> tuple[data.Iterators, list[str]]:
-    """In batches of two, of which what is left over is dropped; and what was said."""
+    """Iterators over batches of two, without a last incomplete one, and the printed lines."""
 
     def loader(args: argparse.Namespace, samples: Any, consumed: int) -> Any:
         if samples is None:
@@ -42,7 +42,7 @@ def build(
     monkeypatch.setattr(data, "BlendedMegatronDatasetBuilder", Builder)
     monkeypatch.setattr(data, "num_samples", lambda args: (4, 1, 0))
     monkeypatch.setattr(data, "_loader", loader)
-    monkeypatch.setattr(data, "_largest", lambda values: values)
+    monkeypatch.setattr(data, "largest", lambda values: values)
     said: list[str] = []
     args = argparse.Namespace(**{**vars(ARGS), **changes})
     run = argparse.Namespace(

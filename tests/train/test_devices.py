@@ -1,22 +1,25 @@
-"""What a machine without GPUs cannot do is settled before a run starts."""
+"""Settings that a machine without GPUs lacks are switched off before a run starts."""
 
 from __future__ import annotations
 
 from megatron.dpp.cli.arguments import parse_args
-from megatron.dpp.train.initialize import choose_device
+from megatron.dpp.cli.run_config import RunConfig
+from megatron.dpp.train.configs import settled
+
+
+def on_cpu(*flags: str) -> RunConfig:
+    return settled(RunConfig(vars(parse_args(["--device", "cpu", *flags]))))
 
 
 def test_a_cpu_has_no_persistent_checkpoint_worker() -> None:
     """megatron-core's chooses a GPU by its rank modulo none, dies, and the save waits for it."""
-    args = parse_args(["--device", "cpu", "--async-save", "--use-persistent-ckpt-worker"])
-    choose_device(args)
+    args = on_cpu("--async-save", "--use-persistent-ckpt-worker")
     assert args.distributed_backend == "gloo" and not args.use_persistent_ckpt_worker
 
 
 def test_a_cpu_has_no_use_for_settings_of_nccl() -> None:
     """megatron-core makes options of NCCL from them, which PyTorch without CUDA does not have."""
     groups = "--high-priority-stream-groups tp dp --nccl-communicator-config-path nccl.yaml"
-    args = parse_args(["--device", "cpu", *groups.split()])
-    assert args.high_priority_stream_groups == ["tp", "dp"]
-    choose_device(args)
+    args = on_cpu(*groups.split())
+    assert args.parsed["high_priority_stream_groups"] == ["tp", "dp"]
     assert not args.high_priority_stream_groups and args.nccl_communicator_config_path is None

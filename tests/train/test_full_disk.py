@@ -13,6 +13,7 @@ import pytest
 
 from megatron.dpp.cli import checkpoint_files as files
 from megatron.dpp.errors import DataError
+from megatron.dpp.train.saving import saving
 from tests.runtime.launcher import REPOSITORY, Finished, start, wait
 
 FLAGS = (
@@ -69,5 +70,5 @@ def test_only_a_full_disk_is_called_full(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def _fail_to_save(root: Path) -> None:
-    with files.saving(root / "not" / "there", 7):
+    with saving(root / "not" / "there", 7):
         raise OSError("Input/output error")

@@ -1,4 +1,4 @@
-"""The optimizer's step in a few kernels gives what megatron-core's many kernels give."""
+"""The optimizer's step in a few kernels gives the results of megatron-core's many kernels."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_norm_over_ranks_stays_on_the_device(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_rank_without_gradients_clips_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It multiplied, they divided: tied embeddings and replicated parameters drifted apart."""
+    """Else tied embeddings and replicated parameters would drift apart."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda squares, group: squares.add_(4.0))
     norm = grad_norm(None, [])

@@ -11,8 +11,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 
 from megatron.dpp.errors import DppError
 from megatron.dpp.mcore.training.grad_checks import GradientChecks
-from megatron.dpp.train.loss_check import LossCheck
-from megatron.dpp.train.losses import check_step
+from megatron.dpp.train.losses import LossCheck, check_step
 
 FINE, NAN = torch.ones(8), torch.full((8,), float("nan"))
 

@@ -1,4 +1,4 @@
-"""What torchrun's ends look like to a user: one line, no traceback."""
+"""Every end of torchrun is one line to a user, without a traceback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron.dpp.launch import torchrun as launch
+from megatron.dpp.train import torchrun as launch
 
 
 def failed(exit_code: int) -> ChildFailedError:

@@ -1,4 +1,4 @@
-"""What a training run says, memory of every rank of the pipeline and timers, and leaves behind."""
+"""Output of a training run: memory of every pipeline rank, timers, and no files left behind."""
 
 from __future__ import annotations
 

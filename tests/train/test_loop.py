@@ -1,4 +1,4 @@
-"""What the ranks of a model agree on at the end of a step."""
+"""The values that the ranks of a model agree on at the end of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is reported is not what megatron-core goes on to change."""
+"""Checks of losses, and reports that megatron-core's in-place changes do not reach."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import torch
 
 from megatron.dpp.errors import DppError
 from megatron.dpp.mcore.training.grad_checks import GradientChecks
-from megatron.dpp.train import loss_check
-from megatron.dpp.train.bert import bert_loss
-from megatron.dpp.train.gpt import language_model_loss
-from megatron.dpp.train.loss_check import LossCheck
-from megatron.dpp.train.losses import check_norm, check_step, checked
+from megatron.dpp.train import losses
+from megatron.dpp.train.losses import LossCheck, check_norm, check_step, checked
+from megatron.dpp.train.tasks import bert_loss, gpt_loss
 
 RUN = SimpleNamespace(
     args=argparse.Namespace(check_for_nan_in_loss_and_grad=True),
@@ -48,7 +46,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Copy]:
         made.append(Copy())
         return loss, made[-1]
 
-    monkeypatch.setattr(loss_check, "on_the_way", on_the_way)
+    monkeypatch.setattr(losses, "on_the_way", on_the_way)
     return made
 
 
@@ -64,7 +62,7 @@ def test_berts_report_survives_the_division_by_microbatches(with_head: bool) -> 
 
 
 def test_gpts_report_survives_it() -> None:
-    loss, count, report = language_model_loss(RUN, torch.ones(1, 2), torch.tensor([[1.0, 3.0]]))
+    loss, count, report = gpt_loss(RUN, torch.ones(1, 2), torch.tensor([[1.0, 3.0]]))
     loss /= 8
     assert (count.item(), report["lm loss"].tolist()) == (2, [4.0, 2.0])
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.dpp.train import norms
+from megatron.dpp.train import metrics
 
 
 def test_experts_of_other_ranks_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two expert-parallel ranks: each has an expert, and both all the rest."""
     for name in ("data", "model", "expert_tensor_model_pipeline"):
         monkeypatch.setattr(
-            norms.mpu, f"get_{name}_parallel_group", lambda name=name, **_: name, raising=True
+            metrics.mpu, f"get_{name}_parallel_group", lambda name=name, **_: name, raising=True
         )
     ranks = {"data": 2, "model": 1, "expert_tensor_model_pipeline": 2}
-    monkeypatch.setattr(norms.dist, "all_reduce", lambda sums, group: sums.mul_(ranks[group]))
-    monkeypatch.setattr(norms, "param_is_not_tensor_parallel_duplicate", lambda parameter: True)
+    monkeypatch.setattr(metrics.dist, "all_reduce", lambda sums, group: sums.mul_(ranks[group]))
+    monkeypatch.setattr(metrics, "param_is_not_tensor_parallel_duplicate", lambda parameter: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     chunk = torch.nn.Module()
     chunk.dense = torch.nn.Parameter(torch.tensor([2.0]))
     chunk.expert = torch.nn.Parameter(torch.tensor([3.0, 1.0]))
     chunk.expert.allreduce = False
-    assert norms.parameters_norm([chunk], from_main=False) == pytest.approx((4 + 2 * 10) ** 0.5)
+    assert metrics.parameters_norm([chunk], from_main=False) == pytest.approx((4 + 2 * 10) ** 0.5)

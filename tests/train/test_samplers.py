@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.train.samplers import CyclicSampler, SequentialSampler
+from megatron.dpp.train.data import CyclicSampler, SequentialSampler
 
 LAYOUTS = [(1, 1), (1, 3), (2, 1), (2, 3), (3, 2)]
 """Micro-batch sizes and numbers of replicas."""
@@ -27,7 +27,8 @@ def sequential(total: int, consumed: int, size: int, replicas: int) -> list[Batc
 def cyclic(total: int, size: int, replicas: int, sharded: bool, consumed: int = 0) -> list[Batches]:
     """Batches of each replica until the end of its epoch."""
     return [
-        list(CyclicSampler(total, consumed, size, r, replicas, sharded)) for r in range(replicas)
+        list(CyclicSampler(total, consumed, size, r, replicas, sharded=sharded))
+        for r in range(replicas)
     ]
 
 
@@ -92,12 +93,12 @@ def test_every_epoch_has_an_order_of_its_own(sharded: bool, rest: int) -> None:
     """One sampler goes through its epochs as samplers that begin with each of them do."""
     total, size, replicas = 48 + rest, 2, 2
     for replica in range(replicas):
-        sampler = CyclicSampler(total, 0, size, replica, replicas, sharded)
+        sampler = CyclicSampler(total, 0, size, replica, replicas, sharded=sharded)
         epochs = [list(sampler) for _ in range(3)]
         assert len({tuple(flat(epoch)) for epoch in epochs}) == 3
         for number, epoch in enumerate(epochs):
             assert len(epoch) == len(sampler) == 12
-            begun = CyclicSampler(total, number * 48, size, replica, replicas, sharded)
+            begun = CyclicSampler(total, number * 48, size, replica, replicas, sharded=sharded)
             assert list(begun) == epoch
             assert flat(epoch) != sorted(flat(epoch))
 
@@ -108,9 +109,11 @@ def test_every_epoch_has_an_order_of_its_own(sharded: bool, rest: int) -> None:
 def test_a_resumed_run_reads_on_into_the_next_epoch(sharded: bool, rest: int, batches: int) -> None:
     total, size, replicas = 48 + rest, 2, 2
     for replica in range(replicas):
-        straight = CyclicSampler(total, 0, size, replica, replicas, sharded)
+        straight = CyclicSampler(total, 0, size, replica, replicas, sharded=sharded)
         expected = [batch for _ in range(3) for batch in straight]
-        resumed = CyclicSampler(total, batches * size * replicas, size, replica, replicas, sharded)
+        resumed = CyclicSampler(
+            total, batches * size * replicas, size, replica, replicas, sharded=sharded
+        )
         left = 3 - batches // 12
         assert [batch for _ in range(left) for batch in resumed] == expected[batches:]
 

@@ -1,4 +1,4 @@
-"""Weights & Biases: what goes there, from which rank, and what a user is told when it cannot."""
+"""Weights & Biases: values, the rank that writes them, and errors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ FLAGS = (
 
 
 class _Recorded(ModuleType):
-    """In the place of the package: keeps what it is given."""
+    """Stands for the package: keeps the values that it gets."""
 
     class Error(Exception):
-        """What the package raises."""
+        """The package's error."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -75,7 +75,7 @@ def test_only_the_last_rank_opens_a_run_and_logs_by_iteration(
     assert not wandb.opened
     run = _run(folder, rank=1)
     writers = Writers(run)
-    writers.add("lm loss", 2.5, run, samples=True)
+    writers.add("lm loss", 2.5, samples=True)
     writers.close()
     writers.close()
     assert wandb.opened["project"] == "p"

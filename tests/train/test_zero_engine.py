@@ -1,4 +1,4 @@
-"""DeepSpeed's engine under our loop: megatron-core's losses, exact resuming, and what it refuses.
+"""DeepSpeed's engine under our loop: megatron-core's losses, exact resuming, and refusals.
 
 The package is no requirement; without it the runs are skipped, the refusals are not.
 """

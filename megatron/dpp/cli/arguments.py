@@ -2,9 +2,7 @@
 
 Rows of ``flags``, ``flags_run`` and ``flags_special`` first, then ours from
 :class:`megatron.dpp.config.DppConfig`, then one flag per remaining field of megatron-core's
-dataclasses. This module turns text into a namespace; whether the values fit together is
-``validate``'s business, and what they mean is ``configs``'. Nothing here imports torch or
-megatron-core, so that a wrong flag is refused at once.
+dataclasses. This module turns text into a namespace; ``validate`` checks the values.
 """
 
 from __future__ import annotations
@@ -21,7 +19,8 @@ from megatron.dpp.cli.fields import add_flags, core_fields
 from megatron.dpp.cli.flags import GROUPS, UNSET_FIELDS, WITHOUT_EFFECT, Flag
 from megatron.dpp.cli.flags_run import RUN_GROUPS
 from megatron.dpp.cli.flags_special import SPECIAL, answer
-from megatron.dpp.config import DppConfig, flag_of, option_fields
+from megatron.dpp.cli.run_config import RunConfig
+from megatron.dpp.config import flag_of, option_fields
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import BUILT_IN
 
@@ -128,13 +127,8 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> None
     raise ConfigError("unknown flag " + ", ".join(parts or unknown))
 
 
-def dpp_config(args: argparse.Namespace) -> DppConfig:
-    """The settings of the dynamic pipeline; it checks itself."""
-    return DppConfig(**{f.name: getattr(args, f"dpp_{f.name}") for f in option_fields()})
-
-
-def warnings_of(args: argparse.Namespace) -> list[str]:
-    """A line for every given flag that cannot take effect."""
+def warnings_of(args: RunConfig) -> list[str]:
+    """A line for every given flag without effect."""
     lines = [f"{args.given[name]} has no effect" for name in WITHOUT_EFFECT if name in args.given]
     for field in option_fields():
         flag = args.given.get(f"dpp_{field.name}")
@@ -144,8 +138,8 @@ def warnings_of(args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def _why_idle(args: argparse.Namespace, field: dataclasses.Field[Any]) -> str | None:
-    """Why a setting of ours does nothing in this run; None where it does something."""
+def _why_idle(args: RunConfig, field: dataclasses.Field[Any]) -> str | None:
+    """The reason why a setting of ours has no effect in this run; None where it has one."""
     if args.deepspeed_zero_stage:
         return "has no effect with --deepspeed-zero-stage"
     if args.use_dpp:

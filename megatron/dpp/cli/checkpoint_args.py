@@ -1,22 +1,19 @@
-"""What a checkpoint says about the run that saved it: taken over with ``--use-checkpoint-args``,
-else compared with this run's settings.
+"""Arguments that a checkpoint holds: adopted with ``--use-checkpoint-args``, else compared.
 
-``preflight`` calls :func:`take_checkpoint_args` before it checks anything; names and precedence
-are Megatron-LM core_v0.16.1's: sizes that the command line spells out win, the rest of the
-architecture is the checkpoint's. ``files`` and ``checkpointing`` compare.
+``preflight`` calls :func:`take_checkpoint_args` before it checks anything. Names and precedence are
+Megatron-LM core_v0.16.1's: sizes on the command line win, the rest of the architecture is the
+checkpoint's. ``files`` and ``checkpointing`` compare.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
-import io
-import pickle
-import zipfile
+import contextlib
 from pathlib import Path
 from typing import Any
 
 from megatron.dpp.cli.checkpoint_files import Found, find_start
+from megatron.dpp.cli.checkpoint_reader import read_archive
 from megatron.dpp.errors import ConfigError, DataError
 
 _UNLESS_GIVEN = (
@@ -49,24 +46,25 @@ def take_checkpoint_args(args: argparse.Namespace) -> None:
     found = find_start(args)
     if found is None:
         raise DataError(f"--load {args.load}: no checkpoint there (--use-checkpoint-args)")
-    saved = _saved_args(found)
+    saved = _required_args(found)
     for name in _ALWAYS + tuple(name for name in _UNLESS_GIVEN if name not in args.given):
         value = getattr(saved, name, None)
         if value is not None:
             setattr(args, name, value)
 
 
-def _saved_args(found: Found) -> Any:
-    import torch
-    from megatron.core.safe_globals import register_safe_globals
+def saved_args(found: Found) -> Any:
+    """The arguments of the run that saved ``found``; None where the file cannot be read or holds
+    none."""
+    with contextlib.suppress(Exception):  # a broken file raises anything; loading it reports that
+        return read_archive(_file_of(found)).get("args")
+    return None
 
-    register_safe_globals()
-    if found.is_distributed:
-        path = found.path / "common.pt"
-    else:
-        path = next(iter(sorted(found.path.glob("mp_rank_00*/model_optim_rng.pt"))), found.path)
+
+def _required_args(found: Found) -> Any:
+    path = _file_of(found)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=path.suffix == ".pt")
+        state = read_archive(path)
     except Exception as error:  # a broken file raises anything
         raise DataError(f"{path}: unreadable ({error})") from error
     if "args" not in state:
@@ -74,39 +72,10 @@ def _saved_args(found: Found) -> Any:
     return state["args"]
 
 
-class _Anything:
-    """Stands for every object of a checkpoint that no check reads."""
-
-    def __init__(self, *values: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        pass
-
-
-class _Reader(pickle.Unpickler):
-    """Builds plain data and namespaces only, so it needs no PyTorch and runs nothing."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = {"Namespace": argparse.Namespace, "OrderedDict": collections.OrderedDict}
-        return known.get(name, _Anything)
-
-    def persistent_load(self, pid: object) -> None:
-        return None
-
-
-def saved_args(found: Found) -> Any:
-    """The arguments of the run that saved ``found``, without importing PyTorch; None where the file
-    is of a kind that this cannot read."""
+def _file_of(found: Found) -> Path:
+    """The file of ``found`` that holds the arguments."""
     ranks = sorted(found.path.glob("mp_rank_00*/model_optim_rng.pt"))
-    path = found.path / "common.pt" if found.is_distributed or not ranks else ranks[0]
-    try:
-        with zipfile.ZipFile(path) as archive:
-            (name,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
-            state = _Reader(io.BytesIO(archive.read(name))).load()
-        return state.get("args")
-    except Exception:  # a broken file raises anything; whoever loads it in earnest says so
-        return None
+    return found.path / "common.pt" if found.is_distributed or not ranks else ranks[0]
 
 
 def check_model(args: argparse.Namespace, saved: Any, path: Path) -> None:
@@ -128,8 +97,7 @@ def check_model(args: argparse.Namespace, saved: Any, path: Path) -> None:
 
 
 def check_optimizer(args: argparse.Namespace, saved: Any, path: Path) -> None:
-    """Distributed and plain optimizer, experts with and without an optimizer of their own: they do
-    not read each other's state.
+    """Refuse the state of another kind of optimizer: distributed or not, or with experts apart.
 
     Raises:
         ConfigError: the checkpoint has the other kind.

@@ -1,42 +1,44 @@
-"""Where checkpoints lie, which of them are whole, and how one replaces another at a stroke.
+"""The directories of checkpoints: find, check, begin, commit and tidy them.
 
 Megatron-LM's form: ``DIR/latest_checkpointed_iteration.txt`` names the newest of
 ``DIR/iter_0000010``, ``DIR/iter_0000020``, ... A checkpoint is written as
 ``iter_0000020.unfinished`` and renamed when every rank is done; the tracker file is replaced after
-that. So whatever moment a job dies at, the tracker names a whole checkpoint. ``checkpointing``
-fills the directories; nothing here needs a process group.
+that. So the tracker names a whole checkpoint whenever a job dies. ``checkpointing`` fills the
+directories; nothing here needs a process group.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import dataclasses
 import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.dpp.cli.checkpoint_reader import read_pickle
 from megatron.dpp.errors import DataError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _UNFINISHED, _REPLACED = ".unfinished", ".replaced"
-_ROOM = 1 << 20
-"""Bytes; with less free than that a failed write is taken for one to a full disk."""
 _ENGINE_OPTIMIZER, _ENGINE_MODEL = "_optim_states.pt", "_model_states.pt"
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint on disk. ``release`` marks a model without training state; its iteration counts
-    as 0.
+    """A checkpoint on disk.
+
+    Attributes:
+        release: a model without training state, of iteration 0.
+        pretrained: from ``--pretrained-checkpoint``. The run loads the model alone.
     """
 
     path: Path
     iteration: int
     release: bool = False
+    pretrained: bool = False
 
     @property
     def is_distributed(self) -> bool:
@@ -56,61 +58,27 @@ def directory(root: str | Path, iteration: int) -> Path:
     return Path(root) / f"iter_{iteration:07d}"
 
 
+def unfinished_directory(root: str | Path, iteration: int) -> Path:
+    """Directory of a checkpoint that is being written."""
+    return directory(root, iteration).with_suffix(_UNFINISHED)
+
+
 def rank_directory(tensor: int, pipeline: int | None, expert: int | None) -> str:
-    """Of one rank's file inside a ``torch`` checkpoint, by its places in the groups; None where the
-    group has one member."""
+    """The directory of one rank's file inside a ``torch`` checkpoint.
+
+    Args:
+        tensor, pipeline, expert: ranks in the groups; None where the group has one member.
+    """
     places = [f"_{place:03d}" for place in (pipeline, expert) if place is not None]
     return f"mp_rank_{tensor:02d}{''.join(places)}"
 
 
 def begin(root: str | Path, iteration: int) -> Path:
     """Make an empty directory to write into; one left by an earlier attempt goes away."""
-    path = directory(root, iteration).with_suffix(_UNFINISHED)
+    path = unfinished_directory(root, iteration)
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path
-
-
-@contextlib.contextmanager
-def saving(root: str | Path, iteration: int) -> Iterator[Path]:
-    """Around writing and committing a checkpoint: gives the directory to write into, and makes one
-    plain error of what a full disk, or a rank that has left, raises.
-
-    Raises:
-        DataError: with the directory, the cause where this rank knows it, and the room left.
-    """
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-    from torch.distributed.checkpoint.api import CheckpointException  # no Exception, by its base
-
-    path = directory(root, iteration).with_suffix(_UNFINISHED)
-    try:
-        yield path
-    except (OSError, RuntimeError, CheckpointingException, CheckpointException) as error:
-        raise DataError(
-            f"{path}: saving failed: {_cause(error)}{_full(Path(root))}; the checkpoint before is "
-            "untouched"
-        ) from error
-
-
-def _cause(error: BaseException) -> str:
-    failures = getattr(error, "failures", None)  # by rank, of dist_checkpointing's coordinator
-    if failures is None:
-        return str(error)
-    named = [f"rank {rank}: {failure[0]}" for rank, failure in sorted(failures.items())]
-    return "; ".join(named) or "another rank could not write"
-
-
-def _full(root: Path) -> str:
-    """What to say of a disk without room, which PyTorch's writers do not."""
-    while not root.exists():
-        root = root.parent
-    usage = shutil.disk_usage(root)
-    if usage.free >= _ROOM:
-        return ""
-    return (
-        f" (no space left on device: {usage.free} of {usage.total} bytes are free; make room, or "
-        "choose another --save)"
-    )
 
 
 def commit(root: str | Path, iteration: int) -> None:
@@ -177,7 +145,7 @@ def find_start(args: argparse.Namespace) -> Found | None:
         found = find(args.pretrained_checkpoint)
         if found is None:
             raise DataError(f"--pretrained-checkpoint {args.pretrained_checkpoint}: none there")
-        args.finetune = True
+        return dataclasses.replace(found, pretrained=True)
     if found is None and args.load and args.exit_on_missing_checkpoint:
         raise DataError(f"--load {args.load}: no checkpoint there (--exit-on-missing-checkpoint)")
     return found
@@ -189,8 +157,8 @@ def unfinished(root: str | Path) -> list[Path]:
 
 
 def tidy_own(args: argparse.Namespace) -> list[str]:
-    """:func:`tidy` the directory that a run loads from, if it is the one that it saves to: into any
-    other another job may be saving just now."""
+    """:func:`tidy` the directory that a run loads from, if it also saves there. Another job may be
+    saving to any other."""
     if not (args.load and args.save and Path(args.load).is_dir()):
         return []
     return tidy(args.load) if Path(args.load).resolve() == Path(args.save).resolve() else []
@@ -293,13 +261,11 @@ def check_engine(found: Found, stage: int | None, replicas: int) -> None:
 
 
 def _check_distributed(path: Path) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
     for name in ("common.pt", ".metadata"):
         if not (path / name).is_file():
             raise DataError(f"{path / name}: missing; the checkpoint is not whole")
     try:
-        stored = FileSystemReader(path).read_metadata().storage_data
+        stored = read_pickle(path / ".metadata").storage_data
     except Exception as error:  # a broken pickle raises anything
         raise DataError(f"{path / '.metadata'}: unreadable ({error})") from error
     ends: dict[str, int] = {}

@@ -1,5 +1,4 @@
-"""Are the files that a run names there and whole? Checked by ``preflight`` before any
-process group exists, and without the seconds that importing PyTorch takes."""
+"""Checks that the files of a run exist and are whole, before any process group exists."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from typing import Any
 
 from megatron.dpp.cli.checkpoint_args import check_model, check_optimizer, saved_args
 from megatron.dpp.cli.checkpoint_files import Found, check_engine, check_whole, find_start
-from megatron.dpp.cli.yaml_file import read_mapping
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.text_files import read_mapping, read_text
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _SETS = ("training", "validation", "test")
@@ -29,8 +28,8 @@ def check_files(args: argparse.Namespace, task_name: str) -> None:
         task_name: ``gpt`` or ``bert``; what ``--split`` divides differs.
 
     Raises:
-        ConfigError: ``--split`` is none, or BERT's prefixes have no weights.
-        DataError: the first of them, and what is wrong with it.
+        ConfigError: ``--split`` has no shares, or BERT's prefixes have no weights.
+        DataError: the first broken file, and what is wrong with it.
     """
     check_start(args)
     _check_communicators(args.nccl_communicator_config_path)
@@ -61,7 +60,7 @@ def check_start(args: argparse.Namespace) -> None:
 
 def _check_communicators(given: str | None) -> None:
     if given is not None:
-        settings = read_mapping("--nccl-communicator-config-path", given)
+        settings = read_mapping(given, "--nccl-communicator-config-path")
         if not all(isinstance(each, dict) for each in settings.values()):
             raise DataError(
                 f"--nccl-communicator-config-path {given}: expected settings for each process "
@@ -71,7 +70,7 @@ def _check_communicators(given: str | None) -> None:
 
 def _check_saved(args: argparse.Namespace, found: Found) -> None:
     saved = saved_args(found)
-    if saved is None or args.finetune:
+    if saved is None or args.finetune or found.pretrained:
         return
     check_model(args, saved, found.path)
     if not getattr(saved, "no_save_optim", False):
@@ -79,7 +78,7 @@ def _check_saved(args: argparse.Namespace, found: Found) -> None:
 
 
 def check_data(args: argparse.Namespace, task_name: str) -> None:
-    """The data's part of :func:`check_files`."""
+    """Check the data files."""
     if not args.mock_data:
         words, per_split = data_words(args)
         for each in [words, *(per_split or [])]:
@@ -126,12 +125,14 @@ def data_words(args: argparse.Namespace) -> tuple[list[str] | None, list[Any] | 
         DataError: a file named by ``--data-args-path`` or ``--per-split-data-args-path`` is bad.
     """
     if args.data_args_path:
-        return read_text(args.data_args_path).split(), None
+        return read_text(args.data_args_path, "--data-args-path").split(), None
     if args.data_path:
         return args.data_path, None
     if args.per_split_data_args_path:
         try:
-            lists = json.loads(read_text(args.per_split_data_args_path))
+            lists = json.loads(
+                read_text(args.per_split_data_args_path, "--per-split-data-args-path")
+            )
             paths = [lists[name] for name in ("train", "valid", "test")]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
@@ -141,16 +142,6 @@ def data_words(args: argparse.Namespace) -> tuple[list[str] | None, list[Any] | 
         return None, [path.split() if isinstance(path, str) else path for path in paths]
     paths = [args.train_data_path, args.valid_data_path, args.test_data_path]
     return None, paths if any(paths) else None
-
-
-def read_text(path: str) -> str:
-    """Raises :class:`DataError` when the file cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: no text in UTF-8 ({error.reason})") from error
 
 
 def _prefixes(words: list[str]) -> list[str]:
@@ -163,8 +154,8 @@ def _prefixes(words: list[str]) -> list[str]:
 
 
 def check_split(prefix: str, split: str, num_parts: int) -> None:
-    """Does every set with a share in ``--split`` get something of ``prefix``'s ``num_parts``
-    sequences or documents? megatron-core counts the epochs of an empty one for ever.
+    """Check that every set with a share in ``--split`` gets some of ``prefix``'s ``num_parts``
+    sequences or documents. megatron-core counts the epochs of an empty set for ever.
 
     Raises:
         ConfigError: ``split`` is not up to three numbers.
@@ -208,7 +199,10 @@ def check_index(prefix: str) -> tuple[int, int]:
             raise DataError(f"{index}: not a Megatron index (bad header)")
         version, code, sequences, documents = struct.unpack("<QBQQ", header[9:34])
         if version != 1 or code not in _TOKEN_BYTES:
-            raise DataError(f"{index}: version {version}, dtype code {code}: not readable here")
+            raise DataError(
+                f"{index}: version {version}, dtype code {code}: expected version 1 and a code of "
+                "1 to 8"
+            )
         expected = 34 + sequences * (4 + 8) + documents * 8
         actual = index.stat().st_size
         if actual not in (expected, expected + sequences):  # multimodal indices have modes

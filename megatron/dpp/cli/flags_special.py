@@ -1,8 +1,7 @@
-"""Megatron-LM's flags with a notation of their own, its old names, and those nobody built here.
+"""Flags with a notation of their own, old names, and answers to flags that are not supported.
 
-A table beside ``flags``: layer patterns, mixture-of-experts, multi-latent attention, names that
-Megatron-LM keeps for old scripts. :func:`answer` is what a user is told who brings a flag that
-Megatron-LM has and this project has not. Like ``flags`` it imports neither torch nor megatron-core.
+A table beside ``flags``: layer patterns, mixture of experts, multi-latent attention, and names that
+Megatron-LM keeps for old scripts. :func:`answer` explains a flag that only Megatron-LM has.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import argparse
 import ast
 import re
 
-from megatron.dpp.cli.flags import Flag
+from megatron.dpp.cli.flags import Flag, off, on
 
 _WINDOW = re.compile(r"[(\[]?\s*-?\d+(\s*,\s*-?\d+)*\s*,?\s*[)\]]?")
 _PATTERN = re.compile(r"[\d,\[\]()+*\s]+")
@@ -53,24 +52,14 @@ def _evaluated(node: ast.expr) -> int | list[int]:
 
 PATTERNS = (
     Flag("--window-size", integers, None, "attention window to the left and right, like 128,0"),
-    Flag(
-        "--window-attn-skip-freq",
-        pattern,
-        None,
-        "layers without the window: every N-th, or 1 (window) and 0 per layer",
-    ),
+    Flag("--window-attn-skip-freq", pattern, None,
+        "layers without the window: every N-th, or 1 (window) and 0 per layer"),
     Flag("--no-rope-freq", pattern, None, "layers without rotary embedding: every N-th, or 1s"),
     Flag("--moe-layer-freq", pattern, 1, "layers with experts: every N-th, or 1s"),
-    Flag(
-        "--moe-router-load-balancing-type",
-        str,
-        "aux_loss",
-        "how experts are balanced",
-        nargs="+",
-        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
-    ),
+    Flag("--moe-router-load-balancing-type", str, "aux_loss", "how experts are balanced",
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"), nargs="+"),
     Flag("--moe-aux-loss-coeff", float, 0.0, "weight of the balancing loss", nargs="+"),
-)
+)  # fmt: skip
 
 LATENT_ATTENTION = (
     Flag("--q-lora-rank", int, None, "rank of the queries' low-rank projection"),
@@ -82,61 +71,31 @@ LATENT_ATTENTION = (
     Flag("--mscale", float, 1.0, "YaRN's attention scaling"),
     Flag("--mscale-all-dim", float, 0.0, "the same over all dimensions"),
     Flag("--rope-type", str, None, "kind of rotary embedding", choices=("rope", "yarn")),
-)
+)  # fmt: skip
 
 OLD_NAMES = (
     Flag("--spec", str, None, "local: same as --transformer-impl local", nargs="+"),
     Flag("--encoder-num-layers", int, None, "older name of --num-layers"),
-    Flag(
-        "--no-position-embedding",
-        False,
-        True,
-        "with --position-embedding-type rope: as it is anyway",
-        dest="add_position_embedding",
-    ),
-    Flag("--disable-manual-gc-eval", False, True, "--no-manual-gc-eval", dest="manual_gc_eval"),
-    Flag(
-        "--disable-ckpt-fully-parallel-save",
-        False,
-        True,
-        "--no-ckpt-fully-parallel-save",
-        dest="ckpt_fully_parallel_save",
-    ),
-    Flag(
-        "--disable-log-loss-scale-to-tensorboard",
-        False,
-        True,
-        "--no-log-loss-scale-to-tensorboard",
-        dest="log_loss_scale_to_tensorboard",
-    ),
-    Flag(
-        "--ckpt-fully-parallel-save",
-        True,
-        False,
-        "accepted for old scripts: it is the default",
-        dest="ckpt_fully_parallel_save_deprecated",
-    ),
-    Flag(
-        "--use-dist-ckpt",
-        True,
-        False,
-        "accepted for old scripts: --ckpt-format decides",
-        dest="use_dist_ckpt_deprecated",
-    ),
+    off("--no-position-embedding", "add_position_embedding",
+        "with --position-embedding-type rope: as it is anyway"),
+    off("--disable-manual-gc-eval", "manual_gc_eval", "--no-manual-gc-eval"),
+    off("--disable-ckpt-fully-parallel-save", "ckpt_fully_parallel_save",
+        "--no-ckpt-fully-parallel-save"),
+    off("--disable-log-loss-scale-to-tensorboard", "log_loss_scale_to_tensorboard",
+        "--no-log-loss-scale-to-tensorboard"),
+    on("--ckpt-fully-parallel-save", "accepted for old scripts: it is the default",
+        dest="ckpt_fully_parallel_save_deprecated"),
+    on("--use-dist-ckpt", "accepted for old scripts: --ckpt-format decides",
+        dest="use_dist_ckpt_deprecated"),
     Flag("--persistent-save-interval", int, None, "--save-interval", dest="save_interval"),
-    Flag(
-        "--no-weight-decay-cond-type",
-        str,
-        None,
-        "--apply-wd-to-qk-layernorm",
-        choices=("apply_wd_to_qk_layernorm",),
-    ),
-    Flag("--use-nccl-ub", True, False, "--nccl-ub", dest="nccl_ub"),
-    Flag("--no-one-logger", True, False, "accepted for old scripts: there is no one-logger here"),
-    Flag("--disable-msc", True, False, "accepted for old scripts: files are read directly"),
-    Flag("--enable-experimental", True, False, "accepted; has no effect here"),
-    Flag("--openai-gelu", True, False, "accepted; only Megatron-LM's legacy models read it"),
-)
+    Flag("--no-weight-decay-cond-type", str, None, "--apply-wd-to-qk-layernorm",
+        choices=("apply_wd_to_qk_layernorm",)),
+    on("--use-nccl-ub", "--nccl-ub", dest="nccl_ub"),
+    on("--no-one-logger", "accepted for old scripts: there is no one-logger here"),
+    on("--disable-msc", "accepted for old scripts: files are read directly"),
+    on("--enable-experimental", "accepted; has no effect here"),
+    on("--openai-gelu", "accepted; only Megatron-LM's legacy models read it"),
+)  # fmt: skip
 
 SPECIAL = {
     "patterns and mixture of experts": PATTERNS,
@@ -184,7 +143,7 @@ _ELSEWHERE = {
 
 
 def answer(name: str) -> str | None:
-    """Why a flag of Megatron-LM is not here and what is; None for a name that nobody knows."""
+    """The reason why a flag of Megatron-LM is missing; None for a name that it lacks, too."""
     if name in _REPLACED:
         return f"{name} is an old name; use {_REPLACED[name]}"
     for subject, starts in _ELSEWHERE.items():

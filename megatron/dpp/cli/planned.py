@@ -1,10 +1,11 @@
-"""``--dpp-plan``: a run whose layers lie where the planner puts them."""
+"""``--dpp-plan``: lays the layers out by their cost."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate_layout import virtual_stages
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.plan import (
@@ -22,20 +23,20 @@ SHAPES = "shapes"
 _REPOSITORY = Path(__file__).resolve().parents[3]
 _SIMULATED_PER_RANK = 4
 _MAX_TASKS = 50_000
-"""With these a plan takes 0.1 to 2 s; twice as many microbatches and three times as many layouts
-took four times as long for plans that were as fast within 1 %, one way or the other."""
+"""With these limits a plan takes 0.1 to 2 s. Twice as many microbatches and three times as many
+layouts took four times as long, for plans that were as fast within 1 %."""
 
 _WORTH = 0.01
-"""What a plan has to gain that takes more memory, or four chunks, whose tasks are short."""
+"""Share of the time that a plan with more memory, or with four chunks, must gain."""
 _NEAR = 0.04
-"""A number of chunks is not searched whose balanced layout takes longer at least than the best plan
-by this share: of 288 plans none changed by that, and they took a fifth less time."""
+"""A number of chunks is skipped where its balanced layout takes longer than the best plan by this
+share. That changed none of 288 plans, which took a fifth less time."""
 
 
-def take_plan(args: argparse.Namespace) -> None:
-    """Settle layout, number of chunks and, where it is ``auto``, the activation cap; in place.
+def take_plan(args: RunConfig) -> RunConfig:
+    """``args`` with the planned layout, number of chunks and, where it is ``auto``, activation cap.
 
-    Every rank plans for itself and comes to the same end, as all read the same costs.
+    Every rank plans for itself with the same result, as all read the same costs.
 
     Raises:
         ConfigError: no plan is possible, or the run does not fit the model.
@@ -61,12 +62,14 @@ def take_plan(args: argparse.Namespace) -> None:
     found = planner.best(chunks, CAPS if cap == "auto" else [cap], within=_NEAR)
     good = [each for each in found if each.seconds <= found[0].seconds * (1 + _WORTH)]
     best = min(good, key=lambda each: (each.layout.num_chunks > 2, max(each.peak_bytes)))
-    args.pipeline_model_parallel_layout = best.layout.text()
-    args.dpp_activation_cap = best.cap
-    virtual_stages(args)
+    draft = argparse.Namespace(**vars(args))
+    draft.pipeline_model_parallel_layout = best.layout.text()
+    virtual_stages(draft)
+    draft.dpp_activation_cap = best.cap
+    return args.with_(**vars(draft))
 
 
-def describe(args: argparse.Namespace) -> str:
+def describe(args: RunConfig) -> str:
     """The plan as flags that ask for it without planning."""
     return (
         f"planned from {args.dpp_plan}: --pipeline-model-parallel-layout "
@@ -74,7 +77,7 @@ def describe(args: argparse.Namespace) -> str:
     )
 
 
-def _costs(args: argparse.Namespace) -> ModelCosts:
+def _costs(args: RunConfig) -> ModelCosts:
     shapes = planning_costs(stage_shape_of(args))
     if args.dpp_plan == SHAPES:
         return shapes

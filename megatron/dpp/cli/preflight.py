@@ -1,10 +1,8 @@
-"""Everything about a run that can be wrong and can be seen from its flags and files alone.
+"""Checks a run by its flags and files alone, in a fraction of a second.
 
-``pretrain`` calls :func:`check` first; the launch scripts run this module before they start any
-process. Neither torch nor megatron-core is imported on the way (except for a
-``--pipeline-model-parallel-layout``, which megatron-core parses), so a wrong setting is answered in
-a fraction of a second. What needs a GPU, a process group or the other ranks is left to
-``initialize``.
+``pretrain`` calls :func:`check` first; the launcher runs this module before it starts any process.
+Neither torch nor megatron-core is imported. What needs a GPU, a process group or the other ranks is
+left to ``initialize``.
 
 Usage: ``python -m megatron.dpp.cli.preflight gpt|bert FLAGS``, with WORLD_SIZE set; ``flags`` in
 place of the model checks only that the flags exist.
@@ -12,7 +10,6 @@ place of the model checks only that the flags exist.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +18,7 @@ from megatron.dpp.cli import arguments
 from megatron.dpp.cli.checkpoint_args import take_checkpoint_args
 from megatron.dpp.cli.files import check_files
 from megatron.dpp.cli.planned import take_plan
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate import validate
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, DataError
@@ -39,14 +37,12 @@ BAD_INPUT = 2
 """Exit code of a process whose settings cannot work."""
 
 _MOST_ROOM = Geometry(num_ranks=1000, rank=0, num_chunks=1, num_microbatches=1)
-"""Here a cap that any run could have holds what it must."""
-
-TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
+"""A geometry in which every possible cap passes."""
 
 
 def check(
     task_name: str, argv: Sequence[str] | None, world_size: int
-) -> tuple[argparse.Namespace, Tokenizer]:
+) -> tuple[RunConfig, Tokenizer]:
     """Parsed and checked flags with what Megatron derives from them, and the tokenizer.
 
     Args:
@@ -58,18 +54,9 @@ def check(
         ConfigError: a flag is unknown, or settings do not fit together.
         DataError: a file is missing or broken.
     """
-    args = arguments.parse_args(argv)
-    take_checkpoint_args(args)
-    if args.tokenizer_type is None:
-        args.tokenizer_type = TOKENIZERS[task_name]
-    validate(args, world_size)
-    for flag in ("num_experts", "mtp_num_layers"):
-        if task_name == "bert" and getattr(args, flag):
-            raise ConfigError(f"--{flag.replace('_', '-')}: BERT's layers have none; GPT's have")
-    if task_name == "bert" and args.full_validation:
-        raise ConfigError(
-            "--full-validation: BERT's data sets have no natural end; give --eval-iters"
-        )
+    parsed = arguments.parse_args(argv)
+    take_checkpoint_args(parsed)
+    args = validate(parsed, world_size, task_name)
     if args.multi_node and int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world_size:
         raise ConfigError(
             f"--multi-node: all {world_size} processes are on this node; start the others "
@@ -77,48 +64,48 @@ def check(
         )
     check_values(args)
     if args.use_dpp:
-        _check_addresses(arguments.dpp_config(args), world_size)
+        _check_addresses(args.dpp, world_size)
     check_files(args, task_name)
-    tokenizer = build_vocabulary(args)
+    args, tokenizer = build_vocabulary(args)
     if args.dpp_plan:
-        take_plan(args)
+        args = take_plan(args)
     if args.use_dpp:
-        check_schedule(args, _all_here(world_size))
+        check_schedule(args, one_node=_all_here(world_size))
     return args, tokenizer
 
 
 def _all_here(world_size: int) -> bool:
-    """Whether this node runs all processes of the job."""
+    """True where this node runs all processes of the job."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
 
 
-def check_values(args: argparse.Namespace) -> None:
-    """``--dpp-*`` flags mean something, also in a run that does not heed them: else a wrong one
-    would be found out by the first run that does.
+def check_values(args: RunConfig) -> None:
+    """Check the values of ``--dpp-*`` flags, also in a run that does not use them.
 
     Raises:
-        ConfigError: the first that does not.
+        ConfigError: the first that means nothing.
     """
-    arguments.dpp_config(args)
     find_policy(args.dpp_policy)
     parse_cap(args.dpp_activation_cap, _MOST_ROOM)
     if args.dpp_inject and not args.use_dpp:  # static schedules heed it
         _check_injection(args)
 
 
-def _check_injection(args: argparse.Namespace) -> None:
+def _check_injection(args: RunConfig) -> None:
     chunks = args.virtual_pipeline_model_parallel_size or 1
     for rank in range(args.pipeline_model_parallel_size):
         Injector(args.dpp_inject, rank, args.pipeline_model_parallel_size, 0, num_chunks=chunks)
 
 
-def check_schedule(args: argparse.Namespace, one_node: bool) -> None:
-    """The policy exists, every rank's cap is one that it can work with, ``--dpp-inject`` is
-    understood, and ``--dpp-replay`` fits. On several nodes each rank looks for its own recording,
-    which need not be on this one.
+def check_schedule(args: RunConfig, *, one_node: bool) -> None:
+    """Check the policy, every rank's cap, ``--dpp-inject`` and ``--dpp-replay``.
+
+    Args:
+        one_node: recordings of all ranks are on this node. On several nodes each rank looks for its
+            own.
 
     Raises:
-        ConfigError: the first that does not hold.
+        ConfigError: the first that cannot work.
     """
     policy = find_policy(args.dpp_policy)
     if args.dpp_inject:
@@ -156,8 +143,13 @@ def _check_addresses(config: DppConfig, world_size: int) -> None:
             )
 
 
-def build_vocabulary(args: argparse.Namespace) -> Tokenizer:
-    """Also sets ``args.padded_vocab_size`` where it is not given."""
+def build_vocabulary(args: RunConfig) -> tuple[RunConfig, Tokenizer]:
+    """``args`` with ``padded_vocab_size``, and the tokenizer.
+
+    Raises:
+        ConfigError: a given ``--padded-vocab-size`` is too small.
+        DataError: a vocabulary's file cannot be read.
+    """
     tokenizer = build_tokenizer(
         args.tokenizer_type,
         args.vocab_file,
@@ -166,15 +158,16 @@ def build_vocabulary(args: argparse.Namespace) -> Tokenizer:
         vocab_extra_ids=args.vocab_extra_ids,
     )
     if args.padded_vocab_size is None:
-        args.padded_vocab_size = padded_vocab_size(
+        size = padded_vocab_size(
             tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
         )
+        args = args.with_(padded_vocab_size=size)
     if args.padded_vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"--padded-vocab-size {args.padded_vocab_size} is below the vocabulary's "
             f"{tokenizer.vocab_size}"
         )
-    return tokenizer
+    return args, tokenizer
 
 
 def _main(task_name: str, argv: Sequence[str]) -> int:

@@ -1,26 +1,23 @@
-"""What a run was started with, said in a few lines and saved beside what the run writes.
+"""The settings of a run, as a summary and as a file that ``--yaml-cfg`` reads.
 
-``pretrain`` prints :func:`summary` once and calls :func:`save`. The file is one that ``--yaml-cfg``
-reads: the settings that differ from the defaults, and below them, as comments, what was derived
-from them and which defaults were in force.
+The file holds the settings that differ from the defaults, and as comments the derived values and
+the defaults.
 """
 
 from __future__ import annotations
 
-import argparse
 import enum
 import json
 from pathlib import Path
 from typing import Any
 
 from megatron.dpp.cli.arguments import build_parser
-
-Args = argparse.Namespace
+from megatron.dpp.cli.run_config import RunConfig
 
 FILE_NAME = "settings.yaml"
 
 
-def summary(args: Args, task_name: str) -> str:
+def summary(args: RunConfig, task_name: str) -> str:
     """Model, precision, layout, batch, length and schedule on three lines."""
     chunks = args.virtual_pipeline_model_parallel_size or 1
     precision = "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
@@ -58,7 +55,7 @@ def summary(args: Args, task_name: str) -> str:
     )
 
 
-def save(args: Args, folder: Path) -> Path:
+def save(args: RunConfig, folder: Path) -> Path:
     """Write the settings into ``folder``; an earlier run's file there is replaced.
 
     Raises:
@@ -72,7 +69,7 @@ def save(args: Args, folder: Path) -> Path:
     return path
 
 
-def text(args: Args) -> str:
+def text(args: RunConfig) -> str:
     """The file's content."""
     defaults = {a.dest: a.default for a in build_parser()._actions if a.dest != "help"}
     chosen, derived, rest = [], [], []

@@ -1,11 +1,9 @@
-"""Do the flags fit together, and what follows from them? Megatron-LM's rules, as errors that name
-the flag.
+"""Checks that flags fit together, and derives values: Megatron-LM's rules, as errors that name the
+flag.
 
-:func:`validate` runs on every rank, before any process group exists. It fills in derived values
-(data-parallel size, virtual stages) and raises :class:`~megatron.dpp.errors.ConfigError` for the
-first rule that is broken. What it says costs no import of torch or megatron-core; names of dtypes
-become dtypes in ``configs.set_types``, and kernels that are not there are switched off by
-``initialize.choose_device``.
+:func:`validate` runs on every rank, before any process group exists. It imports neither torch nor
+megatron-core. ``train.configs.settled`` turns names of dtypes into dtypes and
+switches kernels off that are missing.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import argparse
 import importlib.util
 import math
 
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate_experts import check_experts, check_prediction
 from megatron.dpp.cli.validate_layout import check_cut, check_plan, virtual_stages
 from megatron.dpp.cli.validate_ranges import (
@@ -28,42 +27,51 @@ from megatron.dpp.trace import parse_iterations
 
 Args = argparse.Namespace
 
+TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
 
-def validate(args: Args, world_size: int) -> None:
-    """Check ``args`` and derive what Megatron derives, in place.
+
+def validate(args: Args, world_size: int, arch: str | None = None) -> RunConfig:
+    """Check parsed ``args``, which stay as they are, and derive what Megatron derives.
+
+    Args:
+        arch: ``gpt`` or ``bert``, which differ in tokenizer and possible flags; None checks
+            neither.
 
     Raises:
         ConfigError: the first setting that cannot work.
     """
-    args.world_size = world_size
-    for rule in (
-        _shape,
-        check_heads,
-        _layout,
-        check_plan,
-        virtual_stages,
-        _batch,
-        check_batches,
-        _length_of_training,
-        _precision,
-        _optimizer,
-        check_learning_rate,
-        check_optimizer_kind,
-        _fully_sharded,
-        _deepspeed,
-        _memory,
-        check_cut,
-        _kernels,
-        check_experts,
-        check_prediction,
-        _data,
-        _checkpoints,
-        _evaluation,
-        check_ranges,
-        _writers,
-        _trace,
-    ):
-        rule(args)
+    draft = Args(**vars(args))
+    draft.world_size = world_size
+    if arch is not None:
+        _family(draft, arch)
+    for rule in RULES:
+        rule(draft)
+    return RunConfig(vars(draft))
+
+
+def check_sizes(args: Args, world_size: int) -> None:
+    """Apply the rules on sizes, layout and batch alone, which need no package.
+
+    Raises:
+        ConfigError: the first setting that cannot work.
+    """
+    draft = Args(**vars(args))
+    draft.world_size = world_size
+    for rule in _SIZE_RULES:
+        rule(draft)
+
+
+def _family(args: Args, arch: str) -> None:
+    args.tokenizer_type = args.tokenizer_type or TOKENIZERS[arch]
+    if arch != "bert":
+        return
+    for flag in ("num_experts", "mtp_num_layers"):
+        name = flag.replace("_", "-")
+        require(not getattr(args, flag), f"--{name}: BERT's layers have none; GPT's have")
+    require(
+        not args.full_validation,
+        "--full-validation: BERT's data sets have no natural end; give --eval-iters",
+    )
 
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
@@ -238,62 +246,57 @@ def _optimizer(args: Args) -> None:
     )
 
 
+_NOT_WITH_FSDP2 = {
+    "--pipeline-model-parallel-size above 1": "; nearest: --use-distributed-optimizer",
+    "--expert-model-parallel-size above 1": "",
+    "--use-distributed-optimizer": "",
+    "--use-dpp": "",
+    "--fp16": "; nearest: --bf16",
+    "--ckpt-format torch": "",
+    "--calculate-per-token-loss": "",
+    "--log-params-norm": "",
+}
+"""Flags that PyTorch's FSDP2 excludes -> what to use in their place."""
+_NOT_WITH_DEEPSPEED = dict.fromkeys(
+    (
+        "--tensor-model-parallel-size above 1", "--pipeline-model-parallel-size above 1",
+        "--context-parallel-size above 1", "--expert-model-parallel-size above 1",
+        "--use-distributed-optimizer", "--use-torch-fsdp2", "--use-dpp", "--overlap-grad-reduce",
+        "--ckpt-format torch", "--async-save", "--skip-train", "--num-experts", "--mtp-num-layers",
+        "--calculate-per-token-loss", "--log-params-norm", "--log-num-zeros-in-grad",
+        "--check-weight-hash-across-dp-replicas-interval",
+    ),
+    "",
+)  # fmt: skip
+"""Flags that DeepSpeed's engine excludes."""
+
+
+def _exclude(args: Args, name: str, excluded: dict[str, str]) -> None:
+    """Refuse what does not go with the flag ``name``: ``--flag``, ``--flag value`` or ``--flag
+    above 1``."""
+    for text, nearest in excluded.items():
+        flag, _, value = text.partition(" ")
+        now = getattr(args, flag[2:].replace("-", "_"))
+        given = now > 1 if value == "above 1" else now == value if value else now
+        require(not given, f"{name} does not go with {text}{nearest}")
+
+
 def _fully_sharded(args: Args) -> None:
-    """What PyTorch's FSDP2 does not go with; the fused gradient kernel is switched off."""
-    if not args.use_torch_fsdp2:
-        return
-    excluded = {
-        "--pipeline-model-parallel-size above 1": args.pipeline_model_parallel_size > 1,
-        "--expert-model-parallel-size above 1": args.expert_model_parallel_size > 1,
-        "--use-distributed-optimizer": args.use_distributed_optimizer,
-        "--use-dpp": args.use_dpp,
-        "--fp16": args.fp16,
-        "--ckpt-format torch": args.ckpt_format == "torch",
-        "--calculate-per-token-loss": args.calculate_per_token_loss,
-        "--log-params-norm": args.log_params_norm,
-    }
-    nearest = {
-        "--pipeline-model-parallel-size above 1": "; nearest: --use-distributed-optimizer",
-        "--fp16": "; nearest: --bf16",
-    }
-    for flag, given in excluded.items():
-        require(not given, f"--use-torch-fsdp2 does not go with {flag}{nearest.get(flag, '')}")
-    args.gradient_accumulation_fusion = False
+    if args.use_torch_fsdp2:
+        _exclude(args, "--use-torch-fsdp2", _NOT_WITH_FSDP2)
+        args.gradient_accumulation_fusion = False
 
 
 def _deepspeed(args: Args) -> None:
-    """What DeepSpeed's engine does not go with; the fused gradient kernel is switched off."""
     if not args.deepspeed_zero_stage:
         return
     name = f"--deepspeed-zero-stage {args.deepspeed_zero_stage}"
-    if importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError(
-            f"{name}: DeepSpeed is not installed; DS_BUILD_OPS=0 pip install deepspeed, or use "
-            "--use-distributed-optimizer (stage 1) or --use-torch-fsdp2 (2 and 3)"
-        )
-    excluded = {
-        "--tensor-model-parallel-size above 1": args.tensor_model_parallel_size > 1,
-        "--pipeline-model-parallel-size above 1": args.pipeline_model_parallel_size > 1,
-        "--context-parallel-size above 1": args.context_parallel_size > 1,
-        "--expert-model-parallel-size above 1": args.expert_model_parallel_size > 1,
-        "--use-distributed-optimizer": args.use_distributed_optimizer,
-        "--use-torch-fsdp2": args.use_torch_fsdp2,
-        "--use-dpp": args.use_dpp,
-        "--overlap-grad-reduce": args.overlap_grad_reduce,
-        "--ckpt-format torch": args.ckpt_format == "torch",
-        "--async-save": args.async_save,
-        "--skip-train": args.skip_train,
-        "--num-experts": args.num_experts,
-        "--mtp-num-layers": args.mtp_num_layers,
-        "--calculate-per-token-loss": args.calculate_per_token_loss,
-        "--log-params-norm": args.log_params_norm,
-        "--log-num-zeros-in-grad": args.log_num_zeros_in_grad,
-        "--check-weight-hash-across-dp-replicas-interval": (
-            args.check_weight_hash_across_dp_replicas_interval
-        ),
-    }
-    for flag, given in excluded.items():
-        require(not given, f"{name} does not go with {flag}")
+    require(
+        importlib.util.find_spec("deepspeed"),
+        f"{name}: DeepSpeed is not installed; DS_BUILD_OPS=0 pip install deepspeed, or use "
+        "--use-distributed-optimizer (stage 1) or --use-torch-fsdp2 (2 and 3)",
+    )
+    _exclude(args, name, _NOT_WITH_DEEPSPEED)
     args.gradient_accumulation_fusion = False
 
 
@@ -403,3 +406,29 @@ def _trace(args: Args) -> None:
         parse_iterations(args.trace_iterations or "0")
     except ValueError as error:
         raise ConfigError(f"--trace-iterations: {error}") from error
+
+
+_SIZE_RULES = (_shape, check_heads, _layout, check_plan, virtual_stages, _batch, check_batches)
+RULES = (
+    *_SIZE_RULES,
+    _length_of_training,
+    _precision,
+    _optimizer,
+    check_learning_rate,  # needs the weight decay that _optimizer derives
+    check_optimizer_kind,
+    _fully_sharded,
+    _deepspeed,
+    _memory,
+    check_cut,  # needs the recompute granularity of _memory
+    _kernels,
+    check_experts,  # needs the layers' implementation of _kernels
+    check_prediction,
+    _data,
+    _checkpoints,
+    _evaluation,
+    check_ranges,
+    _writers,
+    _trace,
+)
+"""In this order: each rule may read what those before it have derived. A rule derives first and
+checks then, and writes to the draft of :func:`validate` alone."""

@@ -1,7 +1,4 @@
-"""``validate``'s rules about how layers are cut into pipeline stages and chunks.
-
-``planned`` asks once more when the planner has chosen a layout.
-"""
+"""Rules of ``validate`` about the layers of pipeline stages and chunks."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ NOT_PLANNED = (
     "--mtp-num-layers",
     "--num-experts",
 )
-"""Flags that settle the layout themselves, or models whose layers are not alike."""
+"""Flags that settle the layout, or of models whose layers differ."""
 
 
 def check_plan(args: Args) -> None:
-    """What ``--dpp-plan`` needs, and what would settle the layout beside it.
+    """Check what ``--dpp-plan`` needs, and refuse flags that settle the layout beside it.
 
     Raises:
         ConfigError: the first of them.
@@ -76,7 +73,7 @@ def virtual_stages(args: Args) -> None:
 
 
 def _to_be_planned(args: Args) -> bool:
-    """The number of chunks waits until the vocabulary is known, and with it what the head costs."""
+    """True until a plan exists, which needs the vocabulary's size for the output layer's cost."""
     return args.dpp_plan is not None and args.pipeline_model_parallel_layout is None
 
 
@@ -87,6 +84,9 @@ def _num_chunks(args: Args) -> int:
         return 1
     if args.pipeline_model_parallel_layout is not None:
         return _chunks_of_text(args)
+    uneven = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
+    layers = args.num_layers
+    layers += args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
     if args.num_virtual_stages_per_pipeline_rank is not None:
         chunks = int(args.num_virtual_stages_per_pipeline_rank)
         require(
@@ -95,10 +95,13 @@ def _num_chunks(args: Args) -> int:
             f"{pipeline} = {chunks * pipeline} virtual stages; --num-layers is {args.num_layers}: "
             "each stage needs a layer",
         )
+        if uneven == (None, None):
+            require(
+                layers % (chunks * pipeline) == 0,
+                f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size "
+                f"{pipeline} x --num-virtual-stages-per-pipeline-rank {chunks} virtual stages",
+            )
         return chunks
-    uneven = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
-    layers = args.num_layers
-    layers += args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
     if uneven == (None, None):
         require(
             layers % pipeline == 0,
@@ -147,7 +150,7 @@ def check_cut(args: Args) -> None:
     together.
 
     Raises:
-        ConfigError: stages would have no, a part of, or somebody else's layer.
+        ConfigError: the layers do not divide so.
     """
     if args.pipeline_model_parallel_layout is not None:
         return

@@ -1,5 +1,5 @@
-"""Values that megatron-core or PyTorch would meet with a bare assertion, a shape error
-or worse: ``validate``'s rules about single numbers, batches and learning rates."""
+"""Rules of ``validate`` about single numbers, batches and learning rates, which megatron-core and
+PyTorch would meet with a bare assertion or a shape error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Args = argparse.Namespace
 
 
 def check_ranges(args: Args) -> None:
-    """Numbers outside of what they can be.
+    """Refuse numbers out of range.
 
     Raises:
         ConfigError: the first of them.
@@ -39,12 +39,12 @@ def check_ranges(args: Args) -> None:
         )
 
 
-def _between(args: Args, name: str, good: bool, rule: str) -> None:
+def _between(args: Args, name: str, good: object, rule: str) -> None:
     require(good, f"--{name.replace('_', '-')} {getattr(args, name)}: must be {rule}")
 
 
 def check_heads(args: Args) -> None:
-    """Query groups and rotated channels.
+    """Check query groups and rotated channels.
 
     Raises:
         ConfigError: heads or channels cannot be shared out so.
@@ -64,7 +64,7 @@ def check_heads(args: Args) -> None:
 
 
 def check_learning_rate(args: Args) -> None:
-    """What megatron-core's scheduler of learning rate and weight decay asserts.
+    """Check learning rate and weight decay, as megatron-core's scheduler asserts.
 
     Raises:
         ConfigError: the first rule that is broken.
@@ -108,7 +108,7 @@ def check_learning_rate(args: Args) -> None:
 
 
 def check_batches(args: Args) -> None:
-    """The ramp of the batch size, and groups of microbatches in Megatron's interleaved schedule.
+    """Check the ramp of the batch size, and the groups of microbatches of the interleaved schedule.
 
     Raises:
         ConfigError: the ramp does not end at ``--global-batch-size``, or groups do not fit.
@@ -146,7 +146,7 @@ def check_batches(args: Args) -> None:
 
 
 def check_optimizer_kind(args: Args) -> None:
-    """What the distributed optimizer goes with, and what needs a package that is not there.
+    """Check the distributed optimizer, and flags that need a package that is missing.
 
     Raises:
         ConfigError: the first of them.

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import ConfigError, DataError, one_line
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.text_files import read_mapping
 
 
 def defaults_from_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def defaults_from_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, 
     by_dest = {action.dest: action for action in parser._actions}
     by_flag = {name.lstrip("-"): action for name, action in parser._option_string_actions.items()}
     values: dict[str, Any] = {}
-    for key, value in _items(read_mapping("--yaml-cfg", path)):
+    for key, value in _items(read_mapping(path, "--yaml-cfg")):
         flag = key.replace("_", "-")
         if flag in by_flag and key not in by_dest:
             action = by_flag[flag]
@@ -39,27 +39,6 @@ def defaults_from_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, 
             hint = f" (did you mean {nearest[0]}?)" if nearest else ""
             raise ConfigError(f"--yaml-cfg {path}: unknown setting {key}{hint}")
     return values
-
-
-def read_mapping(flag: str, path: str) -> dict[str, Any]:
-    """What the YAML file that ``flag`` names says.
-
-    Raises:
-        DataError: it cannot be read or is no YAML mapping.
-    """
-    import yaml
-
-    try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{flag} {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{flag} {path}: no text in UTF-8 ({error.reason})") from error
-    except yaml.YAMLError as error:
-        raise DataError(f"{flag} {path}: not YAML ({one_line(error)})") from error
-    if not isinstance(loaded, dict):
-        raise DataError(f"{flag} {path}: expected a mapping of settings")
-    return loaded
 
 
 def _items(section: dict[str, Any]) -> Iterator[tuple[str, Any]]:

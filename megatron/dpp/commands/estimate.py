@@ -89,16 +89,15 @@ def _checked(flags: Sequence[str], ranks: int, arch: str) -> argparse.Namespace:
     named = (args.data_path, args.train_data_path, args.data_args_path)
     args.mock_data = args.mock_data or not any((*named, args.per_split_data_args_path))
     has_vocabulary = args.vocab_file or args.tokenizer_type
-    args.tokenizer_type = args.tokenizer_type or preflight.TOKENIZERS[arch]
-    validate(args, ranks)
+    checked = validate(args, ranks, arch)
     if has_vocabulary:
-        preflight.build_vocabulary(args)
-    args.padded_vocab_size = args.padded_vocab_size or _VOCABULARY
-    if args.dpp_plan:
-        take_plan(args)
-    if args.use_dpp:
-        preflight.check_schedule(args, one_node=False)
-    return args
+        checked, _ = preflight.build_vocabulary(checked)
+    checked = checked.with_(padded_vocab_size=checked.padded_vocab_size or _VOCABULARY)
+    if checked.dpp_plan:
+        checked = take_plan(checked)
+    if checked.use_dpp:
+        preflight.check_schedule(checked, one_node=False)
+    return checked
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""``python -m megatron.dpp.sim``: simulate, compare and draw schedules from the command line.
+"""``megatron-dpp sim``: simulate, compare and draw schedules.
 
-    python -m megatron.dpp.sim --pp 4 --chunks 2 --microbatches 8
-    python -m megatron.dpp.sim --pp 8 --chunks 2 --microbatches 32 --jitter 0.3 --compare --seeds 10
-    python -m megatron.dpp.sim --pp 4 --microbatches 32 --lengths sft --compare --seeds 10
-    python -m megatron.dpp.sim --costs costs.json --microbatches 32 --compare --png step.png
+    megatron-dpp sim --pp 4 --chunks 2 --microbatches 8
+    megatron-dpp sim --pp 8 --chunks 2 --microbatches 32 --jitter 0.3 --compare --seeds 10
+    megatron-dpp sim --pp 4 --microbatches 32 --lengths sft --compare --seeds 10
+    megatron-dpp sim --costs costs.json --microbatches 32 --compare --png step.png
 
-The form of a cost file is in ``measured.py``.
+``sim/measured.py`` describes cost files.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.dpp.commands.common import new_parser
 from megatron.dpp.errors import ConfigError, DppError
 from megatron.dpp.schedule import Geometry, parse_cap
+from megatron.dpp.schedule.policies import BUILT_IN
 from megatron.dpp.sim import conditions
 from megatron.dpp.sim.conditions import CONDITIONS, Change, chain, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Shape
@@ -37,7 +39,7 @@ _GRID_COLUMNS = 260
 
 _MOST_SIGMA = 5.0
 _MOST = {"lead": 1e6, "hop": 1e6, "head": 1e6, "jitter": _MOST_SIGMA}
-"""Largest values; with a larger sigma one task in a run is all that counts."""
+"""Largest values; with a larger sigma a single task dominates a run."""
 
 _Run = Callable[[Shape, Costs], Result]
 
@@ -46,118 +48,74 @@ _OWN_NAMES = {
     "--dpp-policy": "--policy",
     "--microbatch-group-size-per-virtual-pipeline-stage": "--group",
 }
-"""Flags of training, which errors name, as they are called here."""
+"""Flags of training in error messages -> their names here."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status (2: something asked for cannot be)."""
-    parser = _parser()
-    args = parser.parse_args(argv)
+def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp sim") -> int:
+    """Run the command; returns 2 for options that cannot be."""
+    args = _parser(prog).parse_args(argv)
     try:
         _run(args)
     except DppError as error:
         text = str(error)
         for flag, own in _OWN_NAMES.items():
             text = text.replace(flag, own)
-        print(f"{parser.prog}: error: {text}", file=sys.stderr)
+        print(f"{prog}: error: {text}", file=sys.stderr)
         return 2
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron.dpp.sim",
-        description="Simulate pipeline schedules. Times are in units of a whole rank's forward of "
-        "one microbatch, or in seconds with --costs.",
-    )
-    shape = parser.add_argument_group("shape")
-    shape.add_argument("--pp", type=int, default=4, help="pipeline ranks (default 4)")
-    shape.add_argument("--chunks", type=int, default=2, help="model chunks per rank (default 2)")
-    shape.add_argument(
-        "--microbatches",
-        type=int,
-        help="microbatches (default 8, or as many as a list in --lengths has)",
-    )
-    shape.add_argument("--group", type=int, help="microbatch group size (default: --pp)")
+def _parser(prog: str) -> argparse.ArgumentParser:
+    text = "Simulate pipeline schedules. Unit of time: a rank's F of a microbatch; s with --costs."
+    parser = new_parser(prog, text)
+    add = parser.add_argument
+    add("--pp", type=int, default=4, metavar="P", help="pipeline ranks (default 4)")
+    add("--chunks", type=int, default=2, metavar="V", help="model chunks per rank (default 2)")
+    add("--microbatches", type=int, metavar="M", help="default 8, or a list's")
+    add("--group", type=int, metavar="N", help="microbatch group size (default: P)")
+    add("--grid", action=argparse.BooleanOptionalAction, help="print the grid (default: if narrow)")
+    add("--png", metavar="FILE", help="draw the schedules of the first seed")
     _add_schedule_flags(parser)
     _add_cost_flags(parser)
-    out = parser.add_argument_group("output")
-    out.add_argument(
-        "--grid",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="print the grid (default: where it is narrow enough)",
-    )
-    out.add_argument("--png", metavar="FILE", help="draw the schedules (first seed)")
     return parser
 
 
 def _add_schedule_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("schedule")
-    group.add_argument(
+    add = parser.add_argument_group("schedule").add_argument
+    policies = (*BUILT_IN, "earlier-dpp")
+    add(
         "--policy",
         action="append",
         metavar="NAME",
-        help="dynamic (default), depth-first, breadth-first, megatron, your own module:function, "
-        f"or a static schedule: {', '.join(STATIC)}, earlier-dpp; may be repeated",
+        help=f"{', '.join((*policies, *STATIC))}, or module:function; repeatable; default dynamic",
     )
-    group.add_argument(
-        "--compare",
-        action="store_true",
-        help="add the static schedules, the earlier DPP rule, and dynamic fused",
-    )
-    group.add_argument("--cap", default="auto", help="as --dpp-activation-cap (default auto)")
-    group.add_argument(
+    add("--compare", action="store_true", help="add static schedules, earlier DPP, dynamic fused")
+    add("--cap", default="auto", metavar="C", help="as --dpp-activation-cap (default auto)")
+    add(
         "--split-backward",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="weight gradients apart from input gradients (default yes)",
+        help="W apart from B (default yes)",
     )
-    group.add_argument("--w-pieces", type=int, default=1, help="pieces of a chunk's W (default 1)")
-    group.add_argument(
-        "--beta", type=float, default=0.0, help="share of an activation that a B frees (default 0)"
-    )
-    group.add_argument(
-        "--lead",
-        type=float,
-        default=0.0,
-        help="a rank chooses this long before its running task ends (default 0)",
-    )
+    add("--w-pieces", type=int, default=1, metavar="N", help="pieces of a chunk's W (default 1)")
+    add("--beta", type=float, default=0.0, metavar="X", help="share that a B frees (default 0)")
+    add("--lead", type=float, default=0.0, metavar="T", help="choose T before a task ends (0)")
 
 
 def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("costs and what varies (applied in this order)")
-    group.add_argument("--costs", metavar="FILE", help="measured costs; gives --pp and --chunks")
-    group.add_argument(
-        "--condition", choices=list(CONDITIONS), help="one of the design's conditions"
-    )
-    group.add_argument(
-        "--hop", type=float, default=0.01, help="time of a hop in chunk forwards (default 0.01)"
-    )
-    group.add_argument("--head", type=float, help="the last stage's F, B, W take this much more")
-    group.add_argument("--jitter", type=float, metavar="SIGMA", help="lognormal factor per task")
-    group.add_argument(
-        "--lengths",
-        metavar="WHAT",
-        help="sft, long, a list in tokens like 1000,8000,2000, or a file of such a list: one "
-        "sequence per microbatch, and the cap counts tokens; or SIGMA: a lognormal factor on each "
-        "microbatch's times alone",
-    )
-    group.add_argument(
-        "--longest",
-        type=int,
-        metavar="TOKENS",
-        help="of a sequence, in whose activations the cap is given (default: of --lengths)",
-    )
-    group.add_argument("--slow-rank", metavar="RANK:FACTOR", help="as in 1:1.5")
-    group.add_argument("--slow-link", metavar="A-B:TIME", help="as in 0-1:2, in chunk forwards")
-    group.add_argument(
-        "--transient",
-        metavar="FACTORx:SHARE%",
-        help="every rank slow for a share of the time, as in 2x:20%%",
-    )
-    group.add_argument("--seed", type=int, default=0, help="first seed (default 0)")
-    group.add_argument("--seeds", type=int, default=1, help="seeds to average over (default 1)")
+    add = parser.add_argument_group("costs and what varies, applied in this order").add_argument
+    add("--costs", metavar="FILE", help="measured costs; they set --pp and --chunks")
+    add("--condition", choices=list(CONDITIONS), metavar="NAME", help=", ".join(CONDITIONS))
+    add("--hop", type=float, default=0.01, metavar="T", help="time of a hop (0.01 chunk forwards)")
+    add("--head", type=float, metavar="T", help="add T to the last stage's F, B and W")
+    add("--jitter", type=float, metavar="SIGMA", help="lognormal factor per task")
+    add("--lengths", metavar="WHAT", help="sft, long, LIST, FILE, or SIGMA of times")
+    add("--longest", type=int, metavar="TOKENS", help="unit of --cap (default: of --lengths)")
+    add("--slow-rank", metavar="RANK:FACTOR", help="as in 1:1.5")
+    add("--slow-link", metavar="A-B:TIME", help="as in 0-1:2, in chunk forwards")
+    add("--transient", metavar="FACTORx:SHARE%", help="slow ranks now and then, as 2x:20%%")
+    add("--seed", type=int, default=0, metavar="N", help="first seed (default 0)")
+    add("--seeds", type=int, default=1, metavar="N", help="seeds to average over (default 1)")
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -165,7 +123,8 @@ def _run(args: argparse.Namespace) -> None:
         raise ConfigError(NO_MATPLOTLIB)
     measured = load_costs(args.costs) if args.costs else None
     lengths = _Lengths.parse(args.lengths, args.longest)
-    args.microbatches = args.microbatches or lengths.count or 8
+    if args.microbatches is None:
+        args.microbatches = lengths.count or 8
     if measured is None:
         shape = Shape(args.pp, args.chunks, args.microbatches)
     else:
@@ -196,9 +155,12 @@ def _run(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class _Lengths:
-    """The meaning of ``--lengths``: a sigma, or a source of lengths in tokens.
+    """The meaning of ``--lengths``: a sigma, or a source of lengths in tokens (``source(seed,
+    number)``).
 
     Args:
+        sigma: of a lognormal factor on each microbatch's times; sizes stay equal.
+        longest: tokens of the longest sequence, in whose activations the cap is given.
         count: of a list; 0 for a distribution.
     """
 

@@ -1,5 +1,6 @@
-"""The ``train`` command at the root: a few words in, Megatron's flags and one torchrun out.
+"""The ``train`` command and the launch scripts: options in, Megatron's flags and one torchrun out.
 
-``cli.py`` reads the command line, ``resolve.py`` makes flags of it, ``auto.py`` chooses a layout,
-``start.py`` prepares data and hands over to ``examples/launch.sh``. No training happens here.
+``cli.py`` reads ``train``'s command line, ``resolve.py`` makes flags of it, ``auto.py`` chooses a
+layout, ``start.py`` prepares data. ``scripts.py`` reads the launch scripts' variables. Both end in
+``job.py``, which starts torchrun. No training happens here.
 """

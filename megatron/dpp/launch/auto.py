@@ -1,11 +1,9 @@
-"""Which layout for this model on these devices: mode ``auto``, and the nearest that fits.
+"""Mode ``auto``: the best layout of a model on these devices, and the nearest that fits.
 
-The ways are the usual ones: data parallel while the model fits, tensor parallel within a node,
-pipeline across, shared-out optimizer or parameters and recompute for the rest. All that are
-possible are sorted by the least time that they can take, and simulated in that order until no other
-can be among the best three, each with the flags that ``--mode 3d`` would run it with: a pipeline
-whose layers are planned is planned here, too. Of those that fit, the fastest comes first; a more
-involved one has to gain a little for each further part.
+All possible layouts are sorted by a lower bound on their time, and simulated in that order until no
+other can be among the best three. Each is simulated with the flags that ``--mode 3d`` would run it
+with, so a pipeline whose layers are planned is planned here too. Of those that fit, the fastest
+comes first; a more complex one must gain ``_WORTH`` for each further part.
 """
 
 from __future__ import annotations
@@ -26,36 +24,49 @@ from megatron.dpp.plan import Estimate, RunSchedule, RunShape, estimate, least_b
 from megatron.dpp.plan.text import size
 
 _USABLE = 0.92
-"""Share of a device's memory that a run may take: allocators and libraries need some too."""
+"""Share of a device's memory that a run may take. Allocators and libraries need the rest."""
 _WORTH = 0.02
-"""What each further part of a layout has to gain."""
+"""Share of the time that each further part of a layout must gain."""
 _MICRO_BATCHES = (16, 8, 4, 2, 1)
 _MOST_CHUNKS = 4
 _SHOWN = 3
-"""Layouts that are wanted, with their best micro batch each."""
+"""Layouts to report, each with its best micro-batch size."""
 _MOST_SIMULATED = 40
-"""Layouts that are simulated, the most promising first, once as many as wanted fit."""
+"""Limit on simulated layouts, once ``_SHOWN`` of them fit."""
 _MOST_PLANNED = 4
-"""Pipelines whose layers are planned, which takes 0.1 to 2 s each."""
+"""Limit on pipelines whose layers are planned, which takes 0.1 to 2 s each."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """A layout to simulate. ``planned``: its layers lie where they cost the least time; ``spread``:
-    with sequence parallelism.
+class Form:
+    """A layout, and how it saves memory. The defaults need the least.
+
+    Args:
+        spread: sequence parallelism.
     """
 
     layout: Layout
     shard: str
-    recompute: str
-    micro_batch: int
-    planned: bool
     spread: bool
+    recompute: str = "full"
+    micro_batch: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way(Form):
+    """A form to simulate.
+
+    Args:
+        planned: the layers are laid out by cost.
+        least_seconds: lower bound on the time of an iteration.
+    """
+
+    planned: bool
     least_seconds: float
 
     @property
     def parts(self) -> int:
-        """How involved it is."""
+        """The number of features that it uses."""
         return (
             (self.layout.tensor > 1)
             + (self.layout.pipeline > 1)
@@ -66,7 +77,7 @@ class Way:
 
     @property
     def least_cost(self) -> float:
-        """What its candidate's cost cannot be below."""
+        """Lower bound on its candidate's cost."""
         return self.least_seconds * (1 + _WORTH * self.parts)
 
 
@@ -79,11 +90,11 @@ class Candidate(Way):
 
     @property
     def cost(self) -> float:
-        """Estimated seconds, with something added for each part."""
+        """Estimated seconds, with ``_WORTH`` added for each part."""
         return self.estimate.seconds * (1 + _WORTH * self.parts)
 
     def command(self) -> str:
-        """The options of ``train`` that ask for it."""
+        """The options of ``train`` that give this layout."""
         stages = {"optimizer": 1, "gradients": 2, "parameters": 3}
         if self.layout != Layout():
             words = f"--mode 3d {self.layout.text()}"
@@ -103,8 +114,8 @@ class Candidate(Way):
 def candidates(
     options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape
 ) -> list[Candidate]:
-    """Layouts that fit, each with its best micro batch, the best first. There may be more that fit,
-    but none that is better than the third.
+    """Layouts that fit, each with its best micro-batch size, the best first. None that is left out
+    is better than the third.
 
     Args:
         plain: the run on one device.
@@ -120,9 +131,7 @@ def candidates(
 
 
 class _Search:
-    """Tries layouts, the most promising first. ``problem`` is the last that flags or a checkpoint
-    have with one.
-    """
+    """Tries layouts, the most promising first. ``problem`` is the last error with one of them."""
 
     def __init__(
         self, options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape
@@ -150,26 +159,24 @@ class _Search:
         return sorted(best.values(), key=_cost)
 
     def _ways(self) -> Iterator[Way]:
-        """What is possible, and may fit."""
+        """Possible forms that may fit."""
         setting, plain, static = self._setting, self._plain, self._options.no_dpp
         for layout, planned in _layouts(self._options, self._flags, setting, plain):
             shards = _shards(layout, setting)
             spreads = (False, True) if layout.tensor > 1 and setting.on_gpu else (False,)
             ways = product(shards, _MICRO_BATCHES, ("none", "full"), spreads)
             for shard, micro, recompute, spread in ways:
-                shape = shape_with(
-                    plain, setting, layout, shard, micro, recompute, static=static, spread=spread
+                form = Form(
+                    layout=layout,
+                    shard=shard,
+                    spread=spread,
+                    recompute=recompute,
+                    micro_batch=micro,
                 )
+                shape = shape_with(plain, setting, form, static=static)
                 if shape is not None and least_bytes(shape) <= self._usable:
-                    yield Way(
-                        layout=layout,
-                        shard=shard,
-                        recompute=recompute,
-                        micro_batch=micro,
-                        planned=planned,
-                        spread=spread,
-                        least_seconds=least_seconds(shape, setting.device, planned=planned),
-                    )
+                    seconds = least_seconds(shape, setting.device, planned=planned)
+                    yield Way(**vars(form), planned=planned, least_seconds=seconds)
 
     def _try(self, way: Way) -> Candidate | None:
         """Its estimate; None where it does not fit."""
@@ -216,7 +223,7 @@ def _cost(candidate: Candidate) -> float:
 def _layouts(
     options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape
 ) -> Iterator[tuple[Layout, bool]]:
-    """What is possible, and whether its layers are planned: they need not lie evenly then."""
+    """Possible layouts, and whether their layers are planned; then they need not divide evenly."""
     for layout in possible_layouts(setting.world_size, 0, plain.model.num_heads):
         stages = layout.pipeline * layout.chunks
         planned = is_planned(options, flags, layout, setting)
@@ -233,18 +240,9 @@ def _shards(layout: Layout, setting: Setting) -> tuple[str, ...]:
     return ("none", "optimizer", "parameters") if layout == Layout() else ("none", "optimizer")
 
 
-def shape_with(
-    plain: RunShape,
-    setting: Setting,
-    layout: Layout,
-    shard: str,
-    micro: int,
-    recompute: str,
-    *,
-    static: bool,
-    spread: bool,
-) -> RunShape | None:
-    """``plain`` on all devices, in a layout; None when the batch does not come out."""
+def shape_with(plain: RunShape, setting: Setting, form: Form, *, static: bool) -> RunShape | None:
+    """``plain`` on all devices in a form; None where the batch does not divide."""
+    layout, micro = form.layout, form.micro_batch
     data = setting.world_size // (layout.tensor * layout.pipeline)
     if plain.global_batch % (data * micro):
         return None
@@ -268,17 +266,16 @@ def shape_with(
         data=data,
         micro_batch=micro,
         num_microbatches=microbatches,
-        sequence_parallel=spread,
-        shard=shard,
-        recompute=recompute,
+        sequence_parallel=form.spread,
+        shard=form.shard,
+        recompute=form.recompute,
         schedule=schedule,
         per_node=setting.per_node,
     )
 
 
 def _graphs(plain: RunShape, layout: Layout) -> str:
-    """``--dpp-cuda-graphs`` as :func:`resolve` will set it; recompute and sharding are the shape's
-    own business."""
+    """``--dpp-cuda-graphs`` as :func:`resolve` will set it."""
     alone = layout.pipeline == 1 and plain.model.arch == "gpt"
     asked = plain.schedule.cuda_graphs
     return "on" if alone and asked == "auto" else asked
@@ -332,15 +329,13 @@ def _why(best: list[Candidate]) -> str:
 def why_nothing_fits(
     options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape
 ) -> str:
-    """What the least demanding layout needs, and with how many devices it would do."""
+    """The need of the least demanding layout, and the number of devices that it needs."""
     usable = _USABLE * setting.device.memory_bytes
     least: tuple[float, Layout, str] | None = None
     for layout, _ in _layouts(options, flags, setting, plain):
         for shard in _shards(layout, setting):
-            spread = layout.tensor > 1 and setting.on_gpu
-            shape = shape_with(
-                plain, setting, layout, shard, 1, "full", static=options.no_dpp, spread=spread
-            )
+            form = Form(layout=layout, shard=shard, spread=layout.tensor > 1 and setting.on_gpu)
+            shape = shape_with(plain, setting, form, static=options.no_dpp)
             if shape is not None:
                 need = least_bytes(shape)
                 if need <= usable:

@@ -1,4 +1,4 @@
-"""The command line of ``train``: one parser, and for each mode a help that fits a screen."""
+"""The command line of ``train``: one parser, and a help of one screen for each mode."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.launch.flags import MODELS
 from megatron.dpp.plan.device import KNOWN_GPUS
 
 MODES = ("simple", "3d", "megatron", "zero", "auto")
@@ -84,6 +85,9 @@ NAMES = ("--mode", *(option.name for option in _OPTIONS))
 """All options of ``train`` itself."""
 
 
+_FILES = ("--config", "--data", "--save", "--resume-from")
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises instead of leaving the process."""
 
@@ -97,17 +101,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--mode", choices=(*MODES, *_ALIASES), default="auto")
     for option in _OPTIONS:
         if option.kind is None:
-            parser.add_argument(option.name, action="store_true")
+            parser.add_argument(option.name, action="store_true", help=option.help)
         else:
-            parser.add_argument(option.name, type=option.kind, choices=option.choices)
+            kind, choices = option.kind, option.choices
+            parser.add_argument(option.name, type=kind, choices=choices, help=option.help)
     return parser
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """``train``'s own options, and everything else, which goes to ``pretrain_*.py``.
+    """The options of ``train``, and all other words, which ``pretrain_*.py`` gets.
 
     Raises:
-        ConfigError: a wrong value, or an option that the mode does not have.
+        ConfigError: a wrong value, or an option of another mode.
     """
     options, rest = build_parser().parse_known_args(argv)
     options.mode = _ALIASES.get(options.mode, options.mode)
@@ -133,7 +138,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def help_text(mode: str | None = None) -> str:
-    """What ``train --help`` prints, and with a mode what that mode has."""
+    """The text of ``train --help``, or of one mode."""
     if mode is None:
         lines = ["usage: python train --mode MODE [options] [any flag of pretrain_gpt.py]", ""]
         lines += [f"  --mode {name:9s} {text}" for name, text in ABOUT.items()]
@@ -160,27 +165,37 @@ def _left(option: _Option) -> str:
     return f"{option.name} {option.metavar}" if option.metavar else option.name
 
 
+_BEHIND_PYTHON = """
+_train_behind_python() {
+  [[ ${COMP_WORDS[1]} == *train ]] || return
+  COMP_WORDS=("${COMP_WORDS[@]:1}")
+  COMP_CWORD=$((COMP_CWORD - 1))
+  _shtab_train
+}
+complete -o default -F _train_behind_python python python3"""
+"""Completes ``python train`` in bash; shtab does ``./train``."""
+
+
 def completion(shell: str) -> str:
-    """A completion script for ``python train`` and ``./train``.
+    """A completion script for ``./train``, and in bash for ``python train``.
 
     Raises:
-        ConfigError: a shell that is not known.
+        ConfigError: shtab has no script for the shell, or is not installed.
     """
-    if shell not in ("bash", "zsh"):
-        raise ConfigError(f"--completion {shell or 'SHELL'}: nearest possible: bash, zsh")
-    names = " ".join([*NAMES, "--help"])
-    values = {"--mode": " ".join(MODES), "--model": "sample small medium large"}
-    values |= {"--gpu": " ".join(KNOWN_GPUS)}
-    values |= {o.name: " ".join(str(c) for c in o.choices) for o in _OPTIONS if o.choices}
-    cases = "\n".join(f"    {name}) words='{text}' ;;" for name, text in values.items())
-    load = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
-    return f"""{load}_train() {{
-  local word=${{COMP_WORDS[COMP_CWORD]}} words='{names}'
-  [[ ${{COMP_WORDS[0]}} == *train || ${{COMP_WORDS[1]}} == *train ]] || return
-  case ${{COMP_WORDS[COMP_CWORD - 1]}} in
-{cases}
-    --data | --config | --save | --resume-from) return ;;
-  esac
-  COMPREPLY=($(compgen -W "$words" -- "$word"))
-}}
-complete -o default -F _train train ./train python python3"""
+    try:
+        import shtab
+    except ModuleNotFoundError:
+        raise ConfigError("--completion: shtab is not installed; pip install shtab") from None
+    shells = ("bash", "zsh", "tcsh")
+    if shell not in shells:
+        raise ConfigError(f"--completion {shell or 'SHELL'}: nearest possible: {', '.join(shells)}")
+    parser = build_parser()
+    models = tuple(sorted(path.stem for path in MODELS.glob("*.yaml")))
+    known = {"--mode": MODES, "--model": models, "--gpu": KNOWN_GPUS}
+    for action in parser._actions:
+        name = action.option_strings[0]
+        action.choices = known.get(name, action.choices)
+        if name in _FILES:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    script: str = shtab.complete(parser, shell=shell)
+    return script + (_BEHIND_PYTHON if shell == "bash" else "")

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.cli.arguments import build_parser
-from megatron.dpp.errors import ConfigError, DataError, one_line
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.text_files import read_mapping
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = ROOT / "configs" / "models"
@@ -18,7 +19,7 @@ _OTHER_NAMES = {
     **dict.fromkeys(("gpt2-medium", "345m", "355m"), "medium"),
     **dict.fromkeys(("gpt3", "gpt2-xl", "1.3b"), "large"),
 }
-"""What people call the files of ``configs/models``; only hints read it."""
+"""Common names of models -> files of ``configs/models``, for hints."""
 
 Flags = dict[str, Any]
 """Flag with its dashes to its value: True for a switch, a list for several values."""
@@ -31,13 +32,8 @@ def read_flags(path: Path) -> Flags:
         ConfigError: a switch has another value than true and false.
         DataError: the file cannot be read, or is no plain mapping.
     """
-    import yaml
-
-    try:
-        loaded = yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
-        raise DataError(f"{path}: not YAML ({one_line(error)})") from error
-    if not isinstance(loaded, dict) or any(isinstance(v, dict) for v in loaded.values()):
+    loaded = read_mapping(path)
+    if any(isinstance(value, dict) for value in loaded.values()):
         raise DataError(
             f"{path}: expected lines of `flag: value`; Megatron-LM's grouped form goes with "
             "--mode megatron"
@@ -48,20 +44,6 @@ def read_flags(path: Path) -> Flags:
         if name in known and known[name].nargs == 0 and not isinstance(value, bool | None):
             raise ConfigError(f"{path}: {name[2:]} is a switch, not {value!r}")
     return {name: value for name, value in named.items() if value not in (None, False)}
-
-
-def read_text(path: Path) -> str:
-    """What the file says.
-
-    Raises:
-        DataError: it cannot be read, or is no text.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}{nearest_path(path)}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def model_flags(name: str) -> Flags:
@@ -76,18 +58,6 @@ def model_flags(name: str) -> Flags:
         near = _OTHER_NAMES.get(near, near)
         raise ConfigError(f"--model {name}: nearest: {near} (there are {', '.join(names)})")
     return read_flags(MODELS / f"{name}.yaml")
-
-
-def nearest_path(path: Path) -> str:
-    """`` (nearest: ...)``: what lies beside ``path`` under a similar name, of token files another
-    ``.idx``; empty without any."""
-    if not path.parent.is_dir():
-        return ""
-    names = [each.name for each in path.parent.iterdir() if each.name != path.name]
-    if path.suffix == ".idx":
-        names = [name for name in names if name.endswith(".idx")]
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
-    return f" (nearest: {path.parent / near[0]})" if near else ""
 
 
 def whole(flags: Flags, name: str) -> int:
@@ -105,7 +75,7 @@ def whole(flags: Flags, name: str) -> int:
 
 
 def check_known(words: Sequence[str], own: Sequence[str]) -> None:
-    """Are all flags among ``words`` flags of the training scripts?
+    """Refuse flags among ``words`` that the training scripts do not have.
 
     Args:
         own: options of ``train`` itself, to which a misspelt one may be nearer.
@@ -146,7 +116,7 @@ def from_argv(words: Sequence[str]) -> Flags:
             last, _, value = word.partition("=")
             flags[last] = value or True
         elif not last:
-            raise ConfigError(f"{word}: what is it? Options of train start with --")
+            raise ConfigError(f"unexpected argument {word!r}: options of train start with --")
         else:
             before = flags[last]
             several = before if isinstance(before, list) else []

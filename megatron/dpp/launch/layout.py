@@ -1,4 +1,4 @@
-"""Is a layout possible, and if not, which is the nearest that is?"""
+"""Possible layouts, and the nearest to one that is not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.dpp.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a model lies on the ranks; what is left is data parallel."""
+    """The sizes of model parallelism; the other ranks are data parallel."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -25,7 +25,7 @@ class Layout:
 def check_layout(
     layout: Layout, world_size: int, num_layers: int, num_heads: int, devices: str
 ) -> None:
-    """Refuse what cannot work.
+    """Refuse a layout that is not possible.
 
     Args:
         num_layers: 0 where other flags cut them.

@@ -1,4 +1,4 @@
-"""``python train ...`` from command line to torchrun. See docs/USAGE_GUIDE.md."""
+"""``python train``: from command line to torchrun (docs/USAGE_GUIDE.md)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from megatron.dpp.cli.files import check_data, check_outputs, check_start
 from megatron.dpp.cli.planned import SHAPES
 from megatron.dpp.errors import ConfigError, DataError, DppError
 from megatron.dpp.launch import auto, cli
 from megatron.dpp.launch.flags import Flags, check_known, whole
+from megatron.dpp.launch.job import INTERRUPTED, find_job, launch
 from megatron.dpp.launch.layout import Layout, nearest_multiple
 from megatron.dpp.launch.nodes import Nodes, find_nodes
 from megatron.dpp.launch.resolve import (
@@ -25,7 +25,6 @@ from megatron.dpp.launch.resolve import (
     asked_batch,
     asked_layout,
     base_flags,
-    environment,
     forms,
     resolve,
     shard_of,
@@ -33,7 +32,6 @@ from megatron.dpp.launch.resolve import (
 from megatron.dpp.launch.settle import checked, settled, shape_from
 from megatron.dpp.launch.start import (
     find_python,
-    hand_over,
     prepare,
     run_preparation,
     show,
@@ -56,7 +54,7 @@ _DEFAULT_PROCS = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Resolve and start; returns only when nothing was started."""
+    """Resolve and start. Returns where nothing is started; else this process becomes torchrun."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if "--completion" in words:
@@ -66,16 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(cli.help_text(_mode_of(words)))
             return 0
         _start(plan(words))
+        return 0  # of a dry run
     except DppError as error:
         print(f"error: {error}", file=sys.stderr)
         return _BAD_INPUT
+    except KeyboardInterrupt:  # while nodes wait for each other
+        return INTERRUPTED
     except BrokenPipeError:  # piped into head: whoever read has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def refused() -> bool:
-    """Whether the command line is wrong in a way that can be seen without any package; says why."""
+    """Print what is wrong with the command line, as far as that needs no package; True if so."""
     try:
         _, rest = cli.parse(sys.argv[1:])
         check_known(rest, cli.NAMES)
@@ -99,14 +100,13 @@ def _mode_of(words: list[str]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A resolved command line, and what it is estimated to need.
+    """A resolved command line and its estimate.
 
     Args:
-        heading: what was chosen, in lines.
-        estimate: of the whole.
-        warnings: lines that follow it.
-        preparation: the command that makes the token files first; None when they are there.
-        own_split: ``--split`` is ours to choose, again when there are tokens to count.
+        heading: lines about the choice.
+        warnings: lines behind the estimate.
+        preparation: the command that makes the token files; None where they exist.
+        own_split: ``--split`` was not given. It is chosen again when the token files exist.
     """
 
     options: argparse.Namespace
@@ -121,11 +121,11 @@ class Plan:
 
 
 def plan(words: Sequence[str]) -> Plan:
-    """What ``train`` would start; nothing is written or started.
+    """Resolve a command line; nothing is written or started.
 
     Raises:
-        ConfigError: something that cannot work, with the nearest that can.
-        DataError: a file that is not there.
+        ConfigError: something cannot work; names the nearest that can.
+        DataError: a file is missing.
     """
     options, rest = cli.parse(words)
     check_known(rest, cli.NAMES)
@@ -135,7 +135,9 @@ def plan(words: Sequence[str]) -> Plan:
     nodes = find_nodes(os.environ)
     setting = find_setting(options, nodes)
     flags = base_flags(options, rest, setting)
-    data = prepare(options.arch or "gpt", options.data, flags, options.skip_bad_lines)
+    data = prepare(
+        options.arch or "gpt", options.data, flags, skip_bad_lines=options.skip_bad_lines
+    )
     flags |= data.flags
     own_split = not {"--split", "--yaml-cfg"} & set(flags)
     if own_split:
@@ -167,7 +169,7 @@ def plan(words: Sequence[str]) -> Plan:
 def _fitting(
     options: argparse.Namespace, asked: Resolved, flags: Flags, setting: Setting
 ) -> tuple[Resolved, Resolved, Estimate]:
-    """The fastest form of a run that fits, as asked for and settled, with its estimate.
+    """The fastest form of a run that fits: as asked for, settled, and its estimate.
 
     Raises:
         ConfigError: none fits; names the nearest run that does.
@@ -192,21 +194,21 @@ def _fitting(
 
 
 def _planned(asked: Resolved) -> str:
-    """Says that ranks have unlike layers, and why."""
+    """A note where ranks have different numbers of layers."""
     plan = asked.flags.get("--dpp-plan")
     if plan == SHAPES:
         return ", layers laid out by what they cost (--chunks N: as many on every stage)"
     return f", layers laid out by what they took in {plan}" if plan else ""
 
 
-def _start(found: Plan) -> NoReturn:
+def _start(found: Plan) -> None:
     """Set up, preprocess, and become torchrun."""
     options, resolved = found.options, found.resolved
     # The run that follows says it itself, unless a preparation keeps it waiting.
     says_itself = "--estimate" in resolved.flags and not (options.dry_run or found.preparation)
     needs = [] if says_itself else lines(found.estimate)
     print("\n".join([*found.heading, *needs, *found.warnings]), flush=True)
-    python = find_python(options.dry_run)
+    python = find_python(dry_run=options.dry_run)
     if found.preparation:
         preparation = [python, *found.preparation]
         if options.dry_run:
@@ -217,11 +219,12 @@ def _start(found: Plan) -> NoReturn:
                 resolved.flags.update(split_of(resolved.flags))
     script = f"pretrain_{resolved.arch}.py"
     print(f"\nflags of {script}:\n{show(resolved.argv)}\n", flush=True)
-    env = {"PYTHON": python, "GPUS_PER_NODE": str(found.setting.per_node)}
-    env |= found.nodes.environment() | environment(resolved, os.environ)
     if not found.setting.on_gpu:
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    hand_over(script, resolved.argv, env, dry_run=options.dry_run)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sizes = {"GPUS_PER_NODE": str(found.setting.per_node), **found.nodes.environment()}
+    job = find_job({**os.environ, **sizes})
+    argv = [*resolved.argv, *job.flags()]
+    launch(job, python, script, argv, dry_run=options.dry_run)
 
 
 def find_setting(options: argparse.Namespace, nodes: Nodes) -> Setting:
@@ -267,7 +270,7 @@ def _setting(options: argparse.Namespace, nodes: Nodes, **found: object) -> Sett
 
 
 def _check_files(resolved: Resolved, setting: Setting, *, tokens_exist: bool) -> None:
-    """Before text is tokenised, which may take hours: can the run start where it shall, and write?
+    """Check checkpoint, output directories and data before text is tokenised, which may take hours.
 
     Raises:
         DataError: naming what is missing, broken or in the way.

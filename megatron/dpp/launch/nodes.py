@@ -1,4 +1,4 @@
-"""Which nodes take part: from ``NUM_NODES NODE_RANK MASTER_ADDR``, or from SLURM's variables."""
+"""Finds the nodes of a run in the environment: in our variables, else in SLURM's."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Nodes:
     master: str = ""
 
     def environment(self) -> dict[str, str]:
-        """What ``examples/launch.sh`` reads."""
+        """The variables that ``job.find_job`` reads."""
         values = {"NUM_NODES": str(self.count), "NODE_RANK": str(self.rank)}
         return values | ({"MASTER_ADDR": self.master} if self.master else {})
 
 
 def find_nodes(env: Mapping[str, str]) -> Nodes:
-    """The nodes that the environment tells of. Ours win over SLURM's, field by field.
+    """The nodes that the environment names. Each of our variables wins over SLURM's.
 
     Raises:
-        ConfigError: a value that cannot be, or several SLURM tasks on a node.
+        ConfigError: an impossible value, or several SLURM tasks on a node.
     """
     count = _number(env, ("NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"), 1)
     if count < 1:

@@ -1,6 +1,6 @@
 """From ``train``'s options to the flags of ``pretrain_gpt.py`` or ``pretrain_bert.py``.
 
-:func:`resolve` is the whole meaning of a mode. It decides, and starts nothing.
+:func:`resolve` defines the modes. Nothing is started here.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,26 +22,26 @@ from megatron.dpp.launch.flags import (
     from_argv,
     model_flags,
     read_flags,
-    read_text,
     to_argv,
     whole,
 )
 from megatron.dpp.launch.layout import Layout, check_layout, nearest_multiple
 from megatron.dpp.plan import Device
+from megatron.dpp.text_files import read_text
 
 _DEFAULT_STEPS = 50
 _STAGES = ("optimizer", "gradients", "parameters")
-"""What ranks share out of ZeRO's stages 1 to 3."""
+"""Sharded state of ZeRO's stages 1 to 3."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where a run takes place.
+    """The devices of a run.
 
     Args:
         per_node: processes of a node.
-        on_gpu: on GPUs, one for each process.
-        device: what one process has.
+        on_gpu: one GPU for each process.
+        device: the device of one process.
     """
 
     per_node: int
@@ -56,13 +56,13 @@ class Setting:
 
     @property
     def option(self) -> str:
-        """The option that gives their number."""
+        """The option that sets the number of devices."""
         return "--gpus" if self.on_gpu else "--procs"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A run that can be started: flags without the data's, and how it is shared out."""
+    """A run that can be started: its flags, layout and sharded state."""
 
     arch: str
     flags: Flags
@@ -76,7 +76,7 @@ class Resolved:
 
 
 def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Setting) -> Flags:
-    """Model, batch, precision and what was given besides: everything but the layout.
+    """Flags of model, batch and precision, and the given ones: everything but the layout.
 
     Raises:
         ConfigError: a model or a word that is not known.
@@ -108,7 +108,7 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Settin
     if options.mode == "megatron" and options.config:
         if options.model:
             raise ConfigError("--model and --config exclude each other in --mode megatron")
-        read_text(Path(options.config))  # whoever reads it takes it for text
+        read_text(options.config)  # refuses a file that is no text
         flags = _above_file(options, spelled | from_argv(rest), setting)
     else:
         _refuse_layout(options.mode, flags)
@@ -122,7 +122,7 @@ _OF_TRAIN = {
     "--use-torch-fsdp2": ("--mode zero", "--zero-stage 3"),
     "--deepspeed-zero-stage": ("--mode zero", "--engine deepspeed --zero-stage"),
 }
-"""Megatron's flags that a mode decides about, and how ``train`` says the same."""
+"""Flags of Megatron that a mode sets -> the mode and option of ``train`` with the same meaning."""
 _CUTS = (
     "--pipeline-model-parallel-layout",
     "--decoder-first-pipeline-num-layers",
@@ -142,12 +142,12 @@ _OF_AUTO = (
     "--recompute-granularity",
     "--recompute-activations",
 )
-"""Flags that are taken in other modes, and what ``auto`` chooses."""
+"""Flags that other modes accept, and ``auto`` chooses."""
 
 
 def _refuse_layout(mode: str, flags: Flags) -> None:
-    """Refuse flags that would say otherwise than the mode about how the model lies on the ranks.
-    ``zero`` takes tensor parallelism; ``megatron`` takes everything."""
+    """Refuse flags of a layout that the mode chooses. ``zero`` accepts tensor parallelism,
+    ``megatron`` everything."""
     if mode in ("zero", "megatron"):
         return
     for name, (other, option) in _OF_TRAIN.items():
@@ -181,7 +181,7 @@ def _common(on_gpu: bool) -> Flags:
 
 
 def _above_file(options: argparse.Namespace, spelled: Flags, setting: Setting) -> Flags:
-    """With a file of Megatron's own, only what the command line gives stands above it."""
+    """The flags of a run with Megatron's own file, and those of the command line, which win."""
     if asked := _asked_precision(options):
         file = parse_args(["--yaml-cfg", options.config])
         for name in _HALF:
@@ -208,7 +208,7 @@ def _asked_precision(options: argparse.Namespace) -> str | None:
 
 
 def _precision(options: argparse.Namespace, flags: Flags, setting: Setting) -> Flags:
-    """What was asked for; else on GPUs 16 bits, in the format that they are built for."""
+    """Flags of the precision: as asked for, else on GPUs the 16-bit format that they support."""
     asked = _asked_precision(options)
     if asked is None and setting.on_gpu and not set(_HALF) & set(flags):
         asked = "--bf16" if setting.device.bf16 else "--fp16"
@@ -246,7 +246,7 @@ def _derived(flags: Flags) -> Flags:
 def resolve(
     options: argparse.Namespace, flags: Flags, setting: Setting, *, layout: Layout, shard: str
 ) -> Resolved:
-    """Put a layout and what replicas share out on top of :func:`base_flags`.
+    """Add a layout and sharded state to :func:`base_flags`.
 
     Raises:
         ConfigError: the layout or the batch is not possible; the nearest that is, is named.
@@ -276,8 +276,7 @@ def resolve(
 
 
 def asked_layout(options: argparse.Namespace, flags: Flags) -> Layout:
-    """The layout that a mode other than ``auto`` is given; ``zero`` has no words of its own for
-    it, Megatron's count."""
+    """The given layout, in modes other than ``auto``. ``zero`` reads Megatron's flags."""
     if options.mode == "zero":
         names = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
         tensor, pipeline = (whole(flags, name) if name in flags else 1 for name in names)
@@ -286,7 +285,7 @@ def asked_layout(options: argparse.Namespace, flags: Flags) -> Layout:
 
 
 def shard_of(options: argparse.Namespace) -> str:
-    """What replicas share out in the mode that is asked for.
+    """The sharded state of the mode.
 
     Raises:
         ConfigError: a combination that cannot be.
@@ -321,7 +320,7 @@ def _layout_flags(options: argparse.Namespace, layout: Layout, setting: Setting)
 
 
 def forms(resolved: Resolved, setting: Setting) -> list[Resolved]:
-    """The same run, and one with sequence parallelism, where that may be taken.
+    """The same run, and one with sequence parallelism where that is possible.
 
     It needs less memory, but a layer has ten collectives instead of four: 345M and 1.3B take 5 to
     12 % longer with it on H200s (docs/benchmarks/scaling-h200.md).
@@ -333,8 +332,8 @@ def forms(resolved: Resolved, setting: Setting) -> list[Resolved]:
 
 
 def is_planned(options: argparse.Namespace, flags: Flags, layout: Layout, setting: Setting) -> bool:
-    """Whether to lay GPT's layers out by what they cost: on GPUs, where a pipeline's last rank has
-    an output layer worth several of them, and unless the user has a say in it.
+    """True where GPT's layers are laid out by cost: in dynamic pipelines on GPUs, whose last rank
+    has an output layer worth several layers, unless flags say otherwise.
     """
     asked = any(name in flags for name in ("--dpp-plan", *NOT_PLANNED))
     free = options.chunks is None and layout.chunks == 1 and not asked
@@ -343,9 +342,9 @@ def is_planned(options: argparse.Namespace, flags: Flags, layout: Layout, settin
 
 
 def _replays(options: argparse.Namespace, flags: Flags, layout: Layout, shard: str) -> bool:
-    """Whether to replay graphs though no dynamic pipeline chooses them. Small models' layers take
-    longer to launch than to compute, tensor-parallel ones all the more; without a pipeline one
-    activation is in flight at a time, so the graphs need no memory of their own.
+    """True where CUDA graphs pay without a dynamic pipeline. Layers of small models are
+    launch-bound, above all tensor-parallel ones. Without a pipeline one activation is in flight, so
+    the graphs need no memory of their own.
     """
     recomputes_all = flags.get("--recompute-granularity") == "full"
     wrapped_by_ddp = shard in ("none", "optimizer")
@@ -365,7 +364,7 @@ def _shard_flags(shard: str, by_deepspeed: bool) -> Flags:
 
 
 def asked_batch(options: argparse.Namespace, rest: Sequence[str]) -> int | None:
-    """The global batch that was asked for, under either name, on the command line or in a file."""
+    """The given global batch size, under either name, from the command line or a file."""
     name = "--global-batch-size"
     file = read_flags(Path(options.config)) if options.config and options.mode != "megatron" else {}
     own = {} if options.batch_size is None else {name: options.batch_size}
@@ -374,7 +373,7 @@ def asked_batch(options: argparse.Namespace, rest: Sequence[str]) -> int | None:
 
 
 def _batch(options: Any, flags: Flags, setting: Setting, layout: Layout) -> Flags:
-    """Micro and global batch that fit each other. What was not asked for gives way."""
+    """Micro-batch and global batch sizes that fit. A size that was not given is adapted."""
     replicas = setting.world_size // (layout.tensor * layout.pipeline)
     micro, batch = whole(flags, "--micro-batch-size"), whole(flags, "--global-batch-size")
     static = layout.chunks > 1 and options.no_dpp
@@ -405,7 +404,7 @@ def _recompute(kind: str | None) -> Flags:
 
 
 def _resume(folder: str) -> Flags:
-    """Flags of a resumed run; the folder is looked into before anything starts."""
+    """Flags of a resumed run; the folder must hold a checkpoint."""
     from megatron.dpp.cli.checkpoint_files import TRACKER
 
     path = Path(folder)
@@ -419,16 +418,3 @@ def _resume(folder: str) -> Flags:
         "--exit-on-missing-checkpoint": True,
         "--override-opt_param-scheduler": True,
     }
-
-
-def environment(resolved: Resolved, env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that the run needs beside those of ``examples/launch.sh``."""
-    args = parse_args(resolved.argv)
-    # One hardware queue, on which megatron-core's tensor and context parallelism rely, would put
-    # FSDP2's gathers behind the products that wait for them, what a pipeline's rank sends behind
-    # what it waits for, and a reduction behind the whole replayed backward that it could run
-    # beside.
-    relies = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
-    if relies and resolved.shard not in ("gradients", "parameters"):
-        return {}
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": env.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")}

@@ -1,17 +1,16 @@
-"""From resolved flags to what the run will be: checked, its layers planned, its shape.
+"""Checks resolved flags, plans their layers, and derives the shape of the run.
 
-``main`` asks for the run that was asked for, ``auto`` for each layout that it considers, so that an
-estimate is always of the flags that would run.
+``main`` and ``auto`` both use this, so that an estimate is always of the flags that would run.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 
 from megatron.dpp.cli import preflight
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.planned import take_plan
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate import validate
 from megatron.dpp.launch.flags import Flags
 from megatron.dpp.launch.resolve import Resolved, Setting
@@ -20,24 +19,22 @@ from megatron.dpp.plan import RunShape, shape_of
 _PLAN = "--dpp-plan"
 
 
-def checked(resolved: Resolved, setting: Setting) -> argparse.Namespace:
+def checked(resolved: Resolved, setting: Setting) -> RunConfig:
     """The training script's arguments.
 
     Raises:
         ConfigError: flags that are unknown or do not fit together.
     """
-    args = parse_args(resolved.argv)
-    args.tokenizer_type = args.tokenizer_type or preflight.TOKENIZERS[resolved.arch]
-    validate(args, setting.world_size)
+    args = validate(parse_args(resolved.argv), setting.world_size, resolved.arch)
     preflight.check_values(args)
     if args.use_dpp and not args.dpp_plan:  # else the number of chunks is not known yet
-        preflight.check_schedule(args, setting.num_nodes == 1)
+        preflight.check_schedule(args, one_node=setting.num_nodes == 1)
     return args
 
 
 def settled(resolved: Resolved, setting: Setting) -> Resolved:
-    """With the layout that ``--dpp-plan`` asks for in its place, so that not every rank plans it
-    again.
+    """The same run with the planned layout in the place of ``--dpp-plan``, so that not every rank
+    plans it again.
 
     Raises:
         ConfigError: as :func:`checked`; or no layout is possible.
@@ -49,10 +46,9 @@ def settled(resolved: Resolved, setting: Setting) -> Resolved:
 
 
 def plan_flags(resolved: Resolved, setting: Setting) -> Flags:
-    """What ``--dpp-plan`` comes to, as flags; raises as :func:`settled`."""
-    args = checked(resolved, setting)
-    preflight.build_vocabulary(args)
-    take_plan(args)
+    """The flags that ``--dpp-plan`` leads to; raises as :func:`settled`."""
+    args, _ = preflight.build_vocabulary(checked(resolved, setting))
+    args = take_plan(args)
     return {
         "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
         "--dpp-activation-cap": args.dpp_activation_cap,
@@ -75,8 +71,7 @@ def shape_from(resolved: Resolved, setting: Setting, *, plan: bool = True) -> Ru
         ConfigError: flags that are unknown or do not fit together.
         DataError: a vocabulary that cannot be read.
     """
-    args = checked(resolved, setting)
-    preflight.build_vocabulary(args)
+    args, _ = preflight.build_vocabulary(checked(resolved, setting))
     if args.dpp_plan and plan:
-        take_plan(args)
+        args = take_plan(args)
     return shape_of(args, on_gpu=setting.on_gpu, arch=resolved.arch, per_node=setting.per_node)

@@ -1,4 +1,4 @@
-"""Data made ready, and the hand-over to ``examples/launch.sh``, which starts torchrun."""
+"""Prepares a run: a Python that is set up, and token files."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.files import check_index
-from megatron.dpp.cli.preflight import TOKENIZERS
+from megatron.dpp.cli.validate import TOKENIZERS
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.launch.flags import ROOT, Flags, nearest_path, to_argv
+from megatron.dpp.launch.flags import ROOT, Flags, to_argv
+from megatron.dpp.text_files import nearest_path
 
 _TEXT = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
@@ -23,15 +24,17 @@ _LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split
 
 @dataclass(frozen=True)
 class Data:
-    """The flags that name data and vocabulary, and the words that make Python write the token files
-    first (None when they are there)."""
+    """The flags that name data and vocabulary, and Python's arguments to write the token files.
+
+    ``preparation`` is None where the files exist.
+    """
 
     flags: Flags
     preparation: list[str] | None
 
 
-def prepare(arch: str, path: str | None, flags: Flags, skip_bad_lines: bool = False) -> Data:
-    """Find out where the tokens are.
+def prepare(arch: str, path: str | None, flags: Flags, *, skip_bad_lines: bool = False) -> Data:
+    """Find the token files, or the command that makes them.
 
     Args:
         path: JSON lines, a prefix of token files, or None for the sample corpus.
@@ -79,7 +82,7 @@ _PREPROCESSING = {
 
 
 def _data_of_file(flags: Flags) -> Flags:
-    """What a ``--yaml-cfg`` file says about data and vocabulary, as flags."""
+    """Data and vocabulary in a ``--yaml-cfg`` file, as flags."""
     args = parse_args(to_argv(flags))
     names = ("--mock-data", *_LOADERS, "--tokenizer-type", "--vocab-size", *_FILES)
     found = {name: getattr(args, name[2:].replace("-", "_")) for name in names}
@@ -120,8 +123,7 @@ def _prefix(path: str) -> str:
 
 
 def _output(text: Path, vocabulary: list[str], tokenizer: list[str], *, sample: bool) -> Path:
-    """A prefix whose name holds a hash of what tokens are made from, so that new text never meets
-    old tokens. For the sample it is the launch scripts' name too.
+    """A prefix whose name holds a hash of the sources, so that new text never meets old tokens.
 
     Args:
         vocabulary: files.
@@ -164,18 +166,24 @@ def split_of(flags: Flags) -> Flags:
     return {"--split": few if documents < _LEAST else _SPLIT}
 
 
-def find_python(dry_run: bool) -> str:
-    """The interpreter that training runs with; set-up happens here when something is missing.
+def find_python(*, dry_run: bool) -> str:
+    """The interpreter that training runs with; it is set up where something is missing.
 
     Raises:
         SystemExit: set-up failed; it has said why.
     """
-    if dry_run:
-        return sys.executable
+    return sys.executable if dry_run else set_up({**os.environ, "PYTHON": sys.executable})
+
+
+def set_up(env: Mapping[str, str]) -> str:
+    """Install and build what is missing; the Python to use.
+
+    Raises:
+        SystemExit: it failed; it has said why.
+    """
+    sys.stdout.flush()
     command = ["bash", str(ROOT / "tools" / "setup.sh")]
-    result = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHON": sys.executable}
-    )
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env)
     if result.returncode:
         sys.exit(result.returncode)
     return result.stdout.strip()
@@ -190,14 +198,6 @@ def run_preparation(command: list[str]) -> None:
     code = subprocess.run(command).returncode
     if code:
         sys.exit(code)
-
-
-def hand_over(script: str, argv: list[str], env: dict[str, str], *, dry_run: bool) -> NoReturn:
-    """Become ``examples/launch_flags.sh``, which becomes torchrun (or prints its command)."""
-    environment = {**os.environ, **env} | ({"DRY_RUN": "1"} if dry_run else {})
-    command = ["bash", str(ROOT / "examples" / "launch_flags.sh"), script, *argv]
-    sys.stdout.flush()
-    os.execvpe("bash", command, environment)
 
 
 def show(words: list[str]) -> str:

@@ -131,7 +131,7 @@ def _message_delays(
 
 
 def recorded(
-    job: work.Shape,
+    job: work.JobShape,
     ranks: Sequence[int],
     work_: Work,
     links: dict[Link, LinkSamples],

@@ -286,7 +286,7 @@ class Executor:
         ahead = not message.arrived_ns
         if ahead and self._recorder.enabled:
             message = message._replace(arrived_ns=self._recorder.mark())
-        self._recorder.taken(spec, message, ahead)
+        self._recorder.taken(spec, message, ahead=ahead)
         expected = (self._iteration, microbatch, part, num_parts)
         found = (message.iteration, message.microbatch, message.part, message.num_parts)
         if found != expected:

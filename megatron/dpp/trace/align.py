@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.trace.reader import Event, TraceFile, read_events
+from megatron.dpp.trace.reader import Event, TraceFile, message_of, read_events
 
 WINDOW_NS = 10 * 10**9
 """Within a window clocks are taken to run at one rate; 1 ppm of drift makes 10 us of error."""
@@ -47,16 +47,12 @@ Bounds = dict[tuple[str, str], int]
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """What to add to a clock, per window: (middle of the window on this clock, offset,
-    uncertainty), in ns.
-    """
+    """The offset of a clock: (middle of a window on this clock, offset, uncertainty) in ns."""
 
     points: tuple[tuple[int, int, int], ...]
 
     def at(self, time_ns: int) -> int:
-        """Offset at a time of this clock: interpolated between windows, constant beyond the first
-        and last.
-        """
+        """Offset at a time of this clock, interpolated between windows, constant beyond them."""
         index = bisect.bisect_left(self.points, (time_ns,))
         if index == 0:
             return self.points[0][1]
@@ -73,9 +69,7 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Offsets of all clocks relative to ``reference``; times of rank r are shifted by those of
-    ``clocks[r]``.
-    """
+    """Offsets of all clocks to ``reference``; ``clocks[r]`` is the clock of rank r."""
 
     reference: str
     clocks: dict[int, str]
@@ -91,9 +85,7 @@ class Alignment:
         return max(offset.uncertainty_ns for offset in self.offsets.values())
 
     def summary(self) -> list[dict[str, Any]]:
-        """One entry per clock: its ranks, offset of the first window and uncertainty (for people
-        and for the file).
-        """
+        """Per clock its ranks, offset of the first window and uncertainty."""
         return [
             {
                 "clock": clock,
@@ -116,7 +108,7 @@ class _Collective:
 
 @dataclass
 class _Evidence:
-    """What has been seen in the files: bounds per receiving clock and piece of its host's time."""
+    """Findings of all files: bounds per receiving clock and piece of its host's time."""
 
     bounds: dict[tuple[str, int], Bounds] = field(default_factory=dict)
     sends: dict[tuple[Any, ...], tuple[int, str]] = field(default_factory=dict)
@@ -127,18 +119,9 @@ class _Evidence:
 
 
 def message_key(event: Event) -> tuple[Any, ...] | None:
-    """What a send and its arrival have in common, or None for a channel known by name only."""
-    args = event["args"]
-    if "source" not in args:
-        return None
-    return (
-        args["iteration"],
-        args["source"],
-        args["destination"],
-        args["chunk"],
-        args["direction"],
-        args["microbatch"],
-    )
+    """The key that a send and its arrival share; None for a channel known by name only."""
+    message = message_of(event)
+    return None if message is None else (event["args"]["iteration"], *message)
 
 
 def _group_of(file: TraceFile, group: str) -> tuple[object, ...]:
@@ -242,8 +225,8 @@ class _Scan:
         return windows
 
     def _ahead(self, clock: str) -> int:
-        """By how much the wall clock of this clock's host is ahead of the reference's: exact to
-        what lies between the beginnings of one iteration, enough to tell windows."""
+        """Lead of this host's wall clock over the reference's, in ns: exact to the skew of an
+        iteration's start, enough to tell windows."""
         began = self.evidence.iterations.get(clock, {})
         other = self.evidence.iterations.get(self.reference, {})
         common = next((number for number in began if number in other), None)

@@ -86,9 +86,7 @@ class DeviceClock:
         return int(self._cuda.max_memory_allocated(self._device))
 
     def resolve(self, mark: tuple[Any, int]) -> int | None:
-        """Host time of a mark in nanoseconds, after which the mark is used up; None while the
-        device has not passed it.
-        """
+        """Host time of a mark in ns, which uses it up; None until the device has passed it."""
         event, recorded_ns = mark
         if not event.query():
             return None

@@ -2,7 +2,7 @@
 
 Every file is read from where the last look ended; only the last iterations are kept. Ranks are put
 side by side by the start of their iteration, which needs no common clock and is true to within the
-skew of that start. ``tools/monitor.py`` is the caller.
+skew of that start.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ _PIECE_BYTES = 1 << 22
 
 
 class FollowedFile:
-    """One rank's file. ``iterations`` are the last whole ones, times from the iteration's own
-    start.
-    """
+    """One rank's file, and its last iterations with times from their own start."""
 
     def __init__(self, path: Path, keep: int) -> None:
         self.header = read_header(path)
@@ -34,7 +32,7 @@ class FollowedFile:
 
     @property
     def replaced(self) -> bool:
-        """Whether a new run has written another file under this name."""
+        """True once a new run has written another file under this name."""
         try:
             other = _began(read_header(self.header.path)) != _began(self.header)
             return other or self.header.size < self._offset
@@ -43,7 +41,7 @@ class FollowedFile:
 
     @property
     def alive(self) -> bool | None:
-        """Whether the rank's process exists; None when it runs on another host."""
+        """True while the rank's process exists; None when it runs on another host."""
         if self.header.host != socket.gethostname():
             return None
         return Path(f"/proc/{self.header.process}").exists()

@@ -1,4 +1,4 @@
-"""The text of a trace file: what each recorded event looks like as a line.
+"""The text of a trace file: one line per recorded event.
 
 The recorder's writing thread calls this with resolved times, the simulator with those of its
 virtual clock. ``docs/trace-format.md`` describes the result.
@@ -39,7 +39,7 @@ def clock_id() -> str:
 
 
 def run_id() -> str:
-    """What torchrun's environment says to tell one run from another; empty without torchrun."""
+    """Names this run, from torchrun's environment; empty without torchrun."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     return "/".join(os.environ[name] for name in names if name in os.environ)
 
@@ -69,7 +69,7 @@ def header(
 
 
 def link_of(channel: object) -> dict[str, Any]:
-    """What an event says of its channel: its ends, chunk and direction, or just its name."""
+    """The ends, chunk and direction of an event's channel, or just its name."""
     source = getattr(channel, "source", None)
     if source is None:
         return {"channel": str(channel)}
@@ -83,7 +83,7 @@ def link_of(channel: object) -> dict[str, Any]:
 
 
 def first_line(head: dict[str, Any]) -> str:
-    """How a file starts."""
+    """The start of a file."""
     return "[\n" + json.dumps(head, separators=(",", ":"))
 
 
@@ -190,6 +190,6 @@ class EventLines:
 
 
 def last_line(rank: int, dropped: int) -> str:
-    """How a file ends: with the number of events that were lost."""
+    """The end of a file, with the number of events that were lost."""
     last = {"name": "end", "ph": "M", "pid": rank, "tid": TASK_TRACK, "args": {"dropped": dropped}}
     return ",\n" + json.dumps(last, separators=(",", ":")) + "\n]\n"

@@ -1,8 +1,7 @@
 """All ranks of a run in one Chrome Trace Event file.
 
 Streams: two passes over the files (clocks, then events), one file open at a time, at most one
-iteration of one rank in memory. ``profiling/aggregate.py`` is the caller; Perfetto and
-chrome://tracing are the readers.
+iteration of one rank in memory. Perfetto and chrome://tracing read the result.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ def _flow_id(event: Event, occurrence: int) -> int:
 
 
 class _Arrows:
-    """Numbers the messages of one rank that share a key (the parts of a split boundary travel in
-    order).
-    """
+    """Numbers the messages of one rank that share a key: parts of a message travel in order."""
 
     def __init__(self) -> None:
         self._iteration: dict[str, int] = {}
@@ -81,9 +78,7 @@ def _metadata(file: TraceFile) -> Iterator[Event]:
 
 
 def _ticks(block: list[Event]) -> Iterator[Event]:
-    """Sends and arrivals as short slices that never overlap, each with its queueing time in its
-    arguments.
-    """
+    """Sends and arrivals as short slices that never overlap, with their queueing times."""
     block.sort(key=lambda event: (event["tid"], event["ts"]))
     following: Event | None = None
     later = math.inf
@@ -100,9 +95,7 @@ def _ticks(block: list[Event]) -> Iterator[Event]:
 
 
 class _Shift:
-    """Moves the events of one rank onto the common time line, in microseconds from the run's first
-    event.
-    """
+    """Moves a rank's events onto the common time line, in us from the run's first event."""
 
     def __init__(self, file: TraceFile, alignment: Alignment, origin_ns: int) -> None:
         self._file, self._origin_ns, self._alignment = file, origin_ns, alignment

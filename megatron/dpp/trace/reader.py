@@ -1,8 +1,7 @@
 """Reading the trace files of a run, one line at a time.
 
-Checks that a directory holds one readable file per rank of one run before anybody draws conclusions
-from it, and yields events without ever holding a whole file. ``align`` and ``merge`` (for pictures)
-and ``model`` (for analysis) are the callers.
+Checks that a directory holds one readable file per rank of one run. Yields events without ever
+holding a whole file.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.trace.schema import HEADER_NAME, SCHEMA_VERSION, TraceLayout
@@ -52,11 +51,11 @@ class TraceFile:
         return self.path.stat().st_size
 
     def time_ns(self, event: Event) -> int:
-        """When an event began, on this rank's monotonic clock."""
+        """Start of an event on this rank's monotonic clock."""
         return self.start_ns + round(float(event["ts"]) * 1000)
 
     def duration_ns(self, event: Event) -> int:
-        """How long an event took."""
+        """Duration of an event."""
         return round(float(event.get("dur", 0)) * 1000)
 
 
@@ -130,6 +129,22 @@ def read_events(file: TraceFile, only: tuple[str, ...] = ()) -> Iterator[Event]:
                 yield event
     if broken is not None and file.complete:
         raise DataError(f"{file.path}: line {broken} is not an event; the file is damaged")
+
+
+class MessageId(NamedTuple):
+    """Names a message within an iteration; ``chunk`` is the receiver's."""
+
+    source: int
+    destination: int
+    chunk: int
+    direction: str
+    microbatch: int
+
+
+def message_of(event: Event) -> MessageId | None:
+    """The message of a send or arrival; None for a channel known by name only."""
+    args = event["args"]
+    return MessageId(*(args[f] for f in MessageId._fields)) if "source" in args else None
 
 
 def _names(paths: list[str]) -> str:
@@ -207,8 +222,6 @@ def open_run(directory: str | os.PathLike[str], *, allow_missing: bool = False) 
 
 
 def find_directory(name: str | os.PathLike[str], root: Path) -> Path:
-    """A directory given relative to the working directory or, failing that, to the repository's
-    ``root``.
-    """
+    """A directory relative to the working directory or else to the source tree's ``root``."""
     path = Path(name)
     return path if path.is_dir() or path.is_absolute() else root / path

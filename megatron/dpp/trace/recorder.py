@@ -1,4 +1,4 @@
-"""Recording what one rank does, cheaply enough to leave on.
+"""Recording of one rank, cheap enough to leave on.
 
 The executor (and the wrapper around megatron-core's static schedules) calls a :class:`Recorder`
 from its one thread. A call reads a clock, or records two pooled CUDA events, and appends a tuple to
@@ -9,7 +9,6 @@ dropped and counted; the file says how many.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import os
 import time
@@ -23,9 +22,7 @@ from megatron.dpp.trace.schema import TraceLayout
 from megatron.dpp.trace.writer import TraceWriter
 
 QUEUE_EVENTS = 1 << 16
-"""Events that may wait for the writing thread; about 20 MB when full, seconds of work of a busy
-rank.
-"""
+"""Most events that wait for the writing thread: about 20 MB, seconds of work of a busy rank."""
 
 
 class TakenMessage(Protocol):
@@ -41,83 +38,69 @@ class TakenMessage(Protocol):
     def arrived_ns(self) -> Any: ...
 
 
-class Recorder(abc.ABC):
-    """What the executor tells a trace. Used from one thread; every method but ``close`` is cheap
-    and never raises.
+_NOTHING = contextlib.nullcontext()
 
-    Times are ``time.monotonic_ns()`` of this host. A *channel* is a
+
+class Recorder:
+    """The interface of a trace; this base class records nothing.
+
+    Used from one thread; every method but ``close`` is cheap and never raises. Times are
+    ``time.monotonic_ns()`` of this host. A *channel* is a
     :class:`~megatron.dpp.transport.base.ChannelSpec` or any text that names one.
     """
 
-    enabled: bool
-    iteration: int
+    enabled = False
+    iteration = 0
 
-    @abc.abstractmethod
     def begin_iteration(self, iteration: int) -> None:
-        """A training iteration starts; it is recorded if ``iterations`` and ``interval`` ask for
-        it.
-        """
+        """Start a training iteration; ``iterations`` and ``interval`` decide if it is recorded."""
 
-    @abc.abstractmethod
     def end_iteration(self) -> None:
-        """The iteration is over, optimizer step included."""
+        """End the iteration, optimizer step included."""
 
-    @abc.abstractmethod
     def begin_task(self, kind: str, chunk: int, microbatch: int, piece: int = 0) -> None:
-        """A task starts: ``kind`` is ``F``, ``B`` or ``W``; ``piece`` counts the parts of one split
-        task.
-        """
+        """Start a task of kind F, B or W; ``piece`` numbers the parts of a split task."""
 
-    @abc.abstractmethod
     def end_task(self) -> None:
-        """The task begun last is over (on a GPU: its work is queued)."""
+        """End the task begun last (on a GPU: its work is queued)."""
 
-    @abc.abstractmethod
     def mark(self) -> Any:
-        """This point of the device's work, for ``gap`` and ``Message.arrived_ns`` where work is
-        queued in order.
-        """
+        """This point of the device's work, for ``gap`` and ``Message.arrived_ns``."""
+        return 0
 
-    @abc.abstractmethod
     def gap(self, start: Any, end: Any, cause: str, detail: str = "") -> None:
-        """No task ran from ``start`` to ``end``, two times in ns or two marks; ``cause`` is one of
-        ``schema.CAUSES``.
+        """Record that no task ran from ``start`` to ``end``, two times in ns or two marks;
+        ``cause`` is one of ``schema.CAUSES``.
         """
 
-    @abc.abstractmethod
     def put(self, channel: object, microbatch: int, num_bytes: int, kind: str) -> None:
-        """A message was handed to the transport; ``kind`` is the transport's, such as ``shm``."""
+        """Record a message handed to the transport; ``kind`` is the transport's, as ``shm``."""
 
-    @abc.abstractmethod
-    def taken(self, channel: object, message: TakenMessage, ahead: bool = False) -> None:
-        """A message was taken. Its ``sent_ns`` is on the sender's clock, its ``arrived_ns`` on this
-        one; ``ahead``: it was taken before it had arrived, and ``arrived_ns`` marks when the device
-        had come to it and had it.
+    def taken(self, channel: object, message: TakenMessage, *, ahead: bool = False) -> None:
+        """Record a message taken. Its ``sent_ns`` is on the sender's clock, its ``arrived_ns`` on
+        this one. ``ahead``: it was taken before it arrived; ``arrived_ns`` is then the device's
+        mark of its arrival.
         """
 
-    @abc.abstractmethod
     def span(self, name: str, group: str = "") -> contextlib.AbstractContextManager[None]:
-        """Other work: ``optimizer``, ``grad-sync``, ``data``, ``checkpoint``; also between two
-        iterations.
+        """Record other work: ``optimizer``, ``grad-sync``, ``data``, ``checkpoint``; also between
+        two iterations.
 
-        ``group`` says that no rank can leave the block before every rank of its ``data``,
-        ``tensor``, ``pipeline`` group or of the ``world`` has entered it; such spans help to align
+        ``group`` states that no rank leaves the block before every rank of its ``data``,
+        ``tensor``, ``pipeline`` group or of the ``world`` has entered it. Such spans help to align
         the clocks of hosts without messages.
         """
+        return _NOTHING
 
-    @abc.abstractmethod
     def counter(self, name: str, value: float) -> None:
-        """A quantity has changed, for example ``held`` activations. The recorder itself adds
-        ``memory``, the most bytes in use so far, at the end of each iteration.
+        """Record a quantity, such as ``held`` activations. The recorder itself adds ``memory``, the
+        most bytes in use so far, at the end of each iteration.
         """
 
-    @abc.abstractmethod
     def scalars(self) -> dict[str, float]:
-        """Numbers of the last iteration written, for TensorBoard (see
-        :mod:`megatron.dpp.trace.scalars`).
-        """
+        """Numbers of the last iteration written, for TensorBoard (see ``trace.scalars``)."""
+        return {}
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Write what is left and end the file. May be called twice."""
 
@@ -133,50 +116,8 @@ class Recorder(abc.ABC):
         self.close()
 
 
-_NOTHING = contextlib.nullcontext()
-
-
 class NullRecorder(Recorder):
-    """Records nothing; what a run without ``--trace`` uses."""
-
-    enabled = False
-    iteration = 0
-
-    def begin_iteration(self, iteration: int) -> None:
-        pass
-
-    def end_iteration(self) -> None:
-        pass
-
-    def begin_task(self, kind: str, chunk: int, microbatch: int, piece: int = 0) -> None:
-        pass
-
-    def end_task(self) -> None:
-        pass
-
-    def mark(self) -> Any:
-        return 0
-
-    def gap(self, start: Any, end: Any, cause: str, detail: str = "") -> None:
-        pass
-
-    def put(self, channel: object, microbatch: int, num_bytes: int, kind: str) -> None:
-        pass
-
-    def taken(self, channel: object, message: TakenMessage, ahead: bool = False) -> None:
-        pass
-
-    def span(self, name: str, group: str = "") -> contextlib.AbstractContextManager[None]:
-        return _NOTHING
-
-    def counter(self, name: str, value: float) -> None:
-        pass
-
-    def scalars(self) -> dict[str, float]:
-        return {}
-
-    def close(self) -> None:
-        pass
+    """Records nothing; the recorder of a run without ``--trace``."""
 
 
 class FileRecorder(Recorder):
@@ -246,7 +187,7 @@ class FileRecorder(Recorder):
             called, ready = time.monotonic_ns(), self._clock.mark()
             self._append("P", called, ready, self.iteration, channel, microbatch, num_bytes, kind)
 
-    def taken(self, channel: object, message: TakenMessage, ahead: bool = False) -> None:
+    def taken(self, channel: object, message: TakenMessage, *, ahead: bool = False) -> None:
         if self._recording:
             arrived = message.arrived_ns
             taken = time.monotonic_ns() if isinstance(arrived, int) else self._clock.mark()
@@ -293,11 +234,14 @@ def open_recorder(
 
     Args:
         directory: the trace directory; the file is ``layout.path(directory)`` and replaces one of
-            an earlier run. rank: global rank. layout: coordinates and sizes. device: a
-            ``torch.device``, or its text; on ``cuda`` tasks are timed with events of the current
-            stream. iterations: the only ones to record (default: all). interval: record every
-            ``interval``-th iteration. run: text that all ranks of this run share and no other run
-            has (default: what torchrun says of itself).
+            an earlier run.
+        rank: global rank.
+        layout: coordinates and sizes.
+        device: a ``torch.device``, or its text; on ``cuda`` stream events time tasks.
+        iterations: the only ones to record (default: all).
+        interval: record every ``interval``-th iteration.
+        run: text that all ranks of this run share and no other run has (default: from torchrun's
+            environment).
 
     Raises:
         ValueError: ``interval`` is not positive.

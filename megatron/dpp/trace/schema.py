@@ -1,10 +1,9 @@
-"""What a trace file says, for those who write one and those who read one.
+"""The schema of trace files: names, versions and paths.
 
 A trace file holds the events of one rank, one JSON object per line, inside one JSON array in
 Chrome's Trace Event format: it opens in Perfetto as it is, it can be appended to, and a file whose
 last line was cut short by a crash is still readable line by line. ``docs/trace-format.md``
-describes every event. This module fixes names, versions and paths and leaves writing to
-``recorder`` and reading to ``reader``; the simulator writes the same schema. No torch.
+describes every event. The simulator writes the same schema. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,14 +16,10 @@ SCHEMA_VERSION = 1
 """Raised when a reader of an older version could misread a newer file."""
 
 HEADER_NAME = "megatron-dpp-trace"
-"""Name of the first event of every file, the one that carries the schema version and the rank's
-coordinates.
-"""
+"""Name of the first event, which carries the schema version and the rank's coordinates."""
 
 CAUSES = ("warm-up", "message", "memory-cap", "tp-agreement", "lookahead", "host", "send")
-"""Why a rank did not compute. ``message`` has the channel waited for in its detail; ``send`` waits
-for a receiver.
-"""
+"""Causes of idle time. ``message`` names its channel; ``send`` waits for a receiver."""
 
 TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK = 0, 1, 2
 """``tid`` of the three tracks of a rank (``pid`` is its global rank)."""
@@ -32,7 +27,7 @@ TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class TraceLayout:
-    """Where a rank stands in the job.
+    """Coordinates of a rank in its job.
 
     Args:
         data, pipeline, tensor: this rank's coordinates.

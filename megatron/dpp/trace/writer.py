@@ -26,9 +26,7 @@ _DEVICE_PATIENCE_S = 5.0
 
 
 class TraceWriter:
-    """Owns a trace file and the thread that fills it. ``dropped`` counts events that found the
-    queue full.
-    """
+    """Owns a trace file and its thread; ``dropped`` counts events that met a full queue."""
 
     def __init__(
         self,
@@ -88,9 +86,7 @@ class TraceWriter:
                 self._file.close()
 
     def _line(self, event: tuple[Any, ...]) -> str | None:
-        """The text of an event, empty for one whose marks were lost, None while the device has not
-        reached it.
-        """
+        """The text of an event; empty if its marks were lost, None until the device reached it."""
         start, end = event[1], event[2]
         if start is None or end is None:
             self.drop(event)
@@ -114,9 +110,7 @@ class TraceWriter:
                 self._clock.discard(mark)
 
     def close(self) -> None:
-        """Write what the device finishes within a few seconds, then end the array. May be called
-        twice.
-        """
+        """Write what the device finishes in a few seconds and end the array. Idempotent."""
         if self._stop.is_set():
             return
         self._stop.set()

@@ -1,9 +1,8 @@
-"""Saving and resuming: megatron-core's dist_checkpointing (``torch_dist``) and plain ``torch``
-files.
+"""Saves and resumes: megatron-core's dist_checkpointing (``torch_dist``) and plain ``torch`` files.
 
 Keys and layout are Megatron-LM core_v0.16.1's, so its checkpoints load here and ours load there. A
 ``torch_dist`` checkpoint may be resumed with other tensor, pipeline, virtual and data parallel
-sizes. Where files lie and how they become visible is ``checkpoint_files``' business.
+sizes. ``checkpoint_files`` places the files and makes them visible.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from __future__ import annotations
 import argparse
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,20 +43,36 @@ from megatron.dpp.train.diagnostics import note_progress
 from megatron.dpp.train.exits import sigterm_held_back
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import Trainee
+from megatron.dpp.train.saving import saving
 
 _VERSION = 3.0
-_OURS = ("given", "parsed")
+
+
+@dataclass
+class Wanted:
+    """The parts of a checkpoint that a run loads beside the parameters."""
+
+    progress: bool
+    optimizer: bool
+    random: bool
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, found: files.Found) -> Wanted:
+        """By the flags; a release starts a new run."""
+        resumes = not (args.finetune or found.release or found.pretrained)
+        return cls(resumes, resumes and not args.no_load_optim, resumes and not args.no_load_rng)
 
 
 class Checkpointer:
-    """Saves and loads the state of one run. ``close()`` waits for background writes; left by an
-    error, as a context, it does not."""
+    """Saves and loads the state of one run. As a context it waits for background writes at its end,
+    but not after an error."""
 
     def __init__(self, run: Run, trainee: Trainee) -> None:
         self._run, self._trainee = run, trainee
         self._models = unwrap_model(trainee.chunks)
         self._strategy: Any = None
         self._random_state: Any = None
+        self._wanted = Wanted(progress=True, optimizer=True, random=True)
         args = run.args
         self._queue = AsyncCallsQueue(args.use_persistent_ckpt_worker) if args.async_save else None
         self.last_saved = -1
@@ -65,10 +81,10 @@ class Checkpointer:
     # --- saving ---
 
     def save(self) -> None:
-        """Write a checkpoint of the present iteration; a collective.
+        """Writes a checkpoint of the present iteration; a collective.
 
         Raises:
-            DataError: writing failed; the checkpoint before is untouched.
+            DataError: writing failed; the previous checkpoint is unchanged.
         """
         run, args = self._run, self._run.args
         iteration = run.iteration
@@ -77,7 +93,7 @@ class Checkpointer:
             f"saving checkpoint at iteration {iteration:7d} to {args.save} ({args.ckpt_format})"
         )
         start = time.perf_counter()
-        with files.saving(args.save, iteration) as target:
+        with saving(args.save, iteration) as target:
             if run.is_first:
                 files.begin(args.save, iteration)
             dist.barrier()
@@ -107,7 +123,7 @@ class Checkpointer:
             files.remove(before.path)
 
     def _write(self, target: Path) -> bool:
-        """True when the write goes on in the background and will commit itself."""
+        """Writes the state; True when the write goes on in the background and commits itself."""
         if self._run.args.ckpt_format == "torch":
             self._write_torch(target)
             return False
@@ -120,7 +136,7 @@ class Checkpointer:
         optimizer = self._trainee.optimizer
         if args.use_distributed_optimizer and not args.no_save_optim:
             optimizer.save_parameter_state(str(path.with_name("distrib_optim.pt")))
-        generators = random_state.collect(args, sharded=False)  # may ask the other replicas
+        generators = random_state.collect(args, sharded=False)  # may be a collective
         if mpu.get_expert_data_parallel_rank() == 0:
             state = self._common_state(generators)
             for name, model in self._named_models():
@@ -168,40 +184,36 @@ class Checkpointer:
         return strategy
 
     def poll(self) -> None:
-        """Commit background writes that are done; called between iterations. A collective.
+        """Commits background writes that are done; called between iterations. A collective.
 
         Raises:
-            DataError: one of them failed; the checkpoint before is untouched.
+            DataError: one of them failed; the previous checkpoint is unchanged.
         """
         self._finish(blocking=False)
 
     def _finish(self, *, blocking: bool) -> None:
         if self._queue is not None and self._queue.get_num_unfinalized_calls():
-            with files.saving(self._run.args.save, self.last_saved):
+            with saving(self._run.args.save, self.last_saved):
                 self._queue.maybe_finalize_async_calls(blocking=blocking)
 
     def close(self) -> None:
-        """Wait for background writes and commit them; calling it twice is fine."""
+        """Waits for background writes and commits them; calling it twice is fine."""
         self._finish(blocking=True)
+        self._end_queue(abort=False)
+
+    def _end_queue(self, *, abort: bool) -> None:
         if self._queue is not None:
-            self._queue.close()
+            self._queue.close(abort=abort)
             self._queue = None
 
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
-        elif self._queue is not None:
-            # No commit, which is a collective: the other ranks may be in the middle of another.
-            self._queue.close(abort=True)
-            self._queue = None
+        else:  # no commit, which is a collective: the other ranks may be in the middle of another
+            self._end_queue(abort=True)
 
     # --- the state ---
 
@@ -225,15 +237,15 @@ class Checkpointer:
     def _sharded_state(
         self, metadata: dict[str, Any], *, with_random: bool, loading: bool = False
     ) -> dict[str, Any]:
-        """Everything as dist_checkpointing wants it; with ``loading`` as a request for it."""
+        """The whole state for dist_checkpointing; with ``loading`` as a request for it."""
         args, trainee = self._run.args, self._trainee
         state = self._common_state(random_state.collect(args, sharded=True))
         if not with_random:
             state.pop("rng_state", None)
         for name, model in self._named_models():
             state[name] = model.sharded_state_dict(metadata=metadata)
-        skip = args.no_load_optim or args.finetune if loading else args.no_save_optim
-        if trainee.optimizer is not None and not skip:
+        wanted = self._wanted.optimizer if loading else not args.no_save_optim
+        if trainee.optimizer is not None and wanted:
             options = {"is_loading": True} if loading else {}
             if loading:
                 fill_state(trainee.optimizer)
@@ -248,7 +260,7 @@ class Checkpointer:
     # --- loading ---
 
     def load(self) -> None:
-        """Resume from ``--load`` (or start from ``--pretrained-checkpoint``), if there is anything.
+        """Resumes from ``--load``, or starts from ``--pretrained-checkpoint``, if one exists.
 
         Raises:
             DataError: the checkpoint is broken or does not fit the model.
@@ -265,7 +277,7 @@ class Checkpointer:
                 run.say(f"{args.load}: no checkpoint yet; starting from random parameters")
             return
         run.say(f" loading checkpoint {found.path} ...")
-        args.finetune |= found.release
+        self._wanted = Wanted.of(args, found)
         self._apply(self._read(found), found)
         run.say(f"  successfully loaded checkpoint {found.path} at iteration {run.iteration}")
 
@@ -281,7 +293,7 @@ class Checkpointer:
         except Exception as error:
             raise DataError(f"{path}: unreadable ({error})") from error
         saved = state.get("args")
-        if saved is not None and "optimizer" in state:
+        if saved is not None and self._wanted.optimizer and "optimizer" in state:
             check_optimizer(self._run.args, saved, found.path)
         return state
 
@@ -293,17 +305,15 @@ class Checkpointer:
         metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
         metadata["dp_cp_group"] = mpu.get_data_parallel_group(with_context_parallel=True)
         same = _model_layout(saved) == _model_layout(args)
-        args.no_load_optim = args.no_load_optim or getattr(saved, "no_save_optim", False)
-        if not same and not args.finetune:
+        wanted = self._wanted
+        wanted.optimizer &= not getattr(saved, "no_save_optim", False)
+        if not same and wanted.progress:
             self._check_resharding(saved, metadata)
-        check_optimizer(args, saved, found.path)
-        if not args.finetune:
+        if wanted.optimizer:
+            check_optimizer(args, saved, found.path)
+        if wanted.progress:
             check_model(args, saved, found.path)
-        with_random = (
-            same
-            and not (args.finetune or args.no_load_rng)
-            and not getattr(saved, "no_save_rng", False)
-        )
+        with_random = same and wanted.random and not getattr(saved, "no_save_rng", False)
         request = self._sharded_state(metadata, with_random=with_random, loading=True)
         strategy = get_default_load_sharded_strategy(path)
         if args.ckpt_fully_parallel_load:
@@ -323,7 +333,7 @@ class Checkpointer:
         layouts = f"(TP, PP) is {_model_layout(args)}, the checkpoint's {_model_layout(saved)}"
         run.say(f"{layouts}: its random state is not used")
         kind = metadata.get("distrib_optim_sharding_type")
-        if args.use_distributed_optimizer and not args.no_load_optim and kind == "dp_reshardable":
+        if args.use_distributed_optimizer and self._wanted.optimizer and kind == "dp_reshardable":
             raise ConfigError(
                 f"{layouts}, and its distributed optimizer state was saved for one layout: save it "
                 "with --dist-ckpt-optim-fully-reshardable, or load with --no-load-optim"
@@ -332,7 +342,7 @@ class Checkpointer:
     def _apply(self, state: dict[str, Any], found: files.Found) -> None:
         run, args = self._run, self._run.args
         saved = state.get("args")
-        if not args.finetune:
+        if self._wanted.progress:
             run.iteration = int(state["iteration"])
             run.flops_so_far = float(state.get("num_floating_point_operations_so_far", 0.0))
             if saved is not None:
@@ -343,7 +353,7 @@ class Checkpointer:
                 update_num_microbatches(run.consumed_train_samples)
         self._apply_model(state, found)
         self._apply_optimizer(state, found)
-        if not (args.finetune or args.no_load_rng):
+        if self._wanted.random:
             self._random_state = state.get("rng_state")
         dist.barrier()
 
@@ -355,10 +365,10 @@ class Checkpointer:
                 raise DataError(f"{found.path}: does not fit this model ({error})") from error
 
     def restore_random_state(self) -> None:
-        """Continue where the generators were when the checkpoint was saved; without one they stay.
+        """Sets the generators to the checkpoint's states, if it has any.
 
-        To be called when everything is built: ``data`` draws for its loaders from the CPU's
-        generator, which without a GPU is the one that dropout uses.
+        Call it when everything is built: ``data`` draws for its loaders from the CPU's generator,
+        which without a GPU is dropout's.
         """
         if self._random_state is not None:
             random_state.restore(self._run.args, self._random_state)
@@ -369,7 +379,7 @@ class Checkpointer:
         optimizer = trainee.optimizer
         if optimizer is None:
             return
-        if args.finetune or args.no_load_optim:
+        if not self._wanted.optimizer:
             if args.fp16 or args.bf16:
                 optimizer.reload_model_params()
             return
@@ -392,7 +402,7 @@ class Checkpointer:
     def _apply_scheduler(self, state: dict[str, Any], found: files.Found) -> None:
         try:
             self._trainee.scheduler.load_state_dict(state["opt_param_scheduler"])
-        except AssertionError as error:  # how megatron-core says that the schedule was another
+        except AssertionError as error:  # megatron-core's way to refuse another schedule
             raise ConfigError(
                 f"{found.path}: {error}; give the flags it was saved with, or choose with "
                 "--override-opt_param-scheduler (flags) or --use-checkpoint-opt_param-scheduler"
@@ -411,9 +421,9 @@ def _rank_directory() -> str:
 
 
 def _saved_args(run: Run) -> argparse.Namespace:
-    """The arguments with the progress in them, where Megatron-LM looks for it."""
-    values = {name: value for name, value in vars(run.args).items() if name not in _OURS}
-    values |= {
+    """The arguments with the run's progress, where Megatron-LM looks for it."""
+    values = {
+        **vars(run.args),
         "iteration": run.iteration,
         "consumed_train_samples": run.consumed_train_samples,
         "skipped_train_samples": run.skipped_train_samples,
@@ -426,7 +436,7 @@ def _saved_args(run: Run) -> argparse.Namespace:
 
 
 def _without_rank(common: dict[str, Any]) -> dict[str, Any]:
-    """What must be equal on all ranks: megatron-core compares it before saving."""
+    """The part that must be equal on all ranks: megatron-core compares it before saving."""
     return {
         key: vars(value) if key == "args" else value
         for key, value in common.items()
@@ -435,17 +445,18 @@ def _without_rank(common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content_metadata(args: argparse.Namespace) -> dict[str, Any]:
-    """How the state is cut into shards, as Megatron-LM notes it in the checkpoint."""
-    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    """Describes the shards of the state, as Megatron-LM notes it in the checkpoint."""
+    metadata: dict[str, Any] = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
+    }
     if args.use_distributed_optimizer:
-        if args.dist_ckpt_optim_fully_reshardable:
-            metadata["distrib_optim_sharding_type"] = "fully_reshardable"
-            metadata["distrib_optim_fully_reshardable_mem_efficient"] = (
-                args.distrib_optim_fully_reshardable_mem_efficient
-            )
-        else:
-            metadata["distrib_optim_sharding_type"] = "dp_reshardable"
-    metadata["dp_cp_group"] = mpu.get_data_parallel_group(with_context_parallel=True)
+        full = args.dist_ckpt_optim_fully_reshardable
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable" if full else "dp_reshardable"
+        if full:
+            efficient = "distrib_optim_fully_reshardable_mem_efficient"
+            metadata[efficient] = getattr(args, efficient)
     return metadata
 
 

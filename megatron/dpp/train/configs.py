@@ -1,24 +1,31 @@
-"""From checked arguments to megatron-core's configuration objects, with Megatron-LM's renamings."""
+"""Turns checked arguments into PyTorch's values and megatron-core's configuration objects."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import importlib
+import importlib.util
 import json
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.num_microbatches_calculator import (
+    RampupBatchsizeNumMicroBatchesCalculator,
+)
 from megatron.core.optimizer import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron.dpp.cli.fields import enum_members
-from megatron.dpp.cli.files import data_words, read_text
+from megatron.dpp.cli.fields import enum_rows
+from megatron.dpp.cli.files import data_words
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.text_files import read_text
 
-Args = argparse.Namespace
+Args = RunConfig
 
 
 _DTYPES = {
@@ -29,14 +36,84 @@ _DTYPES = {
 }
 
 
-def set_types(args: Args) -> None:
-    """Put torch's dtypes and megatron-core's enumerations where checked ``args`` hold names, in
-    place."""
-    enum_members(args)
-    args.params_dtype = _DTYPES["fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"]
+def settled(args: Args) -> Args:
+    """Checked arguments with the values that need PyTorch: the device and what depends on it,
+    dtypes, megatron-core's enumerations, and the number of iterations. ``args`` stays as it is.
+
+    Raises:
+        ConfigError: ``--device cuda`` on a machine without a GPU.
+    """
+    values = _device_values(args) | _enumerations(args)
+    values["params_dtype"] = _DTYPES["fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"]
     for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         value = getattr(args, name)
-        setattr(args, name, _DTYPES.get(value, value))
+        values[name] = _DTYPES.get(value, value)
+    if args.train_samples and not args.train_iters:
+        values["train_iters"] = _iterations(args)
+    return args.with_(**values)
+
+
+def _enumerations(args: Args) -> dict[str, Any]:
+    """Members of megatron-core's enumerations for the names in ``args``."""
+    members: dict[str, Any] = {}
+    for row in enum_rows():
+        value = getattr(args, row["name"], None)
+        if isinstance(value, str):
+            module, name = row["enum"].split(":")
+            members[row["name"]] = getattr(importlib.import_module(module), name)[value]
+    return members
+
+
+def _device_values(args: Args) -> dict[str, Any]:
+    """``--device auto`` resolved, and kernels and processes switched off that this device lacks:
+    Megatron would stop with an error in mid-start, or hang."""
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: PyTorch sees no GPU here; use --device cpu")
+    on_cpu = device == "cpu"
+    values: dict[str, Any] = {"device": device}
+    if on_cpu:
+        # The persistent checkpoint worker takes a GPU first; without it each save starts its own.
+        values |= {"distributed_backend": "gloo", "use_persistent_ckpt_worker": False}
+    if on_cpu or args.distributed_backend == "gloo":  # they are NCCL's
+        values |= {"nccl_communicator_config_path": None, "high_priority_stream_groups": []}
+    if on_cpu or not _can_fuse_weight_gradients():
+        values["gradient_accumulation_fusion"] = False
+    if on_cpu or importlib.util.find_spec("scaled_upper_triang_masked_softmax_cuda") is None:
+        values["masked_softmax_fusion"] = False
+    if importlib.util.find_spec("transformer_engine") is None:  # its kernel does the fused rotation
+        values["apply_rope_fusion"] = False
+    return values
+
+
+def _can_fuse_weight_gradients() -> bool:
+    from megatron.dpp.mcore.wgrad import fused  # on a CPU megatron-core needs its support first
+
+    return fused.available()
+
+
+def _iterations(args: Args) -> int:
+    """Iterations that ``--train-samples`` makes, the ramp of the batch size included."""
+    iterations = consumed = 0
+    if args.rampup_batch_size is not None:
+        start, increment, ramp = map(int, args.rampup_batch_size)
+        calculator = RampupBatchsizeNumMicroBatchesCalculator(
+            args.global_batch_size,
+            args.micro_batch_size,
+            args.data_parallel_size,
+            args.decrease_batch_size_if_needed,
+            -1,  # no rank: it prints nothing
+            start,
+            increment,
+            ramp,
+        )
+        while consumed <= min(ramp, args.train_samples):
+            calculator.update(consumed, consistency_check=False)
+            consumed += calculator.get_current_global_batch_size()
+            iterations += 1
+    return int(iterations + max(0, args.train_samples - consumed) // args.global_batch_size)
 
 
 def _same_names(kind: Any, args: Args) -> dict[str, Any]:
@@ -46,7 +123,7 @@ def _same_names(kind: Any, args: Args) -> dict[str, Any]:
 
 
 def transformer_config(args: Args) -> TransformerConfig:
-    """The model's shape and how it is run."""
+    """The model's shape and execution."""
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     values = _same_names(kind, args)
     if args.rope_type is None:
@@ -87,7 +164,7 @@ def _activation(args: Args) -> dict[str, Any]:
 
 
 def ddp_config(args: Args, num_parameters: int) -> DistributedDataParallelConfig:
-    """How gradients are bucketed and reduced; ``num_parameters`` counts this rank's."""
+    """Buckets and reduction of gradients; ``num_parameters`` counts this rank's."""
     values = _same_names(DistributedDataParallelConfig, args)
     size = args.ddp_bucket_size
     if args.ddp_num_buckets:
@@ -112,10 +189,10 @@ def optimizer_config(args: Args) -> OptimizerConfig:
 
 
 def check_with_core(args: Args) -> None:
-    """Let megatron-core check what of the settings goes into its dataclasses.
+    """Lets megatron-core check the settings that its dataclasses take.
 
     Raises:
-        ConfigError: what it says where it refuses.
+        ConfigError: it refuses; the message is its own.
     """
     try:
         transformer_config(args)
@@ -124,51 +201,35 @@ def check_with_core(args: Args) -> None:
         raise ConfigError(f"megatron-core refuses these settings: {error}") from error
 
 
-def blends(args: Args) -> tuple[Any, Any]:
-    """``(blend, blend_per_split)`` for megatron-core's data set configuration; one of them is None.
-
-    Raises:
-        DataError: a file named by ``--data-args-path`` or ``--per-split-data-args-path`` is bad.
-    """
-    words, per_split = data_words(args)
-    return (
-        words and get_blend_from_list(words),
-        per_split and [get_blend_from_list(each) for each in per_split],
-    )
-
-
 def sequences_per_dataset(args: Args) -> dict[str, int] | None:
-    """What ``--per-dataset-sequences-path`` says, or None without it.
+    """Sequences per data set from ``--per-dataset-sequences-path``, or None without it.
 
     Raises:
-        DataError: the file is missing or no JSON.
+        DataError: the file is missing or not JSON.
     """
     path = args.per_dataset_sequences_path
-    if path is None:
-        return None
     try:
-        counts: dict[str, int] = json.loads(read_text(path))
+        text = None if path is None else read_text(path, "--per-dataset-sequences-path")
+        counts: dict[str, int] | None = None if text is None else json.loads(text)
     except ValueError as error:
         raise DataError(f"--per-dataset-sequences-path {path}: not JSON ({error})") from error
     return counts
 
 
 def dataset_values(args: Args, tokenizer: Any) -> dict[str, Any]:
-    """Settings that GPT's and BERT's data sets share."""
-    blend, per_split = blends(args)
-    return {
+    """Settings that GPT's and BERT's data sets share.
+
+    Raises:
+        DataError: a file of ``--data-args-path`` or ``--per-split-data-args-path`` is bad.
+    """
+    words, per_split = data_words(args)
+    return _same_names(BlendedMegatronDatasetConfig, args) | {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
-        "blend": blend,
-        "blend_per_split": per_split,
-        "split": args.split,
-        "num_dataset_builder_threads": args.num_dataset_builder_threads,
+        "blend": words and get_blend_from_list(words),
+        "blend_per_split": per_split and [get_blend_from_list(each) for each in per_split],
         "path_to_cache": args.data_cache_path,
-        "mmap_bin_files": args.mmap_bin_files,
         "tokenizer": tokenizer,
-        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
-        "allow_ambiguous_pad_tokens": args.allow_ambiguous_pad_tokens,
-        "full_validation": args.full_validation,
         "multiple_validation_sets": False,
         "fast_cache_load": args.dataloader_fast_cache_load,
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,

@@ -1,43 +1,119 @@
-"""Data sets, loaders and batches, with megatron-core's builder and Megatron-LM's sample counts.
+"""Data sets, samplers, loaders and batches; sample counts are Megatron-LM's.
 
-``pretrain`` asks for the iterators of every model chunk; the forward steps in ``gpt`` and ``bert``
-take batches through :func:`tensor_parallel_batch`. What a sample holds is the data set's business.
+``job`` builds the iterators of every model chunk; ``tasks`` takes batches through
+:func:`tensor_parallel_batch`.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import DataError
-from megatron.dpp.train.exits import outlive_sigterm
+from megatron.dpp.train.exits import largest, outlive_sigterm
 from megatron.dpp.train.initialize import Run
-from megatron.dpp.train.samplers import CyclicSampler, SequentialSampler
-from megatron.dpp.train.task import Task
+from megatron.dpp.train.model import ends
 
-Args = argparse.Namespace
+if TYPE_CHECKING:
+    from megatron.dpp.train.tasks import Task
+
+Args = RunConfig
+
+
+@dataclass
+class _Sampler:
+    """Base of Megatron-LM's two samplers: sample numbers of one replica's microbatches.
+
+    Args:
+        consumed: samples that the run has consumed before, as checkpoints hold it.
+        replica: number of this data-parallel rank.
+        sharded: each replica shuffles its own contiguous share, else all shuffle the whole.
+    """
+
+    total: int
+    consumed: int
+    micro_batch_size: int
+    replica: int
+    num_replicas: int
+    sharded: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._stride = self.micro_batch_size * self.num_replicas
+        self._check()
+
+    def _check(self) -> None:
+        """Refuses too few samples."""
+        raise NotImplementedError
+
+
+class SequentialSampler(_Sampler):
+    """Samples in order; a replica takes its slice of each ``micro_batch_size * num_replicas``
+    consecutive ones. A last, incomplete batch is dropped."""
+
+    def _check(self) -> None:
+        if self.consumed >= self.total:
+            raise DataError(
+                f"no samples left: {self.consumed} of {self.total} are consumed; "
+                "lower --train-iters or add data"
+            )
+
+    def __len__(self) -> int:
+        return (self.total - self.consumed) // self._stride
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in range(len(self)):
+            start = self.consumed + batch * self._stride + self.replica * self.micro_batch_size
+            yield list(range(start, start + self.micro_batch_size))
+
+
+class CyclicSampler(_Sampler):
+    """Samples without end, shuffled anew in every epoch with its number as the seed."""
+
+    def _check(self) -> None:
+        if self.total < self._stride:
+            raise DataError(f"{self.total} samples do not fill one batch of {self._stride}")
+
+    def __len__(self) -> int:
+        return self.total // self._stride
+
+    def __iter__(self) -> Iterator[list[int]]:
+        size = self.micro_batch_size
+        epoch, offset = divmod(self.consumed, self.total - self.total % self._stride)
+        generator = torch.Generator().manual_seed(epoch)
+        share = (len(self) if self.sharded else self.total // size) * size
+        order = torch.randperm(share, generator=generator).tolist()
+        if self.sharded:
+            start = self.replica * share
+            indices = [start + i for i in order[offset // self.num_replicas :]]
+        else:
+            indices = order[offset:][self.replica :: self.num_replicas]
+        for start in range(0, len(indices) - size + 1, size):
+            self.consumed += self._stride
+            yield indices[start : start + size]
 
 
 class Iterators(NamedTuple):
-    """One iterator per use; None where this rank reads no data, a list of them with several
-    chunks. Whether there is anything to evaluate on is the same on all ranks."""
+    """One iterator per use: None where this rank reads no data, a list with several chunks.
+    ``has_valid``, ``has_test`` and the iterations of an evaluation are the same on all ranks."""
 
     train: Any
     valid: Any
     test: Any
     has_valid: bool = True
     has_test: bool = True
+    eval_iters: int = 0
 
     def close(self) -> None:
-        """End the loaders' workers, which clear their temporary folders away then. At Python's own
-        exit they would be killed: a schedule's cycles hold iterators until after that."""
+        """Ends the loaders' workers, which then remove their temporary folders. Python's own exit
+        would kill them: reference cycles of a schedule hold the iterators until after it."""
         for use in self[:3]:
             for samples in use if isinstance(use, list) else [use]:
                 if samples is not None:
@@ -45,7 +121,7 @@ class Iterators(NamedTuple):
 
 
 class Samples:
-    """A loader's iterator that can be let go, whoever else holds this."""
+    """A loader's iterator that can be released while others hold this object."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -57,15 +133,15 @@ class Samples:
         return next(self._iterator)
 
     def close(self) -> None:
-        """No further samples. A loader ends its workers when its last reference goes."""
+        """Releases the iterator; a loader ends its workers when its last reference goes."""
         self._iterator = iter(())
 
 
 def num_samples(args: Args) -> tuple[int, int | None, int]:
     """Samples of training, validation and test that the run will read.
 
-    At least one where none is read: megatron-core takes 0 for "as many as can be made", which for
-    BERT fills the memory.
+    At least one for each evaluation: megatron-core takes 0 for "as many as possible", which for
+    BERT fills the memory. None stands for a full validation.
     """
     size = args.global_batch_size
     train = args.train_samples or args.train_iters * size
@@ -78,18 +154,9 @@ def num_samples(args: Args) -> tuple[int, int | None, int]:
     return train, valid if valid is None else max(1, valid), max(1, args.eval_iters * size)
 
 
-def is_end_stage(vp_stage: int | None) -> bool:
-    """Is this chunk the first or the last of the pipeline, the two that read data?"""
-    ignore = vp_stage is None
-    return bool(
-        mpu.is_pipeline_first_stage(ignore_virtual=ignore, vp_stage=vp_stage)
-        or mpu.is_pipeline_last_stage(ignore_virtual=ignore, vp_stage=vp_stage)
-    )
-
-
 def build_iterators(run: Run, num_chunks: int, task: Task) -> Iterators:
-    """The iterators of this rank's chunks, positioned behind the samples already consumed. A
-    collective; it settles the length of a full validation.
+    """Builds the iterators of this rank's chunks, behind the samples already consumed. A
+    collective.
 
     Raises:
         DataError: an index is missing or broken, or there is nothing to train on.
@@ -97,34 +164,34 @@ def build_iterators(run: Run, num_chunks: int, task: Task) -> Iterators:
     args = run.args
     chunks = [None] if num_chunks == 1 else list(range(num_chunks))
     loaders = [_chunk_loaders(run, task, vp_stage) for vp_stage in chunks]
-    there = _agree(run, loaders)
+    there, eval_iters = _agree(run, loaders)
     readers = sum(_is_read(task, vp_stage) for vp_stage in chunks)
     _draw_seeds(readers * (sum(there) if args.dataloader_type == "single" else there[0]))
     built = [
-        [_samples(args, loader, use > 0) for use, loader in enumerate(each)] for each in loaders
+        [_samples(args, loader, eval_iters if use else None) for use, loader in enumerate(each)]
+        for each in loaders
     ]
     train, valid, test = built[0] if num_chunks == 1 else map(list, zip(*built, strict=True))
-    return Iterators(train, valid, test, has_valid=there[1], has_test=there[2])
+    return Iterators(train, valid, test, there[1], there[2], eval_iters)
 
 
 def _draw_seeds(count: int) -> None:
-    """Draw from the global generator what Megatron-LM's loaders draw when their iterators are made.
+    """Draws from the global generator as Megatron-LM's loaders do when their iterators are made.
 
-    Without a GPU dropout draws from it too. Loaders have a generator of their own here, so that it
-    advances alike on tensor-parallel ranks that have none, and not at the first batch or at the end
-    of an epoch, which may lie behind the point where a resumed run restores it.
+    Without a GPU dropout uses that generator too. Loaders have their own here: the global one
+    advances equally on tensor-parallel ranks without loaders, and never at a first batch or the end
+    of an epoch, which may come after a resumed run restores it.
     """
     for _ in range(count):
         torch.empty((), dtype=torch.int64).random_()
 
 
 def _is_read(task: Task, vp_stage: int | None) -> bool:
-    """Does this chunk need batches?"""
-    return task.every_stage_reads or is_end_stage(vp_stage)
+    return task.every_stage_reads or any(ends(vp_stage))
 
 
 def _chunk_loaders(run: Run, task: Task, vp_stage: int | None) -> list[Any]:
-    """Of training, validation and test; None for a set that is not there, or not read here."""
+    """Loaders of training, validation and test; None for a set that is missing or not read here."""
     kind, config = task.datasets(run)
 
     def built_here() -> bool:
@@ -145,12 +212,12 @@ def _chunk_loaders(run: Run, task: Task, vp_stage: int | None) -> list[Any]:
     ]
 
 
-def _agree(run: Run, loaders: list[list[Any]]) -> list[bool]:
-    """Which of the three sets there are, and how long a full validation is: only ranks that read
-    see it, and all of them must run the same iterations.
+def _agree(run: Run, loaders: list[list[Any]]) -> tuple[list[bool], int]:
+    """Agrees with all ranks on the sets that exist and the iterations of an evaluation; only ranks
+    that read know the length of a full validation.
 
     Raises:
-        DataError: there is no training set although the run trains.
+        DataError: the run trains and there is no training set.
     """
     args = run.args
     here = [any(each[use] is not None for each in loaders) for use in range(3)]
@@ -158,28 +225,20 @@ def _agree(run: Run, loaders: list[list[Any]]) -> list[bool]:
     if args.full_validation and here[1]:
         length = max(len(each[1]) for each in loaders if each[1] is not None)
         length = max(1, length // _batches_per_evaluation(args))
-    *there, length = _largest([*map(int, here), length])
+    *there, length = largest([*map(int, here), length])
     if not there[0] and not args.skip_train:
         raise DataError(f"data {_sources(args)}: no training set; give it a share in --split")
-    args.eval_iters = length or args.eval_iters
+    eval_iters = length or args.eval_iters
     for name, is_there in zip(("validation", "test"), there[1:], strict=True):
-        if args.eval_iters and not is_there:
+        if eval_iters and not is_there:
             run.say(f"no {name} set: it is not evaluated")
-    return [bool(each) for each in there]
+    return [bool(each) for each in there], eval_iters
 
 
-def _largest(values: list[int]) -> list[int]:
-    """Of each value, the largest over all ranks; a collective."""
-    tensor = torch.tensor(values, device=torch.cuda.current_device())
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    largest: list[int] = tensor.tolist()
-    return largest
-
-
-def _samples(args: Args, loader: Any, evaluates: bool) -> Samples | None:
+def _samples(args: Args, loader: Any, eval_iters: int | None) -> Samples | None:
     if loader is None:
         return None
-    return Samples(_endless(args, loader, evaluates) if len(loader) else iter(()))
+    return Samples(_endless(args, loader, eval_iters) if len(loader) else iter(()))
 
 
 def _sources(args: Args) -> str:
@@ -194,13 +253,10 @@ def _loader(args: Args, dataset: Any, consumed: int) -> Any:
     if dataset is None or len(dataset) == 0:  # empty: an evaluation of no iterations
         return None
     place = (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size())
-    sampler: SequentialSampler | CyclicSampler
-    if args.dataloader_type == "single":
-        sampler = SequentialSampler(len(dataset), consumed, args.micro_batch_size, *place)
-    else:
-        sampler = CyclicSampler(
-            len(dataset), consumed, args.micro_batch_size, *place, sharded=args.data_sharding
-        )
+    kind = SequentialSampler if args.dataloader_type == "single" else CyclicSampler
+    sampler = kind(
+        len(dataset), consumed, args.micro_batch_size, *place, sharded=args.data_sharding
+    )
     return torch.utils.data.DataLoader(
         dataset,
         batch_sampler=sampler,
@@ -212,23 +268,23 @@ def _loader(args: Args, dataset: Any, consumed: int) -> Any:
     )
 
 
-def _endless(args: Args, loader: Any, evaluates: bool) -> Iterator[Any]:
-    if args.dataloader_type == "single" and not (evaluates and args.full_validation):
+def _endless(args: Args, loader: Any, eval_iters: int | None) -> Iterator[Any]:
+    """Batches of a loader; ``eval_iters`` of an evaluation, None in training."""
+    whole = args.full_validation and eval_iters is not None
+    if args.dataloader_type == "single" and not whole:
         return iter(loader)
 
+    length = (eval_iters or 0) * _batches_per_evaluation(args) if whole else None
+
     def epochs() -> Iterator[Any]:
-        while True:
-            yield from loader
+        while True:  # each evaluation starts at the beginning of the set
+            yield from itertools.islice(loader, length)
 
-    def evaluations() -> Iterator[Any]:
-        while True:  # each starts at the beginning of the set
-            yield from itertools.islice(loader, args.eval_iters * _batches_per_evaluation(args))
-
-    return evaluations() if evaluates and args.full_validation else epochs()
+    return epochs()
 
 
 def _batches_per_evaluation(args: Args) -> int:
-    """Microbatches that one replica reads in one iteration of an evaluation."""
+    """Microbatches of one replica in one iteration of an evaluation."""
     return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
 
 
@@ -248,10 +304,10 @@ def tensor_parallel_batch(
     layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """The next batch, read by tensor-parallel rank 0 and broadcast to the others of its group.
+    """The next batch, which tensor-parallel rank 0 reads and broadcasts to its group.
 
     Args:
-        layout: shape and dtype of every tensor wanted; other entries of the sample are left out.
+        layout: shape and dtype of each wanted tensor; other entries of the sample are dropped.
     """
     group = mpu.get_tensor_model_parallel_group()
     source = mpu.get_tensor_model_parallel_src_rank()

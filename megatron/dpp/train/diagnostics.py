@@ -1,8 +1,4 @@
-"""What a run can be asked about itself: profiles, memory, spiky losses, a progress line.
-
-``loop`` calls :class:`Diagnostics` before and after each step. What ends up in the log line, in
-TensorBoard and in the metrics file is ``logs``' and ``metrics``' business.
-"""
+"""Profiles, memory reports, warnings of spiky losses, a progress line."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import contextlib
 import logging
 import os
 import sys
-import time
 from collections import deque
 from datetime import datetime
 from pathlib import Path
@@ -18,34 +13,47 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
+from tqdm import tqdm
 
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.logs import StepResult
 
 _SPIKE = 10.0
 _REMEMBERED_LOSSES = 100
+_PROGRESS = "iteration {n_fmt}/{total_fmt} ({percentage:.0f} %), {rate_inv_fmt}, {remaining} left"
 
 
 class Diagnostics:
-    """Asked for by ``--profile``, ``--log-memory-interval``, ``--check-for-spiky-loss``,
-    ``--train-sync-interval`` and ``--logging-level``; the progress line by a terminal.
+    """Carries out ``--profile``, ``--log-memory-interval``, ``--check-for-spiky-loss``,
+    ``--train-sync-interval`` and ``--logging-level``.
+
+    On a terminal rank 0 also draws a progress line at the bottom. Log lines, which other processes
+    may print, erase it; the next iteration draws it again.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._profile = _Profile(run) if run.args.profile else None
         self._losses: deque[float] = deque(maxlen=_REMEMBERED_LOSSES)
-        self._progress = Progress(run)
+        self._progress = tqdm(
+            initial=run.iteration,
+            total=run.args.train_iters,
+            bar_format=_PROGRESS,
+            smoothing=0,
+            leave=False,
+            file=sys.stdout,
+            disable=not (run.is_first and sys.stdout.isatty()),
+        )
         if run.args.logging_level is not None:
             logging.getLogger().setLevel(run.args.logging_level)
 
     def before_step(self) -> None:
-        """Before the step that completes iteration ``run.iteration + 1``."""
+        """Called before the step that completes iteration ``run.iteration + 1``."""
         if self._profile is not None:
             self._profile.before(self._run.iteration)
 
     def after_step(self, step: StepResult) -> None:
-        """After a step; ``run.iteration`` counts it."""
+        """Called after a step, which ``run.iteration`` counts."""
         run, args = self._run, self._run.args
         sync = args.train_sync_interval
         if sync and run.iteration % sync == 0:
@@ -54,7 +62,7 @@ class Diagnostics:
             self._report_memory()
         if args.check_for_spiky_loss and not step.skipped:
             self._look_for_spike(step)
-        self._progress.show()
+        self._progress.update(run.iteration - self._progress.n)
 
     def _report_memory(self) -> None:
         if mpu.get_data_parallel_rank() != 0 or self._run.device.type != "cuda":
@@ -70,7 +78,6 @@ class Diagnostics:
         )
 
     def _look_for_spike(self, step: StepResult) -> None:
-        """Losses are on the last stage alone, and the last rank is one of it."""
         if not self._run.is_last or "lm loss" not in step.losses:
             return
         loss = float(step.losses["lm loss"].item())
@@ -83,16 +90,15 @@ class Diagnostics:
         self._losses.append(loss)
 
     def close(self) -> None:
-        """End a profile that is still open, and the progress line; calling it twice is fine."""
+        """Ends an open profile and erases the progress line; calling it twice is fine."""
         if self._profile is not None:
             self._profile.close()
         self._progress.close()
 
 
 class _Profile:
-    """PyTorch's profiler (``--use-pytorch-profiler``) or CUDA's, for Nsight, on
-    ``--profile-ranks`` between ``--profile-step-start`` and ``--profile-step-end``.
-    """
+    """PyTorch's profiler (``--use-pytorch-profiler``) or CUDA's for Nsight, on ``--profile-ranks``
+    between ``--profile-step-start`` and ``--profile-step-end``."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -133,45 +139,8 @@ class _Profile:
             self._open, self._wanted = None, False
 
 
-class Progress:
-    """One line at the bottom of a terminal, from rank 0; nothing where the output is no terminal.
-
-    The log lines, which other processes print to the same terminal, erase it; the next iteration
-    draws it again.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._start, self._first = time.perf_counter(), run.iteration
-        self._shown = run.is_first and sys.stdout.isatty()
-
-    def show(self) -> None:
-        """Draw the line for the present iteration."""
-        if self._shown:
-            sys.stdout.write("\r\x1b[K" + self.text() + "\r")
-            sys.stdout.flush()
-
-    def text(self) -> str:
-        """``iteration 12/50 (24 %), 1.52 s each, 0:57 left``."""
-        run = self._run
-        total, done = int(run.args.train_iters), run.iteration - self._first
-        each = (time.perf_counter() - self._start) / max(1, done)
-        minutes, seconds = divmod(int(each * (total - run.iteration)), 60)
-        hours, minutes = divmod(minutes, 60)
-        left = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-        share = 100 * run.iteration // max(1, total)
-        return f"iteration {run.iteration}/{total} ({share} %), {each:.2f} s each, {left} left"
-
-    def close(self) -> None:
-        """Erase the line."""
-        if self._shown:
-            sys.stdout.write("\r\x1b[K")
-            sys.stdout.flush()
-            self._shown = False
-
-
 def note_progress(run: Run, text: str) -> None:
-    """``--log-progress``: a line in ``progress.txt`` of the ``--save`` directory, from rank 0."""
+    """Adds a line to ``progress.txt`` in the ``--save`` directory, with ``--log-progress``."""
     args = run.args
     if not (args.log_progress and args.save and run.is_first):
         return

@@ -1,43 +1,51 @@
-"""From checked arguments to a process that is part of the job: device, process groups, seeds,
-calculators.
+"""Joins the job: device, process groups, seeds, microbatch calculator.
 
-Called once per process by ``pretrain``. Everything it builds is in the :class:`Run` it returns;
-the process groups live in megatron-core's ``parallel_state``.
+``job`` calls :func:`initialize` once per process; the :class:`Run` that it returns holds what the
+parts of a run share. The process groups live in megatron-core's ``parallel_state``.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib.util
+import json
 import os
+import platform
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import metadata
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import (
+    num_microbatches_calculator,
+    parallel_state,
+    rerun_state_machine,
+    tensor_parallel,
+)
+from megatron.core.safe_globals import register_safe_globals
+from megatron.core.timers import Timers
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp import __version__
+from megatron.dpp.cli.run_config import RunConfig
+from megatron.dpp.errors import VersionMismatch
 from megatron.dpp.tokenizers import Tokenizer
-from megatron.dpp.train.loss_check import LossCheck
-from megatron.dpp.train.same_start import check_agreement
+from megatron.dpp.train.losses import LossCheck
 
-Args = argparse.Namespace
+Args = RunConfig
 
 
 @dataclass
 class Run:
-    """What the parts of a training run share.
+    """State that the parts of a training run share.
 
-    ``iteration``, ``consumed_train_samples`` and ``consumed_valid_samples`` are the run's
-    progress, as checkpoints hold it; ``flops_so_far`` counts floating point operations since
-    iteration 0.
+    ``iteration`` and the sample counts are the run's progress, as checkpoints hold it;
+    ``flops_so_far`` counts floating point operations since iteration 0. ``args`` never change.
     """
 
     args: Args
@@ -57,23 +65,21 @@ class Run:
 
     @property
     def is_first(self) -> bool:
-        """Rank 0: prints what concerns the whole job."""
+        """Rank 0, which prints what concerns the whole job."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """The last rank: it holds the losses and prints the log lines, as in Megatron-LM."""
+        """The last rank, which holds the losses and prints the log lines, as in Megatron-LM."""
         return self.rank == int(self.args.world_size) - 1
 
     def say(self, text: str) -> None:
-        """Print on rank 0."""
+        """Prints on rank 0."""
         if self.is_first:
             _print_line(text)
 
     def say_stage(self, text: str) -> None:
-        """Print on the first rank of every pipeline stage, with its number on all but rank 0."""
-        from megatron.core import parallel_state
-
+        """Prints on the first rank of every pipeline stage, with its number on all but rank 0."""
         if self.is_first:
             _print_line(text)
         elif (
@@ -83,84 +89,47 @@ class Run:
             _print_line(f"[rank {self.rank}] {text}")
 
     def say_last(self, text: str) -> None:
-        """Print on the last rank."""
+        """Prints on the last rank."""
         if self.is_last:
             _print_line(text)
 
     @contextlib.contextmanager
-    def timed(self, timer: str, level: int, barrier: bool = False) -> Iterator[None]:
-        """One of Megatron-LM's timers around a block; it runs with ``--timing-log-level`` from
-        ``level`` on."""
+    def timed(self, timer: str, *, level: int, barrier: bool = False) -> Iterator[None]:
+        """Runs one of Megatron-LM's timers around a block, from ``--timing-log-level`` ``level``
+        on."""
         self.timers(timer, log_level=level).start(barrier=barrier)
         yield
         self.timers(timer).stop()
 
 
 def _print_line(text: str) -> None:
-    """In one write, so that two ranks' lines do not run into each other; on a terminal the progress
-    line gives way."""
+    """Prints in one write, so that lines of two ranks do not mix; erases a progress line."""
     erase = "\r\x1b[K" if sys.stdout.isatty() else ""
     sys.stdout.write(erase + text + "\n")
     sys.stdout.flush()
 
 
-def choose_device(args: Args) -> None:
-    """Settle ``--device auto`` and what depends on it, in place: the backend, and kernels and
-    processes that need a GPU, where Megatron would stop in mid-start, or wait for ever.
-
-    Raises:
-        ConfigError: ``--device cuda`` on a machine without one.
-    """
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: PyTorch sees no GPU here; use --device cpu")
-    if args.device == "cpu":
-        args.distributed_backend = "gloo"
-        args.use_persistent_ckpt_worker = False  # it takes a GPU first; each save starts its own
-    if args.distributed_backend == "gloo":  # they are NCCL's
-        args.nccl_communicator_config_path, args.high_priority_stream_groups = None, []
-    if args.device == "cpu" or not _can_fuse_weight_gradients():
-        args.gradient_accumulation_fusion = False
-    kernel = "scaled_upper_triang_masked_softmax_cuda"
-    if args.device == "cpu" or importlib.util.find_spec(kernel) is None:
-        args.masked_softmax_fusion = False
-    if importlib.util.find_spec("transformer_engine") is None:  # its kernel does the fused rotation
-        args.apply_rope_fusion = False
-
-
-def _can_fuse_weight_gradients() -> bool:
-    from megatron.dpp.mcore.wgrad import (
-        fused as fused_wgrad,  # megatron-core on a CPU needs its support first
-    )
-
-    return fused_wgrad.available()
-
-
 def initialize(
     args: Args, rank: int, embedding_ranks: Callable[[list[int]], list[int]] | None = None
 ) -> Run:
-    """Join the job.
+    """Joins the job.
 
     Args:
-        embedding_ranks: which of a pipeline's ranks hold word embeddings; megatron-core's rule
-            when None.
+        embedding_ranks: gives the ranks of a pipeline that hold word embeddings; megatron-core's
+            rule when None.
     """
-    from megatron.core import num_microbatches_calculator, parallel_state
-    from megatron.core.safe_globals import register_safe_globals
-    from megatron.core.timers import Timers
-
     cpu_support = None
     if args.device == "cpu":
         from megatron.dpp.mcore.cpu import install
 
         cpu_support = install()
     if args.gradient_accumulation_fusion:
-        from megatron.dpp.mcore.wgrad import fused as fused_wgrad
+        from megatron.dpp.mcore.wgrad import fused
 
-        fused_wgrad.provide()
-    if args.deterministic_mode:
-        _use_deterministic_kernels()
+        fused.provide()
+    if args.deterministic_mode:  # equal inputs give equal bits, at some cost in speed
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is opened
+        torch.use_deterministic_algorithms(True)
     device = _join_process_group(args, rank)
     check_agreement(args, rank, args.world_size, dist.distributed_c10d._get_default_store())
     groups: dict[str, Any] = {"get_embedding_ranks": embedding_ranks} if embedding_ranks else {}
@@ -190,15 +159,11 @@ def initialize(
         args.data_parallel_size,
         args.decrease_batch_size_if_needed,
     )
-    _switch_reruns_off()
+    # megatron-core's gradient checks go through its re-run machine; here a bad gradient stops the
+    # run at once.
+    rerun_state_machine.initialize_rerun_state_machine(mode=rerun_state_machine.RerunMode.DISABLED)
     timers = Timers(args.timing_log_level, args.timing_log_option)
     return Run(args=args, rank=rank, device=device, timers=timers, cpu_support=cpu_support)
-
-
-def _use_deterministic_kernels() -> None:
-    """``--deterministic-mode``: equal inputs give equal bits, at some cost in speed."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is opened
-    torch.use_deterministic_algorithms(True)
 
 
 def _join_process_group(args: Args, rank: int) -> torch.device:
@@ -220,9 +185,7 @@ def _join_process_group(args: Args, rank: int) -> torch.device:
 
 
 def set_seeds(args: Args) -> None:
-    """Megatron-LM's seeds: by pipeline rank, then the tensor-parallel generators."""
-    from megatron.core import parallel_state, tensor_parallel
-
+    """Sets Megatron-LM's seeds: by pipeline rank, then the tensor-parallel generators."""
     seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     if args.data_parallel_random_init:
         seed += 10 * parallel_state.get_data_parallel_rank()
@@ -234,9 +197,57 @@ def set_seeds(args: Args) -> None:
     )
 
 
-def _switch_reruns_off() -> None:
-    """megatron-core's gradient checks go through its re-run machine; here a bad gradient stops the
-    run at once."""
-    from megatron.core import rerun_state_machine
+# May differ from host to host: paths, and a rank's own number.
+_MAY_DIFFER = ("rank", "local_rank", "save", "load", "pretrained_checkpoint")
+_PATHS = ("_path", "_dir", "_file", "_cfg")
+_MAX_SHOWN = 5
 
-    rerun_state_machine.initialize_rerun_state_machine(mode=rerun_state_machine.RerunMode.DISABLED)
+
+def description(args: RunConfig) -> dict[str, str]:
+    """Settings and versions that all ranks must share, as text by name."""
+    said = {
+        "--" + name.replace("_", "-"): repr(value)
+        for name, value in sorted(vars(args).items())
+        if name not in _MAY_DIFFER and not name.endswith(_PATHS)
+    }
+    said["megatron.dpp"] = __version__
+    said["Python"] = ".".join(platform.python_version_tuple()[:2])
+    for package in ("torch", "megatron-core"):
+        try:
+            said[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            said[package] = "not installed as a package"
+    return said
+
+
+def differences(own: dict[str, str], first: dict[str, str], rank: int, host: str) -> str:
+    """Describes how a rank differs from rank 0; empty when it does not."""
+    nothing = "not known"
+    names = [name for name in {**first, **own} if own.get(name) != first.get(name)]
+    shown = [
+        f"{name} is {first.get(name, nothing)} on rank 0 and {own.get(name, nothing)} on "
+        f"rank {rank} ({host})"
+        for name in names[:_MAX_SHOWN]
+    ]
+    more = [f"{len(names) - _MAX_SHOWN} more differ"] if len(names) > _MAX_SHOWN else []
+    return "; ".join(shown + more)
+
+
+def check_agreement(args: RunConfig, rank: int, world_size: int, store: Any) -> None:
+    """Compares all ranks' settings and versions with rank 0's through the job's store, before
+    anything is built.
+
+    Raises:
+        VersionMismatch: on every rank; names each difference, both values and the host.
+    """
+    own = description(args)
+    if rank == 0:
+        store.set("dpp/arguments", json.dumps(own))
+        found = [store.get(f"dpp/arguments/{peer}").decode() for peer in range(1, world_size)]
+        store.set("dpp/arguments/verdict", next(filter(None, found), ""))
+    else:
+        first = json.loads(store.get("dpp/arguments").decode())
+        store.set(f"dpp/arguments/{rank}", differences(own, first, rank, platform.node()))
+    verdict = store.get("dpp/arguments/verdict").decode()
+    if verdict:
+        raise VersionMismatch(f"{verdict}: start all nodes with equal arguments and versions")

@@ -1,8 +1,5 @@
-"""Megatron-LM's log lines, character by character, and the TensorBoard and Weights & Biases values
-beside them.
-
-``loop`` feeds :class:`TrainingLog` once per iteration; the last rank prints.
-"""
+"""Megatron-LM's log lines, character by character, and the values for TensorBoard and Weights &
+Biases. The last rank prints."""
 
 from __future__ import annotations
 
@@ -34,16 +31,22 @@ _TIMERS = (
     "optimizer-clip-main-grad", "optimizer-count-zeros", "optimizer-inner-step",
     "optimizer-copy-main-to-model-params", "optimizer",
 )  # fmt: skip
-"""What megatron-core and the training loop time, in the order of the log."""
+"""The timers of megatron-core and the training loop, in the order of the log."""
+
+
+_MEMORY = {
+    "mem-reserved-bytes": "reserved_bytes.all.current",
+    "mem-allocated-bytes": "allocated_bytes.all.current",
+    "mem-max-allocated-bytes": "allocated_bytes.all.peak",
+    "mem-allocated-count": "allocation.all.current",
+}
+"""TensorBoard's names to those of ``torch.cuda.memory_stats``."""
 
 
 @dataclass(kw_only=True)
 class StepResult:
-    """What one training step gave.
-
-    ``losses`` is filled on the last pipeline stage only. ``grad_norm`` is None in a skipped
-    iteration.
-    """
+    """Result of one training step: ``losses`` on the last pipeline stage alone; ``grad_norm`` None
+    in a skipped iteration."""
 
     losses: dict[str, torch.Tensor]
     skipped: bool
@@ -57,7 +60,7 @@ class StepResult:
 
 @dataclass
 class TrainingLog:
-    """Sums since the last line, and the writers."""
+    """Totals since the last line, and the writers."""
 
     run: Run
     writers: Writers
@@ -68,7 +71,7 @@ class TrainingLog:
     lines: int = 0
 
     def add(self, step: StepResult) -> None:
-        """Count one iteration, and print a line when one is due."""
+        """Counts one iteration, and prints a line when one is due."""
         self._sum_up(step)
         run = self.run
         if run.iteration % run.args.tensorboard_log_interval == 0:
@@ -86,10 +89,10 @@ class TrainingLog:
             self.totals[name] = self.totals.get(name, torch.zeros_like(value)) + value
 
     def _print(self, step: StepResult) -> None:
-        # Every rank takes part: reading the timer is a barrier.
+        # Every rank calls this: reading the timer is a barrier.
         run, args = self.run, self.run.args
-        # The first line stands alone; a longer interval it falls into keeps its sums, as in
-        # Megatron-LM (which keeps them for an interval of 1 too, and so prints two in one).
+        # The first line stands alone. A longer interval that it falls into keeps its totals, as in
+        # Megatron-LM (which also keeps them for an interval of 1: its second line counts both).
         reset = self.lines > 0 or args.log_interval == 1
         count = self.advanced + self.skipped
         seconds = run.timers("interval-time").elapsed(barrier=True, reset=reset) / count
@@ -105,7 +108,7 @@ class TrainingLog:
             flops = flops_per_iteration(args, step.batch_size)
             rate = flops / (seconds * 10**12 * args.world_size)
             parts.append(f"throughput per GPU (TFLOP/s/GPU): {rate:.1f}")
-            self.writers.add("throughput", rate, run)
+            self.writers.add("throughput", rate)
         parts += [
             f"learning rate: {step.learning_rate:.6E}",
             f"global batch size: {step.batch_size:5d}",
@@ -116,29 +119,26 @@ class TrainingLog:
                 parts.append(f"{name}: {average:.6E}")
         parts += self._tail(step)
         run.say_last(" | ".join(parts) + " |")
-        self._report_timers(count, reset)
+        self._report_timers(count, reset=reset)
         if reset:
             self.totals = {name: torch.zeros_like(total) for name, total in self.totals.items()}
             self.advanced = self.skipped = self.nans = 0
         self.lines += 1
 
     def _tail(self, step: StepResult) -> list[str]:
-        parts = [f"loss scale: {step.loss_scale:.1f}"]
-        if step.grad_norm is not None:
-            parts.append(f"grad norm: {step.grad_norm:.3f}")
-        if step.num_zeros is not None:
-            parts.append(f"num zeros: {step.num_zeros}")
-        if step.params_norm is not None:
-            parts.append(f"params norm: {step.params_norm:.3f}")
+        norm, params = step.grad_norm, step.params_norm
         return [
-            *parts,
+            f"loss scale: {step.loss_scale:.1f}",
+            *([] if norm is None else [f"grad norm: {norm:.3f}"]),
+            *([] if step.num_zeros is None else [f"num zeros: {step.num_zeros}"]),
+            *([] if params is None else [f"params norm: {params:.3f}"]),
             f"number of skipped iterations: {self.skipped:3d}",
             f"number of nan iterations: {self.nans:3d}",
         ]
 
-    def _report_timers(self, count: int, reset: bool) -> None:
-        """Milliseconds per iteration since the last line. Every rank takes part, with the same
-        names: which timers run depends on the pipeline stage."""
+    def _report_timers(self, count: int, *, reset: bool) -> None:
+        """Milliseconds per iteration since the last line. A collective: every rank passes the same
+        names, although the timers that run depend on the pipeline stage."""
         run, timers = self.run, self.run.timers
         if run.args.log_timers_to_tensorboard:
             timers.write(_TIMERS, self.writers.board, run.iteration, normalizer=count, reset=False)
@@ -148,41 +148,35 @@ class TrainingLog:
                 run.say_last(text)
 
     def _write_values(self, step: StepResult) -> None:
-        run, add = self.run, self.writers.add
-        add("learning-rate", step.learning_rate, run, samples=True)
-        add("batch-size", step.batch_size, run, samples=True)
-        for name, value in step.losses.items():
-            add(name, value, run, samples=True)
-        if run.args.log_loss_scale_to_tensorboard:
-            add("loss-scale", step.loss_scale, run, samples=True)
-        if run.args.log_world_size_to_tensorboard:
-            add("world-size", run.args.world_size, run, samples=True)
-        for name, number in (
-            ("grad-norm", step.grad_norm),
-            ("num-zeros", step.num_zeros),
-            ("params-norm", step.params_norm),
-        ):
-            if number is not None:
-                add(name, number, run, samples=True)
+        run, args, add = self.run, self.run.args, self.writers.add
+        values: dict[str, Any] = {
+            "learning-rate": step.learning_rate,
+            "batch-size": step.batch_size,
+            **step.losses,
+            "loss-scale": step.loss_scale if args.log_loss_scale_to_tensorboard else None,
+            "world-size": args.world_size if args.log_world_size_to_tensorboard else None,
+            "grad-norm": step.grad_norm,
+            "num-zeros": step.num_zeros,
+            "params-norm": step.params_norm,
+        }
+        for name, value in values.items():
+            if value is not None:
+                add(name, value, samples=True)
         for name, value in run.recorder.scalars().items():
-            add(name, value, run)
-        if run.args.log_memory_to_tensorboard and run.device.type == "cuda":
+            add(name, value)
+        if args.log_memory_to_tensorboard and run.device.type == "cuda":
             statistics = torch.cuda.memory_stats()
-            for name, key in (
-                ("mem-reserved-bytes", "reserved_bytes.all.current"),
-                ("mem-allocated-bytes", "allocated_bytes.all.current"),
-                ("mem-max-allocated-bytes", "allocated_bytes.all.peak"),
-                ("mem-allocated-count", "allocation.all.current"),
-            ):
-                add(name, statistics[key], run)
+            for name, key in _MEMORY.items():
+                add(name, statistics[key])
 
 
 class Writers:
-    """TensorBoard's and Weights & Biases' writers of the last rank; elsewhere and without flags,
-    none."""
+    """TensorBoard's and Weights & Biases' writers of the last rank; none elsewhere or without
+    flags."""
 
     def __init__(self, run: Run) -> None:
         args = run.args
+        self._run = run
         self.board: Any = None
         """TensorBoard's ``SummaryWriter`` or None."""
         self._wandb: Any = None
@@ -195,8 +189,9 @@ class Writers:
         if run.is_last and args.wandb_project:
             self._wandb = _open_wandb(args)
 
-    def add(self, name: str, value: Any, run: Run, samples: bool = False) -> None:
-        """One value at this iteration; with ``samples`` also over consumed samples."""
+    def add(self, name: str, value: Any, *, samples: bool = False) -> None:
+        """Writes one value at this iteration; with ``samples`` also over consumed samples."""
+        run = self._run
         if self.board is not None:
             self.board.add_scalar(name, value, run.iteration)
             if samples:
@@ -205,7 +200,7 @@ class Writers:
             self._wandb.log({name: value}, run.iteration)
 
     def close(self) -> None:
-        """Flush and close; calling it twice is fine."""
+        """Flushes and closes; calling it twice is fine."""
         if self.board is not None:
             self.board.close()
         if self._wandb is not None:
@@ -214,10 +209,10 @@ class Writers:
 
 
 def _open_wandb(args: argparse.Namespace) -> Any:
-    """A run at Weights & Biases (``WANDB_MODE=offline`` in the environment: on disk only).
+    """Opens a run at Weights & Biases, on disk only with ``WANDB_MODE=offline`` in the environment.
 
     Raises:
-        DataError: it cannot be opened: no key, no network, or no place for its files.
+        DataError: no key, no network, or no place for its files.
     """
     import wandb
 
@@ -240,7 +235,7 @@ def _open_wandb(args: argparse.Namespace) -> Any:
 
 
 def print_peaks(run: Run, held: float) -> None:
-    """What each rank of the first pipeline held at most, in chunk activations. A collective."""
+    """Prints the most chunk activations that each rank of the first pipeline held; a collective."""
     group = parallel_state.get_pipeline_model_parallel_group()
     peaks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(peaks, held, group=group)
@@ -252,16 +247,15 @@ def print_peaks(run: Run, held: float) -> None:
 def print_evaluation(
     run: Run, prefix: str, losses: Mapping[str, torch.Tensor], writers: Writers
 ) -> None:
-    """Megatron-LM's framed line, for example `` validation loss at iteration 10 | lm loss value:
-    ...``."""
+    """Prints Megatron-LM's framed line, `` validation loss at iteration 10 | ...``."""
     text = f" validation loss at {prefix} | "
     for name, loss in losses.items():
         value = loss.item()
         perplexity = math.exp(min(20, value))
         text += f"{name} value: {value:.6E} | {name} PPL: {perplexity:.6E} | "
-        writers.add(f"{name} validation", value, run, samples=True)
+        writers.add(f"{name} validation", value, samples=True)
         if run.args.log_validation_ppl_to_tensorboard:
-            writers.add(f"{name} validation ppl", perplexity, run, samples=True)
+            writers.add(f"{name} validation ppl", perplexity, samples=True)
     frame = "-" * (len(text) + 1)
     for line in (frame, text, frame):
         run.say_last(line)

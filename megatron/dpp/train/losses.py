@@ -1,19 +1,24 @@
-"""What the loss functions of ``gpt`` and ``bert`` share, and the losses that layers add by
-themselves."""
+"""Losses: checked without making the host wait for the device, averaged for the log, and the ones
+that layers add by themselves."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.transformer.moe.moe_utils import track_moe_metrics
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 
 from megatron.dpp.errors import DppError
-from megatron.dpp.mcore.training.grad_checks import GradientChecks
+from megatron.dpp.mcore.training.grad_checks import GradientChecks, on_the_way
 from megatron.dpp.plan.layer_patterns import layers_with_experts
-from megatron.dpp.train.initialize import Run
+
+if TYPE_CHECKING:
+    from megatron.dpp.train.initialize import Run
 
 
 def masked_sum(output: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,16 +29,56 @@ def masked_sum(output: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, 
     return total, flat.sum().detach().to(torch.int)
 
 
-def checked(run: Run, loss: torch.Tensor) -> torch.Tensor:
-    """``loss``, unless one of this iteration's losses is known not to be finite and the user wants
-    to be stopped then.
+class LossCheck:
+    """Finds a training loss of this rank that is NaN or infinite.
 
-    An evaluation goes on and reports it, as Megatron-LM's: one microbatch of short sentences
-    without a masked token is enough for BERT's NaN.
+    A loss on a GPU is read when a later one is added and its copy has arrived; the rest is waited
+    for when the step is launched. Reading each at once would let every forward of the last stage
+    end before the next task could be launched. A loss on a CPU is read at once.
+    """
+
+    def __init__(self) -> None:
+        self._unread: deque[tuple[torch.Tensor, Any]] = deque()
+        self._iteration = -1
+
+    def add(self, loss: torch.Tensor, iteration: int) -> float | None:
+        """Takes the loss of one microbatch, a scalar; forgets unread ones of earlier iterations.
+
+        Returns:
+            The first loss found that is not finite, None without one.
+        """
+        if iteration != self._iteration:
+            self._iteration = iteration
+            self._unread.clear()
+        self._unread.append(on_the_way(loss.detach()))
+        return self._read(wait=False)
+
+    def rest(self) -> float | None:
+        """Waits for all losses; the first that is not finite, None without one."""
+        return self._read(wait=True)
+
+    def _read(self, *, wait: bool) -> float | None:
+        while self._unread:
+            value, event = self._unread[0]
+            if event is not None:
+                if wait:
+                    event.synchronize()
+                elif not event.query():
+                    return None
+            self._unread.popleft()
+            if not math.isfinite(value.item()):
+                return value.item()
+        return None
+
+
+def checked(run: Run, loss: torch.Tensor) -> torch.Tensor:
+    """``loss``, unless a training loss of this iteration is known not to be finite.
+
+    An evaluation reports such a loss and goes on, as Megatron-LM's: one microbatch of short
+    sentences without a masked token gives BERT a NaN.
 
     Raises:
-        DppError: NaN or infinity, with the iteration; switched off by
-            ``--no-check-for-nan-in-loss-and-grad``.
+        DppError: names iteration and value; off with ``--no-check-for-nan-in-loss-and-grad``.
     """
     if run.args.check_for_nan_in_loss_and_grad and loss.requires_grad:
         _refuse(run, run.loss_check.add(loss, run.iteration))
@@ -41,11 +86,11 @@ def checked(run: Run, loss: torch.Tensor) -> torch.Tensor:
 
 
 def check_step(run: Run, gradients: GradientChecks) -> None:
-    """The same for what no GPU had computed when a step was launched: its last losses, and the
-    gradients of this rank before they were reduced. The parameters may have been updated with them.
+    """Checks the losses that were not computed yet when the step was launched, and this rank's
+    gradients before their reduction. The parameters may have been updated with them.
 
     Raises:
-        DppError: as there.
+        DppError: one of them is not finite.
     """
     _refuse(run, run.loss_check.rest())
     found = gradients.read()
@@ -54,10 +99,10 @@ def check_step(run: Run, gradients: GradientChecks) -> None:
 
 
 def check_norm(run: Run, grad_norm: float | None) -> None:
-    """The same for the norm of all gradients, which every rank knows: replicas end together.
+    """Checks the norm of all gradients, which every rank knows: replicas end together.
 
     Raises:
-        DppError: as there.
+        DppError: it is not finite.
     """
     if grad_norm is None or math.isfinite(grad_norm):
         return
@@ -85,15 +130,16 @@ _BALANCING = {
 
 
 def added_losses(args: argparse.Namespace, num_microbatches: int) -> dict[str, torch.Tensor]:
-    """What routers and layers that predict further tokens have added to the loss since the last
-    call: means over the iteration's microbatches, under Megatron-LM's names.
+    """Losses that routers and multi-token prediction have added since the last call: means over the
+    iteration's microbatches, under Megatron-LM's names. A collective over pipeline and replicas.
 
-    ``load_balancing_loss``, ``z_loss`` and their kin are means over the layers with experts, the
-    same on all ranks; ``mtp_1 loss`` and so on are there on the last stage. A collective over the
-    pipeline and the replicas.
+    ``load_balancing_loss``, ``z_loss`` and similar ones are means over the layers with experts, the
+    same on all ranks; ``mtp_1 loss`` and so on are on the last stage only.
     """
     losses: dict[str, torch.Tensor] = {}
     if args.num_experts:
+        from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+
         kinds = args.moe_router_load_balancing_type
         kinds = [kinds] if isinstance(kinds, str) else kinds
         names = [_BALANCING[kind] for kind in kinds if kind in _BALANCING]
@@ -110,7 +156,51 @@ def added_losses(args: argparse.Namespace, num_microbatches: int) -> dict[str, t
             mtp_num_layers=args.mtp_num_layers,
         )
     if args.mtp_num_layers:
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
         MTPLossLoggingHelper.track_mtp_metrics(
             1 / num_microbatches, 0, writer=None, total_loss_dict=losses
         )
     return {name: loss.detach().clone() for name, loss in losses.items()}
+
+
+def mean_losses(reduced: list[Any]) -> dict[str, torch.Tensor]:
+    """Average of each loss over microbatches and replicas, by tokens where the loss function counts
+    them; empty off the last stage. A collective over the replicas."""
+    means = {}
+    for name, values in _by_name(reduced):
+        if values[0].numel() == 2:
+            total, count = _over_replicas(torch.vstack(values).sum(dim=0))
+            means[name] = total / count
+        else:
+            means[name] = _over_replicas(torch.cat(values).mean()) / _num_replicas()
+    return means
+
+
+def summed_losses(reduced: list[Any]) -> dict[str, torch.Tensor]:
+    """Numerator and denominator of each loss of one evaluation batch; as :func:`mean_losses`."""
+    sums = {}
+    for name, values in _by_name(reduced):
+        if values[0].numel() == 2:
+            sums[name] = _over_replicas(torch.vstack(values).sum(dim=0))
+        else:
+            total = _over_replicas(torch.cat(values).sum())
+            count = torch.full_like(total, len(values) * _num_replicas())
+            sums[name] = torch.stack([total, count])
+    return sums
+
+
+def _by_name(reduced: list[Any]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Each loss with its values of all microbatches."""
+    if mpu.is_pipeline_last_stage(ignore_virtual=True) and reduced:
+        for name in reduced[0]:
+            yield name, [each[name].view(-1) for each in reduced]
+
+
+def _over_replicas(sums: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(sums, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    return sums
+
+
+def _num_replicas() -> int:
+    return int(mpu.get_data_parallel_world_size(with_context_parallel=True))

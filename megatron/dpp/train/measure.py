@@ -1,9 +1,8 @@
-"""``--estimate``: say before training what a run should need, and after some iterations what it
-did.
+"""``--estimate``: the estimated time and memory of a run, and the measured ones after some
+iterations.
 
-The estimate is ``megatron.dpp.plan``'s. Memory is measured in PyTorch's allocator, so only on a
-GPU; weights, gradients and optimizer state are the sizes of the tensors themselves. ``loop`` asks
-for both at the right moments.
+The estimate is ``megatron.dpp.plan``'s. Activations are measured in PyTorch's allocator, so only on
+a GPU; weights, gradients and optimizer state are the sizes of their tensors.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from megatron.dpp.plan import Device, Estimate, cpu_device, estimate, gpu_device
 from megatron.dpp.plan.text import lines, size
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.metrics import MetricsFile
+from megatron.dpp.train.model import Trainee
 
 _WARM_UP = {"cpu": 2, "cuda": 5}
 """Iterations before the measured one: the first allocates and compiles, on a GPU the third and
@@ -28,10 +28,14 @@ fourth may capture graphs."""
 
 
 class Comparison:
-    """The estimate of a run and what was measured of it; without ``--estimate`` it does nothing."""
+    """Estimate and measurement of a run; does nothing without ``--estimate``.
 
-    def __init__(self, run: Run, chunks: list[Any], optimizer: Any, arch: str) -> None:
-        self._run, self._chunks, self._optimizer = run, chunks, optimizer
+    Args:
+        arch: ``gpt`` or ``bert``.
+    """
+
+    def __init__(self, run: Run, trainee: Trainee, arch: str) -> None:
+        self._run, self._trainee = run, trainee
         args = run.args
         self._at = min(run.iteration + _WARM_UP[run.device.type], (args.train_iters or 1) - 1)
         self._peak: int | None = None
@@ -48,7 +52,7 @@ class Comparison:
 
     @contextlib.contextmanager
     def memory(self) -> Iterator[None]:
-        """Around the forwards and backwards of an iteration: notes their peak when it is due."""
+        """Measures the peak memory of a block, the forwards and backwards of the due iteration."""
         measured = self._due and self._run.device.type == "cuda"
         if measured:
             torch.cuda.reset_peak_memory_stats()
@@ -57,16 +61,13 @@ class Comparison:
             self._peak = torch.cuda.max_memory_allocated() + _captured_bytes()
 
     def after_iteration(self, seconds: float, metrics: MetricsFile) -> None:
-        """Print the comparison once, when the measured iteration is over. A collective then.
-
-        Args:
-            seconds: that the iteration took.
-        """
+        """Prints the comparison once, after the measured iteration, which took ``seconds``. A
+        collective then."""
         if self._found is None or self._run.iteration != self._at + 1:
             return
         mine = {
             "stage": mpu.get_pipeline_model_parallel_rank(),
-            "state": state_bytes(self._chunks, self._optimizer),
+            "state": state_bytes(self._trainee),
             "peak": self._peak,
             "seconds": seconds,
         }
@@ -74,17 +75,21 @@ class Comparison:
         dist.all_gather_object(ranks, mine)
         rows = _rows(self._found, ranks)
         text = [f"estimate and measurement, iteration {self._run.iteration}:"]
-        text += [f"  {_line(*row)}" for row in rows] + [f"  {_rate(self._found, rows[-1][2])}"]
-        self._run.say("\n".join(text))
+        text += [_line(*row) for row in rows]
+        # The rate that makes the estimate right if all of the time goes into matrix products.
+        slowest = max(rank["seconds"] for rank in ranks)
+        rate = self._found.flops_per_device * self._found.seconds / slowest
+        text.append(f"useful work: {rate / 1e12:.4g} TFLOP/s per device")
+        self._run.say("\n  ".join(text))
         metrics.write(
             iteration=self._run.iteration,
-            estimate={name: [guess, real] for name, guess, real, _ in rows},
+            estimate={name: [guess, real] for name, guess, real in rows},
             bubble=self._found.bubble,
         )
 
 
 def _captured_bytes() -> int:
-    """Memory of CUDA graphs, which count as free for PyTorch's allocator once captured."""
+    """Memory of CUDA graphs, which PyTorch's allocator counts as free once they are captured."""
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     captured = (s for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0))
     return sum(s["total_size"] - s["allocated_size"] for s in captured)
@@ -97,44 +102,37 @@ def _device(run: Run) -> Device:
     return cpu_device(int(run.args.world_size))
 
 
-def _rows(found: Estimate, ranks: list[Any]) -> list[tuple[str, float, float | None, bool]]:
-    """Name, estimate, measurement, whether it is bytes. Of a stage's ranks, the largest counts."""
-    rows: list[tuple[str, float, float | None, bool]] = []
+def _rows(found: Estimate, ranks: list[Any]) -> list[tuple[str, float, float | None]]:
+    """Name, estimate and measurement, the largest of a stage's ranks; the last row is the time."""
+    rows: list[tuple[str, float, float | None]] = []
     for stage, memory in enumerate(found.ranks):
         mine = [rank for rank in ranks if rank["stage"] == stage]
         state = max(rank["state"] for rank in mine)
-        rows.append((f"stage {stage}, state", memory.state, state, True))
+        rows.append((f"stage {stage}, state", memory.state, state))
         peaks = [rank["peak"] - rank["state"] for rank in mine if rank["peak"] is not None]
         guess = memory.activations + memory.workspace
-        rows.append((f"stage {stage}, activations", guess, max(peaks, default=None), True))
-    rows.append(("seconds", found.seconds, max(rank["seconds"] for rank in ranks), False))
+        rows.append((f"stage {stage}, activations", guess, max(peaks, default=None)))
+    rows.append(("seconds", found.seconds, max(rank["seconds"] for rank in ranks)))
     return rows
 
 
-def _line(name: str, guess: float, real: float | None, is_bytes: bool) -> str:
-    show = size if is_bytes else (lambda seconds: f"{seconds * 1e3:.1f} ms")
+def _line(name: str, guess: float, real: float | None) -> str:
     label = {"state": "weights, gradients, optimizer", "activations": "activations and workspace"}
     stage, _, kind = name.partition(", ")
     text = f"{stage}: {label[kind]}" if kind else "time per iteration"
+    show = size if kind else (lambda seconds: f"{seconds * 1e3:.1f} ms")
     if real is None:
         return f"{text}: {show(guess)} estimated, not measured without a GPU"
     error = f"{guess / real - 1:+.1%}" if real else "-"
     return f"{text}: {show(guess)} estimated, {show(real)} measured ({error})"
 
 
-def _rate(found: Estimate, seconds: float | None) -> str:
-    """The rate that would have made the estimate right, were all of the time matrix products."""
-    assert seconds
-    useful = found.flops_per_device * found.seconds / seconds
-    return f"useful work: {useful / 1e12:.4g} TFLOP/s per device"
-
-
-def state_bytes(chunks: list[Any], optimizer: Any) -> int:
+def state_bytes(trainee: Trainee) -> int:
     """Bytes of this rank's weights, gradients and optimizer state."""
-    tensors = [p for chunk in chunks for p in chunk.parameters()]
-    total = sum(_local(p).nbytes for p in tensors)
-    total += sum(_gradient_bytes(chunk) for chunk in chunks)
-    return total + sum(_optimizer_bytes(each) for each in _inner(optimizer))
+    optimizers = getattr(trainee.optimizer, "chained_optimizers", [trainee.optimizer])
+    weights = sum(_local(p).nbytes for chunk in trainee.chunks for p in chunk.parameters())
+    gradients = sum(_gradient_bytes(chunk) for chunk in trainee.chunks)
+    return weights + gradients + sum(_optimizer_bytes(each) for each in optimizers)
 
 
 def _gradient_bytes(chunk: Any) -> int:
@@ -146,13 +144,9 @@ def _gradient_bytes(chunk: Any) -> int:
     return sum(_local(p).nbytes for p in chunk.parameters())  # gradients like the parameters
 
 
-def _inner(optimizer: Any) -> list[Any]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
 def _optimizer_bytes(optimizer: Any) -> int:
-    """Moments, and fp32 copies of parameters (which distributed and plain optimizers name in
-    their own ways)."""
+    """Moments and fp32 copies of parameters; distributed and plain optimizers name these copies
+    differently."""
     state = getattr(optimizer.optimizer, "state", {})
     moments = [v for each in state.values() for v in each.values() if isinstance(v, torch.Tensor)]
     copies = []
@@ -163,6 +157,6 @@ def _optimizer_bytes(optimizer: Any) -> int:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
+    """This rank's part of a DTensor; any other tensor unchanged."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part

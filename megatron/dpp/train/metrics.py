@@ -1,7 +1,7 @@
-"""``--metrics-file``: one JSON line per iteration with values in full precision.
+"""Parameter norms and hashes, and ``--metrics-file``: a JSON line per iteration in full precision.
 
-Written by the last rank, which holds the losses. Lines with a key ``set`` are evaluations; the
-last line of a run has ``parameters_sha256`` per rank, so that two runs can be shown to end bitwise
+The last rank, which holds the losses, writes the file. Lines with a key ``set`` are evaluations;
+the last line of a run has ``parameters_sha256`` per rank: two runs with equal ones end bitwise
 equal.
 """
 
@@ -11,11 +11,13 @@ import hashlib
 import json
 import resource
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.train.initialize import Run
@@ -38,47 +40,27 @@ class MetricsFile:
                 raise DataError(f"--metrics-file {path}: {error.strerror}") from error
 
     def write(self, **values: Any) -> None:
-        """One line; tensors become numbers."""
+        """Writes one line; tensors become numbers."""
         if self._file is not None:
-            plain = {
-                name.replace("_", " ") if name == "grad_norm" else name: _plain(value)
-                for name, value in values.items()
-            }
-            self._file.write(json.dumps(plain) + "\n")
+            self._file.write(json.dumps(values, default=torch.Tensor.item) + "\n")
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file; calling it twice is fine."""
+        """Closes the file; calling it twice is fine."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value
-
 
 def peak_memory_bytes(run: Run) -> int:
-    """Most memory this process has held: allocated on the GPU, or resident on the host without
-    one."""
+    """Peak memory of this process: allocated on the GPU, or resident on the host without one."""
     if run.device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(run.device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def parameters_sha256(chunks: list[Any]) -> str:
-    """Hash of the names and bits of all parameters of this rank, chunk by chunk."""
+    """Hash of the names and bits of all parameters of this rank, in the order of the chunks."""
     digest = hashlib.sha256()
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -94,3 +76,34 @@ def gather_hashes(run: Run, chunks: list[Any]) -> dict[str, str]:
     hashes: list[Any] = [None] * run.args.world_size
     dist.all_gather_object(hashes, parameters_sha256(chunks))
     return {str(rank): text for rank, text in enumerate(hashes)}
+
+
+def parameters_norm(chunks: list[Any], *, from_main: bool) -> float:
+    """L2 norm over all ranks of the model, with each parameter counted once; a collective.
+
+    Args:
+        from_main: reads the fp32 copy where the optimizer keeps one (bf16).
+    """
+    total = torch.zeros(1, dtype=torch.float32, device=torch.cuda.current_device())
+    experts = torch.zeros_like(total)  # that expert-parallel ranks hold apart
+    shares = torch.zeros_like(total)  # of main parameters that the distributed optimizer splits
+    for parameter in (p for chunk in chunks for p in chunk.parameters()):
+        if not (
+            param_is_not_tensor_parallel_duplicate(parameter) and param_is_not_shared(parameter)
+        ):
+            continue
+        main = getattr(parameter, "main_param", None) if from_main else None
+        if from_main and getattr(parameter, "main_param_sharded", False):
+            if main is not None:
+                shares += main.float().norm() ** 2
+            continue
+        squares = (parameter.detach() if main is None else main).float().norm() ** 2
+        if getattr(parameter, "allreduce", True):
+            total += squares
+        else:
+            experts += squares
+    dist.all_reduce(shares, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    total += shares
+    dist.all_reduce(total, group=mpu.get_model_parallel_group())
+    dist.all_reduce(experts, group=mpu.get_expert_tensor_model_pipeline_parallel_group())
+    return float((total + experts).sqrt().item())

@@ -1,13 +1,11 @@
-"""Model chunks, gradient buffers, optimizer and learning rate: built with megatron-core, in
-Megatron-LM's order.
+"""Builds model chunks, gradient buffers, optimizer and learning rate with megatron-core.
 
-The order matters: parameters are initialised chunk by chunk, and nothing else draws random numbers
-in between, so the same seed gives Megatron-LM's parameters.
+The order is Megatron-LM's: parameters are initialised chunk by chunk, and nothing else draws random
+numbers in between, so the same seed gives Megatron-LM's parameters.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,24 +14,25 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.mcore.wgrad.te import delay_weight_gradients
 from megatron.dpp.train.configs import ddp_config, optimizer_config
 from megatron.dpp.train.initialize import Run
 
-Args = argparse.Namespace
-ChunkBuilder = Callable[[Args, TransformerConfig, bool, bool, "int | None"], torch.nn.Module]
-"""``(args, config, pre_process, post_process, vp_stage)`` to one bare model chunk."""
+Args = RunConfig
+ChunkBuilder = Callable[..., torch.nn.Module]
+"""``(args, config, pre_process=..., post_process=..., vp_stage=...)`` to one bare model chunk."""
 
 
 @dataclass
 class Trainee:
-    """What is trained: this rank's chunks (wrapped), their configuration, and what updates them."""
+    """This rank's wrapped chunks, their configuration, and their optimizer and its scheduler."""
 
     chunks: list[Any]
     config: TransformerConfig
@@ -42,18 +41,14 @@ class Trainee:
 
 
 def build_trainee(run: Run, config: TransformerConfig, build_chunk: ChunkBuilder) -> Trainee:
-    """Build everything. With ``--skip-train`` there is no optimizer and no gradient buffer; with
-    ``--deepspeed-zero-stage`` ``zero_engine`` brings its own.
-    """
+    """Builds everything; no gradient buffers and no optimizer with ``--skip-train``, nor with
+    ``--deepspeed-zero-stage``, where ``zero_engine`` brings its own."""
     args = run.args
     _delay_weight_gradients(run, config)
-    chunks = _bare_chunks(args, config, build_chunk)
+    chunks = bare_chunks(args, config, build_chunk)
     count = sum(p.nelement() for chunk in chunks for p in chunk.parameters())
     if mpu.get_data_parallel_rank(with_context_parallel=True) == 0:
-        place = (
-            mpu.get_tensor_model_parallel_rank(),
-            mpu.get_pipeline_model_parallel_rank(),
-        )
+        place = (mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank())
         print(
             f" > number of parameters on (tensor, pipeline) model parallel rank {place}: {count}",
             flush=True,
@@ -76,7 +71,7 @@ def build_trainee(run: Run, config: TransformerConfig, build_chunk: ChunkBuilder
 
 
 def _delay_weight_gradients(run: Run, config: TransformerConfig) -> None:
-    """Before the model is built: a split backward needs Transformer Engine's layers to be told."""
+    """Prepares a split backward of Transformer Engine's layers, before the model is built."""
     args = run.args
     if not (args.use_dpp and args.dpp_split_backward) or args.transformer_impl == "local":
         return
@@ -85,14 +80,21 @@ def _delay_weight_gradients(run: Run, config: TransformerConfig) -> None:
         run.say(f"--dpp-split-backward: the backward is fused: {reason}")
 
 
-def _bare_chunks(args: Args, config: TransformerConfig, build_chunk: ChunkBuilder) -> list[Any]:
+def ends(vp_stage: int | None) -> tuple[bool, bool]:
+    """Tells whether a chunk is the first and whether it is the last of the pipeline."""
+    where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    return mpu.is_pipeline_first_stage(**where), mpu.is_pipeline_last_stage(**where)
+
+
+def bare_chunks(args: Args, config: TransformerConfig, build_chunk: ChunkBuilder) -> list[Any]:
+    """Builds this rank's chunks, without gradient buffers."""
     num_chunks = args.virtual_pipeline_model_parallel_size
     chunks = []
     for vp_stage in range(num_chunks) if num_chunks else (None,):
-        ignore = vp_stage is None
-        first = mpu.is_pipeline_first_stage(ignore_virtual=ignore, vp_stage=vp_stage)
-        last = mpu.is_pipeline_last_stage(ignore_virtual=ignore, vp_stage=vp_stage)
-        chunk: Any = build_chunk(args, config, first, last, vp_stage)
+        first, last = ends(vp_stage)
+        chunk: Any = build_chunk(
+            args, config, pre_process=first, post_process=last, vp_stage=vp_stage
+        )
         chunk.vp_stage = vp_stage
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -110,7 +112,7 @@ def _with_gradient_buffers(
             config,
             settings,
             chunk,
-            # Chunks behind the first overlap their reduction with the others' compute anyway.
+            # The reduction of later chunks overlaps with the others' compute anyway.
             disable_bucketing=index > 0 or args.overlap_param_gather_with_optimizer_step,
         )
         for index, chunk in enumerate(chunks)
@@ -122,8 +124,6 @@ def _with_gradient_buffers(
 
 
 def _optimizer(run: Run, chunks: list[Any]) -> Any:
-    from megatron.core.optimizer import get_standard_config_overrides
-
     settings: OptimizerConfig = optimizer_config(run.args)
     settings.timers = run.timers
     return get_megatron_optimizer(
@@ -134,26 +134,8 @@ def _optimizer(run: Run, chunks: list[Any]) -> Any:
     )
 
 
-def set_train_iters(args: Args) -> None:
-    """With ``--train-samples``: the number of iterations that makes, ramp included."""
-    if args.train_iters:
-        return
-    if args.rampup_batch_size is None:
-        args.train_iters = args.train_samples // args.global_batch_size
-        return
-    from megatron.core import num_microbatches_calculator as calculator
-
-    iterations = consumed = 0
-    while consumed <= min(int(args.rampup_batch_size[2]), args.train_samples):
-        calculator.update_num_microbatches(consumed, consistency_check=False)
-        consumed += calculator.get_current_global_batch_size()
-        iterations += 1
-    calculator.update_num_microbatches(0, consistency_check=False)
-    args.train_iters = iterations + max(0, args.train_samples - consumed) // args.global_batch_size
-
-
 def build_scheduler(args: Args, optimizer: Any) -> Any:
-    """What sets learning rate and weight decay in the parameter groups of ``optimizer``.
+    """Builds what sets learning rate and weight decay in the parameter groups of ``optimizer``.
 
     It counts samples; flags may count iterations.
     """

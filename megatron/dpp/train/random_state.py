@@ -1,5 +1,4 @@
-"""The random generators' states in a checkpoint, in Megatron-LM's form; ``checkpointing`` keeps
-them."""
+"""The random generators' states in a checkpoint, in Megatron-LM's form."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 
 def collect(args: argparse.Namespace, *, sharded: bool) -> Any:
-    """The state of every generator, as Megatron-LM stores it.
+    """Collects the state of every generator, as Megatron-LM stores it.
 
     Args:
-        sharded: as an object of ``torch_dist``, which knows its place in the layout.
+        sharded: gives an object of ``torch_dist``, which knows its place in the layout.
     """
     state = {
         "random_rng_state": random.getstate(),
@@ -51,7 +50,7 @@ def collect(args: argparse.Namespace, *, sharded: bool) -> Any:
 
 
 def restore(args: argparse.Namespace, states: Any) -> None:
-    """Continue from a state of :func:`collect` (not sharded)."""
+    """Continues from a state that :func:`collect` gave, not sharded."""
     state = states[mpu.get_data_parallel_rank() if args.data_parallel_random_init else 0]
     random.setstate(state["random_rng_state"])
     np.random.set_state(state["np_rng_state"])

@@ -1,8 +1,7 @@
-"""torchrun, with one line in place of its traceback when a node does not come, a rank fails, or
-somebody presses Ctrl-C, and without the folder that it leaves in the temporary directory.
+"""torchrun with one line instead of its traceback when a node is missing, a rank fails, or Ctrl-C
+is pressed, and without the folder that it leaves in the temporary directory.
 
-``python -m megatron.dpp.train.torchrun`` takes torchrun's arguments; ``examples/launch.sh`` starts
-it.
+``python -m megatron.dpp.train.torchrun`` takes torchrun's arguments.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ _FAILED = 1
 
 
 def run() -> int:
-    """Run torchrun; 1 when the nodes do not meet in time or a rank fails, 128 and the signal when
-    one ends it."""
+    """Runs torchrun; 1 when the nodes do not meet in time or a rank fails, 128 plus the number of
+    a signal that ended it."""
     try:
         with tempfile.TemporaryDirectory(prefix="torchrun_", ignore_cleanup_errors=True) as folder:
             os.environ.setdefault("PET_LOG_DIR", folder)  # as --log-dir, which wins

@@ -1,16 +1,14 @@
-"""DeepSpeed's engine in the place of megatron-core's gradient buffers and optimizer
-(``--deepspeed-zero-stage``).
+"""``--deepspeed-zero-stage``: DeepSpeed's engine instead of megatron-core's gradient buffers and
+optimizer.
 
-The model, the data, the learning rate, the loop and its log lines are everybody's; only the step is
-the engine's. ``pretrain`` puts :class:`EngineCheckpointer`, which starts the engine, in the place
-of ``Checkpointer`` and :func:`accumulate` in that of a schedule; what the loop drives is behind
-:class:`EngineChunk` and :class:`EngineOptimizer`. The package is optional; ``validate`` refuses
-the flag without it.
+Model, data, learning rate, loop and log lines stay the same. ``job`` uses
+:class:`EngineCheckpointer`, which starts the engine, instead of ``Checkpointer``, and
+:func:`accumulate` instead of a schedule. The loop sees an :class:`EngineChunk` and an
+:class:`EngineOptimizer`. The package is optional; ``validate`` refuses the flag without it.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import os
@@ -21,21 +19,22 @@ from typing import Any
 import torch
 
 from megatron.dpp.cli import checkpoint_files as files
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.mcore.training.optimizer import parameter_groups
 from megatron.dpp.train import random_state
-from megatron.dpp.train.checkpointing import Checkpointer
+from megatron.dpp.train.checkpointing import Checkpointer, Wanted
 from megatron.dpp.train.configs import optimizer_config
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import Trainee, build_scheduler
 
-Args = argparse.Namespace
+Args = RunConfig
 
 
 def start_engine(run: Run, trainee: Trainee) -> None:
-    """Hand the chunk of ``trainee`` to a new engine; chunk, optimizer and scheduler become its.
+    """Hands the chunk of ``trainee`` to a new engine, and replaces chunk, optimizer and scheduler.
 
-    Parameters are taken as they are, so a checkpoint in Megatron's form is to be loaded before.
+    The engine takes the parameters as they are: load a checkpoint in Megatron's form before.
     """
     os.environ["DS_ACCELERATOR"] = run.device.type  # read when the package is imported
     import deepspeed
@@ -48,7 +47,7 @@ def start_engine(run: Run, trainee: Trainee) -> None:
         engine, *_ = deepspeed.initialize(
             model=chunk, optimizer=optimizer, config=engine_settings(args), dist_init_required=False
         )
-    except (ValueError, AssertionError) as error:  # how the package refuses settings
+    except (ValueError, AssertionError) as error:  # the package's way to refuse settings
         raise ConfigError(
             f"--deepspeed-zero-stage {args.deepspeed_zero_stage}: DeepSpeed refuses ({error})"
         ) from error
@@ -58,7 +57,7 @@ def start_engine(run: Run, trainee: Trainee) -> None:
 
 
 def engine_settings(args: Args) -> dict[str, Any]:
-    """DeepSpeed's configuration that these flags mean."""
+    """DeepSpeed's configuration for these flags."""
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
@@ -81,8 +80,8 @@ def engine_settings(args: Args) -> dict[str, Any]:
 
 
 def _torch_optimizer(args: Args, chunk: torch.nn.Module) -> torch.optim.Optimizer:
-    """PyTorch's, over megatron-core's parameter groups: which take weight decay, which a learning
-    rate of their own."""
+    """PyTorch's optimizer over megatron-core's parameter groups, which differ in weight decay and
+    learning rate."""
     groups = parameter_groups([chunk], optimizer_config(args))
     if args.optimizer == "sgd":
         return torch.optim.SGD(
@@ -105,31 +104,26 @@ class EngineChunk:
         self.engine, self.module = engine, engine.module
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        """The model's forward, through the engine."""
+        """The model's forward."""
         return self.engine(*inputs, **keywords)
 
-    def train(self) -> None:
-        """Dropout on."""
-        self.engine.train()
-
-    def eval(self) -> None:
-        """Dropout off."""
-        self.engine.eval()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
     def zero_grad_buffer(self) -> None:
-        """Nothing to do: the engine drops gradients when it has used them."""
+        """Does nothing: the engine frees gradients after use."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What this rank keeps of every parameter: with stage 3 its share, else all of it."""
+        """Each parameter's part on this rank: with stage 3 its shard, else all of it."""
         for name, parameter in self.module.named_parameters():
             yield name, getattr(parameter, "ds_tensor", parameter)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """As :meth:`named_parameters`, without the names."""
+        """The same without names."""
         return (parameter for _, parameter in self.named_parameters())
 
     def gradient_bytes(self) -> int:
-        """What gradients take between two microbatches: with stage 1 all of them, else a share."""
+        """Bytes of gradients between two microbatches: with stage 2 a share, else all of them."""
         total = sum(parameter.nbytes for parameter in self.parameters())
         stage = self.engine.zero_optimization_stage()
         return total // self.engine.dp_world_size if stage == 2 else total
@@ -145,30 +139,34 @@ class EngineOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """PyTorch's groups: their learning rates and weight decays are in force."""
+        """PyTorch's groups, whose learning rates and weight decays are in force."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
 
     @property
     def fp32_from_float16_groups(self) -> list[list[torch.Tensor]]:
-        """The engine's fp32 copies of its share."""
+        """The engine's fp32 copies of its shard."""
         return [group["params"] for group in self.param_groups]
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as it is: ``engine.backward`` scales it."""
+        """The loss unchanged: ``engine.backward`` scales it."""
         return loss
 
     def get_loss_scale(self) -> torch.Tensor:
-        """The scale of the step before, 1 without fp16."""
+        """The scale of the last step, 1 without fp16."""
         scale = self._engine.optimizer.loss_scale if self._engine.fp16_enabled() else 1.0
         return torch.tensor(float(scale))
 
     def zero_grad(self) -> None:
-        """Nothing to do: the engine drops gradients when it has used them."""
+        """Does nothing: the engine frees gradients after use."""
 
     def step(self) -> tuple[bool, float | None, None]:
-        """Update the parameters: whether it was done, the norm of the gradients (None when it was
-        not), and no count of zeros."""
+        """Updates the parameters.
+
+        Returns:
+            True unless the step was skipped, the norm of the gradients (None then), and None for
+            the number of zeros.
+        """
         self._engine.step()
         if not self._engine.was_step_applied():
             return False, None, None
@@ -184,11 +182,11 @@ def accumulate(
     forward_only: bool,
     **_: Any,
 ) -> list[dict[str, torch.Tensor]]:
-    """In the place of a schedule, with the keywords of megatron-core's ``forward_backward_func``:
-    microbatches one after the other; each counts by its mean loss.
+    """Runs microbatches one after the other, with the keywords of megatron-core's
+    ``forward_backward_func``; each counts by its mean loss.
 
     Returns:
-        what each microbatch's loss function wants logged.
+        The values of each microbatch's loss function for the log.
     """
     (chunk,), losses = model, []
     for index in range(num_microbatches):
@@ -204,18 +202,18 @@ def accumulate(
 
 
 class EngineCheckpointer(Checkpointer):
-    """Saves and loads the engine's own files, in the directories of ``checkpoint_files``: a killed
-    save leaves the checkpoint before usable here too. They fit one stage and one number of ranks.
+    """Saves and loads the engine's own files in the directories of ``checkpoint_files``: a killed
+    save leaves the previous checkpoint usable. They fit one ZeRO stage and one number of ranks.
 
-    ``load`` also starts the engine, which takes the parameters as they are then: those of a
-    checkpoint in Megatron's form, which may have any layout, are read before.
+    ``load`` also starts the engine, after it has read the parameters of a checkpoint in Megatron's
+    form, which may have any layout.
     """
 
     def load(self) -> None:
         """As :meth:`Checkpointer.load`.
 
         Raises:
-            ConfigError: the optimizer state of a checkpoint in Megatron's form is asked for too.
+            ConfigError: the run asks for the optimizer state of a checkpoint in Megatron's form.
         """
         run, args = self._run, self._run.args
         found = files.find_start(args)
@@ -223,10 +221,10 @@ class EngineCheckpointer(Checkpointer):
             start_engine(run, self._trainee)
             super().load()
             return
-        if found is not None and not (args.no_load_optim or args.finetune or found.release):
+        if found is not None and Wanted.of(args, found).optimizer:
             raise ConfigError(
-                f"{found.path} was not saved by DeepSpeed's engine, which reads the parameters in "
-                "it, not the optimizer state: add --no-load-optim"
+                f"{found.path} was not saved by DeepSpeed's engine, which can read its parameters "
+                "but not its optimizer state: add --no-load-optim"
             )
         super().load()
         start_engine(run, self._trainee)
@@ -242,8 +240,7 @@ class EngineCheckpointer(Checkpointer):
     def _read(self, found: files.Found) -> dict[str, Any]:
         if not found.is_deepspeed:
             return super()._read(found)
-        args = self._run.args
-        with_optimizer = not (args.no_load_optim or args.finetune)
+        with_optimizer = self._wanted.optimizer
         path, state = self._engine.load_checkpoint(
             str(found.path.parent),
             tag=found.path.name,
@@ -259,8 +256,7 @@ class EngineCheckpointer(Checkpointer):
             super()._apply_model(state, found)
 
     def _apply_optimizer(self, state: dict[str, Any], found: files.Found) -> None:
-        args = self._run.args
-        if found.is_deepspeed and not (args.no_load_optim or args.finetune):
+        if found.is_deepspeed and self._wanted.optimizer:
             self._apply_scheduler(state, found)
 
     @property

@@ -1,5 +1,1 @@
-"""What a trace says: where the time went, who was slow, and what a change would gain.
-
-``profiling/report.py`` and ``tools/monitor.py`` are the callers; both only format what they get
-from here.
-"""
+"""Analysis of a trace: times, stragglers, links, and the summary that the commands print."""

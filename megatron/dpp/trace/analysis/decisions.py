@@ -1,10 +1,10 @@
-"""How far a run's order of tasks was from Megatron's static order."""
+"""Distance of a run's order of tasks from Megatron's static order."""
 
 from __future__ import annotations
 
 from megatron.dpp.schedule import Geometry, reference_order
 from megatron.dpp.trace.analysis.model import RankIteration
-from megatron.dpp.trace.analysis.work import Shape
+from megatron.dpp.trace.analysis.work import JobShape
 
 
 def order_of(rank: RankIteration) -> list[str]:
@@ -12,7 +12,7 @@ def order_of(rank: RankIteration) -> list[str]:
     return [f"{t.chunk}{t.kind}{t.microbatch}" for t in rank.tasks if t.kind in "FB"]
 
 
-def differing_decisions(rank: RankIteration, shape: Shape) -> int | None:
+def differing_decisions(rank: RankIteration, shape: JobShape) -> int | None:
     """Forwards and backwards that were not the next of Megatron's order when they ran.
 
     None for an iteration without backwards or with microbatches missing.

@@ -1,9 +1,8 @@
-"""How long messages take on each link, and which link is slow.
+"""Delays of messages per link.
 
-A receiver sees a message when it looks, and it looks between tasks; so the delay of a message that
-arrived during a task says more about the task than about the link: the link was no slower than
-that. Messages that arrived while their receiver was waiting say how slow it was, and only a link
-with some of them is known.
+A receiver sees a message when it looks, and it looks between tasks. The delay of a message that
+arrived during a task is an upper bound of the link's. Only messages that arrived while their
+receiver waited measure the link (*clean* samples).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class LinkSamples:
 
 
 def _waited_for(rank: RankIteration, arrival: Arrival, start: int, kind: str) -> bool:
-    """Whether the receiver was looking when the message came, so that its delay is the link's.
+    """True if the receiver was looking when the message came, so that its delay is the link's.
 
     A static schedule looks at the end of its wait only; there the wait must have begun before the
     send. A device that was told to wait sees a message of its own accord, once its tasks are over.

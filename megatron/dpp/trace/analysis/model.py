@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron.dpp.trace.align import Alignment
-from megatron.dpp.trace.reader import Event, TraceFile, read_events
+from megatron.dpp.trace.reader import Event, MessageId, TraceFile, message_of, read_events
 
 
-class Task(NamedTuple):
-    """A task; ``start`` and ``end`` are ns on the run's reference clock, as everywhere here."""
+class TaskRun(NamedTuple):
+    """A task that ran; ``start`` and ``end`` are ns on the run's reference clock."""
 
     start: int
     end: int
@@ -49,16 +49,6 @@ class Span(NamedTuple):
     name: str
 
 
-class MessageId(NamedTuple):
-    """Names a message within an iteration; ``chunk`` is the receiver's."""
-
-    source: int
-    destination: int
-    chunk: int
-    direction: str
-    microbatch: int
-
-
 class Send(NamedTuple):
     """A message on its way: ``ready`` is when its tensor could be copied."""
 
@@ -83,13 +73,13 @@ class Arrival(NamedTuple):
 
 @dataclass(slots=True)
 class RankIteration:
-    """What one rank did in one iteration, each list in order of time."""
+    """One rank in one iteration, each list in order of time."""
 
     rank: int
     number: int
     start: int = 0
     end: int = 0
-    tasks: list[Task] = field(default_factory=list)
+    tasks: list[TaskRun] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
@@ -107,21 +97,13 @@ class Iteration:
 
     @property
     def start(self) -> int:
-        """When the first rank began."""
+        """Start of the first rank."""
         return min(rank.start for rank in self.ranks.values())
 
     @property
     def end(self) -> int:
-        """When the last rank was done, optimizer included."""
+        """End of the last rank, optimizer included."""
         return max(rank.end for rank in self.ranks.values())
-
-
-def _message(event: Event) -> MessageId | None:
-    args = event["args"]
-    if "source" not in args:
-        return None
-    link = (args["source"], args["destination"], args["chunk"], args["direction"])
-    return MessageId(*link, args["microbatch"])
 
 
 class IterationBuilder:
@@ -163,7 +145,7 @@ class IterationBuilder:
         start, end = self._interval(event)
         if cat == "task":
             what = (args["kind"], args["chunk"], args["microbatch"], args["piece"])
-            current.tasks.append(Task(start, end, *what))
+            current.tasks.append(TaskRun(start, end, *what))
         elif cat == "wait":
             current.waits.append(Wait(start, end, args["cause"], args.get("detail", "")))
         elif cat == "span":
@@ -172,7 +154,7 @@ class IterationBuilder:
             self._add_message(current, event, start, end)
 
     def _add_message(self, current: RankIteration, event: Event, start: int, end: int) -> None:
-        message, args = _message(event), event["args"]
+        message, args = message_of(event), event["args"]
         if message is None:
             return
         if event["cat"] == "send":
@@ -186,7 +168,7 @@ class IterationBuilder:
 
 
 def _iterations(file: TraceFile, alignment: Alignment) -> Iterator[RankIteration]:
-    """Whole iterations only: what a crash cut short is left out."""
+    """Whole iterations only, without one that a crash cut short."""
     builder = IterationBuilder(file, alignment)
     for event in read_events(file):
         whole = builder.feed(event)

@@ -1,6 +1,4 @@
-"""Pictures of a report for papers: PNG files drawn with matplotlib, which is needed for nothing
-else here.
-"""
+"""Pictures of a report: PNG files drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -110,8 +108,9 @@ PLOTS: dict[str, Callable[[Any, Report], None]] = {
 }
 
 
-def write_plots(report: Report, directory: Path) -> list[Path]:
-    """Draw every plot as a PNG file in ``directory``; returns their paths.
+def write_plots(report: Report, directory: Path, *, flag: str = "drawing") -> list[Path]:
+    """Draw every plot as a PNG file in ``directory``; returns their paths. ``flag`` names in an
+    error what asked for it.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -120,7 +119,7 @@ def write_plots(report: Report, directory: Path) -> list[Path]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plots needs matplotlib: pip install matplotlib") from error
+        raise ConfigError(f"{flag} needs matplotlib: pip install matplotlib") from error
 
     directory.mkdir(parents=True, exist_ok=True)
     paths = []

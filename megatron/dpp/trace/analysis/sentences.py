@@ -1,4 +1,4 @@
-"""The report in sentences, for people who do not want to read tables first."""
+"""The report in sentences."""
 
 from __future__ import annotations
 
@@ -28,17 +28,12 @@ _KINDS = {
 }
 
 
-_REMEDIES = {"heavy-stage": "; profiling/plan.py moves layers away from it"}
+_REMEDIES = {"heavy-stage": "; megatron-dpp plan moves layers away from it"}
 
 
 def cause_texts() -> dict[str, str]:
-    """What every cause of idle time means."""
+    """Cause of idle time -> its meaning in words."""
     return dict(_CAUSES)
-
-
-def cause_text(cause: str) -> str:
-    """What a cause of idle time means."""
-    return _CAUSES.get(cause, cause)
 
 
 def straggler_text(straggler: dict[str, Any]) -> str:
@@ -71,7 +66,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
         f"takes {totals['ideal_ratio']:.3f} times the least possible.",
         f"On average {totals['bubble']:.1%} of the pipeline's time is idle: "
         + ", ".join(
-            f"{share:.1%} {cause_text(cause)}"
+            f"{share:.1%} {_CAUSES.get(cause, cause)}"
             for cause, share in totals["bubble_by_cause"].items()
             if share >= 0.001
         )
@@ -80,7 +75,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
     found = report["stragglers"]
     lines += [straggler_text(s)[0].upper() + straggler_text(s)[1:] + "." for s in found]
     if not found:
-        lines.append("Nobody is conspicuously slow.")
+        lines.append("No straggler.")
     lines += [
         f"Without effect on the time of an iteration: {straggler_text(s)}."
         for s in report.get("without_effect", [])

@@ -1,16 +1,17 @@
-"""Who is slow: culprits, not those who merely wait for them.
+"""The search for stragglers: ranks, stages and links that are slow themselves.
 
-A rank that waits is late through no fault of its own, so waiting never makes a culprit. What counts
-is the time that work itself takes: a cell's (rank, chunk) undisturbed time per microbatch against
-the typical cell of the same chunk, a link's delay against the typical link, and how far a rank's
-task times lie above their own undisturbed ones.
+Waiting never makes a culprit. What counts is the time that work itself takes: a cell's (rank,
+chunk) undisturbed time per microbatch against the typical cell of the same chunk, a link's delay
+against the typical link, and how far a rank's task times lie above their own undisturbed ones.
 
-- ``slow-rank``: every chunk of the rank is slow by about the same factor, and its replicas are not.
-- ``heavy-stage``: one chunk is slow on all replicas (the last one carries the LM head): the layers
-want moving. - ``slow-link``: messages between two ranks take much longer than between others, or
-than they should. - ``transient``: one rank is slow now and then. ``jitter``: all ranks are.
-``uneven-microbatches``: the same
-  microbatches are slow everywhere.
+- ``slow-rank``: every chunk of the rank is slow by about the same factor, its replicas are not.
+- ``heavy-stage``: one chunk is slow on all replicas (the last one carries the LM head); layers
+  should move.
+- ``slow-link``: messages between two ranks take much longer than between others, or than they
+  should.
+- ``transient``: one rank is slow now and then.
+- ``jitter``: all ranks are slow now and then.
+- ``uneven-microbatches``: the same microbatches are slow everywhere.
 
 With one chunk per rank and one replica a slow last rank and a heavy last stage look alike; the
 stage is named then, since the last stage is expected to carry more.
@@ -24,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron.dpp.trace.analysis.link_times import ENOUGH, Link, LinkSamples, merge_links
-from megatron.dpp.trace.analysis.work import Cell, Shape, Work
+from megatron.dpp.trace.analysis.work import Cell, JobShape, Work
 
 _SLOW = 1.15
 _SLOW_LINK = 3.0
@@ -72,8 +73,8 @@ def _low_median(values: Sequence[float]) -> float:
     return statistics.median_low(values) if values else 0.0
 
 
-def cell_factors(work: Work, shape: Shape) -> dict[Cell, float]:
-    """How many times longer each cell works per microbatch than the typical cell of its chunk."""
+def cell_factors(work: Work, shape: JobShape) -> dict[Cell, float]:
+    """Work of each cell per microbatch, relative to the typical cell of its chunk."""
     times = {cell: work.per_microbatch(cell) for cell in work.tasks}
     chunks = {chunk for _, chunk in times}
     expected = {
@@ -97,15 +98,15 @@ class StragglerSearch:
 
     Args:
         shape: the job's.
-        works: recorded work per iteration; leave the first iterations out, they build kernels and
-            pools. links: link samples per iteration, in the same order. waits: per rank, time
-            waited for messages in ns, to name the victims. threshold: how many times slower than
-            expected counts as slow.
+        works: recorded work per iteration, without the first ones, which build kernels and pools.
+        links: link samples per iteration, in the same order.
+        waits: per rank, time waited for messages in ns, to name the victims.
+        threshold: factor above the expected time that counts as slow.
     """
 
     def __init__(
         self,
-        shape: Shape,
+        shape: JobShape,
         works: Sequence[Work],
         links: Sequence[dict[Link, LinkSamples]],
         waits: dict[int, int],
@@ -118,9 +119,7 @@ class StragglerSearch:
         self._numbers = [work.number for work in works]
 
     def find(self) -> list[Culprit]:
-        """All culprits, ranks and stages first, then links, then unsteadiness; worst first in each
-        group.
-        """
+        """Ranks and stages first, then links, then unsteadiness; worst first in each group."""
         if not self._works:
             return []
         cells = sorted(self._cells(), key=lambda c: -c.factor)
@@ -167,7 +166,7 @@ class StragglerSearch:
         return culprits
 
     def _is_heavy(self, rank: int, slow: dict[Cell, tuple[float, float, int]]) -> bool:
-        """Whether a rank all of whose chunks are slow is so because of its stage's work."""
+        """True if a rank with only slow chunks is slow because of its stage's work."""
         shape = self._shape
         place = shape.pipeline[rank]
         peers = [r for r, p in shape.pipeline.items() if p == place and r != rank]

@@ -1,5 +1,4 @@
-"""Everything known about a run, in one object: what the report, the JSON output and the monitor are
-made of.
+"""All numbers of a run, for the report and the JSON output.
 
 Streams over the iterations and keeps only numbers. Values are means per iteration unless they say
 otherwise, so that a total is the mean times the number of iterations.
@@ -19,7 +18,7 @@ from megatron.dpp.trace.analysis.link_times import Link, LinkSamples, link_sampl
 from megatron.dpp.trace.analysis.model import Iteration, read_iterations
 from megatron.dpp.trace.analysis.stragglers import Culprit, StragglerSearch
 from megatron.dpp.trace.analysis.times import IterationTimes, RankTimes, iteration_times
-from megatron.dpp.trace.analysis.work import Shape, Work, work_of
+from megatron.dpp.trace.analysis.work import JobShape, Work, work_of
 from megatron.dpp.trace.reader import TraceFile
 
 _MS = 1e6
@@ -27,10 +26,10 @@ _MS = 1e6
 
 @dataclass
 class Analysis:
-    """A run's iterations, and who was slow in them. ``skipped`` iterations count nowhere."""
+    """A run's iterations and stragglers. ``skipped`` iterations count nowhere."""
 
     files: list[TraceFile]
-    shape: Shape
+    shape: JobShape
     alignment: Alignment
     skipped: list[int] = field(default_factory=list)
     times: list[IterationTimes] = field(default_factory=list)
@@ -77,7 +76,6 @@ def analyse(
     *,
     skip: int | None = None,
     threshold: float = 1.15,
-    progress: Callable[[Iteration], None] = lambda iteration: None,
 ) -> Analysis:
     """Read a whole run.
 
@@ -85,15 +83,14 @@ def analyse(
         files: the run's files.
         alignment: their clocks.
         skip: leading iterations to leave out; they build kernels and pools (default: 1 of three or
-            more). threshold: times slower than expected that make a rank or stage a straggler.
-            progress: called after each iteration.
+            more).
+        threshold: factor above the expected time that makes a rank or stage a straggler.
 
     Raises:
         DataError: no iteration was finished by every rank, or none is left after ``skip``.
     """
-    analysis = Analysis(files, Shape.of(files), alignment)
+    analysis = Analysis(files, JobShape.of(files), alignment)
     for iteration in read_iterations(files, alignment):
-        progress(iteration)
         analysis.add(iteration)
     found = len(analysis.times)
     analysis.skip((1 if found > 2 else 0) if skip is None else skip)

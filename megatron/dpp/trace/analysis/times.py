@@ -1,4 +1,4 @@
-"""Where the time of an iteration went, per rank and cause.
+"""Time of an iteration per rank and cause.
 
 The *pipeline window* runs from the first rank's start of the iteration to the end of the last task
 of any rank; the rest of the iteration (gradient reduction, optimizer) is the *tail*. Inside the
@@ -69,7 +69,7 @@ def union(intervals: list[Interval]) -> list[Interval]:
 
 
 def clip(intervals: list[Interval], start: int, end: int) -> list[Interval]:
-    """What of ``intervals`` lies between ``start`` and ``end``."""
+    """The part of ``intervals`` between ``start`` and ``end``."""
     return [(max(a, start), min(b, end)) for a, b in intervals if a < end and b > start]
 
 
@@ -134,7 +134,7 @@ def _tail(rank: RankIteration, start: int) -> dict[str, int]:
 
 
 def _in_flight(rank: RankIteration, arrived: dict[object, int]) -> list[Interval]:
-    """When messages that this rank sent were on their way."""
+    """Intervals in which messages of this rank were in flight."""
     return union(
         [
             (send.ready, arrived[send.message])

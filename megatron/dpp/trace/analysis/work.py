@@ -1,5 +1,4 @@
-"""What each stage's tasks cost, as recorded: the common input of the straggler search and of
-what-if.
+"""Recorded costs of each stage's tasks, for the straggler search and for what-if.
 
 A *cell* is one (rank, chunk). A task cut into pieces counts as one, with the pieces' times added.
 """
@@ -14,9 +13,7 @@ from megatron.dpp.trace.reader import TraceFile
 Cell = tuple[int, int]
 
 UNDISTURBED = 0.3
-"""Disturbances only ever add time: what a task takes without them is this quantile of what was
-seen.
-"""
+"""Quantile of recorded times that stands for an undisturbed task; disturbances only add time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +60,7 @@ def work_of(iteration: Iteration) -> Work:
 
 
 @dataclass(frozen=True)
-class Shape:
+class JobShape:
     """The job's shape and where every rank stands in it."""
 
     num_ranks: int
@@ -73,7 +70,7 @@ class Shape:
     schedule: str
 
     @classmethod
-    def of(cls, files: list[TraceFile]) -> Shape:
+    def of(cls, files: list[TraceFile]) -> JobShape:
         """Read from the headers of the files."""
         layout = files[0].layout
         return cls(

@@ -1,14 +1,10 @@
-"""Cuts a text into sentences, for BERT's preprocessing.
-
-Two ways: NLTK's Punkt model, which Megatron-LM uses, and a handful of rules that need no data file.
-``tools/preprocess_data.py`` is the only caller; tokenizing is left to it.
-"""
+"""Splits a text into sentences for BERT: NLTK's Punkt model as in Megatron-LM, or a few rules."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from megatron.dpp.errors import ConfigError, DataError
 
@@ -36,7 +32,7 @@ _SENTENCE_END = re.compile(
 )
 
 
-def make_splitter(name: str, language: str = "english", keep_newlines: bool = False) -> Splitter:
+def make_splitter(name: str, language: str = "english", *, keep_newlines: bool = False) -> Splitter:
     """Returns a function from a text to its sentences.
 
     Args:
@@ -73,7 +69,7 @@ def _nltk_splitter(language: str, keep_newlines: bool) -> Splitter:
     except ImportError as error:
         raise DataError(
             f"--split-sentences needs NLTK, which cannot be imported ({error}): "
-            f"pip install nltk, {remedy}"
+            f"pip install nltk (or megatron-dpp[bert]), {remedy}"
         ) from error
     try:
         tokenizer = punkt.PunktTokenizer(language)
@@ -87,11 +83,11 @@ def _nltk_splitter(language: str, keep_newlines: bool) -> Splitter:
             f"NLTK_DATA at the folder above tokenizers), {remedy}"
         ) from error
     if not keep_newlines:
-        return tokenizer.tokenize
+        return lambda text: list(tokenizer.tokenize(text))
     return _keeping_white_space(tokenizer.span_tokenize)
 
 
-def _keeping_white_space(spans: Callable[[str], object]) -> Splitter:
+def _keeping_white_space(spans: Callable[[str], Iterable[tuple[int, int]]]) -> Splitter:
     """Sentences that reach to the start of the next one, so that no newline is lost."""
 
     def split(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py: the bytes it writes, and what it does with input that is wrong."""
+"""megatron-dpp preprocess: the bytes that it writes, and the errors for bad input."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
-import preprocess_data
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron.dpp.commands import preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = ROOT / "datasets_gpt" / "vocab.json"
@@ -38,7 +39,7 @@ def corpus(folder: Path, *lines: str | dict[str, object] | bytes) -> Path:
 
 def run(source: Path | str, prefix: Path, *flags: str) -> int:
     arguments = ["--input", str(source), "--output-prefix", str(prefix), *flags]
-    return preprocess_data.main(arguments)
+    return preprocess.main(arguments)
 
 
 def documents_of(prefix: Path) -> list[list[list[int]]]:
@@ -79,7 +80,7 @@ def test_documents_come_in_order_and_empty_ones_stay(tmp_path: Path) -> None:
     source = corpus(tmp_path, {"text": "one"}, {"text": ""}, {"text": "two"})
     assert run(source, tmp_path / "out", *GPT, "--append-eod") == 0
     one, empty, two = documents_of(tmp_path / "out_text_document")
-    tokenizer = preprocess_data.build_tokenizer("GPT2BPETokenizer", str(VOCAB), str(MERGES))
+    tokenizer = preprocess.build_tokenizer("GPT2BPETokenizer", str(VOCAB), str(MERGES))
     assert one == [[*tokenizer.tokenize("one"), tokenizer.eod]]
     assert empty == []
     assert two == [[*tokenizer.tokenize("two"), tokenizer.eod]]
@@ -190,16 +191,16 @@ def test_a_corpus_without_a_token_is_an_error(
 
 
 def test_a_dead_worker_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class DyingExecutor(preprocess_data.ProcessPoolExecutor):
+    class DyingExecutor(preprocess.ProcessPoolExecutor):
         def submit(self, *_: object) -> object:
             raise BrokenProcessPool("killed")
 
-    monkeypatch.setattr(preprocess_data, "ProcessPoolExecutor", DyingExecutor)
+    monkeypatch.setattr(preprocess, "ProcessPoolExecutor", DyingExecutor)
     source = corpus(tmp_path, {"text": "good"})
-    batches = preprocess_data.read_batches([str(source)])
-    options = preprocess_data.EncoderOptions("NullTokenizer", vocab_size=10)
-    with pytest.raises(preprocess_data.DataError, match="fewer than --workers 2"):
-        list(preprocess_data.encode_all(options, batches, workers=2))
+    batches = preprocess.read_batches([str(source)])
+    options = preprocess.EncoderOptions("NullTokenizer", vocab_size=10)
+    with pytest.raises(preprocess.DataError, match="fewer than --workers 2"):
+        list(preprocess.encode_all(options, batches, workers=2))
 
 
 def test_bert_sentences_by_rules(tmp_path: Path) -> None:

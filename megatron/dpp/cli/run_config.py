@@ -1,0 +1,50 @@
+"""The settings of a run after validation: frozen, under Megatron's names."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn
+
+from megatron.dpp.config import DppConfig, option_fields
+
+
+class RunConfig(argparse.Namespace):
+    """Checked settings. Reading works as with argparse's namespace; assignment raises.
+
+    Attributes:
+        given: destination -> spelling of the flags on the command line.
+        parsed: destination -> value before validation.
+        dpp: settings of the dynamic pipeline, from the ``dpp_*`` values.
+
+    These three are no settings: ``vars()`` leaves them out.
+    """
+
+    __slots__ = ("dpp", "given", "parsed")
+
+    given: dict[str, str]
+    parsed: dict[str, Any]
+    dpp: DppConfig
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        """Raises ConfigError where :class:`DppConfig` refuses a value."""
+        settings = dict(values)
+        for name in ("given", "parsed"):
+            object.__setattr__(self, name, settings.pop(name, {}))
+        vars(self).update(settings)
+        object.__setattr__(self, "dpp", dpp_config(self))
+
+    def with_(self, **changes: Any) -> RunConfig:
+        """A copy with some settings changed."""
+        extra = {"given": self.given, "parsed": self.parsed}
+        return RunConfig({**vars(self), **extra, **changes})
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"{name}: checked settings are frozen; with_({name}=...) copies them")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name}: checked settings are frozen")
+
+
+def dpp_config(args: argparse.Namespace) -> DppConfig:
+    """The settings of the dynamic pipeline in parsed flags."""
+    return DppConfig(**{f.name: getattr(args, f"dpp_{f.name}") for f in option_fields()})

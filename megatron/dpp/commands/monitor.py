@@ -1,0 +1,142 @@
+"""``megatron-dpp monitor``: a live view of a traced run.
+
+    megatron-dpp monitor --benchmark_dir benchmark [--metrics-file metrics.jsonl] [--once]
+
+Shows iteration, loss and tokens/s, and per rank its state, its work and its idle time. Reads only
+files: it may start and stop at any time, run on another machine, and outlive ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.commands.common import ROOT, guarded, new_parser
+from megatron.dpp.trace.analysis.model import Iteration
+from megatron.dpp.trace.analysis.sentences import straggler_text
+from megatron.dpp.trace.analysis.stragglers import StragglerSearch
+from megatron.dpp.trace.analysis.times import IterationTimes, iteration_times
+from megatron.dpp.trace.analysis.work import JobShape, work_of
+from megatron.dpp.trace.follow import FollowedFile, FollowedRun
+from megatron.dpp.trace.reader import find_directory
+
+_TAIL_BYTES = 1 << 16
+_BAR = 20
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    text = "Show a traced run live: iteration, loss, tokens/s, and what every rank does."
+    parser = new_parser(prog, text)
+    add = parser.add_argument
+    add("--benchmark_dir", "--benchmark-dir", default="benchmark", metavar="DIR",
+        help="trace directory (default: benchmark)")  # fmt: skip
+    add("--metrics-file", metavar="FILE", help="the run's --metrics-file, for loss and tokens/s")
+    add("--once", action="store_true", help="print once and end; exit status 3 when a rank is dead")
+    add("--interval", type=float, default=2.0, metavar="S", help="seconds between updates (2)")
+    add("--iterations", type=int, default=10, metavar="N", help="average over N iterations (10)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp monitor") -> int:
+    """Exit status of ``--once``: 0, 3 when a rank of this host died without ending its trace."""
+    options = _parser(prog).parse_args(argv)
+    try:
+        return guarded(prog, lambda: _watch(options))
+    except KeyboardInterrupt:
+        return 0
+
+
+def last_metrics(path: Path) -> dict[str, Any]:
+    """The last training line of a metrics file; empty while there is none."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        for line in reversed(file.read().split(b"\n")):
+            with contextlib.suppress(ValueError):
+                values = json.loads(line)
+                if isinstance(values, dict) and "iteration" in values and "set" not in values:
+                    return values
+    return {}
+
+
+def _headline(metrics: dict[str, Any], times: list[IterationTimes]) -> str:
+    parts = [f"iteration {metrics.get('iteration', times[-1].number if times else '-')}"]
+    for name, form in (("lm loss", "{:.4f}"), ("tokens_per_second", "{:.0f} tokens/s")):
+        value = metrics.get(name, metrics.get(name.replace("_", " ")))
+        if isinstance(value, (int, float)):
+            parts.append(("loss " if "loss" in name else "") + form.format(value))
+    if times:
+        parts.append(f"{statistics.median(t.total for t in times) / 1e6:.1f} ms/iteration")
+        parts.append(f"{statistics.fmean(t.bubble for t in times):.1%} idle")
+    return "  ".join(parts)
+
+
+def _state(file: FollowedFile) -> str:
+    if file.ended:
+        return "ended"
+    return {True: "runs", False: "DEAD", None: "remote"}[file.alive]
+
+
+def _rank_line(file: FollowedFile, times: list[IterationTimes]) -> str:
+    rank = file.header.rank
+    own = [t.ranks[rank] for t in times]
+    if not own:
+        done = len(file.iterations)
+        return f"{rank:>5}  {_state(file):<7} no iteration in common yet ({done} of its own)"
+    busy = statistics.fmean(t.busy / t.window if t.window else 0.0 for t in own)
+    causes: dict[str, int] = {}
+    for one in own:
+        for cause, length in one.idle.items():
+            causes[cause] = causes.get(cause, 0) + length
+    worst = max(causes, key=lambda cause: causes[cause], default="")
+    bar = ("#" * round(busy * _BAR)).ljust(_BAR, ".")
+    idle = statistics.fmean(t.bubble for t in own)
+    memory = max((t.peaks.get("memory", 0.0) for t in own), default=0.0) / 2**20
+    held = max((t.peaks.get("held", 0.0) for t in own), default=0.0)
+    return (
+        f"{rank:>5}  {_state(file):<7} [{bar}] {busy:>6.1%}  {idle:>6.1%}  "
+        f"{worst:<12} {memory:>9.0f}  {held:>5g}"
+    )
+
+
+def _stragglers(files: list[FollowedFile], iterations: list[Iteration]) -> list[str]:
+    if len(iterations) < 2:
+        return []
+    shape = JobShape.of([file.header for file in files])
+    works = [work_of(iteration) for iteration in iterations]
+    waits = dict.fromkeys(shape.pipeline, 0)
+    found = StragglerSearch(shape, works, [{} for _ in works], waits).find()
+    return [straggler_text({**vars(c), "name": c.name, "victims": ()}) for c in found]
+
+
+def view(run: FollowedRun, metrics: dict[str, Any]) -> str:
+    """The whole text of one look."""
+    files = sorted(run.files.values(), key=lambda file: file.header.rank)
+    iterations = run.iterations()
+    times = [iteration_times(iteration) for iteration in iterations]
+    lines = [str(run.directory), _headline(metrics, times), ""]
+    lines.append(
+        f"{'rank':>5}  {'state':<7} {'at work':<{_BAR + 2}} {'':>6}  {'idle':>6}  "
+        f"{'mostly':<12} {'memory MiB':>9}  {'held':>4}"
+    )
+    lines += [_rank_line(file, times) for file in files]
+    lines += ["", *(_stragglers(files, iterations) or ["no straggler"])]
+    return "\n".join(lines)
+
+
+def _watch(options: argparse.Namespace) -> int:
+    run = FollowedRun(find_directory(options.benchmark_dir, ROOT), options.iterations)
+    while True:
+        run.poll()
+        metrics = last_metrics(Path(options.metrics_file)) if options.metrics_file else {}
+        text = view(run, metrics)
+        if options.once:
+            print(text)
+            return 3 if any(_state(file) == "DEAD" for file in run.files.values()) else 0
+        print("\x1b[H\x1b[2J" + text, flush=True)
+        time.sleep(options.interval)

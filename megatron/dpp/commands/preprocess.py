@@ -1,0 +1,466 @@
+"""``megatron-dpp preprocess``: turn JSON lines into the token files that training reads.
+
+The flags and the output are those of Megatron-LM's ``preprocess_data.py``, byte for byte. A bad
+line is named with its file and number, sentences are split in the same run, a dead worker is an
+error, and the output gets its names only when all of it is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import glob
+import gzip
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+import numpy as np
+
+from megatron.dpp.commands.common import new_parser, progress_bar
+from megatron.dpp.commands.sentences import SPLITTERS, make_splitter
+from megatron.dpp.errors import ConfigError, DataError, DppError
+from megatron.dpp.tokenizers import TOKENIZER_TYPES, build_tokenizer
+
+_BATCH_LINES = 64
+_BATCH_BYTES = 1 << 20
+_BATCHES_PER_WORKER = 4
+_MOST_BAD_LINES_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class EncoderOptions:
+    """Everything a worker needs to build its tokenizer and splitter."""
+
+    tokenizer_type: str
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int | None = None
+    vocab_extra_ids: int = 0
+    json_keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    splitter: str | None = None
+    language: str = "english"
+    keep_newlines: bool = False
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One document of one key: its token ids (int32, one axis) and the length of each sentence."""
+
+    ids: np.ndarray
+    lengths: list[int]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Consecutive lines of one input file; ``consumed`` is the part of the file read so far."""
+
+    path: str
+    first_number: int
+    lines: list[bytes]
+    consumed: int
+
+
+@dataclass
+class Totals:
+    """Counts of the output."""
+
+    documents: int = 0
+    sentences: int = 0
+    tokens: int = 0
+    bad_lines: list[str] = field(default_factory=list)
+
+
+class BadLine(Exception):
+    """A line cannot be used; the text says why."""
+
+
+class Encoder:
+    """Turns a line into token ids.
+
+    Raises:
+        DppError: at construction, when vocabulary, tokenizer or sentence data are not usable.
+    """
+
+    def __init__(self, options: EncoderOptions) -> None:
+        self._options = options
+        self._tokenizer = build_tokenizer(
+            options.tokenizer_type,
+            options.vocab_file,
+            options.merge_file,
+            vocab_size=options.vocab_size,
+            vocab_extra_ids=options.vocab_extra_ids,
+        )
+        self.vocab_size = self._tokenizer.vocab_size
+        self._split = None
+        if options.splitter is not None:
+            self._split = make_splitter(
+                options.splitter, options.language, keep_newlines=options.keep_newlines
+            )
+
+    def encode_line(self, line: bytes) -> dict[str, Encoded]:
+        """Encodes each of the asked keys of one JSON line; raises :class:`BadLine`."""
+        document = _parse_line(line)
+        return {key: self._encode(_text_of(document, key)) for key in self._options.json_keys}
+
+    def _encode(self, text: str | list[str]) -> Encoded:
+        ids: list[int] = []
+        lengths: list[int] = []
+        for sentence in self._sentences(text):
+            try:
+                sentence_ids = self._tokenizer.tokenize(sentence)
+            except (ValueError, TypeError) as error:
+                raise BadLine(f"cannot be tokenized: {error}") from error
+            if sentence_ids:
+                ids.extend(sentence_ids)
+                lengths.append(len(sentence_ids))
+        if ids and self._options.append_eod:
+            ids.append(self._tokenizer.eod)
+            lengths[-1] += 1
+        size = min(self.vocab_size, 1 << 31)  # ids are stored in 32 bits
+        if ids and not 0 <= min(ids) <= max(ids) < size:
+            outside = min(ids) if min(ids) < 0 else max(ids)
+            raise BadLine(f"token {outside} is outside a vocabulary of {size}")
+        return Encoded(np.asarray(ids, dtype=np.int32), lengths)
+
+    def _sentences(self, text: str | list[str]) -> list[str]:
+        if isinstance(text, list):
+            return text
+        return self._split(text) if self._split else [text]
+
+
+def _parse_line(line: bytes) -> dict[str, Any]:
+    if not line.strip():
+        raise BadLine("empty line")
+    try:
+        document = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadLine(f"not UTF-8: {error.reason} at byte {error.start}") from error
+    except (ValueError, RecursionError) as error:
+        raise BadLine(f"not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise BadLine(f"expected a JSON object, found {type(document).__name__}")
+    return document
+
+
+def _text_of(document: dict[str, Any], key: str) -> str | list[str]:
+    if key not in document:
+        raise BadLine(f'no key "{key}" (it has {", ".join(sorted(document)) or "none"})')
+    text = document[key]
+    parts = text if isinstance(text, list) else [text]
+    if not all(isinstance(part, str) for part in parts):
+        raise BadLine(f'"{key}" holds neither a text nor a list of texts')
+    try:
+        "".join(parts).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadLine(f'"{key}" holds half a surrogate pair at {error.start}') from error
+    return parts if isinstance(text, list) else str(text)
+
+
+@functools.cache
+def _encoder(options: EncoderOptions) -> Encoder:
+    """The encoder of this process: building one reads a vocabulary, so a worker does it once."""
+    return Encoder(options)
+
+
+def encode_batch(options: EncoderOptions, lines: list[bytes]) -> list[dict[str, Encoded] | str]:
+    """Encodes lines in a worker; a bad line becomes the text that says why it is bad."""
+    encoder = _encoder(options)
+    results: list[dict[str, Encoded] | str] = []
+    for line in lines:
+        try:
+            results.append(encoder.encode_line(line))
+        except BadLine as error:
+            results.append(str(error))
+    return results
+
+
+def find_inputs(pattern: str) -> list[str]:
+    """The files that ``--input`` names, in sorted order when it is a glob pattern."""
+    paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
+    if not paths:
+        raise DataError(f"--input {pattern}: no such file")
+    for path in paths:
+        if not os.path.isfile(path):
+            raise DataError(f"--input {path}: not a file")
+    return paths
+
+
+def read_batches(paths: list[str]) -> Iterator[Batch]:
+    """Cuts the files into batches of lines, in order; ``.gz`` files are decompressed."""
+    for path in paths:
+        with open(path, "rb") as raw:
+            stream: Any = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw
+            consumed, number = 0, 1
+            while True:
+                try:
+                    lines = _next_lines(stream)
+                except (OSError, EOFError) as error:
+                    raise DataError(f"{path}, behind line {number - 1}: {error}") from error
+                if not lines:
+                    break
+                yield Batch(path, number, lines, raw.tell() - consumed)
+                consumed = raw.tell()
+                number += len(lines)
+
+
+def _next_lines(stream: IO[bytes]) -> list[bytes]:
+    lines: list[bytes] = []
+    num_bytes = 0
+    while len(lines) < _BATCH_LINES and num_bytes < _BATCH_BYTES:
+        line = stream.readline()
+        if not line:
+            break
+        lines.append(line)
+        num_bytes += len(line)
+    return lines
+
+
+def encode_all(
+    options: EncoderOptions, batches: Iterator[Batch], workers: int
+) -> Iterator[tuple[Batch, list[dict[str, Encoded] | str]]]:
+    """Encodes batches in ``workers`` processes and yields them in their order.
+
+    At most ``_BATCHES_PER_WORKER`` batches per worker are in flight, so memory stays bounded.
+    """
+    if workers == 1:
+        for batch in batches:
+            yield batch, encode_batch(options, batch.lines)
+        return
+    # A fork server has no threads and has imported the tokenizers once for all its children.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megatron.dpp.tokenizers"])
+    with ProcessPoolExecutor(workers, mp_context=context) as executor:
+        window: deque[tuple[Batch, Future[list[dict[str, Encoded] | str]]]] = deque()
+        try:
+            for batch in batches:
+                window.append((batch, executor.submit(encode_batch, options, batch.lines)))
+                if len(window) > _BATCHES_PER_WORKER * workers:
+                    oldest, future = window.popleft()
+                    yield oldest, future.result()
+            for oldest, future in window:
+                yield oldest, future.result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a worker process died (killed by the system for want of memory?): "
+                f"try fewer than --workers {workers}"
+            ) from error
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
+def _indexed_dataset() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it recommends Transformer Engine, which nothing here uses
+        return importlib.import_module("megatron.core.datasets.indexed_dataset")
+
+
+class Writer:
+    """The ``.bin`` and ``.idx`` files of all keys, under temporary names until :meth:`publish`.
+
+    The temporary folder lies beside the output (renaming stays within one file system) and goes
+    away on leaving the ``with`` block, whatever happened.
+    """
+
+    def __init__(self, prefix: str, keys: tuple[str, ...], level: str, dtype: Any) -> None:
+        self._targets = {key: Path(f"{prefix}_{key}_{level}") for key in keys}
+        self._dtype = dtype
+        self._builders: dict[str, Any] = {}
+
+    def __enter__(self) -> Writer:
+        first = next(iter(self._targets.values()))
+        first.parent.mkdir(parents=True, exist_ok=True)
+        self._folder = tempfile.TemporaryDirectory(
+            prefix=f".{first.name}.partial-", dir=first.parent
+        )
+        for key, target in self._targets.items():
+            path = self._partial(target, ".bin")
+            self._builders[key] = _indexed_dataset().IndexedDatasetBuilder(
+                str(path), dtype=self._dtype
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for builder in self._builders.values():
+            builder.data_file.close()
+        self._folder.cleanup()
+
+    def add(self, encoded: dict[str, Encoded]) -> None:
+        for key, document in encoded.items():
+            self._builders[key].add_document(document.ids, document.lengths)
+
+    def publish(self) -> list[Path]:
+        """Gives all files their names and returns these; each ``.idx`` comes after its ``.bin``.
+
+        Old indices go first: a crash in between leaves files without an index, which nothing
+        takes for a data set, and never an old index beside new data.
+        """
+        for key, target in self._targets.items():
+            self._builders[key].finalize(str(self._partial(target, ".idx")))
+        for target in self._targets.values():
+            Path(f"{target}.idx").unlink(missing_ok=True)
+        published = []
+        for target in self._targets.values():
+            for suffix in (".bin", ".idx"):
+                os.replace(self._partial(target, suffix), f"{target}{suffix}")
+                published.append(Path(f"{target}{suffix}"))
+        return published
+
+    def _partial(self, target: Path, suffix: str) -> Path:
+        return Path(self._folder.name) / f"{target.name}{suffix}"
+
+
+def preprocess(
+    options: EncoderOptions, paths: list[str], prefix: str, *, workers: int, skip_bad_lines: bool
+) -> tuple[Totals, list[Path]]:
+    """Encodes all documents of ``paths`` into ``PREFIX_KEY_{document,sentence}.{bin,idx}``.
+
+    Returns:
+        What was written, and the files.
+
+    Raises:
+        DataError: a bad line without ``skip_bad_lines``, no document at all, or a broken input.
+    """
+    level = "sentence" if options.splitter else "document"
+    # Before megatron-core's slow import, so that a missing vocabulary is named at once.
+    vocab_size = _encoder(options).vocab_size
+    dtype = _indexed_dataset().DType.optimal_dtype(vocab_size)
+    totals = Totals()
+    bar = progress_bar(
+        sum(os.path.getsize(path) for path in paths),
+        mininterval=0.2 if sys.stderr.isatty() else 10.0,
+        disable=False,
+        leave=True,
+    )
+    with bar, Writer(prefix, options.json_keys, level, dtype) as writer:
+        for batch, results in encode_all(options, read_batches(paths), workers):
+            _take_batch(batch, results, writer, totals, skip_bad_lines=skip_bad_lines)
+            bar.set_postfix_str(f"{totals.documents} documents", refresh=False)
+            bar.update(batch.consumed)
+        if not totals.sentences:
+            raise DataError(f"{', '.join(paths)}: {totals.documents} documents and not one token")
+        return totals, writer.publish()
+
+
+def _take_batch(
+    batch: Batch,
+    results: list[dict[str, Encoded] | str],
+    writer: Writer,
+    totals: Totals,
+    *,
+    skip_bad_lines: bool,
+) -> None:
+    for number, result in enumerate(results, batch.first_number):
+        if isinstance(result, str):
+            message = f"{batch.path}, line {number}: {result}"
+            if not skip_bad_lines:
+                raise DataError(f"{message} (--skip-bad-lines leaves such lines out)")
+            totals.bad_lines.append(message)
+            continue
+        writer.add(result)
+        totals.documents += 1
+        for document in result.values():
+            totals.sentences += len(document.lengths)
+            totals.tokens += document.ids.size
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    text = "Turn JSON lines into the token files that training reads."
+    parser = new_parser(prog, text, "--input FILES --output-prefix PREFIX [options]")
+    parser.allow_abbrev = False
+    data = parser.add_argument_group("input and output").add_argument
+    data("--input", required=True, metavar="FILES", help="JSON lines; .gz and glob patterns too")
+    data("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to encode (text)")
+    data("--output-prefix", required=True, metavar="PREFIX", help="output path without a suffix")
+    data("--skip-bad-lines", action="store_true", help="leave bad lines out")
+    tokens = parser.add_argument_group("tokenizer").add_argument
+    tokens("--tokenizer-type", required=True, choices=TOKENIZER_TYPES, metavar="TYPE",
+           help=", ".join(TOKENIZER_TYPES))  # fmt: skip
+    tokens("--vocab-file", metavar="FILE")
+    tokens("--merge-file", metavar="FILE")
+    tokens("--vocab-size", type=int, metavar="N", help="for NullTokenizer")
+    tokens("--vocab-extra-ids", type=int, default=0, metavar="N")
+    tokens("--append-eod", action="store_true", help="end documents with a token")
+    sentences = parser.add_argument_group("sentences (BERT)").add_argument
+    sentences("--split-sentences", action="store_true")
+    sentences("--sentence-splitter", choices=SPLITTERS, default="nltk",
+              help="Punkt model of NLTK (pip install nltk) or rules for English")  # fmt: skip
+    sentences("--keep-newlines", action="store_true")
+    sentences("--lang", default="english", help="language of the Punkt model")
+    runtime = parser.add_argument_group("runtime").add_argument
+    runtime("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
+    for flag in ("--keep-sequential-samples", "--legacy-tokenizer"):
+        runtime(flag, action="store_true", help="always on")
+    for flag in ("--partitions", "--log-interval"):
+        runtime(flag, type=int, metavar="N", help="accepted, without effect")
+    return parser
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    if args.workers < 1:
+        raise ConfigError(f"--workers {args.workers}: must be at least 1")
+    if len(set(args.json_keys)) != len(args.json_keys):
+        raise ConfigError(f"--json-keys {' '.join(args.json_keys)}: a key is named twice")
+    for name in ("partitions", "log_interval"):
+        if getattr(args, name) not in (None, 1):
+            flag = "--" + name.replace("_", "-")
+            print(f"warning: {flag} has no effect: one run writes one output", file=sys.stderr)
+    if args.tokenizer_type.startswith("Bert") and not args.split_sentences:
+        print("warning: BERT's data needs --split-sentences", file=sys.stderr)
+
+
+def options_from(args: argparse.Namespace) -> EncoderOptions:
+    return EncoderOptions(
+        tokenizer_type=args.tokenizer_type,
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
+        vocab_size=args.vocab_size,
+        vocab_extra_ids=args.vocab_extra_ids,
+        json_keys=tuple(args.json_keys),
+        append_eod=args.append_eod,
+        splitter=args.sentence_splitter if args.split_sentences else None,
+        language=args.lang,
+        keep_newlines=args.keep_newlines,
+    )
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp preprocess") -> int:
+    """Run the command; returns 1 after an error."""
+    start = time.monotonic()
+    try:
+        args = _parser(prog).parse_args(argv)
+        _check_arguments(args)
+        options = options_from(args)
+        paths = find_inputs(args.input)
+        totals, files = preprocess(
+            options,
+            paths,
+            args.output_prefix,
+            workers=args.workers,
+            skip_bad_lines=args.skip_bad_lines,
+        )
+    except (DppError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for message in totals.bad_lines[:_MOST_BAD_LINES_SHOWN]:
+        print(f"skipped: {message}", file=sys.stderr)
+    print(
+        f"{totals.documents} documents, {totals.sentences} sequences, {totals.tokens} tokens in "
+        f"{time.monotonic() - start:.1f} s, {len(totals.bad_lines)} bad lines skipped: "
+        + ", ".join(str(path) for path in files)
+    )
+    return 0

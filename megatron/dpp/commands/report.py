@@ -1,0 +1,169 @@
+"""``megatron-dpp report``: where the time of a traced run went, who was slow, what a change gains.
+
+    megatron-dpp report --benchmark_dir benchmark/data-1-pipeline-4-tensor-1-dpp
+
+Writes ``report.html`` (one file, no network needed) into that directory and prints the summary.
+``--baseline`` sets another run beside it, such as the static schedule's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.commands.common import ROOT, guarded, new_parser, progress_bar
+from megatron.dpp.errors import DataError, require
+from megatron.dpp.plan.whatif import (
+    Recorded,
+    WhatIf,
+    cost_file,
+    effects,
+    predict_all,
+    recorded,
+    schedule_of,
+)
+from megatron.dpp.trace.align import Alignment, align
+from megatron.dpp.trace.analysis.limits import Limit
+from megatron.dpp.trace.analysis.model import read_iterations
+from megatron.dpp.trace.analysis.plots import write_plots
+from megatron.dpp.trace.analysis.sentences import cause_texts, sentences, straggler_text
+from megatron.dpp.trace.analysis.summary import Analysis, analyse, summary
+from megatron.dpp.trace.analysis.timeline import timeline
+from megatron.dpp.trace.reader import TraceFile, find_directory, open_run
+
+_LEAST = 0.01
+"""A cause that costs a smaller share of an iteration is no straggler."""
+_TEMPLATE = Path(__file__).with_name("report_template.html")
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Options that choose what of which run is analysed; ``plots`` takes them too."""
+    add = parser.add_argument
+    add("--benchmark_dir", "--benchmark-dir", required=True, metavar="DIR",
+        help="directory of the ranks' traces, relative to here or to the source tree")  # fmt: skip
+    add("--baseline", metavar="DIR", help="another run beside it, such as the static schedule")
+    add("--skip", type=int, metavar="N", help="leave out N leading iterations (default: 1 of >= 3)")
+    add("--iteration", type=int, metavar="N", help="timeline of iteration N (default: the median)")
+    add("--threshold", type=float, default=1.15, metavar="X", help="X times slower is a straggler")
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    text = "Say where the time of a traced run went, who was slow, and what a change would gain."
+    parser = new_parser(prog, text)
+    add_run_options(parser)
+    add = parser.add_argument
+    add("--output", metavar="FILE", help="the HTML (default: report.html in the run's directory)")
+    add("--plots", metavar="DIR", help="also write PNG files there (needs matplotlib)")
+    add("--json", action="store_true", help="print the numbers as JSON instead of sentences")
+    add("--costs", metavar="FILE", help="also write the recorded costs, for megatron-dpp sim")
+    add("--fail-if", action="append", default=[], metavar="LIMIT",
+        help="exit with 2 when a total breaks it: 'bubble>0.25'; may be repeated")  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp report") -> int:
+    """Exit status: 0, 2 when a ``--fail-if`` limit is broken, 1 after an error."""
+    options = _parser(prog).parse_args(argv)
+    return guarded(prog, lambda: _run(options, prog))
+
+
+def _load(
+    name: str, skip: int | None, threshold: float
+) -> tuple[list[TraceFile], Alignment, Analysis]:
+    files = open_run(find_directory(name, ROOT))
+    with progress_bar(sum(file.size for file in files)) as bar:
+        alignment = align(files, lambda file: bar.update(file.size))
+    analysis = analyse(files, alignment, skip=skip, threshold=threshold)
+    return files, alignment, analysis
+
+
+def _recorded(analysis: Analysis) -> list[Recorded]:
+    """Costs of the first pipeline in every iteration that is whole."""
+    ranks = analysis.shape.pipelines()[0]
+    parts = zip(analysis.works, analysis.links, analysis.times, strict=True)
+    runs = [recorded(analysis.shape, ranks, work, links, times) for work, links, times in parts]
+    return [run for run in runs if run is not None]
+
+
+def _what_if(analysis: Analysis, runs: list[Recorded]) -> dict[str, Any]:
+    if not runs:
+        return {"what_if": [], "fidelity": 0.0, "effects": [None] * len(analysis.culprits)}
+    ranks = analysis.shape.pipelines()[0]
+    split, pieces = runs[-1].split, runs[-1].num_pieces
+    config = schedule_of(analysis.shape.schedule, split=split, w_pieces=pieces)
+    what_if = WhatIf(runs, config)
+    predictions = predict_all(what_if, analysis.culprits, ranks)
+    rows = [
+        {"name": p.name, "now_ms": p.now * 1e3, "then_ms": p.then * 1e3, "gain": p.gain}
+        for p in sorted(predictions, key=lambda p: -p.gain)
+    ]
+    costs = effects(what_if, analysis.culprits, ranks)
+    return {"what_if": rows, "fidelity": what_if.fidelity, "effects": costs}
+
+
+def _set_aside_harmless(report: dict[str, Any]) -> None:
+    """A cause that costs next to nothing is no straggler, however slow it is."""
+    for straggler, effect in zip(report["stragglers"], report.pop("effects"), strict=True):
+        straggler["text"], straggler["effect"] = straggler_text(straggler), effect
+    harmless = [s for s in report["stragglers"] if s["effect"] is not None and s["effect"] < _LEAST]
+    report["stragglers"] = [s for s in report["stragglers"] if s not in harmless]
+    report["without_effect"] = harmless
+    report["totals"]["stragglers"] = len(report["stragglers"])
+
+
+def build_report(options: argparse.Namespace) -> tuple[dict[str, Any], list[Recorded]]:
+    """All numbers, sentences and the timeline of a run, as the template wants them.
+
+    Raises:
+        DppError: an option that cannot be, or a run that cannot be read.
+    """
+    require(options.threshold > 1, f"--threshold {options.threshold:g}: must be above 1")
+    require((options.skip or 0) >= 0, f"--skip {options.skip}: must be at least 0")
+    files, alignment, analysis = _load(options.benchmark_dir, options.skip, options.threshold)
+    runs = _recorded(analysis)
+    report = summary(analysis) | _what_if(analysis, runs)
+    number = analysis.typical().number if options.iteration is None else options.iteration
+    shown = next(read_iterations(files, alignment, {number}), None)
+    require(shown is not None, f"--iteration {number}: not recorded by every rank")
+    assert shown is not None
+    order = [rank for ranks in analysis.shape.pipelines() for rank in ranks]
+    report["timeline"] = timeline(shown, order)
+    _set_aside_harmless(report)
+    report["sentences"] = sentences(report)
+    report["cause_texts"] = cause_texts()
+    if options.baseline:
+        report["baseline"] = summary(_load(options.baseline, options.skip, options.threshold)[2])
+    return report, runs
+
+
+def write_html(report: dict[str, Any], path: Path) -> None:
+    """Put the report into the template; ``<`` is escaped so that no text can end the script."""
+    data = json.dumps(report, separators=(",", ":")).replace("<", "\\u003c")
+    text = _TEMPLATE.read_text(encoding="utf-8").replace("/*DATA*/", data, 1)
+    path.write_text(text, encoding="utf-8")
+
+
+def _run(options: argparse.Namespace, prog: str) -> int:
+    limits = [Limit.parse(text) for text in options.fail_if]
+    report, runs = build_report(options)
+    output = Path(options.output or Path(report["run"]["directory"]) / "report.html")
+    write_html(report, output)
+    if options.costs:
+        if not runs:
+            raise DataError("--costs: no iteration was recorded in full")
+        Path(options.costs).write_text(json.dumps(cost_file(runs)) + "\n", encoding="utf-8")
+    if options.plots:
+        write_plots(report, Path(options.plots), flag="--plots")
+    if options.json:
+        hidden = ("timeline", "cause_texts")
+        print(json.dumps({k: v for k, v in report.items() if k not in hidden}, indent=1))
+    else:
+        print("\n".join([*report["sentences"], f"report: {output}"]))
+    broken = [text for limit in limits if (text := limit.broken(report["totals"]))]
+    for text in broken:
+        print(f"{prog}: limit broken: {text}", file=sys.stderr)
+    return 2 if broken else 0

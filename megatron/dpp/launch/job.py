@@ -1,0 +1,275 @@
+"""The processes of a run, and the one torchrun that starts those of this node."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.dpp.cli import environment
+from megatron.dpp.cli.arguments import parse_args
+from megatron.dpp.errors import ConfigError, require
+from megatron.dpp.hosts import own_interface
+from megatron.dpp.launch.flags import ROOT
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+_ANNOUNCE_SECONDS = 5
+"""Between two lines of a worker that waits for its master."""
+_IP = re.compile(r"\d+(\.\d+){3}|[\da-fA-F:]+:[\da-fA-F:.%a-z]*")
+_QUIET = ",".join(
+    f"ignore:{text}:UserWarning"
+    for text in (
+        "Transformer Engine and Apex are not installed",
+        "Apex is not installed",
+        "full scope is deprecated",
+    )
+)
+"""Warnings of megatron-core in every process about packages that nothing here needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Where the processes run and how they meet.
+
+    Args:
+        per_node: processes of a node.
+        port: of the master. None on a single node: torchrun finds a free one.
+        wait: seconds that the nodes wait for each other.
+        ips: addresses between nodes, one per node or one per rank; empty without ``NODE_IPS``.
+    """
+
+    per_node: int
+    num_nodes: int = 1
+    node_rank: int = 0
+    master: str = "localhost"
+    port: int | None = None
+    wait: int = 300
+    ips: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the job."""
+        return self.per_node * self.num_nodes
+
+    def flags(self) -> list[str]:
+        """Flags of the training script that follow from the nodes."""
+        flags = ["--multi-node"] if self.num_nodes > 1 else []
+        return [*flags, "--node-ips", ",".join(self.ips)] if self.ips else flags
+
+    def torchrun(self, python: str) -> list[str]:
+        """The command that the training script and its flags follow."""
+        words = [python, "-m", "megatron.dpp.train.torchrun"]
+        words += ["--nproc_per_node", str(self.per_node), "--nnodes", str(self.num_nodes)]
+        if self.port is None:
+            return [*words, "--standalone"]  # a free port: two runs on one machine do not meet
+        words += ["--node_rank", str(self.node_rank), "--master_addr", self.master]
+        return [*words, "--master_port", str(self.port), "--rdzv_conf", f"timeout={self.wait}"]
+
+
+def find_job(env: Mapping[str, str]) -> Job:
+    """The job that the environment describes.
+
+    Raises:
+        ConfigError: a variable's value is impossible, or they do not fit together.
+    """
+    values = {name: environment.value(name, env) for name in _VARIABLES}
+    per_node, num_nodes = whole("GPUS_PER_NODE", values), whole("NUM_NODES", values)
+    wait = whole("WAIT_SECONDS", values)
+    rank, port = values["NODE_RANK"], values["MASTER_PORT"]
+    require(re.fullmatch(r"\d+", rank), f"NODE_RANK={rank}: must be a whole number, at least 0")
+    require(
+        int(rank) < num_nodes,
+        f"NODE_RANK={rank}: with NUM_NODES={num_nodes} it must be less than {num_nodes}",
+    )
+    require(
+        re.fullmatch(r"[1-9]\d{0,4}", port) and int(port) <= 65535,
+        f"MASTER_PORT={port}: must be a port number, 1 to 65535",
+    )
+    ips = tuple(values["NODE_IPS"].split(",")) if values["NODE_IPS"] else ()
+    world_size = per_node * num_nodes
+    require(
+        not ips or len(ips) in (num_nodes, world_size),
+        f"NODE_IPS={values['NODE_IPS']} has {len(ips)} addresses: expected one per node "
+        f"({num_nodes}) or one per rank ({world_size})",
+    )
+    for address in ips:
+        require(
+            _IP.fullmatch(address),
+            f"NODE_IPS={values['NODE_IPS']}: {address!r} is not an IP address",
+        )
+    return Job(
+        per_node=per_node,
+        num_nodes=num_nodes,
+        node_rank=int(rank),
+        master=values["MASTER_ADDR"],
+        port=int(port) if num_nodes > 1 or env.get("MASTER_PORT") else None,
+        wait=wait,
+        ips=ips,
+    )
+
+
+_VARIABLES = (
+    "GPUS_PER_NODE", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WAIT_SECONDS",
+    "NODE_IPS",
+)  # fmt: skip
+
+
+def whole(name: str, values: Mapping[str, str]) -> int:
+    """The variable's value.
+
+    Raises:
+        ConfigError: it is no whole number, or below 1.
+    """
+    text = values[name]
+    require(re.fullmatch(r"[1-9]\d*", text), f"{name}={text}: must be a whole number, at least 1")
+    return int(text)
+
+
+def hardware_queues(argv: Sequence[str]) -> str:
+    """``CUDA_DEVICE_MAX_CONNECTIONS`` of a run with these flags, where the environment has none.
+
+    megatron-core's tensor and context parallelism rely on one hardware queue. Everything else needs
+    several: in one queue FSDP2's gathers wait behind the products that need them, a pipeline's
+    sends behind its receives, and a reduction behind the replayed backward beside which it could
+    run.
+    """
+    args = parse_args(argv)
+    relies = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
+    return "1" if relies and not args.use_torch_fsdp2 else "8"
+
+
+def launch(
+    job: Job, python: str, script: str, argv: Sequence[str], *, dry_run: bool = False
+) -> None:
+    """Check the run, let the nodes meet, and become torchrun. Returns from a dry run only, which
+    prints the command. ``DRY_RUN=1`` makes every run one.
+
+    Args:
+        script: file name of the training script, in the repository.
+
+    Raises:
+        ConfigError: the nodes cannot meet.
+        SystemExit: the flags were refused; preflight has said why.
+    """
+    words = [*job.torchrun(python), str(ROOT / script), *argv]
+    if dry_run or is_dry_run():
+        show_command(words)
+        return
+    check(Path(script).stem.removeprefix("pretrain_"), argv, python, job)
+    defaults = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": hardware_queues(argv),
+        "OMP_NUM_THREADS": environment.value("OMP_NUM_THREADS", os.environ),
+        "PYTHONWARNINGS": _QUIET,
+    }
+    env = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": import_path()}
+    env |= {name: value for name, value in defaults.items() if not env.get(name)}
+    if job.num_nodes > 1:
+        env = {**meet(job), **env}
+    sys.stdout.flush()
+    os.execvpe(python, words, env)
+
+
+def is_dry_run() -> bool:
+    """True where ``DRY_RUN`` asks to print commands only."""
+    return environment.value("DRY_RUN", os.environ) != "0"
+
+
+def import_path() -> str:
+    """``PYTHONPATH`` with the repository in front."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def check(arch: str, argv: Sequence[str], python: str, job: Job) -> None:
+    """Refuse flags that cannot work, with the Python that will train.
+
+    Raises:
+        SystemExit: with preflight's exit code; it has said why.
+    """
+    words = [python, "-m", "megatron.dpp.cli.preflight", arch, *argv]
+    sizes = {"WORLD_SIZE": str(job.world_size), "LOCAL_WORLD_SIZE": str(job.per_node)}
+    sys.stdout.flush()
+    code = subprocess.run(
+        words, env={**os.environ, "PYTHONPATH": import_path(), **sizes}
+    ).returncode
+    if code:
+        sys.exit(code)
+
+
+def meet(job: Job) -> dict[str, str]:
+    """Wait for the master, or announce it; variables that name this node's network interface.
+
+    Given addresses are checked before anything waits. Without them the route to the master decides,
+    whose name may resolve only once it is there.
+
+    Raises:
+        ConfigError: the master does not come, or an address is not one of this node.
+    """
+    found = use_interface(job) if job.ips else {}
+    if job.node_rank:
+        wait_for_master(job)
+    else:
+        print(
+            f"master at {job.master}:{job.port}: waiting {job.wait} s for {job.num_nodes - 1} "
+            f"other nodes (run_worker_*.sh with MASTER_ADDR={job.master})"
+        )
+    return found or use_interface(job)
+
+
+def use_interface(job: Job) -> dict[str, str]:
+    """Let gloo, and NCCL where ``NODE_IPS`` names a network, use the interface of this node's own
+    address. Without it gloo takes the address of the host's name, often a loopback."""
+    own = job.ips[job.node_rank : job.node_rank + 1]
+    if len(job.ips) != job.num_nodes:
+        own = job.ips[job.node_rank * job.per_node :][: job.per_node]
+    address, interface = own_interface(job.master, own)
+    print(
+        f"this node (NODE_RANK={job.node_rank}) talks to the others from {address}, interface "
+        f"{interface or 'unknown'}",
+        flush=True,
+    )
+    if address.startswith("127."):
+        print(
+            f"warning: MASTER_ADDR={job.master} is a loopback address here: other hosts cannot "
+            "reach it",
+            file=sys.stderr,
+        )
+    names = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    return names | ({"NCCL_SOCKET_IFNAME": f"={interface}"} if interface and job.ips else {})
+
+
+def wait_for_master(job: Job) -> None:
+    """Return once the master accepts connections.
+
+    Raises:
+        ConfigError: it does not within ``job.wait`` seconds.
+    """
+    deadline, said = time.monotonic() + job.wait, float("inf")
+    while True:
+        try:
+            socket.create_connection((job.master, job.port or 0), timeout=5).close()
+            return
+        except OSError:
+            left = round(deadline - time.monotonic())
+        if left <= 0:
+            raise ConfigError(
+                f"no master at {job.master}:{job.port} within WAIT_SECONDS={job.wait}: start "
+                "run_master_*.sh there (or train with NODE_RANK=0), check MASTER_ADDR and "
+                "MASTER_PORT and the firewall in between"
+            )
+        if said - left >= _ANNOUNCE_SECONDS:
+            print(f"waiting for the master at {job.master}:{job.port}, {left} s left", flush=True)
+            said = left
+        time.sleep(1)
+
+
+def show_command(words: Sequence[str]) -> None:
+    """Print a command for a shell."""
+    print(shlex.join(words), flush=True)

@@ -1,0 +1,262 @@
+"""Shared by the benchmarks: options, worker processes, turns, statistics, tables, JSON, plots.
+
+Importing it makes the package beside this folder importable. A benchmark measures its arms in
+turns, after an untimed pass of each, so that all arms meet the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import multiprocessing
+import os
+import queue
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+Arm = TypeVar("Arm")
+Sample = TypeVar("Sample")
+
+
+def new_parser(doc: str | None, **options: Any) -> argparse.ArgumentParser:
+    """A parser described by a script's first line.
+
+    Args:
+        doc: the script's docstring.
+        options: name to default, or to (default, help); the default gives the type.
+    """
+    parser = argparse.ArgumentParser(
+        description=(doc or "").split("\n\n")[0],
+        formatter_class=functools.partial(
+            argparse.ArgumentDefaultsHelpFormatter, max_help_position=30
+        ),
+    )
+    for name, value in options.items():
+        default, text = value if isinstance(value, tuple) else (value, None)
+        flag = "--" + name.replace("_", "-")
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            metavar = {int: "N", float: "X", str: "TEXT"}[type(default)]
+            kind = type(default)
+            text = text or "default: %(default)s"
+            parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
+    return parser
+
+
+def take_turns(
+    arms: Mapping[Arm, Callable[[], Sample]], rounds: int, iterations: int = 1
+) -> dict[Arm, list[Sample]]:
+    """Samples of every arm. In each round each arm runs once untimed, then ``iterations`` times."""
+    samples: dict[Arm, list[Sample]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name, arm in arms.items():
+            arm()
+            samples[name] += [arm() for _ in range(iterations)]
+    return samples
+
+
+def sample(
+    one_round: Callable[[], float | None],
+    *,
+    seconds: float = 0.0,
+    least: int = 5,
+    most: int = 2000,
+    warm_up: int = 3,
+) -> list[float]:
+    """Durations of rounds until ``seconds`` are spent, after ``warm_up`` rounds that do not count.
+
+    A round that returns a number gives its own duration.
+    """
+    for _ in range(warm_up):
+        one_round()
+    found: list[float] = []
+    while (sum(found) < seconds and len(found) < most) or len(found) < least:
+        start = time.perf_counter()
+        own = one_round()
+        found.append(time.perf_counter() - start if own is None else own)
+    return found
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """The value that a share of all values lies below."""
+    ordered = sorted(values)
+    return ordered[int(len(ordered) * share)]
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Standard error of the mean; NaN for a single value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def print_table(headings: str, rows: Iterable[Iterable[object]]) -> None:
+    """A Markdown table; ``headings`` are separated by `` | ``."""
+    columns = headings.split(" | ")
+    print(f"| {headings} |\n|{'---|' * len(columns)}")
+    for row in rows:
+        print(f"| {' | '.join(map(str, row))} |", flush=True)
+
+
+def write_json(path: str | os.PathLike[str] | None, facts: object) -> None:
+    """Write a benchmark's results, if a path is given; what JSON has no type for becomes text."""
+    if path:
+        Path(path).write_text(json.dumps(facts, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def draw_lines(
+    path: str,
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    labels: tuple[str, str],
+    dotted: Sequence[tuple[Sequence[float], Sequence[float]]] = (),
+) -> None:
+    """Write a picture of lines (name to x and y), with dotted ones without a name beside them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for name, (x, y) in lines.items():
+        axes.plot(x, y, marker="o", label=name)
+    for x, y in dotted:
+        axes.plot(x, y, linestyle=":", color="grey")
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1])
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_ranks(num_ranks: int, *flags: str, **variables: str) -> int:
+    """Start this script once per rank, with further flags and environment variables.
+
+    Returns:
+        The exit status; the first failure ends all ranks.
+    """
+    port = os.environ.get("MASTER_PORT") or str(free_port())
+    job = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *sys.argv, *flags],
+            env={**os.environ, **variables, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                return 1
+            time.sleep(0.1)
+        return max(abs(process.returncode) for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def over_ranks(*values: float, device: str = "cpu", least: bool = False) -> list[float]:
+    """The largest of each value over all ranks of the job, or the least."""
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN if least else dist.ReduceOp.MAX)
+    return [float(value) for value in tensor.tolist()]
+
+
+def run_members(
+    target: Callable[..., Any], num: int, *arguments: Any, method: str = "spawn", timeout: float
+) -> list[Any]:
+    """Results of ``target(rank, *arguments)`` in ``num`` processes, by rank.
+
+    A process that dies, or ``timeout`` seconds, end the program.
+    """
+    context = multiprocessing.get_context(method)
+    results: Any = context.Queue()
+    members = [
+        context.Process(target=_member, args=(target, rank, arguments, results), daemon=True)
+        for rank in range(num)
+    ]
+    for member in members:
+        member.start()
+    found: dict[int, Any] = {}
+    end = time.monotonic() + timeout
+    try:
+        while len(found) < num:
+            try:
+                rank, result = results.get(timeout=0.5)
+                found[rank] = result
+            except queue.Empty:
+                if any(member.exitcode for member in members):
+                    raise SystemExit("a process of the benchmark failed") from None
+                if time.monotonic() > end:
+                    raise SystemExit(f"no result within {timeout:g} s") from None
+    finally:
+        for member in members:
+            member.join(10 if len(found) == num else 0)
+            member.kill()
+    return [found[rank] for rank in range(num)]
+
+
+def _member(target: Callable[..., Any], rank: int, arguments: Any, results: Any) -> None:
+    results.put((rank, target(rank, *arguments)))
+
+
+def open_trace(args: argparse.Namespace, num_chunks: int, folder: Path, device: str = "cpu") -> Any:
+    """A recorder of this rank's trace; ``args`` has ``ranks`` and maybe ``tensor``."""
+    import torch.distributed as dist
+
+    from megatron.dpp.trace import TraceLayout, open_recorder
+
+    rank, tensor = dist.get_rank(), getattr(args, "tensor", 1)
+    layout = TraceLayout(
+        data=0, pipeline=rank // tensor, tensor=rank % tensor, data_size=1,
+        pipeline_size=args.ranks, tensor_size=tensor, num_chunks=num_chunks,
+    )  # fmt: skip
+    return open_recorder(folder, rank=rank, layout=layout, device=device)
+
+
+class RunFailed(Exception):
+    """A training run failed; the text has its command and the end of its output."""
+
+
+def train(
+    script: str, num_ranks: int, flags: Sequence[str], variables: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Rows of the metrics file of a training script under torchrun.
+
+    Raises:
+        RunFailed: the run ended with an error.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / "metrics.jsonl"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc_per_node", str(num_ranks), str(ROOT / script), *flags]
+        command += ["--metrics-file", str(metrics)]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        plain = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        environment = {**os.environ, **plain, **variables}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RunFailed(f"{shlex.join(command)}\n{(done.stdout + done.stderr)[-6000:]}")
+        return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,72 @@
+"""The one command: its table, its help, and the doors that users type."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.dpp.__main__ import COMMANDS
+from megatron.dpp.__main__ import main as command
+from megatron.dpp.commands import bench, common
+
+ROOT = Path(__file__).resolve().parents[2]
+SCREEN = 40
+DOORS = {
+    "aggregate": "profiling/aggregate.py",
+    "report": "profiling/report.py",
+    "plan": "profiling/plan.py",
+    "compare-losses": "profiling/compare_losses.py",
+    "monitor": "tools/monitor.py",
+    "preprocess": "tools/preprocess_data.py",
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"train", "env", "doctor"}))
+def test_help_fits_a_screen(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    if name == "bench":
+        assert command([name, "--help"]) == 0
+    else:
+        with pytest.raises(SystemExit) as ended:
+            command([name, "--help"])
+        assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"megatron-dpp {name}" in lines[0]
+    assert len(lines) <= SCREEN
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_door_takes_the_options_of_its_command(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        command([name, "--help"])
+    door = ROOT / DOORS[name]
+    done = subprocess.run(
+        [sys.executable, str(door), "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == capsys.readouterr().out.replace(f"megatron-dpp {name}", door.name)
+
+
+def test_benchmarks_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main([]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert {"agreement", "schedule", "transport"} <= set(listed)
+    assert bench.main(["nonsense"]) == 1
+    assert "no benchmark 'nonsense': expected one of agreement, " in capsys.readouterr().err
+
+
+def test_benchmarks_need_the_source_tree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    assert bench.main(["agreement"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "profiling needs the source tree" in line
