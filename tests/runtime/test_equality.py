@@ -54,13 +54,15 @@ def test_two_ranks_any_number_of_chunks() -> None:
     )  # fmt: skip
 
 
+UNLIKE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+
+
 def test_microbatches_of_unlike_length() -> None:
     """megatron-core's own exchange tells the shapes first; our channels carry them."""
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
     static, tight = {"static": True, "transport": "shm"}, {"activation_cap": "strict"} | late
     drawn = {"lengths": True, "layers": 4, "iterations": 3}
-    unlike = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
-    told = drawn | {"model": unlike}
+    told = drawn | {"model": UNLIKE}
     check(
         2,
         case("v1", 2, 5, fused, late, tight, static, **told, dropout=0.1),
@@ -182,6 +184,8 @@ def test_tensor_and_data_parallel() -> None:
             v=2, dropout=0.1, layers=4, distributed_optimizer=True, overlap=True,
         ),
         case("dp2", 2, 4, late, layers=4, between=True, per_token=True),
+        case("tp2, unlike lengths", 2, 4, fused, late, v=2, tp=2, sp=True, layers=4, lengths=True,
+             model=UNLIKE),
         case("experts, tp2", 2, 4, late, v=2, tp=2, sp=True, layers=4, model=EXPERTS),
     )  # fmt: skip
 

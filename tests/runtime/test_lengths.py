@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.dpp.config import DppConfig
 from megatron.dpp.mcore.boundary import Tokens
+from megatron.dpp.runtime.decisions import Decisions
+from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.runtime.executor import Executor, Tensors
-from megatron.dpp.schedule import Scheduler
+from megatron.dpp.schedule import Geometry, Scheduler, Sizes
 from megatron.dpp.transport.fake import FakeTransport
 from tests.runtime import test_executor
 from tests.runtime.test_executor import Arithmetic, check_values, run_pipeline
@@ -93,3 +97,18 @@ def test_tokens_of_a_boundary() -> None:
     assert tokens.count(torch.zeros([])) is None, "a loss"
     assert tokens.count([torch.zeros(5, 2, 8)]) is None
     assert Tokens(largest=32, hidden=0).count(torch.zeros(5, 2, 8)) is None
+
+
+def test_a_measured_activation_is_scaled_to_the_longest() -> None:
+    """The first step measures microbatch 0; a cap in bytes counts activations of the longest."""
+    alone = SimpleNamespace(size=lambda: 1)
+    call: Any = SimpleNamespace(pg_collection=SimpleNamespace(tp=alone, cp=alone))
+    stage: Any = SimpleNamespace(activation_bytes={0: 100.0, 1: 300.0}, deferred_bytes={0: 50.0})
+    sizes = Sizes(Geometry(2, 0, 2, 4), largest=8)
+    sizes.learn(0, 2)
+    decisions = Decisions(DppConfig(activation_cap="12KiB"), lambda line: None)
+    schedule = DppSchedule(DppConfig())
+    schedule._account(call, sizes, decisions, stage)
+    assert decisions.activation_bytes == 4 * 300.0
+    geometry = Geometry(2, 0, 2, 4)
+    assert decisions.scheduler(geometry, split=True, largest=8).view.cap == 12 * 1024 / 1200
