@@ -264,7 +264,7 @@ def fits(reference, counts, chunk, least, sizes):
         elif kind == Kind.F:
             budget.forward(place)
         else:
-            budget.backward(place, defers=False)
+            budget.backward(place, 0)
     after = [0] * (end + 1)
     for place, following in zip([end, *unrun], [*unrun, end], strict=True):
         after[place] = following

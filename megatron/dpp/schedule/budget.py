@@ -76,19 +76,23 @@ class Budget:
         if held > self.peak:
             self.peak = held
 
-    def backward(self, place: int, *, defers: bool) -> None:
-        """Count the backward at ``place`` as run; ``defers``: its weight gradients are left."""
+    def backward(self, place: int, pieces: int) -> int:
+        """Count the backward at ``place`` as run; returns what its weight gradients keep, if there
+        are ``pieces`` of them.
+        """
         size = -self._steps[place]
         self.in_flight -= size
-        if defers:
-            self.kept += math.ceil(self._deferred * size)
+        if not pieces:
+            return 0
+        kept = math.ceil(self._deferred * size)
+        self.kept += kept
+        return kept
 
-    def weight(self, place: int, left: int, pieces: int) -> None:
-        """Count a weight gradient of the backward at ``place`` as run; ``left`` of its ``pieces``
-        were left before. Rounding up the whole, not each piece, keeps this from ever raising.
+    def weight(self, kept: int, left: int, pieces: int) -> None:
+        """Count one of the ``left`` weight gradients of a backward as run, which kept ``kept`` for
+        all ``pieces``. What they keep is rounded up, and 0 without them.
         """
-        share = self._deferred * -self._steps[place]
-        self.kept += math.ceil(share * (left - 1) / pieces) - math.ceil(share * left / pieces)
+        self.kept += -kept * left // pieces - -kept * (left - 1) // pieces
 
     def learn(self, microbatch: int, size: int, forwards_run: Sequence[int]) -> None:
         """Replace the assumed size of a microbatch, none of whose backwards has run here."""

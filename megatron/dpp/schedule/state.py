@@ -109,7 +109,7 @@ class RankState:
         split = split_backward and not geometry.forward_only
         self._pieces = [geometry.pieces(c) if split else 0 for c in range(v)]
         self._budget = Budget(reference, cap=cap, largest=largest, deferred=1.0 - beta)
-        self._deferred: deque[tuple[int, int]] = deque()
+        self._deferred: deque[tuple[int, int, int]] = deque()
         self._next_piece = 0
         self._left = geometry.num_microbatches * v * (1 if geometry.forward_only else 2)
         self.held_back = False
@@ -154,7 +154,7 @@ class RankState:
     def weight(self) -> Action | None:
         if not self._deferred:
             return None
-        chunk, microbatch = self._deferred[0]
+        chunk, microbatch, _ = self._deferred[0]
         return Action(Kind.W, chunk, microbatch, self._next_piece)
 
     def first_forward(self) -> Action | None:
@@ -162,17 +162,17 @@ class RankState:
         held = budget.in_flight + budget.kept + budget.smallest
         if held > budget.limit and not self.geometry.forward_only:
             return None
-        best, best_index = -1, -1
-        arrived, indices = self.forwards_arrived, self._reference.depth_first
+        reference, best, best_index = self._reference, -1, -1
+        arrived, indices, places = self.forwards_arrived, reference.depth_first, reference.places[0]
+        fits, after, free = budget.fits, self._after, self.geometry.forward_only
         for chunk, i in enumerate(self.forwards_run):
             if i < arrived[chunk]:
-                index = indices[chunk][i]
-                if (best < 0 or index < best_index) and self.forward_fits(chunk):
-                    best, best_index = chunk, index
-        if best < 0:
-            return None
-        reference = self._reference
-        return reference.order[reference.places[0][best][self.forwards_run[best]]]
+                index, place = indices[chunk][i], places[chunk][i]
+                if (best < 0 or index < best_index) and (
+                    self.forward_fits(chunk) if free else fits(place, after)
+                ):
+                    best, best_index = place, index
+        return reference.order[best] if best >= 0 else None
 
     def first_backward(self) -> Action | None:
         best, best_index = -1, -1
@@ -223,9 +223,17 @@ class RankState:
             return
         place = self._reference.places[kind][chunk][microbatch]
         if kind == Kind.F:
-            self._apply_forward(chunk, place)
+            self.forwards_run[chunk] += 1
+            if not self.geometry.forward_only:
+                if self.geometry.is_last and chunk == self.geometry.num_chunks - 1:
+                    self.gradients_arrived[chunk] += 1
+                self._budget.forward(place)
         else:
-            self._apply_backward(chunk, microbatch, place)
+            self.backwards_run[chunk] += 1
+            pieces = self._pieces[chunk]
+            kept = self._budget.backward(place, pieces)
+            if pieces:
+                self._deferred.append((chunk, microbatch, kept))
         self.last_kind = kind
         self._left -= 1
         after, before = self._after, self._before
@@ -245,25 +253,9 @@ class RankState:
         if self.sizes.learn(microbatch, size) and not self.geometry.forward_only:
             self._budget.learn(microbatch, size, self.forwards_run)
 
-    def _apply_forward(self, chunk: int, place: int) -> None:
-        self.forwards_run[chunk] += 1
-        if self.geometry.forward_only:
-            return
-        if self.geometry.is_last and chunk == self.geometry.num_chunks - 1:
-            self.gradients_arrived[chunk] += 1
-        self._budget.forward(place)
-
-    def _apply_backward(self, chunk: int, microbatch: int, place: int) -> None:
-        self.backwards_run[chunk] += 1
-        defers = self._pieces[chunk] > 0
-        self._budget.backward(place, defers=defers)
-        if defers:
-            self._deferred.append((chunk, microbatch))
-
     def _apply_weight(self, chunk: int) -> None:
-        microbatch, pieces = self._deferred[0][1], self._pieces[chunk]
-        place = self._reference.places[1][chunk][microbatch]
-        self._budget.weight(place, pieces - self._next_piece, pieces)
+        kept, pieces = self._deferred[0][2], self._pieces[chunk]
+        self._budget.weight(kept, pieces - self._next_piece, pieces)
         self._next_piece += 1
         if self._next_piece == pieces:
             self._deferred.popleft()
