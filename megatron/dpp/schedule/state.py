@@ -113,6 +113,8 @@ class RankState:
         self._next_piece = 0
         self._left = geometry.num_microbatches * v * (1 if geometry.forward_only else 2)
         self.held_back = False
+        self._evaluates = geometry.forward_only
+        self._last = geometry.num_chunks - 1 if geometry.is_last else -1
         # The unrun tasks of the reference as a doubly linked list; the last entry is its head and
         # tail.
         end = len(reference.order)
@@ -158,18 +160,17 @@ class RankState:
         return Action(Kind.W, chunk, microbatch, self._next_piece)
 
     def first_forward(self) -> Action | None:
-        budget = self._budget
-        held = budget.in_flight + budget.kept + budget.smallest
-        if held > budget.limit and not self.geometry.forward_only:
+        budget, evaluates = self._budget, self._evaluates
+        if budget.in_flight + budget.kept + budget.smallest > budget.limit and not evaluates:
             return None
         reference, best, best_index = self._reference, -1, -1
         arrived, indices, places = self.forwards_arrived, reference.depth_first, reference.places[0]
-        fits, after, free = budget.fits, self._after, self.geometry.forward_only
+        fits, after = budget.fits, self._after
         for chunk, i in enumerate(self.forwards_run):
             if i < arrived[chunk]:
                 index, place = indices[chunk][i], places[chunk][i]
                 if (best < 0 or index < best_index) and (
-                    self.forward_fits(chunk) if free else fits(place, after)
+                    self.forward_fits(chunk) if evaluates else fits(place, after)
                 ):
                     best, best_index = place, index
         return reference.order[best] if best >= 0 else None
@@ -224,8 +225,8 @@ class RankState:
         place = self._reference.places[kind][chunk][microbatch]
         if kind == Kind.F:
             self.forwards_run[chunk] += 1
-            if not self.geometry.forward_only:
-                if self.geometry.is_last and chunk == self.geometry.num_chunks - 1:
+            if not self._evaluates:
+                if chunk == self._last:
                     self.gradients_arrived[chunk] += 1
                 self._budget.forward(place)
         else:
