@@ -24,7 +24,7 @@ from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore import boundary
-from megatron.dpp.mcore.boundary import Boundaries, Tensors
+from megatron.dpp.mcore.boundary import Boundaries, Tensors, Tokens
 from megatron.dpp.mcore.memory import is_readable, saved_bytes
 from megatron.dpp.mcore.wgrad.linear import WeightGradients
 
@@ -126,6 +126,12 @@ class StepCall:
                     "megatron-core finds the device of its loss's scale there"
                 )
         return found
+
+    def tokens(self) -> Tokens:
+        """Counts the tokens of this call's microbatches."""
+        shape, _ = self._boundary()
+        hidden = 0 if self.adjust_tensor_shapes_fn else shape[-1]
+        return Tokens(max(1, shape[0] * shape[1]), hidden)
 
     def boundary_example(self) -> torch.Tensor:
         """An uninitialised tensor like those between stages, on the device of the model."""
