@@ -12,6 +12,7 @@ from megatron.dpp.errors import exit_with
 COMMANDS = {
     "train": ("launch.main", "train a model: choose a layout, print it, start torchrun"),
     "estimate": ("commands.estimate", "print the memory and time that a run will need"),
+    "run": ("commands.run", "run a Megatron-LM script of yours with the dynamic pipeline"),
     "sim": ("commands.sim", "simulate, compare and draw schedules"),
     "doctor": ("commands.doctor", "print what this machine offers the transport"),
 }

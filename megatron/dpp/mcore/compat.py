@@ -14,6 +14,7 @@ import importlib
 import inspect
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -63,7 +64,14 @@ _DDP = "distributed.distributed_data_parallel:DistributedDataParallel"
 _DISTRIBUTED = "optimizer.distrib_optimizer:DistributedOptimizer"
 _WRITES = "dist_checkpointing.strategies.filesystem_async"
 
+GET_SCHEDULE = "pipeline_parallel.schedules:get_forward_backward_func"
+"""The function by which every host fetches its schedule."""
+
 TABLE = (
+    PrivateName(GET_SCHEDULE, "compat.py", "pp_size vp_size", until="0.19"),
+    PrivateName(
+        GET_SCHEDULE, "compat.py", "pp_size vp_size schedule_pg_collection", since="0.19"
+    ),
     PrivateName(
         "pipeline_parallel.schedules:forward_step",
         "static.py",
@@ -331,3 +339,48 @@ def replaced(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[Non
         yield
     finally:
         setattr(owner, name, original)
+
+
+def importers(function: Callable[..., Any]) -> list[Any]:
+    """The modules that hold ``function`` as ``get_forward_backward_func``: megatron-core's own, and
+    every host's that has imported it by name.
+    """
+    name = GET_SCHEDULE.partition(":")[2]
+    modules = [(module, getattr(module, "__dict__", {})) for module in list(sys.modules.values())]
+    return [module for module, names in modules if names.get(name) == function]
+
+
+def is_multimodule(given: Any) -> bool:
+    """True for process groups, or a communicator, of several modules (0.17 and newer)."""
+    return given is not None and type(given).__name__.startswith("MultiModule")
+
+
+def pipeline_size(groups: Any = None) -> int:
+    """Ranks of the pipeline, by the given process groups or else megatron-core's own."""
+    from megatron.core import parallel_state
+
+    group = groups.pp if groups else parallel_state.get_pipeline_model_parallel_group()
+    return int(group.size())
+
+
+def static_schedule(original: Callable[..., Any], keywords: dict[str, Any]) -> Callable[..., Any]:
+    """megatron-core's own schedule for one call, by its ``get_forward_backward_func``."""
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.utils import get_model_config
+
+    groups, model = keywords.get("pg_collection"), keywords["model"]
+    if is_multimodule(groups) or is_multimodule(keywords.get("p2p_communicator")):
+        own: Callable[..., Any] = schedules.forward_backward_pipelining_without_interleaving
+        return own
+    config = get_model_config(model[0] if isinstance(model, list) else model)
+    own = original(pipeline_size(groups), config.virtual_pipeline_model_parallel_size)
+    return own
+
+
+def host_iteration(otherwise: int) -> int:
+    """The number of the host's training step, which a resumed run continues; ``otherwise`` where
+    the host is not Megatron-LM's training loop.
+    """
+    variables = sys.modules.get("megatron.training.global_vars")
+    args = getattr(variables, "_GLOBAL_ARGS", None)
+    return int(getattr(args, "curr_iteration", None) or otherwise)

@@ -26,12 +26,14 @@ _MAX_KEPT_SENDS = 32
 class CpuSupport:
     """The installed stand-ins. ``close()`` restores everything and may be called twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, host: bool = False) -> None:
         self._undo = contextlib.ExitStack()
         _keep_dynamo_off()
         for holder, name, value in _stand_ins():
             self._set(holder, name, value)
         for holder, name, value in _core_stand_ins():
+            self._set(holder, name, value)
+        for holder, name, value in _host_stand_ins() if host else ():
             self._set(holder, name, value)
         self._undo.enter_context(_CudaMeansCpu())
         self._undo.enter_context(_quiet_random())
@@ -48,9 +50,13 @@ class CpuSupport:
         self._undo.close()
 
 
-def install() -> CpuSupport:
-    """Let megatron-core run on the CPU of this process until ``close()`` of the result."""
-    return CpuSupport()
+def install(*, host: bool = False) -> CpuSupport:
+    """Let megatron-core run on the CPU of this process until ``close()`` of the result.
+
+    Args:
+        host: also answer what Megatron-LM's own training code asks of CUDA.
+    """
+    return CpuSupport(host=host)
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -178,6 +184,40 @@ def _core_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     }
     for name, value in values.items():
         yield *compat.resolve(name), value
+
+
+class _Properties:
+    """``torch.cuda.get_device_properties`` of a host (training/utils.py:448)."""
+
+    name, major, minor, multi_processor_count, total_memory = "cpu", 8, 0, 1, 1 << 34
+
+
+def _for_host() -> bool:
+    """True for a host's training code, which refuses to start without CUDA; False for others."""
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    return caller.startswith("megatron.training.")
+
+
+def _count_for_host() -> int:
+    """The number of devices, 1 per process of this host, for its training code only."""
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * caller.startswith("megatron.training.")
+
+
+def _host_stand_ins() -> Iterator[tuple[Any, str, Any]]:
+    """Replacements for what Megatron-LM's training code asks: (module, name, value). Files are
+    those of ``megatron/training``.
+    """
+    yield torch.cuda, "is_available", _for_host  # initialize.py:62
+    yield torch.cuda, "device_count", _count_for_host  # initialize.py:319,422
+    yield torch.cuda, "set_device", _nothing  # initialize.py:331
+    yield torch.cuda, "get_device_capability", lambda *device: (8, 0)  # arguments.py:853
+    yield torch.cuda, "get_device_properties", lambda *device: _Properties  # utils.py:448
+    try:
+        from megatron.legacy import fused_kernels  # type: ignore[import-not-found]
+    except ImportError:  # none from 0.20 on
+        return
+    yield fused_kernels, "load", _nothing  # initialize.py:210 asks nvcc for its version
 
 
 @contextlib.contextmanager
