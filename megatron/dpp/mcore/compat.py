@@ -67,6 +67,14 @@ _WRITES = "dist_checkpointing.strategies.filesystem_async"
 GET_SCHEDULE = "pipeline_parallel.schedules:get_forward_backward_func"
 """The function by which every host fetches its schedule."""
 
+OFFLOAD_RESET = (
+    "pipeline_parallel.fine_grained_activation_offload:"
+    "FineGrainedActivationOffloadingInterface.reset"
+)
+MTP_LAYER = (
+    "transformer.multi_token_prediction:MultiTokenPredictionLayerSubmodules.transformer_layer"
+)
+
 TABLE = (
     PrivateName(GET_SCHEDULE, "compat.py", "pp_size vp_size", until="0.19"),
     PrivateName(
@@ -196,8 +204,17 @@ TABLE = (
         "training/writers.py",
         "transform_list local_proc_idx write_bucket results_queue count_queue use_fsync **kwargs",
     ),
+    PrivateName(OFFLOAD_RESET, "compat.py", "", until="0.20"),
+    PrivateName(OFFLOAD_RESET, "compat.py", "process_group", since="0.20"),
+    PrivateName(MTP_LAYER, "compat.py", until="0.17"),
+    PrivateName(
+        MTP_LAYER,
+        "compat.py",
+        since="0.17",
+        renamed="MultiTokenPredictionLayerSubmodules.mtp_model_layer",
+    ),
     PrivateName("models.bert.bert_lm_head:LNImpl", "layers.py"),
-    PrivateName("transformer.moe.moe_utils:te_general_gemm", "layers.py", optional=True),
+    PrivateName("transformer.moe.moe_utils:te_general_gemm", "layers.py cpu.py", optional=True),
     PrivateName("jit:jit_fuser", "cpu.py"),
     PrivateName("jit:noop_decorator", "cpu.py", "func"),
     PrivateName("transformer.module:_FLOAT_TYPES", "cpu.py"),
@@ -339,6 +356,20 @@ def replaced(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[Non
         yield
     finally:
         setattr(owner, name, original)
+
+
+def field_name(key: str) -> str:
+    """The name of a class's field of ``TABLE`` in this megatron-core."""
+    return resolve(key)[1]
+
+
+def reset_offload(groups: Any, *, forward_only: bool) -> None:
+    """End a step of offloaded activations; 0.20 does so after evaluation, too."""
+    reset, takes_group = lookup(OFFLOAD_RESET), form_of(OFFLOAD_RESET).parameters == "process_group"
+    if takes_group:
+        reset(process_group=groups.tp_dp_cp)
+    elif not forward_only:
+        reset()
 
 
 def importers(function: Callable[..., Any]) -> list[Any]:

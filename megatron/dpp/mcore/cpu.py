@@ -208,11 +208,16 @@ def _host_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """Replacements for what Megatron-LM's training code asks: (module, name, value). Files are
     those of ``megatron/training``.
     """
+    from megatron.dpp.mcore import compat
+
     yield torch.cuda, "is_available", _for_host  # initialize.py:62
     yield torch.cuda, "device_count", _count_for_host  # initialize.py:319,422
     yield torch.cuda, "set_device", _nothing  # initialize.py:331
     yield torch.cuda, "get_device_capability", lambda *device: (8, 0)  # arguments.py:853
     yield torch.cuda, "get_device_properties", lambda *device: _Properties  # utils.py:448
+    experts, name = compat.resolve("transformer.moe.moe_utils:te_general_gemm")
+    if not hasattr(experts, name):  # core/transformer/moe/moe_utils.py:1192, of 0.16.1
+        yield experts, name, None
     try:
         from megatron.legacy import fused_kernels  # type: ignore[import-not-found]
     except ImportError:  # none from 0.20 on
