@@ -17,7 +17,13 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron.dpp.cli.arguments import Parser, add_dpp_flags, dpp_config, refuse_unknown
+from megatron.dpp.cli.arguments import (
+    Parser,
+    add_dpp_flags,
+    dpp_config,
+    given_flags,
+    refuse_unknown,
+)
 from megatron.dpp.config import DppConfig, flag_of, option_fields
 from megatron.dpp.errors import ConfigError, require
 
@@ -29,7 +35,7 @@ def usage() -> str:
     """The help of the command."""
     names = " ".join(flag_of(field.name) for field in option_fields())
     return f"""\
-usage: megatron-dpp run SCRIPT [SCRIPT'S FLAGS] [--use-dpp] [--dpp-strict] [--dpp-*]
+usage: megatron-dpp run SCRIPT [SCRIPT'S FLAGS] [--use-dpp] [--dpp-*]
        torchrun ... -m megatron.dpp.run SCRIPT [the same]
 
 Run a training script of Megatron-LM, unmodified. With --use-dpp its pipeline is dynamic.
@@ -37,7 +43,7 @@ Run a training script of Megatron-LM, unmodified. With --use-dpp its pipeline is
   --use-dpp      replace megatron-core's schedule by the dynamic pipeline (USE_DPP=1)
   --dpp-strict   end with an error where a step would run megatron-core's own schedule
 
-Settings, each also a variable (--dpp-policy: DPP_POLICY, --workload: DPP_WORKLOAD):
+Settings, each also a variable (--dpp-policy: DPP_POLICY):
 {textwrap.fill(names, 79, initial_indent="  ", subsequent_indent="  ")}
 A flag wins over its variable. docs/plugin.md describes what is honoured."""
 
@@ -56,7 +62,10 @@ def flags_of(environment: Mapping[str, str]) -> Iterator[str]:
     Raises:
         ConfigError: a switch is neither on nor off.
     """
-    switches = {"USE_DPP": ("--use-dpp", None), "DPP_STRICT": ("--dpp-strict", None)}
+    switches: dict[str, tuple[str, str | None]] = {
+        "USE_DPP": ("--use-dpp", None),
+        "DPP_STRICT": ("--dpp-strict", None),
+    }
     for field in option_fields():
         name, flag = f"DPP_{field.name.upper()}", flag_of(field.name)
         if isinstance(field.default, bool):
@@ -79,9 +88,12 @@ def take_flags(
     Raises:
         ConfigError: an unknown ``--dpp-*``, or a value of the wrong type.
     """
-    parser = _parser()
-    given, rest = parser.parse_known_args([*flags_of(environment), *words])
+    parser, words = _parser(), [*flags_of(environment), *words]
+    given, rest = parser.parse_known_args(words)
     refuse_unknown(parser, [word for word in rest if word.startswith(("--dpp-", "--no-dpp-"))])
+    idle = given_flags(parser, words).values()
+    if idle and not given.use_dpp and environment.get("RANK", "0") == "0":
+        print(f"megatron-dpp: without --use-dpp no effect: {', '.join(idle)}", file=sys.stderr)
     return given, rest
 
 
