@@ -91,16 +91,19 @@ class Hosts:
                 "PYTHONPATH": os.pathsep.join([str(root), str(REPOSITORY)]),
                 "HOST": str(root / "pretrain_gpt.py"), "RECORD": str(record),
             }  # fmt: skip
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-X", "faulthandler", "-m", "megatron.dpp.run", str(entry),
-                     *MODEL, *flags.split()],
-                    env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                    start_new_session=True,
-                )
-            )  # fmt: skip
+            with Path(f"{record}.{rank}.log").open("w") as log:  # more than a pipe holds
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-X", "faulthandler", "-m", "megatron.dpp.run", str(entry),
+                         *MODEL, *flags.split()],
+                        env=environment, stdout=log, stderr=subprocess.STDOUT, text=True,
+                        start_new_session=True,
+                    )
+                )  # fmt: skip
         finished = wait(processes, _TIMEOUT)
-        output = "\n".join(one.output for one in finished)
+        output = "\n".join(
+            Path(f"{record}.{rank}.log").read_text(errors="replace") for rank in range(num_ranks)
+        )
         assert fails or all(one.returncode == 0 for one in finished), output[-20000:]
         return output
 
