@@ -74,7 +74,9 @@ class Plugin:
 
     def _why_not(self, keywords: dict[str, Any]) -> str | None:
         """The reason why a step goes to megatron-core's own schedule; None if it does not."""
-        if any(map(compat.is_multimodule, map(keywords.get, ("pg_collection", "p2p_communicator")))):
+        if any(
+            map(compat.is_multimodule, map(keywords.get, ("pg_collection", "p2p_communicator")))
+        ):
             return _MULTIMODULE
         if compat.pipeline_size(keywords.get("pg_collection")) == 1:
             return "there is one pipeline rank (--pipeline-model-parallel-size 1)"

@@ -11,16 +11,12 @@ import json
 import os
 import runpy
 import sys
-import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import typing_extensions
 
-if not hasattr(typing, "override"):  # newer versions of Megatron-LM want Python 3.12
-    typing.override = typing_extensions.override  # type: ignore[attr-defined]
 host = os.environ["HOST"]
 sys.path.insert(0, str(Path(host).parent))
 

@@ -29,7 +29,12 @@ MODEL = (
     "--transformer-impl local --distributed-backend gloo --use-cpu-initialization "
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion "
     "--no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm"
-).split()
+)
+_FOR_OLD_PYTHON = """
+import typing, typing_extensions
+if not hasattr(typing, "override"):  # newer versions of Megatron-LM want Python 3.12
+    typing.override = typing_extensions.override
+"""
 _TIMEOUT = 170.0
 
 
@@ -51,6 +56,7 @@ class Hosts:
         missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
         if missing:
             pytest.skip(f"Megatron-LM's training code needs {', '.join(missing)}")
+        (self._folder / "sitecustomize.py").write_text(_FOR_OLD_PYTHON)
         if not root.is_dir():
             with tarfile.open(archive) as tar:
                 tar.extractall(self._folder, filter="data")
@@ -88,14 +94,14 @@ class Hosts:
                 "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore",
-                "PYTHONPATH": os.pathsep.join([str(root), str(REPOSITORY)]),
+                "PYTHONPATH": os.pathsep.join(map(str, (root, REPOSITORY, self._folder))),
                 "HOST": str(root / "pretrain_gpt.py"), "RECORD": str(record),
             }  # fmt: skip
             with Path(f"{record}.{rank}.log").open("w") as log:  # more than a pipe holds
                 processes.append(
                     subprocess.Popen(
                         [sys.executable, "-X", "faulthandler", "-m", "megatron.dpp.run", str(entry),
-                         *MODEL, *flags.split()],
+                         *f"{MODEL} {flags}".split()],
                         env=environment, stdout=log, stderr=subprocess.STDOUT, text=True,
                         start_new_session=True,
                     )

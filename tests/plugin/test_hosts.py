@@ -79,9 +79,7 @@ def test_a_resumed_run_continues_bit_by_bit(hosts: Hosts, version: str, tmp_path
     flags = f"{PP2X2} --train-iters 4 --save {tmp_path / 'saved'} --save-interval 2"
     hosts.run(version, 2, f"{PP2X2} --train-iters 4", tmp_path / "static")
     hosts.run(version, 2, f"{flags} --exit-interval 2 {DYNAMIC}", tmp_path / "first")
-    hosts.run(
-        version, 2, f"{flags} --load {tmp_path / 'saved'} {DYNAMIC}", tmp_path / "second"
-    )
+    hosts.run(version, 2, f"{flags} --load {tmp_path / 'saved'} {DYNAMIC}", tmp_path / "second")
     for rank, expected in enumerate(records(tmp_path / "static", 2)):
         steps = [line for line in expected if "train_step" in line]
         first = [line for line in records(tmp_path / "first", 2)[rank] if "train_step" in line]

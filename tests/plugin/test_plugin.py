@@ -171,7 +171,10 @@ def test_what_cannot_be_honoured_runs_statically_after_one_line(
 def test_groups_of_several_modules_pass_through(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    groups, name = MultiModuleProcessGroupCollection(), "forward_backward_pipelining_without_interleaving"
+    groups, name = (
+        MultiModuleProcessGroupCollection(),
+        "forward_backward_pipelining_without_interleaving",
+    )
     monkeypatch.setattr(schedules, name, lambda **given: given["pg_collection"])
     plugin.install()
     assert schedules.get_forward_backward_func()(**keywords(pg_collection=groups)) is groups

@@ -38,13 +38,13 @@ def usage() -> str:
 usage: megatron-dpp run SCRIPT [SCRIPT'S FLAGS] [--use-dpp] [--dpp-*]
        torchrun ... -m megatron.dpp.run SCRIPT [the same]
 
-Run a training script of Megatron-LM, unmodified. With --use-dpp its pipeline is dynamic.
+Run a training script of Megatron-LM, unmodified, with a dynamic pipeline.
 
   --use-dpp      replace megatron-core's schedule by the dynamic pipeline (USE_DPP=1)
-  --dpp-strict   end with an error where a step would run megatron-core's own schedule
+  --dpp-strict   end with an error where megatron-core's schedule would run
 
 Settings, each also a variable (--dpp-policy: DPP_POLICY):
-{textwrap.fill(names, 79, initial_indent="  ", subsequent_indent="  ")}
+{textwrap.fill(names, 79, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)}
 A flag wins over its variable. docs/plugin.md describes what is honoured."""
 
 

@@ -400,11 +400,10 @@ def static_schedule(original: Callable[..., Any], keywords: dict[str, Any]) -> C
     from megatron.core.utils import get_model_config
 
     groups, model = keywords.get("pg_collection"), keywords["model"]
-    if is_multimodule(groups) or is_multimodule(keywords.get("p2p_communicator")):
-        own: Callable[..., Any] = schedules.forward_backward_pipelining_without_interleaving
-        return own
-    config = get_model_config(model[0] if isinstance(model, list) else model)
-    own = original(pipeline_size(groups), config.virtual_pipeline_model_parallel_size)
+    own: Callable[..., Any] = schedules.forward_backward_pipelining_without_interleaving
+    if not (is_multimodule(groups) or is_multimodule(keywords.get("p2p_communicator"))):
+        config = get_model_config(model[0] if isinstance(model, list) else model)
+        own = original(pipeline_size(groups), config.virtual_pipeline_model_parallel_size)
     return own
 
 

@@ -9,6 +9,7 @@ and the static schedules' sends are made safe for it (see :class:`_KeptSend`).
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import sys
@@ -192,16 +193,10 @@ class _Properties:
     name, major, minor, multi_processor_count, total_memory = "cpu", 8, 0, 1, 1 << 34
 
 
-def _for_host() -> bool:
-    """True for a host's training code, which refuses to start without CUDA; False for others."""
-    caller = sys._getframe(1).f_globals.get("__name__", "")
+def _asked_by_host() -> bool:
+    """True if Megatron-LM's training code, which wants CUDA, asks a function that calls this."""
+    caller: str = sys._getframe(2).f_globals.get("__name__", "")
     return caller.startswith("megatron.training.")
-
-
-def _count_for_host() -> int:
-    """The number of devices, 1 per process of this host, for its training code only."""
-    caller = sys._getframe(1).f_globals.get("__name__", "")
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * caller.startswith("megatron.training.")
 
 
 def _host_stand_ins() -> Iterator[tuple[Any, str, Any]]:
@@ -210,19 +205,18 @@ def _host_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """
     from megatron.dpp.mcore import compat
 
-    yield torch.cuda, "is_available", _for_host  # initialize.py:62
-    yield torch.cuda, "device_count", _count_for_host  # initialize.py:319,422
+    yield torch.cuda, "is_available", lambda: _asked_by_host()  # initialize.py:62
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    yield torch.cuda, "device_count", lambda: count * _asked_by_host()  # initialize.py:319,422
     yield torch.cuda, "set_device", _nothing  # initialize.py:331
     yield torch.cuda, "get_device_capability", lambda *device: (8, 0)  # arguments.py:853
     yield torch.cuda, "get_device_properties", lambda *device: _Properties  # utils.py:448
     experts, name = compat.resolve("transformer.moe.moe_utils:te_general_gemm")
     if not hasattr(experts, name):  # core/transformer/moe/moe_utils.py:1192, of 0.16.1
         yield experts, name, None
-    try:
-        from megatron.legacy import fused_kernels  # type: ignore[import-not-found]
-    except ImportError:  # none from 0.20 on
-        return
-    yield fused_kernels, "load", _nothing  # initialize.py:210 asks nvcc for its version
+    with contextlib.suppress(ImportError):  # there are none from 0.20 on
+        kernels = importlib.import_module("megatron.legacy.fused_kernels")
+        yield kernels, "load", _nothing  # initialize.py:210 asks nvcc for its version
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -25,7 +24,6 @@ from megatron.dpp.mcore import boundary, compat
 from megatron.dpp.mcore.boundary import Boundaries, Tensors
 from megatron.dpp.mcore.memory import is_readable, saved_bytes
 from megatron.dpp.mcore.wgrad.linear import WeightGradients
-
 
 _GROUPS = (
     *("tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp"),
@@ -41,7 +39,7 @@ _UNSUPPORTED = {
     "gtp_weight_remat_size": 1,
     "expert_gtp_weight_remat_size": 1,
 }
-"""Options of megatron-core, some of newer versions, with the value that the dynamic pipeline needs."""
+"""Options of megatron-core, some of newer versions, with the value that can be honoured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +83,8 @@ class StepCall:
         unknown = sorted(rest.keys() - {field.name for field in dataclasses.fields(cls)})
         if unknown:
             raise ConfigError(
-                f"{', '.join(unknown)}: megatron-core {compat.VERSION} passes this to its schedule; "
-                "the dynamic pipeline does not have it"
+                f"{', '.join(unknown)}: megatron-core {compat.VERSION} passes this to its "
+                "schedule; the dynamic pipeline does not have it"
             )
         groups = pg_collection or _default_groups()
         return cls(data_iterator=iterators, model=chunks, pg_collection=groups, **rest)
@@ -344,14 +342,13 @@ class Stage:
         """Finalise gradients after the last task; returns the result of the call."""
         self._no_sync.close()
         call, config = self.call, self._config
-        if not call.forward_only:
-            if config.finalize_model_grads_func is not None:
-                config.finalize_model_grads_func(
-                    call.model,
-                    self._num_tokens if config.calculate_per_token_loss else None,
-                    pg_collection=call.pg_collection,
-                    force_all_reduce=call.force_all_reduce,
-                )
+        if not call.forward_only and config.finalize_model_grads_func is not None:
+            config.finalize_model_grads_func(
+                call.model,
+                self._num_tokens if config.calculate_per_token_loss else None,
+                pg_collection=call.pg_collection,
+                force_all_reduce=call.force_all_reduce,
+            )
         if getattr(config, "fine_grained_activation_offloading", False):
             compat.reset_offload(call.pg_collection, forward_only=call.forward_only)
         if config.timers is not None:
