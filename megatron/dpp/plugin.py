@@ -25,6 +25,12 @@ from megatron.dpp.runtime.dynamic import DppSchedule
 
 logger = logging.getLogger("megatron.dpp")
 
+_MULTIMODULE = "its process groups are those of several modules"
+_NO_COMMUNICATOR = (
+    "dynamic pipeline: p2p_communicator is not used: ranks exchange tensors over links of their "
+    "own (--dpp-transport)"
+)
+
 _installed: Plugin | None = None
 
 
@@ -64,8 +70,7 @@ class Plugin:
             losses: list[Any] = compat.static_schedule(self._original, keywords)(**keywords)
             return losses
         if keywords.get("p2p_communicator") is not None:
-            self._say("dynamic pipeline: p2p_communicator is not used: ranks exchange tensors "
-                      "over links of their own (--dpp-transport)")  # fmt: skip
+            self._say(_NO_COMMUNICATOR)
         schedule = self._schedule
         assert schedule is not None
         if not keywords.get("forward_only"):
@@ -74,9 +79,7 @@ class Plugin:
 
     def _why_not(self, keywords: dict[str, Any]) -> str | None:
         """The reason why a step goes to megatron-core's own schedule; None if it does not."""
-        if any(
-            map(compat.is_multimodule, map(keywords.get, ("pg_collection", "p2p_communicator")))
-        ):
+        if compat.has_multimodule(keywords):
             return _MULTIMODULE
         if compat.pipeline_size(keywords.get("pg_collection")) == 1:
             return "there is one pipeline rank (--pipeline-model-parallel-size 1)"
@@ -109,9 +112,6 @@ class Plugin:
         """Put ``get_forward_backward_func`` back everywhere."""
         for module in compat.importers(self.get):
             module.get_forward_backward_func = self._original
-
-
-_MULTIMODULE = "its process groups are those of several modules"
 
 
 def install(config: DppConfig | None = None, *, strict: bool = False) -> None:

@@ -47,6 +47,16 @@ class Hosts:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._static: dict[tuple[str, str], Path] = {}
+
+    def static(self, version: str, num_ranks: int, flags: str) -> Path:
+        """The record of a run with the host's own schedule, which later tests use again."""
+        key = (version, flags)
+        if key not in self._static:
+            record = self._folder / f"static{len(self._static)}"
+            self.run(version, num_ranks, flags, record)
+            self._static[key] = record
+        return self._static[key]
 
     def unpacked(self, version: str) -> Path:
         """The folder of a version; skips the test where it cannot be had."""

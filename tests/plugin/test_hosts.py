@@ -48,10 +48,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Hosts:
 
 def compare(hosts: Hosts, version: str, case: str, folder: Path) -> None:
     num_ranks, flags, dynamic = CASES[case]
-    hosts.run(version, num_ranks, flags, folder / "static")
+    expected = records(hosts.static(version, num_ranks, flags), num_ranks)
     output = hosts.run(version, num_ranks, f"{flags} {DYNAMIC} {dynamic}", folder / "dynamic")
     assert "an activation takes" in output  # said by the dynamic pipeline when it has measured
-    expected = records(folder / "static", num_ranks)
     assert records(folder / "dynamic", num_ranks) == expected
     names = [json.loads(line)[0] for line in expected[0]]
     assert names.count("train_step") == 3 and names.count("evaluate") >= 2
@@ -77,10 +76,10 @@ def test_every_version_and_layout(hosts: Hosts, version: str, case: str, tmp_pat
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_resumed_run_continues_bit_by_bit(hosts: Hosts, version: str, tmp_path: Path) -> None:
     flags = f"{PP2X2} --train-iters 4 --save {tmp_path / 'saved'} --save-interval 2"
-    hosts.run(version, 2, f"{PP2X2} --train-iters 4", tmp_path / "static")
+    static = hosts.static(version, 2, f"{PP2X2} --train-iters 4")
     hosts.run(version, 2, f"{flags} --exit-interval 2 {DYNAMIC}", tmp_path / "first")
     hosts.run(version, 2, f"{flags} --load {tmp_path / 'saved'} {DYNAMIC}", tmp_path / "second")
-    for rank, expected in enumerate(records(tmp_path / "static", 2)):
+    for rank, expected in enumerate(records(static, 2)):
         steps = [line for line in expected if "train_step" in line]
         first = [line for line in records(tmp_path / "first", 2)[rank] if "train_step" in line]
         second = [line for line in records(tmp_path / "second", 2)[rank] if "train_step" in line]
@@ -92,10 +91,9 @@ def test_a_resumed_run_continues_bit_by_bit(hosts: Hosts, version: str, tmp_path
 def test_one_pipeline_rank_runs_the_static_schedule(
     hosts: Hosts, version: str, tmp_path: Path
 ) -> None:
-    hosts.run(version, 1, "", tmp_path / "static")
     output = hosts.run(version, 1, "--use-dpp", tmp_path / "dynamic")
     line = "not used, megatron-core's own schedule runs: there is one pipeline rank"
     assert output.count(line) == 1
-    assert records(tmp_path / "dynamic", 1) == records(tmp_path / "static", 1)
+    assert records(tmp_path / "dynamic", 1) == records(hosts.static(version, 1, ""), 1)
     output = hosts.run(version, 1, DYNAMIC, tmp_path / "strict", fails=True)
     assert "error: --dpp-strict: the dynamic pipeline cannot run this step: there is one" in output

@@ -386,6 +386,11 @@ def is_multimodule(given: Any) -> bool:
     return given is not None and type(given).__name__.startswith("MultiModule")
 
 
+def has_multimodule(keywords: dict[str, Any]) -> bool:
+    """True if a call of a schedule is one of several modules."""
+    return any(is_multimodule(keywords.get(name)) for name in ("pg_collection", "p2p_communicator"))
+
+
 def pipeline_size(groups: Any = None) -> int:
     """Ranks of the pipeline, by the given process groups or else megatron-core's own."""
     from megatron.core import parallel_state
@@ -401,7 +406,7 @@ def static_schedule(original: Callable[..., Any], keywords: dict[str, Any]) -> C
 
     groups, model = keywords.get("pg_collection"), keywords["model"]
     own: Callable[..., Any] = schedules.forward_backward_pipelining_without_interleaving
-    if not (is_multimodule(groups) or is_multimodule(keywords.get("p2p_communicator"))):
+    if not has_multimodule(keywords):
         config = get_model_config(model[0] if isinstance(model, list) else model)
         own = original(pipeline_size(groups), config.virtual_pipeline_model_parallel_size)
     return own
