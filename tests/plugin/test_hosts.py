@@ -97,3 +97,15 @@ def test_one_pipeline_rank_runs_the_static_schedule(
     assert records(tmp_path / "dynamic", 1) == records(hosts.static(version, 1, ""), 1)
     output = hosts.run(version, 1, DYNAMIC, tmp_path / "strict", fails=True)
     assert "error: --dpp-strict: the dynamic pipeline cannot run this step: there is one" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_microbatches_that_the_static_schedule_refuses(
+    hosts: Hosts, version: str, tmp_path: Path
+) -> None:
+    flags = f"{PP2X2} --global-batch-size 6"  # 3 microbatches on 2 ranks
+    hosts.run(version, 2, flags, tmp_path / "static", fails=True)
+    assert not list(tmp_path.glob("static.[01]"))
+    hosts.run(version, 2, f"{flags} {DYNAMIC}", tmp_path / "dynamic")
+    assert len(records(tmp_path / "dynamic", 2)[1]) == 6
