@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from bench_gpt import Model
 
-from megatron.dpp import DppConfig, DppSchedule
-from megatron.dpp.runtime.static import StaticSchedule
+from megatron.dpp.config import DppConfig
 from megatron.dpp.sim.lengths import MIXES
 
 ARMS = (
