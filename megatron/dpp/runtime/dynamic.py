@@ -115,6 +115,19 @@ class DppSchedule(PipelineSchedule):
         with self._recorder.span("grad-sync"):
             return stage.finish()
 
+    def check(self, **keywords: Any) -> None:
+        """Check that a call with these keywords can run; no collective.
+
+        Raises:
+            ConfigError: as the call itself.
+        """
+        call = StepCall.checked(**keywords)
+        call.refuse_ordered()
+        call.boundaries()
+        self._check_chunks(call)
+        if not call.forward_only:
+            self._prepare(call)
+
     def own_work_seconds(self, num_microbatches: int) -> float:
         """Seconds of this rank's own tasks in one step, by the durations measured so far."""
         if self._session is None:
@@ -295,7 +308,7 @@ class DppSchedule(PipelineSchedule):
     def _open_session(self, call: StepCall) -> _Session:
         wanted = call.boundaries()
         topology = pipeline_of(call.model, call.pg_collection)
-        self._check_chunks(call, topology)
+        self._check_chunks(call)
         if self._session is not None:
             opened = self._session.boundaries
             if topology == self._session.topology and wanted.usual_bytes <= opened.usual_bytes:
@@ -341,7 +354,7 @@ class DppSchedule(PipelineSchedule):
         )
 
     @staticmethod
-    def _check_chunks(call: StepCall, topology: Topology) -> None:
+    def _check_chunks(call: StepCall) -> None:
         expected = call.config.virtual_pipeline_model_parallel_size or 1
         if len(call.model) != expected:
             raise ConfigError(
