@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ class Hosts:
         """The record of a run with the host's own schedule, which later tests use again."""
         key = (version, flags)
         if key not in self._static:
-            record = self._folder / f"static{len(self._static)}"
+            record = Path(tempfile.mkdtemp(dir=self._folder)) / "static"
             self.run(version, num_ranks, flags, record)
             self._static[key] = record
         return self._static[key]
