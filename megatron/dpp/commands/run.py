@@ -40,7 +40,7 @@ usage: megatron-dpp run SCRIPT [SCRIPT'S FLAGS] [--use-dpp] [--dpp-*]
 
 Run a training script of Megatron-LM, unmodified, with a dynamic pipeline.
 
-  --use-dpp      replace megatron-core's schedule by the dynamic pipeline (USE_DPP=1)
+  --use-dpp      run the dynamic pipeline, not megatron-core's (USE_DPP=1)
   --dpp-strict   end with an error where megatron-core's schedule would run
 
 Settings, each also a variable (--dpp-policy: DPP_POLICY):
