@@ -65,13 +65,15 @@ def test_completion_knows_every_option(shell: str) -> None:
         ("train --mode m", {"megatron"}),
         ("python train --resu", {"--resume-from"}),
         ("python train --gpu H", {"H100", "H200"}),
+        ("megatron-dpp train --resu", {"--resume-from"}),
+        ("megatron-dpp plan --mod", set()),
         ("python script --mod", set()),
     ],
 )
 def test_bash_completes_options_and_values(line: str, found: set[str]) -> None:
     pytest.importorskip("shtab")
     words = line.split()
-    which = "_train_behind_python" if words[0] == "python" else "_shtab_train"
+    which = "_shtab_train" if words[0] == "train" else "_train_behind_command"
     code = f"""{cli.completion("bash")}
 COMP_WORDS=({line}) COMP_CWORD={len(words) - 1}
 {which} {words[0]} {words[-1]} {words[-2]}
