@@ -62,7 +62,7 @@ def end(*nodes: Node) -> None:
 
 
 def stacks(*nodes: Node) -> str:
-    """What the nodes said, after all of their Python processes have printed their stacks."""
+    """Makes all Python processes print their stacks; returns the output of the nodes."""
     ranks = [
         process for node in nodes for process in node.tree()[::-1]
     ]  # before torchrun ends them

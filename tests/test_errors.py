@@ -1,4 +1,4 @@
-"""How programs end."""
+"""Exit statuses and messages of programs."""
 
 from __future__ import annotations
 

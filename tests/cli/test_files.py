@@ -105,7 +105,7 @@ def test_a_save_killed_between_its_two_renames_is_undone(tmp_path: Path) -> None
 
 
 class Killed(BaseException):
-    """What nothing catches."""
+    """An exception that no handler catches."""
 
 
 def _fail_at(patch: pytest.MonkeyPatch, number: int, error: type[BaseException]) -> None:

@@ -1,4 +1,4 @@
-"""What ``nvidia-smi`` says of a GPU, and what is made of it."""
+"""Reading a GPU's name and limits from ``nvidia-smi``."""
 
 from __future__ import annotations
 

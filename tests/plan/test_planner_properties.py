@@ -1,4 +1,4 @@
-"""What holds for every plan, whatever the model."""
+"""Properties of every plan, for any model."""
 
 from collections import Counter
 

@@ -95,7 +95,7 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
 
 
 def recomputed(case: dict[str, Any]) -> dict[str, Any]:
-    """What is computed again in backwards; of "some" layers the first one of each chunk."""
+    """Recomputation settings of a case; "some" recomputes the first layer of each chunk."""
     how = case.get("recompute")
     settings: dict[str, Any] = {"recompute_granularity": "full" if how == "some" else how}
     if how in ("full", "some"):

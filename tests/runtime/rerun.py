@@ -9,9 +9,9 @@ import torch
 
 
 class Rerun:
-    """What was to be captured is run at every replay, over the buffers that a graph would use.
+    """Stand-in for a CUDA graph: each replay runs the function again, over the graph's buffers.
 
-    ``replays`` notes each of them.
+    ``replays`` records each replay.
     """
 
     def __init__(

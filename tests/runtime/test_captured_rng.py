@@ -1,4 +1,4 @@
-"""Which generators a recomputed part draws from, with states that only count (no GPU here).
+"""The generators that a recomputed part draws from, with states that only count (no GPU).
 
 That the numbers drawn are the eager ones is test_equality.py's matter, on GPUs.
 """

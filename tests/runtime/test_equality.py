@@ -80,7 +80,7 @@ def test_experts_and_further_tokens() -> None:
 
 
 def test_captured_tasks() -> None:
-    """What a CUDA graph would replay is run instead, over the buffers that a graph would use."""
+    """Runs each captured function again instead of a graph, over the graph's buffers."""
     fused, late = (
         {"split_backward": False, "cuda_graphs": "on"},
         {"inject": LATE, "cuda_graphs": "on"},
@@ -96,7 +96,7 @@ def test_captured_tasks() -> None:
 
 
 def test_captured_tasks_of_static_schedules() -> None:
-    """Where a backward starts the reduction of gradients, a replayed one does so, too."""
+    """A replayed backward starts the reduction of gradients as an eager one does."""
     static = {"static": True, "cuda_graphs": "on"}
     check(
         2,
@@ -171,8 +171,7 @@ def test_tensor_and_data_parallel() -> None:
 
 
 def test_frozen_parameters() -> None:
-    """Where nothing before a layer is trained its input needs no gradient, and autograd asked for
-    none of what came behind: those chunks trained on nothing."""
+    """Layers behind frozen ones are trained, although their input needs no gradient."""
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
     graphs = [{**run, "cuda_graphs": "on"} for run in ({"static": True}, fused, late)]
     table, all_but_products = ["embedding"], ["embedding", "layernorm", "bias"]

@@ -1,4 +1,4 @@
-"""When a block is replayed and when it runs eagerly; what is captured is run again (no GPU here).
+"""Conditions for replaying a block. Captured functions are run again, without a GPU.
 
 That replayed numbers are the eager ones is test_equality.py's matter.
 """
@@ -24,7 +24,7 @@ SHAPE = (3, 2, 4)
 
 
 class Block(torch.nn.Module):
-    """What a transformer block is to its graphs."""
+    """The part of a transformer block that its graphs use."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,8 @@ from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler, View
 from megatron.dpp.trace import NullRecorder
 from megatron.dpp.transport.fake import FakeNetwork
-from tests.runtime.test_executor import LAST, Arithmetic, run_pipeline
+from tests.runtime.pipelines import Arithmetic, run_pipeline
+from tests.runtime.test_executor import LAST
 
 GEOMETRY = Geometry(2, 1, 1, 2)
 """The last of two ranks, with one chunk and two microbatches."""

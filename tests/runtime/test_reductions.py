@@ -1,5 +1,5 @@
-"""When the gradients that a replayed backward adds are reduced. That the numbers are DDP's is
-test_equality.py's matter."""
+"""The start of gradient reductions in a replayed backward. test_equality.py compares the
+numbers with DDP's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEADLINE = 20.0
 
 
 class Group:
-    """What a bucket group of DDP is to its chunk's reductions."""
+    """The part of DDP's bucket group that reductions use."""
 
     def __init__(self, name: str, reduced: Callable[[str], None], num_expected: int) -> None:
         self.name, self.is_last_microbatch = name, True

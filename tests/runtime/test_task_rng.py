@@ -83,7 +83,7 @@ def draw_in_tasks(
     iteration: int = 0,
     tensor_rank: int = 0,
 ) -> list[dict[str, float]]:
-    """What the forwards of two chunks and two microbatches draw first, on one of two ranks."""
+    """The first draws of the forwards of two chunks and two microbatches, on one of two ranks."""
     chunks: list[torch.nn.Module] = [torch.nn.Identity(), torch.nn.Identity()]
     drawn: list[dict[str, float]] = []
     generators.tensor_rank = tensor_rank

@@ -97,7 +97,7 @@ def backward(layer: Any, value: float) -> None:
 
 
 def with_hooks(layer: Any) -> Any:
-    """What DistributedDataParallel is to the modules: each gradient is added to main_grad."""
+    """Adds DistributedDataParallel's hooks: each gradient is added to main_grad."""
 
     def hook_of(parameter: Any) -> Any:
         def hook() -> None:

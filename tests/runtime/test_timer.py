@@ -1,4 +1,4 @@
-"""When the next task may be chosen on a GPU, with events that tell a made-up time."""
+"""The time at which the next task may be chosen on a GPU, with events on a made-up clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Device:
         return self.now
 
     def record(self) -> float:
-        """When everything queued so far is done; every second event is a task's end."""
+        """Time at which all queued work is done; every second event is a task's end."""
         if self._recorded % 2 and self.overlaps:
             self._free_at = max(self._begun + self.seconds, self.now)
         elif self._recorded % 2:

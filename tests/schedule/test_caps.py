@@ -1,4 +1,4 @@
-"""What --dpp-activation-cap means, and what it refuses."""
+"""Values of --dpp-activation-cap, valid and invalid."""
 
 import pytest
 
@@ -70,7 +70,7 @@ def test_refusals(text, message):
 
 @pytest.mark.parametrize(("rank", "num_chunks", "chunks"), [(3, 2, 10), (2, 2, 11), (3, 1, 5)])
 def test_the_last_rank_leaves_room_for_the_head(rank, num_chunks, chunks):
-    """What the simulator counts with is what training does."""
+    """Simulator and training use the same cap."""
     decisions = pytest.importorskip("megatron.dpp.runtime.decisions")
     where = geometry(rank, num_chunks)
     training = decisions.Decisions(DppConfig(), log=lambda line: None)
