@@ -32,8 +32,8 @@ PAGES = [
 OTHER_VARIABLES = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "DS_BUILD_OPS"}
 """Variables of programs that are not ours."""
 OTHER_PROGRAMS = {"export", "ibv_rc_pingpong", "nvidia-cuda-mps-control", "rping", "source"}
-WRAPPERS = {"nice": 0, "sbatch": 2, "srun": 6}
-"""Programs that start the command behind their own words, and the number of these words."""
+WRAPPERS = {"nice", "sbatch", "srun"}
+"""Programs that start the command behind their own arguments."""
 SCRIPT_COMMANDS = {
     "tools/preprocess_data.py": "preprocess",
     "tools/monitor.py": "monitor",
