@@ -74,8 +74,7 @@ def stacks(*nodes: Node) -> str:
 
 
 def running(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Those that have not ended. One whose parent has died stays a zombie until init has collected
-    it."""
+    """The processes that have not ended. An orphan stays a zombie until init collects it."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

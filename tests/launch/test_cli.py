@@ -1,4 +1,4 @@
-"""``train``'s words and what it says: the guide's commands, help that fits a screen, completion."""
+"""The command line of ``train``: the guide's commands, its help and completion."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_flags_survive_the_way_to_words_and_back() -> None:
 def test_an_estimate_is_printed_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before a run ``train`` printed what the run then printed, too."""
+    """``train`` prints the estimate only in a dry run; otherwise the run prints it."""
     started: list[bool] = []
     monkeypatch.setattr("megatron.dpp.launch.main.find_python", lambda dry_run: "python")
     monkeypatch.setattr(

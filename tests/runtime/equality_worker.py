@@ -149,7 +149,7 @@ def token_loss(
 
 
 class ForwardStep:
-    """Keeps what each forward in training was told: to compute all activations again, or not."""
+    """Records for each training forward if it recomputes all activations."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.per_token = case.get("per_token", False)
@@ -173,8 +173,9 @@ class ForwardStep:
 
 
 def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
-    """Two optimizer steps and an evaluation behind them, or behind each; everything that must be
-    equal to the last bit.
+    """Runs two optimizer steps, and an evaluation after them or after each.
+
+    Returns everything that must be bitwise equal.
     """
     iterations = case.get("iterations", 2)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(
@@ -262,7 +263,7 @@ def run_case(case: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def begun_by_replays() -> Iterator[list[bool]]:
-    """Of each reduction that a replayed backward begins: is it on a stream of its own?"""
+    """For each reduction that a replayed backward starts: True if it has a stream of its own."""
     begun: list[bool] = []
 
     def reduce(original: Any, *args: Any, **options: Any) -> None:

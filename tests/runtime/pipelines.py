@@ -24,8 +24,9 @@ from megatron.dpp.transport.fake import FakeNetwork
 
 @dataclass
 class Arithmetic:
-    """A TaskRunner of sums; ``log`` keeps the order of what was run. All elements of all tensors of
-    a boundary are copies of one number.
+    """A TaskRunner of arithmetic; ``log`` keeps the order of its tasks.
+
+    All elements of all tensors of a boundary are copies of one number.
     """
 
     topology: Topology

@@ -1,4 +1,4 @@
-"""In the place of a CUDA graph where there is no GPU."""
+"""A stand-in for CUDA graphs on machines without a GPU."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_each_part_has_generators_that_are_set_to_where_the_forward_had_come(
 
 
 def test_a_part_inside_of_a_switched_state_follows_that_state(machine: Machine) -> None:
-    """With sequence parallelism a block runs whole in the tracker's state."""
+    """With sequence parallelism a whole block runs in the tracker's state."""
 
     def switched() -> list[Any]:
         before = machine.fork()

@@ -63,8 +63,7 @@ def test_ten_seeds_of_delays_on_four_ranks() -> None:
 
 
 def test_experts_and_further_tokens() -> None:
-    """Experts get as many tokens as the router sends them: another number in each microbatch, at
-    times none."""
+    """The number of tokens of an expert differs from microbatch to microbatch, and may be 0."""
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
     shared = {"moe_layer_freq": [0, 1, 1, 1], "moe_shared_expert_intermediate_size": 32}
     crowded = {"num_moe_experts": 16, "moe_token_dispatcher_type": "allgather"}
@@ -185,8 +184,9 @@ def test_frozen_parameters() -> None:
 
 
 def test_reduction_that_overlaps() -> None:
-    """In a user's own loop: without no_sync_func, with force_all_reduce, between several optimizer
-    instances, which were reduced twice."""
+    """A user's own loop without no_sync_func, with force_all_reduce, and with several optimizer
+    instances, between which each gradient is reduced once.
+    """
     late = {"inject": LATE}
     both = {"overlap": True, "distributed_optimizer": True, "layers": 2, "iterations": 3}
     check(

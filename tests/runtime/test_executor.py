@@ -81,7 +81,7 @@ LAST = Topology((0, 1), 1, 1)
 def last_rank(
     network: FakeNetwork, scheduler: Scheduler, timer: HostTimer, timeout: float, consumed: int = 0
 ) -> Executor:
-    """Its executor, to be looked at alone."""
+    """The executor of the last rank alone."""
     channels = LAST.channels([64], [64], 2)
     links = Links(network.transport(1), channels)
     links.consumed = [consumed]
@@ -93,7 +93,7 @@ def last_rank(
 
 
 def test_a_peer_that_left_is_named_at_once() -> None:
-    """It would otherwise be waited for until --dpp-timeout."""
+    """The rank does not wait until --dpp-timeout."""
     network = FakeNetwork(list(LAST.channels([64], [64], 2).specs))
     network.transport(0).close()
     scheduler = Scheduler(Geometry(2, 1, 1, 2), split_backward=False)
@@ -115,7 +115,7 @@ def test_missing_message_ends_in_a_named_timeout() -> None:
 def test_an_evaluation_keeps_few_outputs(
     monkeypatch: pytest.MonkeyPatch, p: int, v: int, members: int
 ) -> None:
-    """A first stage that is faster than the last kept the outputs of all microbatches."""
+    """A first stage that is faster than the last must not keep the outputs of all microbatches."""
     pending: list[int] = []
     put = FakeTransport.put
 
@@ -133,7 +133,7 @@ def test_an_evaluation_keeps_few_outputs(
 
 
 def test_a_backlog_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as it shrinks: the timeout is for what makes no progress."""
+    """The timeout applies only to sends that make no progress."""
     monkeypatch.setattr("megatron.dpp.runtime.executor._MOST_PENDING", 1000)
     runners = run_pipeline(
         2, 1, 20, policy="depth-first", split=False, forward_only=True, late=0.05, timeout=0.3
@@ -143,7 +143,7 @@ def test_a_backlog_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("policy", ["dynamic", "megatron"])
 def test_a_first_rank_notices_that_its_receiver_left(policy: str) -> None:
-    """With Megatron's order a forward may run, but the next task is a backward: nobody looked."""
+    """Also with Megatron's order, where a forward may run but the next task is a backward."""
     channels = FIRST.channels([64], [64], 2)
     network = FakeNetwork(list(channels.specs))
     network.transport(1).close()
@@ -179,7 +179,7 @@ def test_members_of_a_stage_agree_on_whole_boundaries() -> None:
 
 @pytest.mark.parametrize(("p", "v", "members"), [(2, 1, 1), (3, 2, 1), (2, 2, 2)])
 def test_each_boundary_has_tensors_of_its_own(p: int, v: int, members: int) -> None:
-    """Another number of them, and other sizes, before a rank than behind it."""
+    """A rank receives another number of tensors than it sends, with other sizes."""
     sizes = [[4, 64], [16], [8, 8, 120]][-p:]
     runners = run_pipeline(p, v, 4, delay=0.002, sizes=sizes, members=members, iterations=2)
     check_values(runners, 4, iterations=2)
@@ -283,7 +283,7 @@ class Busy(HostTimer):
 
 
 def test_a_busy_device_leaves_the_interpreter_to_other_threads() -> None:
-    """A loop that only looked kept a data loader's thread from it, and batches came late."""
+    """A loop that polls without sleeping keeps the GIL from a data loader's thread."""
     scheduler, timer = Scheduler(Geometry(2, 1, 1, 1, forward_only=True)), Busy()
     last_rank(on_its_way(0.0), scheduler, timer, timeout=20.0).run()
     assert scheduler.done
@@ -306,7 +306,7 @@ def on_its_way(seconds: float) -> FakeNetwork:
 
 
 def test_an_input_is_ahead_of_its_task_in_later_iterations_too() -> None:
-    """It is compared with all that earlier iterations took."""
+    """The count of arrivals is compared with all messages that earlier iterations took."""
     for consumed, ahead in ((4, False), (5, True)):
         scheduler = Scheduler(Geometry(2, 1, 1, 1, forward_only=True))
         executor = last_rank(on_its_way(0.2), scheduler, NeverStarts(), 100.0, consumed)
@@ -326,8 +326,7 @@ def test_a_device_that_waits_is_not_waited_for_longer_than_the_timeout() -> None
 
 
 def test_the_deadline_counts_from_when_the_device_began_to_wait() -> None:
-    """A task that was believed possible earlier, and is chosen between two others, has no gap
-    before it: its wait seemed as old as the machine."""
+    """The wait of a task without a gap before it starts now, not at the clock's zero."""
     scheduler = Scheduler(Geometry(2, 1, 1, 1, forward_only=True))
     executor = last_rank(on_its_way(0.05), scheduler, NeverStarts(), timeout=100.0)
     executor._arrived = [0]

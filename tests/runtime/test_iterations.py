@@ -20,7 +20,7 @@ GEOMETRY = Geometry(2, 1, 1, 2)
 
 @pytest.mark.parametrize(("p", "v", "members"), [(2, 1, 1), (3, 2, 1), (2, 2, 2)])
 def test_evaluations_between_training_steps(p: int, v: int, members: int) -> None:
-    """An evaluation moves no gradients: those channels must not count its microbatches."""
+    """An evaluation sends no gradients, so gradient channels must not count its microbatches."""
     evaluations, m = (1, 3, 4), 4
     runners = run_pipeline(
         p, v, m, iterations=6, evaluations=evaluations, members=members, delay=0.001
@@ -59,7 +59,7 @@ def test_an_iteration_of_a_neighbour_that_is_ahead_waits_for_its_turn() -> None:
 
 
 def new_decider(before: int) -> Decider:
-    """Of a rank alone that has counted this many microbatches in earlier iterations."""
+    """The decider of a single rank that has counted so many microbatches in earlier iterations."""
     decider = Decider(Scheduler(GEOMETRY, split_backward=False), [(0, 0)])
     decider.start([before])
     return decider

@@ -108,8 +108,9 @@ def test_where_ddp_reduces_at_the_end_of_a_step_nothing_is_reduced_here(options:
 def test_an_event_is_recorded_where_a_group_is_complete(
     instances: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Again if a parameter comes again; between several optimizer instances DDP would wait for the
-    whole replay anyway."""
+    """It is recorded again if a parameter comes again. With several optimizer instances DDP waits
+    for the whole replay anyway.
+    """
     recorded = iter(range(9))
     monkeypatch.setattr(reductions, "_recorded", lambda: next(recorded))
     found, parameters, _, groups = setting("aab", instances=instances)
