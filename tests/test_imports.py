@@ -45,12 +45,13 @@ MAY_IMPORT = {
         *("config", "errors", "text_files", "tokenizers", "schedule", "trace", "plan"),
         *("transport", "mcore", "runtime", "cli"),
     },
+    "plugin": {"config", "errors", "mcore", "runtime"},
     "commands": {
         *("config", "errors", "hosts", "tokenizers", "schedule", "trace", "sim", "plan"),
-        *("transport", "cli", "launch"),
+        *("transport", "mcore", "cli", "launch", "plugin"),
     },
 }
-DOORS = {"__init__", "__main__", "doctor", "estimate", "sim.__main__"}
+DOORS = {"__init__", "__main__", "doctor", "estimate", "run", "sim.__main__"}
 """Entry points, which may import any room."""
 WITHOUT_TORCH = {
     *("errors", "direction", "config", "hosts", "text_files", "tokenizers", "inject", "schedule"),

@@ -13,6 +13,7 @@ COMMANDS = {
     "preprocess": ("commands.preprocess", "turn JSON lines into token files"),
     "estimate": ("commands.estimate", "print the memory and time that a run will need"),
     "plan": ("commands.plan", "choose layers per stage, chunks per rank and the memory cap"),
+    "run": ("commands.run", "run a Megatron-LM script of yours with the dynamic pipeline"),
     "sim": ("commands.sim", "simulate, compare and draw schedules"),
     "train": ("launch.main", "train a model: choose a layout, print it, start torchrun"),
     "monitor": ("commands.monitor", "show a traced run live"),

@@ -133,7 +133,12 @@ def batches(case: dict[str, Any]) -> Any:
     """Endless microbatches, the same for every stage of a pipeline, different per replica."""
     generator = torch.Generator().manual_seed(17 + parallel_state.get_data_parallel_rank())
     while True:
-        yield torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE + 1), generator=generator)
+        length = SEQUENCE
+        if case.get("lengths"):  # of one microbatch; half of them have the longest
+            length = min(SEQUENCE, int(torch.randint(1, 2 * SEQUENCE, (), generator=generator)))
+        if case.get("tp", 1) > 1:
+            length = max(2, length // 2 * 2)
+        yield torch.randint(0, VOCABULARY, (MICRO_BATCH, length + 1), generator=generator)
 
 
 def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -165,7 +170,7 @@ class ForwardStep:
             config.recompute_num_layers = 1 if all_again else None
         tokens = next(iterator)
         tokens = tokens.cuda()
-        positions = torch.arange(SEQUENCE, device="cuda").expand(MICRO_BATCH, -1)
+        positions = torch.arange(tokens.shape[1] - 1, device="cuda").expand(MICRO_BATCH, -1)
         output = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
         if self.per_token:  # another number in each microbatch
             return output, partial(token_loss, tokens[:, 1:] % 3 > 0)
@@ -232,7 +237,8 @@ def run_case(case: dict[str, Any]) -> None:
         virtual_pipeline_model_parallel_size=case["v"] if case.get("v", 1) > 1 else None,
         num_distributed_optimizer_instances=case.get("instances", 1),
     )  # fmt: skip
-    with StaticSchedule(seed=1234) as schedule:
+    own = DppConfig(transport=case.get("expected_over", "auto"))
+    with StaticSchedule(own, seed=1234) as schedule:
         expected = train(case, schedule)
     assert all(map(torch.isfinite, map(torch.tensor, expected["losses"])))
     if "partial" in case and parallel_state.is_pipeline_first_stage(ignore_virtual=True):

@@ -54,6 +54,22 @@ def test_two_ranks_any_number_of_chunks() -> None:
     )  # fmt: skip
 
 
+def test_microbatches_of_unlike_length() -> None:
+    """megatron-core's own exchange tells the shapes first; our channels carry them."""
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    static, tight = {"static": True, "transport": "shm"}, {"activation_cap": "strict"} | late
+    drawn = {"lengths": True, "layers": 4, "iterations": 3}
+    unlike = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    told = drawn | {"model": unlike}
+    check(
+        2,
+        case("v1", 2, 5, fused, late, tight, static, **told, dropout=0.1),
+        case("v2", 2, 6, fused, late, tight, static, v=2, **told),
+        case("v2 dist", 2, 4, late, {"transport": "dist"}, v=2, expected_over="shm", **drawn),
+        case("graphs", 2, 4, late | {"cuda_graphs": "on"}, v=2, **told | {"iterations": 5}),
+    )
+
+
 def test_ten_seeds_of_delays_on_four_ranks() -> None:
     runs = [{"inject": f"delay:4ms,message-delay:{2 + seed}ms"} for seed in range(5)]
     runs += [{"inject": f"jitter:0.{3 + s},transient:2x:20%"} for s in range(5)]

@@ -155,6 +155,34 @@ def test_one_launch_that_took_long_does_not_fill_the_queue(device: Device) -> No
     assert timer.pause() > 0.0
 
 
+def test_a_long_microbatch_is_expected_to_take_longer(device: Device) -> None:
+    """By the last time seen, the next task was chosen far too early or too late."""
+    timer = DeviceTimer(0.25)
+    for size in (0.25, 1.0, 0.5, 0.25):
+        device.seconds = 1.0 + 4.0 * size
+        timer.begin()
+        timer.launched(KEY, size)
+        device.now += 10.0
+        timer.pause()
+    for size in (1.0, 0.25, 0.75, 0.125):
+        device.seconds = 1.0 + 4.0 * size
+        timer.begin()
+        timer.launched(KEY, size)
+        device.now += device.seconds - 0.35
+        assert timer.pause() == pytest.approx(0.1)
+        device.now += 0.15
+        assert timer.pause() == 0.0
+        device.now += 10.0
+        timer.pause()
+
+
+def test_before_two_sizes_were_seen_durations_are_proportional(device: Device) -> None:
+    timer = learned(device, 0.25)
+    timer.begin()
+    timer.launched(KEY, 0.5)
+    assert timer.pause() == pytest.approx(0.25)
+
+
 def test_launching_is_judged_by_the_chunk_that_waits_for_it_most(device: Device) -> None:
     """Long kernels of an output layer do not hide that the other layers are launch-bound."""
     device.overlaps = True

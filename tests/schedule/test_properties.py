@@ -29,19 +29,19 @@ class Pipeline:
 
     def __init__(self, p, v, m, **settings):
         self.p, self.v, self.m = p, v, m
-        self.ranks = [
-            Scheduler(
-                Geometry(p, r, v, m, w_pieces=settings.get("w_pieces")),
-                policy=settings.get("policy", "dynamic"),
-                cap=parse_cap(settings.get("cap", "strict"), Geometry(p, r, v, m)).chunks,
-                split_backward=settings.get("split", True),
-                beta=settings.get("beta", 0.0),
-            )
-            for r in range(p)
-        ]
+        self.ranks = [self.scheduler(rank, **settings) for rank in range(p)]
         self.ran = [[] for _ in range(p)]
         self.sent = {}
         self.delivered = {}
+
+    def scheduler(
+        self, rank, *, cap="strict", policy="dynamic", split=True, w_pieces=None, beta=0.0, **sizes
+    ):
+        geometry = Geometry(self.p, rank, self.v, self.m, w_pieces=w_pieces)
+        chunks = cap if isinstance(cap, float) else parse_cap(cap, geometry).chunks
+        return Scheduler(
+            geometry, policy=policy, cap=chunks, split_backward=split, beta=beta, **sizes
+        )
 
     def deliverable(self):
         return [key for key, sent in self.sent.items() if self.delivered.get(key, 0) < sent]

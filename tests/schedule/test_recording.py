@@ -95,6 +95,37 @@ def test_a_replay_that_cannot_be_followed_says_where_and_why(text, why):
             scheduler.next()
 
 
+def sized(tmp_path, recorded, actions="0F0 0F1 0B0 0W0 0B1 0W1"):
+    """A replay of two microbatches recorded with these sizes, before its first action."""
+    geometry, path = Geometry(2, 0, 1, 2), str(tmp_path / "order")
+    with DecisionRecorder(path, geometry) as recorder:
+        words = [Action.parse(word) for word in actions.split()]
+        recorder.write(geometry, words, split_backward=True, sizes=recorded)
+    replay = Recording.load(path, 0).replay(0, geometry, split_backward=True)
+    return Scheduler(geometry, policy=replay, largest=8)
+
+
+@pytest.mark.parametrize("recorded", [(3, 8), None])
+def test_a_replay_needs_the_sizes_of_the_recording(tmp_path, recorded):
+    sizes = recorded or (8, 8)
+    same = sized(tmp_path, recorded)
+    for microbatch, size in enumerate(sizes):
+        assert str(same.next()) == f"0F{microbatch}"
+        same.learn(microbatch, size)
+    same.arrived(GRADIENT, 0, 2)
+    assert [str(same.next()) for _ in range(4)] == ["0B0", "0W0", "0B1", "0W1"]
+    other = sized(tmp_path, recorded)
+    other.next()
+    other.learn(0, 5)
+    with pytest.raises(ReplayError, match=f"microbatch 0 had size {sizes[0]} and has size 5"):
+        other.next()
+
+
+def test_broken_sizes_are_named(tmp_path):
+    with pytest.raises(DataError, match=r'"sizes" \[1\] are not those of its microbatches'):
+        sized(tmp_path, (1,))
+
+
 def test_a_replay_that_would_wait_for_ever_says_so():
     geometry = Geometry(2, 0, 2, 1)
     actions = [Action.parse(word) for word in ["0F0", "1F0", "0B0"]]

@@ -54,9 +54,37 @@ def test_command_line_compares(capsys):
     assert ratios["dynamic"] < ratios["interleaved"]
 
 
+def ratios(out):
+    """Ratios by schedule of a printed table."""
+    lines = [line for line in out.splitlines()[2:] if not line.startswith("ratio")]
+    return {line[:24].strip(): float(line[35:43]) for line in lines}
+
+
+def test_lengths_count_under_the_cap(capsys, tmp_path):
+    """The dynamic schedule uses the memory that Megatron must reserve for the longest."""
+    shape = ["--pp", "2", "--microbatches", "16", "--seeds", "4", "--compare", "--no-grid"]
+    status, out, _ = run(capsys, *shape, "--lengths", "sft")
+    found = ratios(out)
+    assert status == 0 and "activations of the longest sequence held" in out
+    assert found["dynamic"] < found["dynamic, cap by count"] < found["interleaved"]
+    again = run(capsys, *shape, "--lengths", "sft")[1]
+    assert again == out
+    (tmp_path / "lengths").write_text("1000\n8000 2000\n1000\n")
+    from_file = run(capsys, "--pp", "2", "--lengths", str(tmp_path / "lengths"))[1]
+    assert "2 chunks, 4 microbatches" in from_file
+    assert from_file == run(capsys, "--pp", "2", "--lengths", "1000,8000,2000,1000")[1]
+    assert "held" in run(capsys, "--lengths", "0.5", "--no-grid")[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--microbatches", "0"], "must be at least 1"),
+        (["--lengths", "7"], "a sigma must be a number from 0 to 5"),
+        (["--lengths", "nowhere"], "expected sft, long, SIGMA"),
+        (["--lengths", "10,x"], "not a list of lengths in tokens"),
+        (["--lengths", "10,20", "--longest", "5"], "--longest 5: a microbatch has 20 tokens"),
+        (["--lengths", "sft", "--condition", "jit.3"], "--costs and --condition have costs of"),
         (["--pp", "0"], "must be at least 1"),
         (["--policy", "fastest"], "error: --policy fastest"),
         (["--cap", "0.1p"], "error: --cap: 0.1p"),

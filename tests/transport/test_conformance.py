@@ -45,10 +45,11 @@ def test_puts_beyond_the_depth_stay_pending_and_lose_nothing(kind: str) -> None:
         with pytest.raises(TransferTimeout, match="pending"):
             a.flush(0.05)
         assert a.pending() >= 4
+        assert a.pending_bytes() == 400 * a.pending()
         for index in range(6):
             assert float(take_next(b, 0, index).tensor[0]) == index
         a.flush(PATIENCE)
-        assert a.pending() == 0
+        assert a.pending() == a.pending_bytes() == 0
 
 
 def test_a_flush_may_take_longer_than_its_timeout_as_long_as_messages_leave(kind: str) -> None:

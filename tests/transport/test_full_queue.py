@@ -78,7 +78,7 @@ def test_a_receiver_that_has_left_is_not_called_alive(kind: str) -> None:
         while a.pending() < MAX_PENDING:
             a.put(0, torch.ones(SMALL), iteration=0, microbatch=0)
         with pytest.raises(
-            PeerDead, match=r"none left for 0\.1 s, and rank 1 has closed its trans"
+            PeerDead, match=r"none left for 0\.1 s: rank 1 has closed its transport"
         ):
             a.flush(0.1)
         with pytest.raises(PeerDead, match=r"wait for credit on .*; rank 1 has closed its transpo"):

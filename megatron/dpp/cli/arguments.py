@@ -25,7 +25,7 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import BUILT_IN
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises instead of leaving the process."""
 
     def error(self, message: str) -> NoReturn:
@@ -34,12 +34,12 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every flag."""
-    parser = _Parser(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for title, rows in (GROUPS | RUN_GROUPS | SPECIAL).items():
         group = parser.add_argument_group(title)
         for row in rows:
             _add_row(group, row)
-    _add_dpp_flags(parser)
+    add_dpp_flags(parser)
     for name, fields in core_fields().items():
         add_flags(parser, fields, skip=UNSET_FIELDS, title=f"megatron-core {name}")
     return parser
@@ -59,7 +59,8 @@ def _add_row(group: Any, row: Flag) -> None:
     group.add_argument(*names, **options)
 
 
-def _add_dpp_flags(parser: argparse.ArgumentParser) -> None:
+def add_dpp_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one flag per field of :class:`~megatron.dpp.config.DppConfig`."""
     group = parser.add_argument_group("dynamic pipeline: schedule and transport")
     for field in option_fields():
         options: dict[str, Any] = {
@@ -90,7 +91,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
         parser.set_defaults(**defaults_from_yaml(path, parser))
     args, unknown = parser.parse_known_args(argv)
-    _refuse_unknown(parser, unknown)
+    refuse_unknown(parser, unknown)
     args.given = given_flags(parser, argv)
     args.parsed = dict(vars(args))
     return args
@@ -104,13 +105,18 @@ def given_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[st
 
 
 def _yaml_path(argv: list[str]) -> str | None:
-    finder = _Parser(add_help=False, allow_abbrev=False)
+    finder = Parser(add_help=False, allow_abbrev=False)
     finder.add_argument("--yaml-cfg")
     path: str | None = finder.parse_known_args(argv)[0].yaml_cfg
     return path
 
 
-def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> None:
+def refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> None:
+    """Refuse flags that ``parser`` does not have.
+
+    Raises:
+        ConfigError: names them, each with the nearest flag.
+    """
     if not unknown:
         return
     known = list(parser._option_string_actions)

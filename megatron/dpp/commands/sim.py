@@ -2,6 +2,7 @@
 
     megatron-dpp sim --pp 4 --chunks 2 --microbatches 8
     megatron-dpp sim --pp 8 --chunks 2 --microbatches 32 --jitter 0.3 --compare --seeds 10
+    megatron-dpp sim --pp 4 --microbatches 32 --lengths sft --compare --seeds 10
     megatron-dpp sim --costs costs.json --microbatches 32 --compare --png step.png
 
 ``sim/measured.py`` describes cost files.
@@ -10,12 +11,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import random
 import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.dpp.commands.common import new_parser
 from megatron.dpp.errors import ConfigError, DppError
@@ -25,6 +29,7 @@ from megatron.dpp.sim import conditions
 from megatron.dpp.sim.conditions import CONDITIONS, Change, chain, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Shape
 from megatron.dpp.sim.draw import NO_MATPLOTLIB, draw
+from megatron.dpp.sim.lengths import MIXES, LengthCosts, parse_lengths
 from megatron.dpp.sim.measured import MeasuredCosts, load_costs
 from megatron.dpp.sim.result import Result, format_grid
 from megatron.dpp.sim.schedules import STATIC, find_schedule, run_static
@@ -32,8 +37,11 @@ from megatron.dpp.sim.schedules import STATIC, find_schedule, run_static
 _GRID_COLUMNS = 260
 """Wider grids are not printed unless asked for: they would wrap."""
 
-_MOST = {"lead": 1e6, "hop": 1e6, "head": 1e6, "jitter": 5.0, "lengths": 5.0}
+_MOST_SIGMA = 5.0
+_MOST = {"lead": 1e6, "hop": 1e6, "head": 1e6, "jitter": _MOST_SIGMA}
 """Largest values; with a larger sigma a single task dominates a run."""
+
+_Run = Callable[[Shape, Costs], Result]
 
 _OWN_NAMES = {
     "--dpp-activation-cap": "--cap",
@@ -63,7 +71,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--pp", type=int, default=4, metavar="P", help="pipeline ranks (default 4)")
     add("--chunks", type=int, default=2, metavar="V", help="model chunks per rank (default 2)")
-    add("--microbatches", type=int, default=8, metavar="M", help="default 8")
+    add("--microbatches", type=int, metavar="M", help="default 8, or a list's")
     add("--group", type=int, metavar="N", help="microbatch group size (default: P)")
     add("--grid", action=argparse.BooleanOptionalAction, help="print the grid (default: if narrow)")
     add("--png", metavar="FILE", help="draw the schedules of the first seed")
@@ -101,7 +109,8 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     add("--hop", type=float, default=0.01, metavar="T", help="time of a hop (0.01 chunk forwards)")
     add("--head", type=float, metavar="T", help="add T to the last stage's F, B and W")
     add("--jitter", type=float, metavar="SIGMA", help="lognormal factor per task")
-    add("--lengths", type=float, metavar="SIGMA", help="lognormal factor per microbatch")
+    add("--lengths", metavar="WHAT", help="sft, long, LIST, FILE, or SIGMA of times")
+    add("--longest", type=int, metavar="TOKENS", help="unit of --cap (default: of --lengths)")
     add("--slow-rank", metavar="RANK:FACTOR", help="as in 1:1.5")
     add("--slow-link", metavar="A-B:TIME", help="as in 0-1:2, in chunk forwards")
     add("--transient", metavar="FACTORx:SHARE%", help="slow ranks now and then, as 2x:20%%")
@@ -113,22 +122,105 @@ def _run(args: argparse.Namespace) -> None:
     if args.png and importlib.util.find_spec("matplotlib") is None:  # before minutes of simulation
         raise ConfigError(NO_MATPLOTLIB)
     measured = load_costs(args.costs) if args.costs else None
+    lengths = _Lengths.parse(args.lengths, args.longest)
+    if args.microbatches is None:
+        args.microbatches = lengths.count or 8
     if measured is None:
         shape = Shape(args.pp, args.chunks, args.microbatches)
     else:
         shape = measured.shape(args.microbatches)
     _check(args, shape, measured)
-    change = chain(*_changes(args, shape))
+    if lengths.source and (measured or args.condition):
+        raise ConfigError(
+            f"--lengths {args.lengths}: --costs and --condition have costs of their own; give "
+            "SIGMA, or leave them out"
+        )
+    change = chain(*_changes(args, shape, lengths.sigma))
     names = args.policy or ["dynamic"]
-    runs = {name: _runner(name, args, shape) for name in names}
+    runs = {name: _runner(name, args) for name in names}
     if args.compare:
         runs |= _comparison(args, shape, measured)
+        if lengths.source:
+            runs["dynamic, cap by count"] = _by_count(_runner("dynamic", args))
+    unit = "s" if measured else ""
     results: dict[str, list[Result]] = {name: [] for name in runs}
     for seed in range(args.seed, args.seed + args.seeds):
-        costs = change(_base(args, shape, measured, seed), shape, random.Random(f"change {seed}"))
+        drawn = lengths.shape(shape, seed)
+        base = _base(args, drawn, measured, seed)
+        costs = change(base, shape, random.Random(f"change {seed}"))
         for name, run in runs.items():
-            results[name].append(run(costs))
-    _report(args, shape, results, "s" if measured else "")
+            results[name].append(run(drawn, costs))
+    _report(args, dataclasses.replace(shape, largest=lengths.longest), results, unit)
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    """The meaning of ``--lengths``: a sigma, or a source of lengths in tokens (``source(seed,
+    number)``).
+
+    Args:
+        sigma: of a lognormal factor on each microbatch's times; sizes stay equal.
+        longest: tokens of the longest sequence, in whose activations the cap is given.
+        count: of a list; 0 for a distribution.
+    """
+
+    sigma: float | None = None
+    source: Callable[[int, int], Sequence[int]] | None = None
+    longest: int = 0
+    count: int = 0
+
+    @classmethod
+    def parse(cls, text: str | None, longest: int | None) -> _Lengths:
+        if text is None:
+            return cls()
+        if text in MIXES:
+            mix = MIXES[text]
+
+            def draw(seed: int, number: int) -> Sequence[int]:
+                rng = random.Random(f"lengths {seed}")
+                return [mix.draw(rng) for _ in range(number)]
+
+            return cls(None, draw, longest or mix.longest)
+        if (sigma := _number(text)) is not None:
+            if not 0 <= sigma <= _MOST_SIGMA:
+                raise ConfigError(
+                    f"--lengths {text}: a sigma must be a number from 0 to {_MOST_SIGMA:g}"
+                )
+            return cls(sigma)
+        given = parse_lengths(text if "," in text else _read(text))
+
+        def take(seed: int, number: int) -> Sequence[int]:
+            return [given[(seed * number + i) % len(given)] for i in range(number)]
+
+        return cls(None, take, longest or max(given), len(given))
+
+    def shape(self, shape: Shape, seed: int) -> Shape:
+        """``shape`` with the sizes of one seed."""
+        if self.source is None:
+            return shape
+        sizes = tuple(self.source(seed, shape.num_microbatches))
+        if max(sizes) > self.longest:
+            raise ConfigError(
+                f"--longest {self.longest}: a microbatch has {max(sizes)} tokens; raise it"
+            )
+        return dataclasses.replace(shape, sizes=sizes, largest=self.longest)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--lengths {path}: expected sft, long, SIGMA, lengths like 1000,8000, or a file of "
+            f"them: {error}"
+        ) from error
 
 
 def _check(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None) -> None:
@@ -161,17 +253,24 @@ def _base(
         return measured.costs(shape.num_microbatches, random.Random(f"samples {seed}"))
     if args.condition:
         return condition_costs(args.condition, shape, seed)
+    if shape.sizes:
+        return LengthCosts.transformer().of(
+            [[size] for size in shape.sizes],
+            num_ranks=shape.num_ranks,
+            num_chunks=shape.num_chunks,
+            hop=args.hop,
+        )
     return uniform(shape, args.hop)
 
 
-def _changes(args: argparse.Namespace, shape: Shape) -> list[Change]:
+def _changes(args: argparse.Namespace, shape: Shape, sigma: float | None) -> list[Change]:
     found: list[Change] = []
     if args.head is not None:
         found.append(conditions.heavy_head(args.head))
     if args.jitter is not None:
         found.append(conditions.jitter(args.jitter))
-    if args.lengths is not None:
-        found.append(conditions.lengths(args.lengths))
+    if sigma is not None:
+        found.append(conditions.lengths(sigma))
     if args.slow_rank:
         found.append(_slow_rank(args.slow_rank, shape))
     if args.slow_link:
@@ -216,9 +315,9 @@ def _numbers(flag: str, text: str, form: str, example: str) -> list[float]:
     return [float(group) for group in match.groups()]
 
 
-def _runner(name: str, args: argparse.Namespace, shape: Shape) -> Callable[[Costs], Result]:
+def _runner(name: str, args: argparse.Namespace) -> _Run:
     if name in STATIC:
-        return lambda costs: run_static(name, shape, costs, beta=args.beta, group=args.group)
+        return lambda shape, costs: run_static(name, shape, costs, beta=args.beta, group=args.group)
     schedule = find_schedule(
         name,
         cap=args.cap,
@@ -227,20 +326,25 @@ def _runner(name: str, args: argparse.Namespace, shape: Shape) -> Callable[[Cost
         w_pieces=args.w_pieces,
         group=args.group,
     )
-    return lambda costs: schedule.run(shape, costs, lead=args.lead)
+    return lambda shape, costs: schedule.run(shape, costs, lead=args.lead)
+
+
+def _by_count(run: _Run) -> _Run:
+    """The same schedule with a cap that counts microbatches, whatever their size."""
+    return lambda shape, costs: run(dataclasses.replace(shape, sizes=()), costs)
 
 
 def _comparison(
     args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None
-) -> dict[str, Callable[[Costs], Result]]:
+) -> dict[str, _Run]:
     names = [*STATIC, "earlier-dpp"]
     if measured and not measured.split:
         names.remove("zb-h1")
     if shape.num_chunks == 1:
         names.remove("interleaved")
-    runs = {name: _runner(name, args, shape) for name in names}
+    runs = {name: _runner(name, args) for name in names}
     fused = argparse.Namespace(**{**vars(args), "split_backward": False})
-    return runs | {"dynamic, fused": _runner("dynamic", fused, shape)}
+    return runs | {"dynamic, fused": _runner("dynamic", fused)}
 
 
 def _report(
@@ -259,7 +363,8 @@ def _report(
         peaks = [held / chunks for held in first.peak_held]
         shown = " ".join(f"{peak:.3g}" for peak in peaks[:16]) + (" ..." if peaks[16:] else "")
         print(f"{name:24s} {makespan:9.4g}{unit or ' '} {ratio:7.3f} {max(peaks):6.3g}  {shown}")
-    print("ratio: makespan / the busiest rank's own work; peak: whole ranks' activations held")
+    of = " of the longest sequence" if shape.largest else ""
+    print(f"ratio: makespan / the busiest rank's own work; peak: whole ranks' activations{of} held")
     for name, runs in results.items():
         grid = format_grid(runs[0].slots)
         narrow = max(map(len, grid.splitlines())) <= _GRID_COLUMNS

@@ -8,6 +8,7 @@ one output. ``steps.Stage`` uses the functions here instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,25 @@ class Boundaries(NamedTuple):
                     f"to {max(wanted)} bytes per boundary, the links were opened for {len(had)} of "
                     f"up to {max(had)}; close() the schedule on all ranks to open them anew"
                 )
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Counts a microbatch's tokens by the tensor of a boundary, [s, b, h].
+
+    Args:
+        largest: tokens of the longest microbatch on this rank.
+        hidden: the last dimension; 0 where boundaries have shapes of their own.
+    """
+
+    largest: int
+    hidden: int
+
+    def count(self, tensors: Tensors) -> int | None:
+        """The tokens of ``tensors``; None if they are no hidden states."""
+        if not isinstance(tensors, torch.Tensor) or tensors.dim() < 2 or not self.hidden:
+            return None
+        return tensors.numel() // self.hidden if tensors.shape[-1] == self.hidden else None
 
 
 def boundaries(

@@ -14,6 +14,7 @@ import importlib
 import inspect
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -63,7 +64,22 @@ _DDP = "distributed.distributed_data_parallel:DistributedDataParallel"
 _DISTRIBUTED = "optimizer.distrib_optimizer:DistributedOptimizer"
 _WRITES = "dist_checkpointing.strategies.filesystem_async"
 
+GET_SCHEDULE = "pipeline_parallel.schedules:get_forward_backward_func"
+"""The function by which every host fetches its schedule."""
+
+OFFLOAD_RESET = (
+    "pipeline_parallel.fine_grained_activation_offload:"
+    "FineGrainedActivationOffloadingInterface.reset"
+)
+MTP_LAYER = (
+    "transformer.multi_token_prediction:MultiTokenPredictionLayerSubmodules.transformer_layer"
+)
+
 TABLE = (
+    PrivateName(GET_SCHEDULE, "compat.py", "pp_size vp_size", until="0.19"),
+    PrivateName(
+        GET_SCHEDULE, "compat.py", "pp_size vp_size schedule_pg_collection", since="0.19"
+    ),
     PrivateName(
         "pipeline_parallel.schedules:forward_step",
         "static.py",
@@ -188,8 +204,17 @@ TABLE = (
         "training/writers.py",
         "transform_list local_proc_idx write_bucket results_queue count_queue use_fsync **kwargs",
     ),
+    PrivateName(OFFLOAD_RESET, "compat.py", "", until="0.20"),
+    PrivateName(OFFLOAD_RESET, "compat.py", "process_group", since="0.20"),
+    PrivateName(MTP_LAYER, "compat.py", until="0.17"),
+    PrivateName(
+        MTP_LAYER,
+        "compat.py",
+        since="0.17",
+        renamed="MultiTokenPredictionLayerSubmodules.mtp_model_layer",
+    ),
     PrivateName("models.bert.bert_lm_head:LNImpl", "layers.py"),
-    PrivateName("transformer.moe.moe_utils:te_general_gemm", "layers.py", optional=True),
+    PrivateName("transformer.moe.moe_utils:te_general_gemm", "layers.py cpu.py", optional=True),
     PrivateName("jit:jit_fuser", "cpu.py"),
     PrivateName("jit:noop_decorator", "cpu.py", "func"),
     PrivateName("transformer.module:_FLOAT_TYPES", "cpu.py"),
@@ -331,3 +356,66 @@ def replaced(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[Non
         yield
     finally:
         setattr(owner, name, original)
+
+
+def field_name(key: str) -> str:
+    """The name of a class's field of ``TABLE`` in this megatron-core."""
+    return resolve(key)[1]
+
+
+def reset_offload(groups: Any, *, forward_only: bool) -> None:
+    """End a step of offloaded activations; 0.20 does so after evaluation, too."""
+    reset, takes_group = lookup(OFFLOAD_RESET), form_of(OFFLOAD_RESET).parameters == "process_group"
+    if takes_group:
+        reset(process_group=groups.tp_dp_cp)
+    elif not forward_only:
+        reset()
+
+
+def importers(function: Callable[..., Any]) -> list[Any]:
+    """The modules that hold ``function`` as ``get_forward_backward_func``: megatron-core's own, and
+    every host's that has imported it by name.
+    """
+    name = GET_SCHEDULE.partition(":")[2]
+    modules = [(module, getattr(module, "__dict__", {})) for module in list(sys.modules.values())]
+    return [module for module, names in modules if names.get(name) == function]
+
+
+def is_multimodule(given: Any) -> bool:
+    """True for process groups, or a communicator, of several modules (0.17 and newer)."""
+    return given is not None and type(given).__name__.startswith("MultiModule")
+
+
+def has_multimodule(keywords: dict[str, Any]) -> bool:
+    """True if a call of a schedule is one of several modules."""
+    return any(is_multimodule(keywords.get(name)) for name in ("pg_collection", "p2p_communicator"))
+
+
+def pipeline_size(groups: Any = None) -> int:
+    """Ranks of the pipeline, by the given process groups or else megatron-core's own."""
+    from megatron.core import parallel_state
+
+    group = groups.pp if groups else parallel_state.get_pipeline_model_parallel_group()
+    return int(group.size())
+
+
+def static_schedule(original: Callable[..., Any], keywords: dict[str, Any]) -> Callable[..., Any]:
+    """megatron-core's own schedule for one call, by its ``get_forward_backward_func``."""
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.utils import get_model_config
+
+    groups, model = keywords.get("pg_collection"), keywords["model"]
+    own: Callable[..., Any] = schedules.forward_backward_pipelining_without_interleaving
+    if not has_multimodule(keywords):
+        config = get_model_config(model[0] if isinstance(model, list) else model)
+        own = original(pipeline_size(groups), config.virtual_pipeline_model_parallel_size)
+    return own
+
+
+def host_iteration(otherwise: int) -> int:
+    """The number of the host's training step, which a resumed run continues; ``otherwise`` where
+    the host is not Megatron-LM's training loop.
+    """
+    variables = sys.modules.get("megatron.training.global_vars")
+    args = getattr(variables, "_GLOBAL_ARGS", None)
+    return int(getattr(args, "curr_iteration", None) or otherwise)

@@ -9,6 +9,7 @@ and the static schedules' sends are made safe for it (see :class:`_KeptSend`).
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import sys
@@ -26,12 +27,14 @@ _MAX_KEPT_SENDS = 32
 class CpuSupport:
     """The installed stand-ins. ``close()`` restores everything and may be called twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, host: bool = False) -> None:
         self._undo = contextlib.ExitStack()
         _keep_dynamo_off()
         for holder, name, value in _stand_ins():
             self._set(holder, name, value)
         for holder, name, value in _core_stand_ins():
+            self._set(holder, name, value)
+        for holder, name, value in _host_stand_ins() if host else ():
             self._set(holder, name, value)
         self._undo.enter_context(_CudaMeansCpu())
         self._undo.enter_context(_quiet_random())
@@ -48,9 +51,13 @@ class CpuSupport:
         self._undo.close()
 
 
-def install() -> CpuSupport:
-    """Let megatron-core run on the CPU of this process until ``close()`` of the result."""
-    return CpuSupport()
+def install(*, host: bool = False) -> CpuSupport:
+    """Let megatron-core run on the CPU of this process until ``close()`` of the result.
+
+    Args:
+        host: also answer what Megatron-LM's own training code asks of CUDA.
+    """
+    return CpuSupport(host=host)
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -178,6 +185,38 @@ def _core_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     }
     for name, value in values.items():
         yield *compat.resolve(name), value
+
+
+class _Properties:
+    """``torch.cuda.get_device_properties`` of a host (training/utils.py:448)."""
+
+    name, major, minor, multi_processor_count, total_memory = "cpu", 8, 0, 1, 1 << 34
+
+
+def _asked_by_host() -> bool:
+    """True if Megatron-LM's training code, which wants CUDA, asks a function that calls this."""
+    caller: str = sys._getframe(2).f_globals.get("__name__", "")
+    return caller.startswith("megatron.training.")
+
+
+def _host_stand_ins() -> Iterator[tuple[Any, str, Any]]:
+    """Replacements for what Megatron-LM's training code asks: (module, name, value). Files are
+    those of ``megatron/training``.
+    """
+    from megatron.dpp.mcore import compat
+
+    yield torch.cuda, "is_available", lambda: _asked_by_host()  # initialize.py:62
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    yield torch.cuda, "device_count", lambda: count * _asked_by_host()  # initialize.py:319,422
+    yield torch.cuda, "set_device", _nothing  # initialize.py:331
+    yield torch.cuda, "get_device_capability", lambda *device: (8, 0)  # arguments.py:853
+    yield torch.cuda, "get_device_properties", lambda *device: _Properties  # utils.py:448
+    experts, name = compat.resolve("transformer.moe.moe_utils:te_general_gemm")
+    if not hasattr(experts, name):  # core/transformer/moe/moe_utils.py:1192, of 0.16.1
+        yield experts, name, None
+    with contextlib.suppress(ImportError):  # there are none from 0.20 on
+        kernels = importlib.import_module("megatron.legacy.fused_kernels")
+        yield kernels, "load", _nothing  # initialize.py:210 asks nvcc for its version
 
 
 @contextlib.contextmanager

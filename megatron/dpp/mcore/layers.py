@@ -221,9 +221,8 @@ def prediction_spec(
         for layer in block.layer_specs:
             parts = layer.submodules
             parts.enorm = parts.hnorm = parts.layer_norm = TorchNorm
-            parts.transformer_layer = _local_layer(
-                parts.transformer_layer, implementation, own_masks
-            )
+            name = compat.field_name(compat.MTP_LAYER)
+            setattr(parts, name, _local_layer(getattr(parts, name), implementation, own_masks))
     return block
 
 

@@ -8,25 +8,38 @@ megatron-core's ``forward_backward_func``, which all schedules take.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
-    FineGrainedActivationOffloadingInterface,
-)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore import boundary
-from megatron.dpp.mcore.boundary import Boundaries, Tensors
+from megatron.dpp.mcore import boundary, compat
+from megatron.dpp.mcore.boundary import Boundaries, Tensors, Tokens
 from megatron.dpp.mcore.memory import is_readable, saved_bytes
 from megatron.dpp.mcore.wgrad.linear import WeightGradients
+
+_GROUPS = (
+    *("tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp"),
+    *("tp_dp_cp", "gtp_remat", "expt_gtp_remat", "dp_cp_gtp_remat"),  # some versions
+)
+"""Process groups that a schedule and the finalisation of gradients ask for."""
+
+
+_UNSUPPORTED = {
+    "variable_seq_lengths": False,
+    "moe_paged_stash": False,
+    "moe_expert_rank_capacity_factor": None,
+    "gtp_weight_remat_size": 1,
+    "expert_gtp_weight_remat_size": 1,
+}
+"""Options of megatron-core, some of newer versions, with the value that can be honoured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +79,12 @@ class StepCall:
         if rest.get("num_microbatches", 1) < 1:
             raise ConfigError(
                 f"num_microbatches is {rest['num_microbatches']}: at least 1 is needed"
+            )
+        unknown = sorted(rest.keys() - {field.name for field in dataclasses.fields(cls)})
+        if unknown:
+            raise ConfigError(
+                f"{', '.join(unknown)}: megatron-core {compat.VERSION} passes this to its "
+                "schedule; the dynamic pipeline does not have it"
             )
         groups = pg_collection or _default_groups()
         return cls(data_iterator=iterators, model=chunks, pg_collection=groups, **rest)
@@ -107,6 +126,10 @@ class StepCall:
                     f"{flag} needs the same order of tasks on all ranks of its group, which "
                     "--use-dpp does not promise; leave it out or train without --use-dpp"
                 )
+        for name, usual in _UNSUPPORTED.items():
+            value = getattr(config, name, usual)
+            if value != usual:
+                raise ConfigError(f"{name} is {value}: --use-dpp supports {usual} only")
 
     def boundaries(self) -> Boundaries:
         """The boundaries between this rank's stages and their neighbours.
@@ -127,6 +150,12 @@ class StepCall:
                 )
         return found
 
+    def tokens(self) -> Tokens:
+        """Counts the tokens of this call's microbatches."""
+        shape, _ = self._boundary()
+        hidden = 0 if self.adjust_tensor_shapes_fn else shape[-1]
+        return Tokens(max(1, shape[0] * shape[1]), hidden)
+
     def boundary_example(self) -> torch.Tensor:
         """An uninitialised tensor like those between stages, on the device of the model."""
         shape, dtype = self._boundary()
@@ -143,15 +172,11 @@ class StepCall:
         return shape, dtype or config.params_dtype
 
 
-def _default_groups() -> Any:
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.dp_cp = parallel_state.get_data_parallel_group(
-        with_context_parallel=True, partial_data_parallel=False
+def _default_groups() -> ProcessGroupCollection:
+    """megatron-core's global groups, those of ``_GROUPS`` that this version has."""
+    known = {field.name for field in dataclasses.fields(ProcessGroupCollection)}
+    groups: ProcessGroupCollection = ProcessGroupCollection.use_mpu_process_groups(
+        [name for name in _GROUPS if name in known]
     )
     return groups
 
@@ -323,16 +348,15 @@ class Stage:
         """Finalise gradients after the last task; returns the result of the call."""
         self._no_sync.close()
         call, config = self.call, self._config
-        if not call.forward_only:
-            if config.finalize_model_grads_func is not None:
-                config.finalize_model_grads_func(
-                    call.model,
-                    self._num_tokens if config.calculate_per_token_loss else None,
-                    pg_collection=call.pg_collection,
-                    force_all_reduce=call.force_all_reduce,
-                )
-            if config.fine_grained_activation_offloading:
-                FineGrainedActivationOffloadingInterface.reset()
+        if not call.forward_only and config.finalize_model_grads_func is not None:
+            config.finalize_model_grads_func(
+                call.model,
+                self._num_tokens if config.calculate_per_token_loss else None,
+                pg_collection=call.pg_collection,
+                force_all_reduce=call.force_all_reduce,
+            )
+        if getattr(config, "fine_grained_activation_offloading", False):
+            compat.reset_offload(call.pg_collection, forward_only=call.forward_only)
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return self.forward_data_store

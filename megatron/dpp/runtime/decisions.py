@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from megatron.dpp.config import DppConfig
 from megatron.dpp.schedule import (
     HOLDS_ALL,
+    UNIT,
     Action,
     DecisionRecorder,
     Geometry,
@@ -46,7 +47,7 @@ class Decisions:
         decides: bool = True,
     ) -> None:
         self._config, self._log = config, log
-        self._schedulers: dict[tuple[Geometry, bool], Scheduler] = {}
+        self._schedulers: dict[tuple[Geometry, bool, int], Scheduler] = {}
         self._measured: Memory | None = None
         self._said: set[str] = set()
         self._record, self._replay = (
@@ -89,8 +90,11 @@ class Decisions:
             f"a deferred weight gradient keeps {measured.deferred_bytes / mib:.1f} MiB of it"
         )
 
-    def scheduler(self, geometry: Geometry, *, split: bool) -> Scheduler:
+    def scheduler(self, geometry: Geometry, *, split: bool, largest: int = UNIT) -> Scheduler:
         """A scheduler at its start, for one call.
+
+        Args:
+            largest: tokens of the longest microbatch.
 
         Raises:
             ConfigError: the cap is too small, the policy cannot work with it, or a recording cannot
@@ -100,20 +104,23 @@ class Decisions:
         if self._record is not None and self._recorder is None:
             self._recorder = DecisionRecorder(self._record, geometry)
         if self._replay is not None:
-            return self._build(geometry, split, self._next_replay(self._replay, geometry, split))
-        key = (geometry, split)
+            replay = self._next_replay(self._replay, geometry, split)
+            return self._build(geometry, split, replay, largest)
+        key = (geometry, split, largest)
         if key not in self._schedulers:
             while len(self._schedulers) >= _MOST_SCHEDULERS:
                 del self._schedulers[next(iter(self._schedulers))]
-            self._schedulers[key] = self._build(geometry, split, self._config.policy)
+            self._schedulers[key] = self._build(geometry, split, self._config.policy, largest)
         else:
             self._schedulers[key].restart()
         return self._schedulers[key]
 
-    def _build(self, geometry: Geometry, split: bool, policy: str | Policy) -> Scheduler:
+    def _build(
+        self, geometry: Geometry, split: bool, policy: str | Policy, largest: int
+    ) -> Scheduler:
         if geometry.forward_only:
             chosen = policy if self._replay else "depth-first"
-            return Scheduler(geometry, policy=chosen, split_backward=False)
+            return Scheduler(geometry, policy=chosen, split_backward=False, largest=largest)
         measured = self._measured
         cap = parse_cap(
             self._config.activation_cap, geometry, measured.activation_bytes if measured else None
@@ -132,6 +139,7 @@ class Decisions:
             cap=chunks,
             split_backward=split,
             beta=measured.beta if measured else 0.0,
+            largest=largest,
         )
 
     def _next_replay(self, path: str, geometry: Geometry, split: bool) -> Policy:
@@ -139,11 +147,13 @@ class Decisions:
             self._recording = Recording.load(path, geometry.rank)
         return self._recording.replay(self._num_calls, geometry, split_backward=split)
 
-    def ran(self, geometry: Geometry, actions: Sequence[Action], *, split: bool) -> None:
+    def ran(self, scheduler: Scheduler, actions: Sequence[Action], *, split: bool) -> None:
         """End a call; record its decisions if asked to."""
         self._num_calls += 1
         if self._recorder is not None:
-            self._recorder.write(geometry, actions, split_backward=split)
+            self._recorder.write(
+                scheduler.geometry, actions, split_backward=split, sizes=scheduler.sizes.unlike()
+            )
 
     def close(self) -> None:
         """Close the recording. May be called twice."""

@@ -91,6 +91,9 @@ class DelayedTransport(Transport):
     def pending(self) -> int:
         return self._inner.pending()
 
+    def pending_bytes(self) -> int:
+        return self._inner.pending_bytes()
+
     def flush(self, seconds: float) -> None:
         self._inner.flush(seconds)
 

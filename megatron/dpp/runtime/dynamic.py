@@ -39,7 +39,7 @@ from megatron.dpp.runtime.executor import Executor
 from megatron.dpp.runtime.links import Links, open_links, why_not_ahead
 from megatron.dpp.runtime.timer import TaskTimer, timer_for
 from megatron.dpp.runtime.topology import Topology, pipeline_of
-from megatron.dpp.schedule import Geometry, Memory, head_room
+from megatron.dpp.schedule import Geometry, Memory, Scheduler, Sizes, head_room
 from megatron.dpp.schedule.reference import num_warmup
 from megatron.dpp.transport.base import Transport
 
@@ -109,11 +109,24 @@ class DppSchedule(PipelineSchedule):
             stage.measure()
         stage.open()
         with self._bound(call):
-            self._execute(session, self._decisions, stage, geometry, split, iteration)
+            scheduler = self._execute(session, self._decisions, stage, geometry, split, iteration)
         if not call.forward_only:
-            self._account(call, self._decisions, stage if measure else None)
+            self._account(call, scheduler.sizes, self._decisions, stage if measure else None)
         with self._recorder.span("grad-sync"):
             return stage.finish()
+
+    def check(self, **keywords: Any) -> None:
+        """Check that a call with these keywords can run; no collective.
+
+        Raises:
+            ConfigError: as the call itself.
+        """
+        call = StepCall.checked(**keywords)
+        call.refuse_ordered()
+        call.boundaries()
+        self._check_chunks(call)
+        if not call.forward_only:
+            self._prepare(call)
 
     def own_work_seconds(self, num_microbatches: int) -> float:
         """Seconds of this rank's own tasks in one step, by the durations measured so far."""
@@ -138,8 +151,9 @@ class DppSchedule(PipelineSchedule):
         geometry: Geometry,
         split: bool,
         iteration: int,
-    ) -> None:
-        links, scheduler = session.links, decisions.scheduler(geometry, split=split)
+    ) -> Scheduler:
+        links, tokens = session.links, stage.call.tokens()
+        scheduler = decisions.scheduler(geometry, split=split, largest=tokens.largest)
         decider = decider_for(scheduler, links.channels.receiving, links.transport.board)
         decider.start(links.consumed)
         executor = Executor(
@@ -153,23 +167,29 @@ class DppSchedule(PipelineSchedule):
             iteration=iteration,
             timeout=self.config.timeout,
             launch_ahead=session.launch_ahead,
+            count_tokens=tokens.count,
         )
         executor.run()
         links.consume(geometry)
-        decisions.ran(geometry, executor.actions, split=split)
+        decisions.ran(scheduler, executor.actions, split=split)
         self.peak_held = max(self.peak_held, scheduler.peak_held)
         self.num_out_of_order = scheduler.num_out_of_order
         self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
+        return scheduler
 
-    def _account(self, call: StepCall, decisions: Decisions, measured: Stage | None) -> None:
+    def _account(
+        self, call: StepCall, sizes: Sizes, decisions: Decisions, measured: Stage | None
+    ) -> None:
         """Pass on the measured memory of an activation: the eager one first, a graph's slot later.
-        The ranks of a stage use their largest, as one of them decides for all.
+        The ranks of a stage use their largest, as one of them decides for all. Microbatch 0 is
+        measured, and the cap counts in activations of the longest.
         """
+        longest = sizes.largest / max(sizes[0], 1)
         if measured is not None:
             activation, deferred, head = _stage_max(
                 call,
-                max(measured.activation_bytes.values(), default=0),
-                max(measured.deferred_bytes.values(), default=0),
+                longest * max(measured.activation_bytes.values(), default=0),
+                longest * max(measured.deferred_bytes.values(), default=0),
                 self._head_room(measured.activation_bytes),
             )
             decisions.measured(
@@ -288,7 +308,7 @@ class DppSchedule(PipelineSchedule):
     def _open_session(self, call: StepCall) -> _Session:
         wanted = call.boundaries()
         topology = pipeline_of(call.model, call.pg_collection)
-        self._check_chunks(call, topology)
+        self._check_chunks(call)
         if self._session is not None:
             opened = self._session.boundaries
             if topology == self._session.topology and wanted.usual_bytes <= opened.usual_bytes:
@@ -334,7 +354,7 @@ class DppSchedule(PipelineSchedule):
         )
 
     @staticmethod
-    def _check_chunks(call: StepCall, topology: Topology) -> None:
+    def _check_chunks(call: StepCall) -> None:
         expected = call.config.virtual_pipeline_model_parallel_size or 1
         if len(call.model) != expected:
             raise ConfigError(

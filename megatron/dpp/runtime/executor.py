@@ -10,7 +10,7 @@ runs them, and the transport moves tensors. ``DppSchedule`` builds one per itera
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -37,7 +37,9 @@ _LOOK_SECONDS = 5e-5
 """Interval of looks at a device that waits for an input."""
 
 _MOST_PENDING = 8
-"""Pending sends from which a rank admits no new microbatch in an evaluation, where no cap does."""
+"""Pending sends of mean size from which a rank admits no new microbatch in an evaluation, where no
+cap does.
+"""
 
 _TRACE_CAUSES = {
     Cause.WARMUP: "warm-up",
@@ -79,6 +81,8 @@ class Executor:
         iteration: number that every message of this iteration carries.
         timeout: seconds without any progress after which the rank gives up.
         launch_ahead: launch a task before its input has arrived, if nothing else may run.
+        count_tokens: the tokens of a microbatch by the content of one of its boundaries, or None
+            where it cannot tell.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Executor:
         iteration: int,
         timeout: float,
         launch_ahead: bool = True,
+        count_tokens: Callable[[Tensors], int | None] = lambda _: None,
     ) -> None:
         self._split_backward = split_backward
         self._runner, self._decider, self._recorder = runner, decider, recorder
@@ -109,6 +114,8 @@ class Executor:
         self._sources = {spec.source for spec in links.transport.incoming}
         self._timer, self._injector = timer, injector
         self._iteration, self._timeout, self._launch_ahead = iteration, timeout, launch_ahead
+        self._count_tokens = count_tokens
+        self._num_puts = self._put_bytes = 0
         self._gap_start = 0
         self._gap_cause = ""
         self._gap_detail = ""
@@ -138,7 +145,7 @@ class Executor:
         while not scheduler.done:
             self._arrived = poll()
             if bounded:
-                scheduler.hold_back(held=self._transport.pending() > _MOST_PENDING)
+                scheduler.hold_back(held=self._is_full())
             if self._awaited is not None and not self._input_came():
                 continue
             pause = timer.pause()
@@ -209,9 +216,19 @@ class Executor:
         begin = time.perf_counter_ns()
         output = self._runner.forward(chunk, microbatch, received)
         self._runner_ns = time.perf_counter_ns() - begin
+        if chunk == 0:
+            self._learn(microbatch, output if received is None else received)
         self._finish_task("F", chunk, microbatch)
         if self._put(Direction.FORWARD, chunk, microbatch, output):
             self._runner.free_output(chunk, microbatch)
+
+    def _learn(self, microbatch: int, tensors: Tensors) -> None:
+        """Tell the scheduler the microbatch's size: its first forward on this rank has run, so all
+        ranks of the stage learn it after the same task.
+        """
+        tokens = self._count_tokens(tensors)
+        if tokens is not None:
+            self._scheduler.learn(microbatch, tokens)
 
     def _backward(self, action: Action) -> None:
         _, chunk, microbatch, _ = action
@@ -243,7 +260,8 @@ class Executor:
             begin = time.perf_counter_ns()
             self._timer.prolong(key, self._injector.factor(task), self._injector.seconds(task))
             self._runner_ns += time.perf_counter_ns() - begin
-        self._timer.launched(key)
+        sizes = self._scheduler.sizes
+        self._timer.launched(key, sizes[microbatch] / sizes.largest)
         self._recorder.end_task()
         if self._recorder.enabled:
             self._recorder.counter("held", self._scheduler.held)
@@ -307,6 +325,8 @@ class Executor:
         if self._recorder.enabled:  # before the put, or a fast copy could arrive before it was sent
             spec = self._channels.spec_out(channel)
             self._recorder.put(spec, microbatch, payload.nbytes, self._kinds[spec.destination])
+        self._num_puts += 1
+        self._put_bytes += payload.nbytes
         self._transport.put(
             channel, payload, iteration=self._iteration, microbatch=microbatch,
             part=part, num_parts=num_parts,
@@ -319,6 +339,13 @@ class Executor:
             self._runner.chunk_complete(self._next_complete)
             self._next_complete -= 1
 
+    def _is_full(self) -> bool:
+        """More waits to leave than :data:`_MOST_PENDING` mean messages, in two or more."""
+        transport = self._transport
+        if transport.pending() <= 1:
+            return False
+        return transport.pending_bytes() * self._num_puts > _MOST_PENDING * self._put_bytes
+
     def _rest(self, seconds: float) -> None:
         """Leave the interpreter to other threads while the device is busy; a busy loop would delay
         a data loader's thread by milliseconds.
@@ -330,7 +357,7 @@ class Executor:
         """Wait for an arrival, and give up after ``timeout`` seconds."""
         self._check_senders()
         waited = (time.monotonic_ns() - self._gap_start) * 1e-9
-        held_back = self._geometry.forward_only and self._transport.pending() > _MOST_PENDING
+        held_back = self._geometry.forward_only and self._is_full()
         if waited > self._timeout:
             if held_back:
                 self._transport.flush(0.0)  # names the receivers that take nothing

@@ -22,6 +22,8 @@ from megatron.dpp.config import DppConfig
 
 _SMOOTHING = 0.25
 """Weight of the newest duration in the running estimate."""
+_SLOPE_SMOOTHING = 0.1
+"""Weight of the newest task in the growth of a duration with the microbatch's size."""
 
 
 class TaskTimer(Protocol):
@@ -53,8 +55,10 @@ class TaskTimer(Protocol):
         """Make the task that just ran take ``factor`` times as long and ``seconds`` more."""
         ...
 
-    def launched(self, key: tuple[str, int]) -> None:
-        """Note that all work of the task is queued."""
+    def launched(self, key: tuple[str, int], size: float = 1.0) -> None:
+        """Note that all work of the task is queued; ``size`` is that of its microbatch, in the
+        largest.
+        """
         ...
 
 
@@ -65,6 +69,32 @@ def _learn(durations: dict[tuple[str, int], float], key: tuple[str, int], took: 
 
 def _least(times: dict[tuple[str, int], float], key: tuple[str, int], took: float) -> None:
     times[key] = min(took, times.get(key, took))
+
+
+class _Growth:
+    """Growth of a task's duration with the size of its microbatch, recent tasks weighing most.
+
+    Before two sizes were seen, durations count as proportional to the size.
+    """
+
+    def __init__(self, size: float) -> None:
+        self._size = size
+        self._variance = self._covariance = 0.0
+
+    def learn(self, size: float, longer: float) -> None:
+        """Add a task that took ``longer`` than the running estimate."""
+        larger = size - self._size
+        self._size += _SMOOTHING * larger
+        self._variance += _SLOPE_SMOOTHING * (larger * larger - self._variance)
+        self._covariance += _SLOPE_SMOOTHING * (larger * longer - self._covariance)
+
+    def expected(self, size: float, mean: float) -> float:
+        """Duration of a task of ``size``; ``mean`` is the running estimate."""
+        if self._variance:
+            slope = max(0.0, self._covariance / self._variance)
+        else:
+            slope = mean / self._size if self._size else 0.0
+        return max(0.0, mean + slope * (size - self._size))
 
 
 class HostTimer:
@@ -94,7 +124,7 @@ class HostTimer:
         self.injected_seconds += self._injected
         time.sleep(self._injected)
 
-    def launched(self, key: tuple[str, int]) -> None:
+    def launched(self, key: tuple[str, int], size: float = 1.0) -> None:
         _learn(self.durations, key, time.monotonic() - self._began - self._injected)
         self._injected = 0.0
 
@@ -102,6 +132,7 @@ class HostTimer:
 @dataclass
 class _Running:
     key: tuple[str, int]
+    size: float
     start: Any
     end: Any
     began: float
@@ -130,6 +161,7 @@ class DeviceTimer:
         self._lookahead, self._follow = lookahead, follow
         self._running: deque[_Running] = deque()
         self.durations: dict[tuple[str, int], float] = {}
+        self._growth: dict[tuple[str, int], _Growth] = {}
         self._free: list[Any] = []
         self._start: Any = None
         self._began = 0.0
@@ -175,7 +207,10 @@ class DeviceTimer:
 
     def _expected(self, task: _Running, unknown: float) -> float:
         delay = task.delay.seconds if task.delay is not None else 0.0
-        return self.durations.get(task.key, unknown) + delay
+        mean, growth = self.durations.get(task.key), self._growth.get(task.key)
+        if mean is None:
+            return unknown + delay
+        return (mean if growth is None else growth.expected(task.size, mean)) + delay
 
     def launch_share(self, chunks: Sequence[int]) -> float:
         """Uses the shortest time per kind of task, as the first ones include initialisation."""
@@ -201,13 +236,13 @@ class DeviceTimer:
             torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
             self._delay = _Delay(start, cycles, extra)
 
-    def launched(self, key: tuple[str, int]) -> None:
+    def launched(self, key: tuple[str, int], size: float = 1.0) -> None:
         end = self._event()
         end.record()
         now = time.monotonic()
         _learn(self._launches, key, now - self._began)
         _least(self._least_launch, key, now - self._began)
-        self._running.append(_Running(key, self._start, end, self._began, self._delay))
+        self._running.append(_Running(key, size, self._start, end, self._began, self._delay))
         self._delay = None
         if self._launched_ahead:
             self._awaited = self._running[-1]
@@ -221,6 +256,8 @@ class DeviceTimer:
             took = task.start.elapsed_time(task.end) * 1e-3
             if task.delay is not None:
                 took -= self._delayed(task.delay, task.end)
+            growth = self._growth.setdefault(task.key, _Growth(task.size))
+            growth.learn(task.size, took - self.durations.get(task.key, took))
             _learn(self.durations, task.key, took)
             _least(self._least_took, task.key, took)
             self._last_end = time.monotonic()

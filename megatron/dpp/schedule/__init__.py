@@ -6,6 +6,7 @@ Read ``actions.py`` first, then ``state.py`` (tasks that may run) and ``policies
 """
 
 from megatron.dpp.schedule.actions import DIRECTION_OF, Action, Geometry, Kind
+from megatron.dpp.schedule.budget import UNIT, Budget, Sizes
 from megatron.dpp.schedule.caps import (
     Cap,
     Memory,
@@ -28,7 +29,7 @@ from megatron.dpp.schedule.recording import (
     check_recording,
     replica_path,
 )
-from megatron.dpp.schedule.reference import peak_in_flight, reference_order
+from megatron.dpp.schedule.reference import Reference, peak_in_flight, peak_size, reference_order
 from megatron.dpp.schedule.scheduler import FORWARD, GRADIENT, Cause, Scheduler, Stall
 from megatron.dpp.schedule.state import View
 
@@ -38,7 +39,9 @@ __all__ = [
     "FORWARD",
     "GRADIENT",
     "HOLDS_ALL",
+    "UNIT",
     "Action",
+    "Budget",
     "Cap",
     "Cause",
     "DecisionRecorder",
@@ -47,8 +50,10 @@ __all__ = [
     "Memory",
     "Policy",
     "Recording",
+    "Reference",
     "Replay",
     "Scheduler",
+    "Sizes",
     "Stall",
     "View",
     "beside_head",
@@ -59,6 +64,7 @@ __all__ = [
     "head_room",
     "parse_cap",
     "peak_in_flight",
+    "peak_size",
     "reference_order",
     "replica_path",
 ]

@@ -1,7 +1,7 @@
 """Memory caps of a rank: the meaning of ``--dpp-activation-cap``.
 
-The unit is the activation of one chunk for one microbatch. A cap below the peak of Megatron's own
-order on the rank (``I_r``) could stop the pipeline, so it is refused.
+The unit is the activation of one chunk for one microbatch of the largest size. A cap below the peak
+of Megatron's own order on the rank (``I_r``) could stop the pipeline, so it is refused.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule.actions import Geometry
+from megatron.dpp.schedule.budget import ROUNDING
 from megatron.dpp.schedule.reference import peak_in_flight
 
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FLAG = "--dpp-activation-cap"
-ROUNDING = 1e-6
-"""Tolerance in chunk activations: caps and held memory are sums and products of fractions."""
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron.dpp.errors import ConfigError, DataError, ReplayError, ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry
@@ -83,10 +83,23 @@ class DecisionRecorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def write(self, geometry: Geometry, actions: Iterable[Action], *, split_backward: bool) -> None:
-        """Add one iteration (or evaluation) that ran ``actions``, in this order."""
-        line = _owed(geometry, split_backward) | {"actions": " ".join(map(str, actions))}
-        self._write({"iteration": self._iteration} | line)
+    def write(
+        self,
+        geometry: Geometry,
+        actions: Iterable[Action],
+        *,
+        split_backward: bool,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        """Add one iteration (or evaluation) that ran ``actions``, in this order.
+
+        Args:
+            sizes: of the microbatches; None if all have the largest size.
+        """
+        line: dict[str, Any] = {"iteration": self._iteration} | _owed(geometry, split_backward)
+        if sizes is not None:
+            line["sizes"] = list(sizes)
+        self._write(line | {"actions": " ".join(map(str, actions))})
         self._iteration += 1
 
     def close(self) -> None:
@@ -147,7 +160,12 @@ class Recording:
             actions = [Action.parse(word) for word in text.split()]
         except ScheduleError as error:
             raise DataError(f"{place}: {error}") from error
-        return Replay(actions, place)
+        sizes = line.get("sizes")
+        if sizes is not None and not (
+            isinstance(sizes, list) and len(sizes) == geometry.num_microbatches
+        ):
+            raise DataError(f'{place}: "sizes" {sizes!r} are not those of its microbatches')
+        return Replay(actions, place, sizes or "largest")
 
 
 class Replay:
@@ -155,19 +173,29 @@ class Replay:
 
     Args:
         name: origin of the actions, for messages.
+        sizes: recorded sizes of the microbatches, ``largest`` if all had the largest, or None for
+            any.
     """
 
-    def __init__(self, actions: Iterable[Action], name: str = "replay") -> None:
+    def __init__(
+        self,
+        actions: Iterable[Action],
+        name: str = "replay",
+        sizes: Sequence[int] | Literal["largest"] | None = None,
+    ) -> None:
         self._actions = list(actions)
-        self._name = name
+        self._name, self._sizes = name, sizes
+        self._num_checked = 0
         self._position = 0
 
     def __call__(self, view: View) -> Action | None:
         """The next recorded action when it may run, None while its input is on the way.
 
         Raises:
-            ReplayError: it can never run here, or the list ends too early.
+            ReplayError: it can never run here, the list ends too early, or a microbatch has another
+                size than was recorded.
         """
+        self._check_sizes(view)
         if self._position == len(self._actions):
             left = view.next_in_reference() or view.weight()
             if left is None:
@@ -184,6 +212,20 @@ class Replay:
             f"{self._name}: action {self._position + 1} of {len(self._actions)}, {action}, may not "
             f"run on pipeline rank {view.geometry.rank}: {why.text}"
         )
+
+    def _check_sizes(self, view: View) -> None:
+        """Compare the sizes learnt since the last call; a first forward teaches one."""
+        if self._sizes is None:
+            return
+        while self._num_checked < view.forwards_run[0]:
+            i = self._num_checked
+            was = view.sizes.largest if self._sizes == "largest" else self._sizes[i]
+            if view.sizes[i] != was:
+                raise ReplayError(
+                    f"{self._name}: microbatch {i} had size {was} and has size {view.sizes[i]}: "
+                    "replay with the data of the recording"
+                )
+            self._num_checked += 1
 
 
 def _shape(geometry: Geometry) -> dict[str, Any]:

@@ -10,6 +10,8 @@ an order free of deadlocks and adds no memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
 
 
@@ -74,8 +76,28 @@ def peak_in_flight(geometry: Geometry) -> int:
     """
     if geometry.forward_only:
         return 0
+    return peak_size(reference_order(geometry), [1] * geometry.num_microbatches)
+
+
+def peak_size(order: Sequence[Action], sizes: Sequence[int]) -> int:
+    """Peak of ``order`` if each activation of microbatch ``i`` has ``sizes[i]`` (``R_r``)."""
     held = peak = 0
-    for action in reference_order(geometry):
-        held += 1 if action.kind is Kind.F else -1
+    for action in order:
+        held += sizes[action.microbatch] if action.kind is Kind.F else -sizes[action.microbatch]
         peak = max(peak, held)
     return peak
+
+
+class Reference:
+    """Megatron's order of one rank, indexed. Immutable: all iterations of a shape share it."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        v, m, g = geometry.num_chunks, geometry.num_microbatches, geometry.group_size
+        self.order = reference_order(geometry)
+        self.signs = [1 if action.kind is Kind.F else -1 for action in self.order]
+        self.places = [[[-1] * m for _ in range(v)] for _ in (Kind.F, Kind.B)]
+        for place, action in enumerate(self.order):
+            self.places[action.kind][action.chunk][action.microbatch] = place
+        # Depth-first index of the i-th forward of chunk c: ((i // g) * v + c) * g + i % g;
+        # backwards mirror c.
+        self.depth_first = [[(i // g * v + c) * g + i % g for i in range(m)] for c in range(v)]

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import enum
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, DppError, ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.caps import ROUNDING, default_cap
+from megatron.dpp.schedule.budget import ROUNDING, UNIT, Sizes
+from megatron.dpp.schedule.caps import default_cap
 from megatron.dpp.schedule.policies import BUILT_IN, Policy, check_room, find_policy
-from megatron.dpp.schedule.reference import peak_in_flight
+from megatron.dpp.schedule.reference import Reference, peak_size
 from megatron.dpp.schedule.refusals import allowed, may_arrive, refusal
-from megatron.dpp.schedule.state import RankState, Reference, View
+from megatron.dpp.schedule.state import RankState, View
 
 FORWARD, GRADIENT = Direction
 """Directions of a channel: inputs of forwards, output gradients of backwards."""
@@ -57,10 +59,13 @@ class Scheduler:
     Args:
         geometry: the iteration as this rank sees it.
         policy: a policy, or a name for :func:`~megatron.dpp.schedule.policies.find_policy`.
-        cap: chunk activations that may be held; ``None`` is the default cap. Ignored when
-            ``forward_only``.
+        cap: chunk activations of the largest microbatch that may be held; ``None`` is the default
+            cap. Ignored when ``forward_only``.
         split_backward: ``W`` are tasks of their own; otherwise a ``B`` includes its ``W``.
         beta: measured share of an activation that ``B`` frees, 0 .. 1; ``W`` frees the rest.
+        largest: size of the largest microbatch, an integer in any unit (tokens, for instance). A
+            microbatch has this size until :meth:`learn` tells another.
+        sizes: of this iteration's microbatches, where they are known beforehand.
 
     Raises:
         ConfigError: the cap is below what Megatron's own order or the policy needs, beta is outside
@@ -75,37 +80,71 @@ class Scheduler:
         cap: float | None = None,
         split_backward: bool = True,
         beta: float = 0.0,
+        largest: int = UNIT,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         if cap is None:
             cap = default_cap(geometry).chunks
-        least = peak_in_flight(geometry)
-        if cap < least - ROUNDING:
-            raise ConfigError(
-                f"pipeline rank {geometry.rank} may hold {cap:g} chunk activations, but Megatron's "
-                f"own order needs {least}; raise --dpp-activation-cap"
-            )
         if not 0.0 <= beta <= 1.0:
             raise ConfigError(f"beta {beta}: the share that B frees must be in 0 .. 1")
+        if largest < 1:
+            raise ConfigError(f"largest {largest}: a microbatch must have a size of at least 1")
         self.geometry = geometry
         self.policy = find_policy(policy) if isinstance(policy, str) else policy
         self._policy_name = policy if isinstance(policy, str) else repr(policy)
         # Built-in policies return only what the view offered. A check would double their cost.
         self._is_built_in = self.policy in BUILT_IN.values()
-        check_room(self.policy, geometry, cap, split_backward=split_backward)
-        self._settings = (cap, split_backward, beta)
+        self._settings = (cap, split_backward, beta, largest)
         self._reference = Reference(geometry)
-        self.restart()
+        self._peak = peak_size(self._reference.order, [1] * geometry.num_microbatches)
+        self.restart(sizes)
+        check_room(self.policy, geometry, cap, split_backward=split_backward)
 
-    def restart(self) -> None:
-        """Reset all counts, for another iteration of the same shape; cheaper than a new object."""
-        cap, split_backward, beta = self._settings
+    def restart(self, sizes: Sequence[int] | None = None) -> None:
+        """Reset all counts, for another iteration of the same shape; cheaper than a new object.
+
+        Args:
+            sizes: of the iteration's microbatches, where they are known beforehand.
+
+        Raises:
+            ConfigError: there are fewer or more sizes, or Megatron's own order of these
+                microbatches does not fit under the cap.
+            ScheduleError: a size is larger than the largest.
+        """
+        cap, split_backward, beta, largest = self._settings
+        if sizes is not None and len(sizes) != self.geometry.num_microbatches:
+            raise ConfigError(
+                f"{len(sizes)} sizes were given for {self.geometry.num_microbatches} microbatches"
+            )
         self._state = RankState(
             self.geometry,
             cap=cap,
             split_backward=split_backward,
             beta=beta,
             reference=self._reference,
+            largest=largest,
         )
+        for microbatch, size in enumerate(sizes or ()):
+            self._state.learn(microbatch, size)
+        least = peak_size(self._reference.order, sizes) if sizes else self._peak * largest
+        self._check_cap(least, cap, largest)
+
+    def _check_cap(self, least: int, cap: float, largest: int) -> None:
+        if self.geometry.forward_only:
+            return
+        if cap * largest < least - ROUNDING * largest:
+            raise ConfigError(
+                f"pipeline rank {self.geometry.rank} may hold {cap:g} chunk activations, but "
+                f"Megatron's own order needs {least / largest:g}; raise --dpp-activation-cap"
+            )
+
+    def learn(self, microbatch: int, size: int) -> None:
+        """Take the size of a microbatch, before its first backward runs on this rank.
+
+        Raises:
+            ScheduleError: the size is larger than the largest, or comes too late.
+        """
+        self._state.learn(microbatch, size)
 
     @property
     def view(self) -> View:
@@ -119,12 +158,12 @@ class Scheduler:
 
     @property
     def held(self) -> float:
-        """Chunk activations held now."""
+        """Chunk activations of the largest microbatch held now."""
         return self._state.held
 
     @property
     def peak_held(self) -> float:
-        """Peak of chunk activations held; never above the cap."""
+        """Peak of :attr:`held`; never above the cap."""
         return self._state.peak_held
 
     def hold_back(self, *, held: bool) -> None:
@@ -132,6 +171,11 @@ class Scheduler:
         ``forward_only``, where no cap applies. The other chunks run on, so the pipeline drains.
         """
         self._state.held_back = held and self.geometry.forward_only and self._is_built_in
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the microbatches as far as they are known."""
+        return self._state.sizes
 
     @property
     def num_out_of_order(self) -> int:

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.caps import ROUNDING
-from megatron.dpp.schedule.reference import reference_order
+from megatron.dpp.schedule.budget import UNIT, Budget, Sizes
+from megatron.dpp.schedule.reference import Reference
 
 
 class View(Protocol):
@@ -21,9 +21,20 @@ class View(Protocol):
     @property
     def geometry(self) -> Geometry: ...
     @property
-    def cap(self) -> float: ...
+    def cap(self) -> float:
+        """Chunk activations of the largest microbatch that may be held."""
+        ...
+
     @property
-    def held(self) -> float: ...
+    def held(self) -> float:
+        """Chunk activations of the largest microbatch that are held."""
+        ...
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the microbatches as far as they are known."""
+        ...
+
     @property
     def last_kind(self) -> Kind | None:
         """Kind of the last ``F`` or ``B`` that ran."""
@@ -63,29 +74,15 @@ class View(Protocol):
         ...
 
 
-class Reference:
-    """Megatron's order of one rank, indexed. Immutable: all iterations of a shape share it."""
-
-    def __init__(self, geometry: Geometry) -> None:
-        v, m, g = geometry.num_chunks, geometry.num_microbatches, geometry.group_size
-        self.order = reference_order(geometry)
-        self.steps = [1 if action.kind is Kind.F else -1 for action in self.order]
-        self.places = [[[-1] * m for _ in range(v)] for _ in (Kind.F, Kind.B)]
-        for place, action in enumerate(self.order):
-            self.places[action.kind][action.chunk][action.microbatch] = place
-        # Depth-first index of the i-th forward of chunk c: ((i // g) * v + c) * g + i % g;
-        # backwards mirror c.
-        self.depth_first = [[(i // g * v + c) * g + i % g for i in range(m)] for c in range(v)]
-
-
 class RankState:
     """The counters of one rank in one iteration. Implements :class:`View`.
 
     Args:
-        cap: chunk activations that may be held.
+        cap: chunk activations of the largest microbatch that may be held.
         split_backward: ``W`` are tasks of their own.
         beta: share of a chunk's activation that ``B`` frees; ``W`` frees the rest.
         reference: of the same geometry.
+        largest: size of the largest microbatch.
     """
 
     def __init__(
@@ -96,6 +93,7 @@ class RankState:
         split_backward: bool,
         beta: float,
         reference: Reference,
+        largest: int = UNIT,
     ) -> None:
         v = geometry.num_chunks
         self.geometry = geometry
@@ -105,18 +103,15 @@ class RankState:
         self.backwards_run = [0] * v
         self.gradients_arrived = [0] * v
         self.last_kind: Kind | None = None
-        self.in_flight = 0
-        self.peak_held = 0.0
+        self.sizes = Sizes(geometry, largest)
         self.num_out_of_order = 0
         self._reference = reference
         split = split_backward and not geometry.forward_only
         self._pieces = [geometry.pieces(c) if split else 0 for c in range(v)]
-        self._kept_per_piece = [(1.0 - beta) / n if n else 0.0 for n in self._pieces]
-        self._kept = 0.0
+        self._budget = Budget(reference, cap=cap, largest=largest, deferred=1.0 - beta)
         self._deferred: deque[tuple[int, int]] = deque()
         self._next_piece = 0
-        self._forwards_left = geometry.num_microbatches * v
-        self._left = self._forwards_left * (1 if geometry.forward_only else 2)
+        self._left = geometry.num_microbatches * v * (1 if geometry.forward_only else 2)
         self.held_back = False
         # The unrun tasks of the reference as a doubly linked list; the last entry is its head and
         # tail.
@@ -130,10 +125,15 @@ class RankState:
 
     @property
     def held(self) -> float:
-        """Chunk activations held: forwards without their backward, and shares that deferred ``W``
-        keep.
+        """Chunk activations of the largest microbatch held: forwards without their backward, and
+        shares that deferred ``W`` keep.
         """
-        return self.in_flight + self._kept
+        return (self._budget.in_flight + self._budget.kept) / self._budget.largest
+
+    @property
+    def peak_held(self) -> float:
+        """Peak of :attr:`held`."""
+        return self._budget.peak / self._budget.largest
 
     @property
     def done(self) -> bool:
@@ -158,7 +158,9 @@ class RankState:
         return Action(Kind.W, chunk, microbatch, self._next_piece)
 
     def first_forward(self) -> Action | None:
-        if self.in_flight + self._kept + 1 > self.cap + ROUNDING and not self.geometry.forward_only:
+        budget = self._budget
+        held = budget.in_flight + budget.kept + budget.smallest
+        if held > budget.limit and not self.geometry.forward_only:
             return None
         best, best_index = -1, -1
         arrived, indices = self.forwards_arrived, self._reference.depth_first
@@ -192,27 +194,12 @@ class RankState:
 
     def forward_fits(self, chunk: int) -> bool:
         """The next forward of ``chunk`` fits under the cap, and so does the rest of Megatron's
-        order after it.
-
-        The walk visits the unrun tasks that precede this one in Megatron's order: none while the
-        rank follows that order, a few otherwise.
+        order after it (:meth:`Budget.fits`).
         """
         if self.geometry.forward_only:
             return chunk > 0 or not self.held_back
-        limit = self.cap + ROUNDING
-        if self.in_flight + self._kept + 1 > limit:
-            return False
-        if self.in_flight + self._forwards_left <= limit:  # all that is left fits
-            return True
-        target = self._reference.places[0][chunk][self.forwards_run[chunk]]
-        after, steps = self._after, self._reference.steps
-        held, place = self.in_flight + 1, after[-1]
-        while place != target:
-            held += steps[place]
-            if held > limit:
-                return False
-            place = after[place]
-        return True
+        place = self._reference.places[0][chunk][self.forwards_run[chunk]]
+        return self._budget.fits(place, self._after)
 
     # What changes
 
@@ -234,13 +221,13 @@ class RankState:
         if kind == Kind.W:
             self._apply_weight(chunk)
             return
+        place = self._reference.places[kind][chunk][microbatch]
         if kind == Kind.F:
-            self._apply_forward(chunk)
+            self._apply_forward(chunk, place)
         else:
-            self._apply_backward(chunk, microbatch)
+            self._apply_backward(chunk, microbatch, place)
         self.last_kind = kind
         self._left -= 1
-        place = self._reference.places[kind][chunk][microbatch]
         after, before = self._after, self._before
         if after[-1] != place:
             self.num_out_of_order += 1
@@ -248,28 +235,36 @@ class RankState:
         after[behind] = ahead
         before[ahead] = behind
 
-    def _apply_forward(self, chunk: int) -> None:
+    def learn(self, microbatch: int, size: int) -> None:
+        """Take the size of a microbatch, none of whose backwards has run here."""
+        if any(run > microbatch for run in self.backwards_run):
+            raise ScheduleError(
+                f"pipeline rank {self.geometry.rank}: the size of microbatch {microbatch}, {size}, "
+                "comes after its first backward has run"
+            )
+        if self.sizes.learn(microbatch, size) and not self.geometry.forward_only:
+            self._budget.learn(microbatch, size, self.forwards_run)
+
+    def _apply_forward(self, chunk: int, place: int) -> None:
         self.forwards_run[chunk] += 1
-        self._forwards_left -= 1
         if self.geometry.forward_only:
             return
         if self.geometry.is_last and chunk == self.geometry.num_chunks - 1:
             self.gradients_arrived[chunk] += 1
-        self.in_flight += 1
-        self.peak_held = max(self.peak_held, self.in_flight + self._kept)
+        self._budget.forward(place)
 
-    def _apply_backward(self, chunk: int, microbatch: int) -> None:
+    def _apply_backward(self, chunk: int, microbatch: int, place: int) -> None:
         self.backwards_run[chunk] += 1
-        self.in_flight -= 1
-        if self._pieces[chunk]:
+        defers = self._pieces[chunk] > 0
+        self._budget.backward(place, defers=defers)
+        if defers:
             self._deferred.append((chunk, microbatch))
-            self._kept += self._kept_per_piece[chunk] * self._pieces[chunk]
 
     def _apply_weight(self, chunk: int) -> None:
-        self._kept -= self._kept_per_piece[chunk]
+        microbatch, pieces = self._deferred[0][1], self._pieces[chunk]
+        place = self._reference.places[1][chunk][microbatch]
+        self._budget.weight(place, pieces - self._next_piece, pieces)
         self._next_piece += 1
-        if self._next_piece == self._pieces[chunk]:
+        if self._next_piece == pieces:
             self._deferred.popleft()
             self._next_piece = 0
-        if not self._deferred:
-            self._kept = 0.0

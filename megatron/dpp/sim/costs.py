@@ -11,16 +11,28 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron.dpp.schedule import Kind
+from megatron.dpp.schedule import UNIT, Kind
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Ranks of a pipeline, chunks of each rank, and microbatches of an iteration."""
+    """Ranks of a pipeline, chunks of each rank, and microbatches of an iteration.
+
+    Args:
+        sizes: of each microbatch, in tokens, for the memory cap; empty where they are equal.
+        largest: most tokens that a microbatch may have; 0 for the largest of ``sizes``.
+    """
 
     num_ranks: int
     num_chunks: int
     num_microbatches: int
+    sizes: tuple[int, ...] = ()
+    largest: int = 0
+
+    @property
+    def unit(self) -> int:
+        """Size of the largest microbatch, in which the memory cap counts."""
+        return self.largest or max(self.sizes, default=UNIT)
 
     @property
     def num_stages(self) -> int:

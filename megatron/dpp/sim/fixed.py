@@ -17,10 +17,19 @@ class FixedOrder:
 
     Args:
         kept: share of an activation that a ``W`` frees; 0 for a fused backward.
+        shares: size of each microbatch in that of the largest; empty where they are equal.
     """
 
-    def __init__(self, order: Sequence[Action], geometry: Geometry, *, kept: float = 0.0) -> None:
+    def __init__(
+        self,
+        order: Sequence[Action],
+        geometry: Geometry,
+        *,
+        kept: float = 0.0,
+        shares: Sequence[float] = (),
+    ) -> None:
         self._order, self._kept = order, kept
+        self._shares = shares or [1.0] * geometry.num_microbatches
         # Inputs from the data and gradients from the loss need no message.
         self._first = 0 if geometry.is_first else None
         self._last = geometry.num_chunks - 1 if geometry.is_last else None
@@ -46,7 +55,7 @@ class FixedOrder:
             return None
         self._position += 1
         change = {Kind.F: 1.0, Kind.B: self._kept - 1.0, Kind.W: -self._kept}
-        self._held += change[action.kind]
+        self._held += change[action.kind] * self._shares[action.microbatch]
         self.peak_held = max(self.peak_held, self._held)
         return action
 

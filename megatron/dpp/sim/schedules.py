@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import (
     Action,
     Geometry,
+    Kind,
     Memory,
     Policy,
     Scheduler,
@@ -36,6 +38,8 @@ class ScheduleConfig:
         group: microbatch group size; ``None`` is the number of ranks.
         memory: of each rank. With it, ``beta`` and a cap in bytes follow from an activation's size,
             and the last rank leaves room for the LM head, as in training.
+        sizes_at_start: ranks know the sizes of all microbatches when the iteration begins;
+            otherwise, as in training, when a microbatch's first forward on the rank begins.
     """
 
     policy: str | Policy = "dynamic"
@@ -45,6 +49,7 @@ class ScheduleConfig:
     w_pieces: int | tuple[int, ...] = 1
     group: int | None = None
     memory: tuple[Memory, ...] = ()
+    sizes_at_start: bool = False
 
     def lanes(self, shape: Shape) -> list[Lane]:
         """A scheduler per rank."""
@@ -80,13 +85,19 @@ class ScheduleConfig:
 
     def _scheduler(self, shape: Shape, rank: int) -> Scheduler:
         geometry = self._geometry(shape, rank)
-        return Scheduler(
+        make = partial(
+            _Learner if shape.sizes and not self.sizes_at_start else Scheduler,
             geometry,
             policy=self.policy,
             cap=self._cap(geometry),
             split_backward=self.split_backward,
             beta=self.memory[rank].beta if self.memory and self.split_backward else self.beta,
+            largest=shape.unit,
         )
+        scheduler = make(sizes=(shape.sizes or None) if self.sizes_at_start else None)
+        if isinstance(scheduler, _Learner):
+            scheduler.coming = shape.sizes
+        return scheduler
 
     def _cap(self, geometry: Geometry) -> float:
         if self.cap == "none":
@@ -96,6 +107,18 @@ class ScheduleConfig:
         memory = self.memory[geometry.rank]
         cap = parse_cap(self.cap, geometry, memory.activation_bytes or None)
         return beside_head(cap, geometry, memory) if self.split_backward else cap.chunks
+
+
+class _Learner(Scheduler):
+    """A scheduler that learns a microbatch's size when its first forward begins."""
+
+    coming: Sequence[int] = ()
+
+    def next(self) -> Action | None:
+        action = super().next()
+        if action is not None and action.kind is Kind.F and action.chunk == 0:
+            self.learn(action.microbatch, self.coming[action.microbatch])
+        return action
 
 
 STATIC = ("gpipe", "1f1b", "interleaved", "zb-h1")
@@ -141,7 +164,8 @@ def run_static(
     p, m = shape.num_ranks, shape.num_microbatches
     geometries = [Geometry(p, rank, 1, m) for rank in range(p)]
     kept = 1.0 - beta if split else 0.0
-    lanes = [FixedOrder(order(geometry), geometry, kept=kept) for geometry in geometries]
+    shares = [size / shape.unit for size in shape.sizes]
+    lanes = [FixedOrder(order(one), one, kept=kept, shares=shares) for one in geometries]
     return simulate(lanes, costs, split_backward=split)
 
 

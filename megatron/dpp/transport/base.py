@@ -177,6 +177,10 @@ class Transport(abc.ABC):
     def pending(self) -> int:
         """Puts whose copy is not done yet."""
 
+    @abc.abstractmethod
+    def pending_bytes(self) -> int:
+        """Bytes of the tensors of those puts."""
+
     def flush(self, seconds: float) -> None:
         """Wait until ``pending() == 0``.
 

@@ -335,6 +335,11 @@ class FakeTransport(Transport):
             self._network._deliver()
             return sum(len(c.waiting) + len(c.flying) for c in self._outgoing)
 
+    def pending_bytes(self) -> int:
+        with self._network._changed:
+            parcels = [p for c in self._outgoing for p in (*c.waiting, *c.flying)]
+            return sum(parcel.source.nbytes for parcel in parcels)
+
     def _now(self) -> float:
         return self._network.now()
 

@@ -200,6 +200,10 @@ class NativeTransport(Transport):
         pending: int = self._native.pending()
         return pending
 
+    def pending_bytes(self) -> int:
+        self._drop_sent()
+        return sum(tensor.nbytes for kept in self._kept for _, tensor in kept)
+
     def _unsent(self, left: int, seconds: float) -> TransportError:
         for channel, spec in enumerate(self.outgoing):
             unsent = self._native.done(channel) < self._num_puts[channel]

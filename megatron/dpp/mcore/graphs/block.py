@@ -369,12 +369,15 @@ class GraphedBlock:
 
     def _graphs(self, slots: Slots, hidden: Any, options: Mapping[str, Any]) -> _Graphs | None:
         """Graphs in a free slot; None if this call must run eagerly."""
+        if isinstance(hidden, torch.Tensor) and not _alike(hidden, slots.grad_input):
+            self._say("microbatches that are not of the longest length run without graphs")
+            return None
         signature = _signature(hidden, options)
         self._signature = self._signature or signature
         if signature is None or signature != self._signature:
             self._say("inputs unlike the first run without graphs")
             return None
-        if self._failed or not _alike(hidden, slots.grad_input):
+        if self._failed:
             return None
         slot = slots.take(self)
         if self not in slot.graphs:

@@ -214,9 +214,10 @@ class WeightGradients:
         )
 
         def forward_impl(input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
-            if torch.is_grad_enabled() and not (input.requires_grad or _wants(options["bias"])):
-                # All layers before it are frozen, so autograd would not run the backward below.
-                # The weight gradient is computed within B.
+            frozen_before = not (input.requires_grad or _wants(options["bias"]))
+            if torch.is_grad_enabled() and (frozen_before or options.get("output_dtype")):
+                # The weight gradient is computed within B: all layers before it are frozen, so
+                # autograd would not run the backward below; or its product has another dtype.
                 own: torch.Tensor = type(module)._forward_impl(module, input, weight, **options)
                 return own
             sequence_parallel = options["sequence_parallel"]

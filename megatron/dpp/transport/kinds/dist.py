@@ -82,7 +82,7 @@ class _Outgoing:
     def __init__(self, owner: DistTransport, spec: ChannelSpec, group: Any, peer: int, tag: int):
         self.spec = spec
         self.puts: queue.Queue[tuple[bytes, torch.Tensor] | None] = queue.Queue()
-        self.num_pending = 0
+        self.num_pending = self.pending_bytes = 0
         self._owner, self._group, self._peer, self._tag = owner, group, peer, tag
         self.thread = threading.Thread(
             target=self._run, name=f"dpp-dist-out-{spec.destination}-{tag}", daemon=True
@@ -101,6 +101,7 @@ class _Outgoing:
                 self._group.send([buffer], self._peer, self._tag).wait()
                 with self._owner.changed:
                     self.num_pending -= 1
+                    self.pending_bytes -= payload.nbytes
                 self._owner.ring()
             buffer[0] = 0
             self._group.send([buffer], self._peer, self._tag).wait()
@@ -215,6 +216,7 @@ class DistTransport(Transport):
         header = json.dumps({"labels": labels, "dtype": dtype, "shape": list(tensor.shape)})
         with self.changed:
             out.num_pending += 1
+            out.pending_bytes += tensor.nbytes
         out.puts.put((header.encode().ljust(_HEADER_BYTES), tensor.detach().to("cpu")))
 
     def poll(self) -> Sequence[int]:
@@ -257,6 +259,10 @@ class DistTransport(Transport):
         self._check()
         with self.changed:
             return sum(channel.num_pending for channel in self._outgoing)
+
+    def pending_bytes(self) -> int:
+        with self.changed:
+            return sum(channel.pending_bytes for channel in self._outgoing)
 
     def links(self) -> Sequence[LinkInfo]:
         return [

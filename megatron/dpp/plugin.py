@@ -1,0 +1,164 @@
+"""The dynamic pipeline inside a training program that is built on megatron-core.
+
+    from megatron.dpp import plugin
+
+    plugin.install()                  # before training starts; or: with plugin.installed(): ...
+
+:func:`install` replaces ``get_forward_backward_func`` in every module that has imported it, and at
+its source for modules that are imported later. A step that the dynamic pipeline cannot run goes to
+megatron-core's own schedule, after one line that names the reason.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.dpp.config import DppConfig
+from megatron.dpp.errors import ConfigError, one_line
+from megatron.dpp.mcore import compat
+from megatron.dpp.runtime.dynamic import DppSchedule
+
+logger = logging.getLogger("megatron.dpp")
+
+_MULTIMODULE = "its process groups are those of several modules"
+_NO_COMMUNICATOR = (
+    "dynamic pipeline: p2p_communicator is not used: ranks exchange tensors over links of their "
+    "own (--dpp-transport)"
+)
+
+_installed: Plugin | None = None
+
+
+class Plugin:
+    """The function that stands for ``get_forward_backward_func``, and the schedule it returns.
+
+    Args:
+        config: settings of the dynamic pipeline.
+        strict: raise where a step would go to megatron-core's own schedule.
+    """
+
+    def __init__(self, config: DppConfig, *, strict: bool) -> None:
+        self._config, self._strict = config, strict
+        self._original: Callable[..., Any] = compat.lookup(compat.GET_SCHEDULE)
+        self._schedule: DppSchedule | None = None
+        self._said: set[str] = set()
+        self._run = self.run  # one object, so that all callers get the same schedule
+        for module in compat.importers(self._original):
+            module.get_forward_backward_func = self.get
+
+    def get(self, *args: Any, schedule_pg_collection: Any = None, **sizes: Any) -> Any:
+        """The schedule, whatever the arguments of ``get_forward_backward_func``."""
+        if compat.is_multimodule(schedule_pg_collection):
+            self._pass_through(_MULTIMODULE)
+            return self._original(*args, schedule_pg_collection=schedule_pg_collection, **sizes)
+        return self._run
+
+    def run(self, **keywords: Any) -> list[Any]:
+        """Run one step; keywords and result are megatron-core's.
+
+        Raises:
+            ConfigError: the dynamic pipeline cannot run it, and ``strict`` is set.
+        """
+        reason = self._why_not(keywords)
+        if reason is not None:
+            self._pass_through(reason)
+            losses: list[Any] = compat.static_schedule(self._original, keywords)(**keywords)
+            return losses
+        if keywords.get("p2p_communicator") is not None:
+            self._say(_NO_COMMUNICATOR)
+        schedule = self._schedule
+        assert schedule is not None
+        if not keywords.get("forward_only"):
+            schedule.iteration = compat.host_iteration(schedule.iteration)
+        return schedule(**keywords)
+
+    def _why_not(self, keywords: dict[str, Any]) -> str | None:
+        """The reason why a step goes to megatron-core's own schedule; None if it does not."""
+        if compat.has_multimodule(keywords):
+            return _MULTIMODULE
+        if compat.pipeline_size(keywords.get("pg_collection")) == 1:
+            return "there is one pipeline rank (--pipeline-model-parallel-size 1)"
+        if self._schedule is None:
+            self._schedule = DppSchedule(self._config)
+        try:
+            self._schedule.check(**keywords)
+        except ConfigError as error:
+            return one_line(error)
+        return None
+
+    def _pass_through(self, reason: str) -> None:
+        if self._strict:
+            raise ConfigError(f"--dpp-strict: the dynamic pipeline cannot run this step: {reason}")
+        self._say(f"dynamic pipeline: not used, megatron-core's own schedule runs: {reason}")
+
+    def _say(self, line: str) -> None:
+        """Log a line once, on rank 0."""
+        if line not in self._said and os.environ.get("RANK", "0") == "0":
+            logger.warning(line)
+        self._said.add(line)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Close the schedule; with an error, tell the other ranks and raise what explains it."""
+        schedule, self._schedule = self._schedule, None
+        if schedule is not None:
+            schedule.__exit__(type(error) if error else None, error, None)
+
+    def remove(self) -> None:
+        """Put ``get_forward_backward_func`` back everywhere."""
+        for module in compat.importers(self.get):
+            module.get_forward_backward_func = self._original
+
+
+def install(config: DppConfig | None = None, *, strict: bool = False) -> None:
+    """Let ``get_forward_backward_func`` return the dynamic pipeline, until :func:`uninstall` or the
+    end of the process.
+
+    Args:
+        config: its settings; None takes the defaults.
+        strict: raise a :class:`ConfigError` where a step would go to megatron-core's own schedule.
+
+    Raises:
+        ConfigError: it is installed already, or megatron-core is too old.
+    """
+    global _installed
+    if _installed is not None:
+        raise ConfigError(
+            "the dynamic pipeline is installed already: call megatron.dpp.plugin.uninstall() "
+            "before installing it with other settings"
+        )
+    _installed = Plugin(config or DppConfig(), strict=strict)
+    atexit.register(uninstall)
+
+
+def uninstall() -> None:
+    """Undo :func:`install` and close the schedule; without an installation nothing happens."""
+    _remove(None)
+
+
+def _remove(error: BaseException | None) -> None:
+    global _installed
+    plugin, _installed = _installed, None
+    atexit.unregister(uninstall)
+    if plugin is not None:
+        plugin.remove()
+        plugin.leave(error)
+
+
+@contextlib.contextmanager
+def installed(config: DppConfig | None = None, *, strict: bool = False) -> Iterator[None]:
+    """:func:`install` for a block. An error that ends the block is told to the other ranks, and
+    becomes the :class:`~megatron.dpp.errors.TransportError` that explains it, if there is one.
+    """
+    install(config, strict=strict)
+    try:
+        yield
+    except BaseException as error:
+        _remove(error)
+        raise
+    finally:
+        uninstall()

@@ -1,0 +1,103 @@
+"""Microbatches of unlike length: drawn sequence lengths, and the costs that follow from them.
+
+A task takes ``a + b * tokens + c * sum(length ** 2)``: causal attention grows with the square of
+each sequence, the rest of a layer with the tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.schedule import Kind
+from megatron.dpp.sim.costs import Costs, Hop
+
+_MEDIAN, _MOST_SFT, _LONG = 1000, 16384, (32768, 131072)
+
+
+def sft(rng: random.Random) -> int:
+    """A sequence as in supervised fine-tuning: lognormal, median 1,000 tokens, at most 16,384."""
+    return max(1, min(_MOST_SFT, round(_MEDIAN * math.exp(rng.gauss(0.0, 1.0)))))
+
+
+def long_mix(rng: random.Random) -> int:
+    """A tenth of the sequences has 32,768 to 131,072 tokens, the others are as in :func:`sft`."""
+    return rng.randint(*_LONG) if rng.random() < 0.1 else sft(rng)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A distribution of sequence lengths in tokens, and the longest of them."""
+
+    draw: Callable[[random.Random], int]
+    longest: int
+
+
+MIXES: Mapping[str, Mix] = MappingProxyType(
+    {"sft": Mix(sft, _MOST_SFT), "long": Mix(long_mix, _LONG[1])}
+)
+"""The named distributions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthCosts:
+    """Seconds (or any unit) of a stage's F, B and W over the lengths of a microbatch's sequences.
+
+    Args:
+        fixed: of any task.
+        per_token: per kind.
+        per_square: per kind, of the sum of the squared lengths.
+    """
+
+    fixed: float = 0.0
+    per_token: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    per_square: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @classmethod
+    def transformer(cls, hidden: int = 4096) -> LengthCosts:
+        """Of a transformer layer with causal attention, in units of a token's share without it."""
+        square = 1.0 / (12 * hidden)
+        return cls(per_square=(square, 2.5 * square, 0.0))
+
+    def time(self, kind: Kind, lengths: Sequence[int]) -> float:
+        """Time of one task for a microbatch of these sequences."""
+        squares = sum(length * length for length in lengths)
+        return self.fixed + self.per_token[kind] * sum(lengths) + self.per_square[kind] * squares
+
+    def of(
+        self,
+        microbatches: Sequence[Sequence[int]],
+        *,
+        num_ranks: int,
+        num_chunks: int,
+        hop: float = 0.0,
+    ) -> Costs:
+        """Costs of equal stages, in units of a rank's forward of the mean microbatch; ``hop`` is
+        in chunk forwards.
+        """
+        mean = statistics.fmean(self.time(Kind.F, lengths) for lengths in microbatches)
+        stages = num_ranks * num_chunks
+        rows = [
+            [self.time(kind, lengths) / mean / num_chunks for lengths in microbatches]
+            for kind in Kind
+        ]
+        forward, backward, weight = ([list(row) for _ in range(stages)] for row in rows)
+        link = Hop(hop / num_chunks / 2, hop / num_chunks / 2)
+        return Costs((forward, backward, weight), [link] * (stages - 1))
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Lengths given as ``1000,8000,2000``.
+
+    Raises:
+        ConfigError: one of them is no positive integer.
+    """
+    parts = [part for part in text.replace("\n", ",").replace(" ", ",").split(",") if part]
+    if not parts or any(not part.isdecimal() or int(part) < 1 for part in parts):
+        raise ConfigError(f"{text[:80]!r} is not a list of lengths in tokens like 1000,8000,2000")
+    return [int(part) for part in parts]

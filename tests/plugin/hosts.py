@@ -1,0 +1,129 @@
+"""Versions of Megatron-LM that the tests run, unpacked, and their runs on CPUs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.launcher import REPOSITORY, free_port, wait
+
+SOURCES = Path(os.environ.get("DPP_MEGATRON_SOURCES", REPOSITORY.parent / "shared" / "megatron-lm"))
+"""Archives ``NAME.tar.xz`` of Megatron-LM's sources, each with one folder ``NAME``."""
+NEWEST = ("core_v0.19.0", "main-2026-08-22")
+VERSIONS = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", *NEWEST)
+PACKAGES = ("six", "pydantic", "einops", "triton", "pybind11")
+"""Packages that Megatron-LM's training code imports, and that its helpers are compiled with."""
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 16 --train-iters 3 "
+    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 "
+    "--attention-dropout 0 --hidden-dropout 0 --eval-iters 1 --eval-interval 2 --log-interval 1 "
+    "--transformer-impl local --distributed-backend gloo --use-cpu-initialization "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion "
+    "--no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm"
+)
+_FOR_OLD_PYTHON = """
+import typing, typing_extensions
+if not hasattr(typing, "override"):  # newer versions of Megatron-LM want Python 3.12
+    typing.override = typing_extensions.override
+"""
+_TIMEOUT = 170.0
+
+
+class Hosts:
+    """Unpacks each version once.
+
+    Args:
+        folder: an empty folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._static: dict[tuple[str, str], Path] = {}
+
+    def static(self, version: str, num_ranks: int, flags: str) -> Path:
+        """The record of a run with the host's own schedule, which later tests use again."""
+        key = (version, flags)
+        if key not in self._static:
+            record = self._folder / f"static{len(self._static)}"
+            self.run(version, num_ranks, flags, record)
+            self._static[key] = record
+        return self._static[key]
+
+    def unpacked(self, version: str) -> Path:
+        """The folder of a version; skips the test where it cannot be had."""
+        archive, root = SOURCES / f"{version}.tar.xz", self._folder / version
+        if not archive.is_file():
+            pytest.skip(f"no {archive.name} in {SOURCES} (DPP_MEGATRON_SOURCES)")
+        missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+        if missing:
+            pytest.skip(f"Megatron-LM's training code needs {', '.join(missing)}")
+        (self._folder / "sitecustomize.py").write_text(_FOR_OLD_PYTHON)
+        if not root.is_dir():
+            with tarfile.open(archive) as tar:
+                tar.extractall(self._folder, filter="data")
+            self._add_helpers(root / "megatron" / "core" / "datasets")
+        return root
+
+    def _add_helpers(self, datasets: Path) -> None:
+        """Compile the data sets' helpers, which every version has alike, without optimisation."""
+        import pybind11
+
+        source = datasets / "helpers.cpp"
+        name = f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+        built = self._folder / f"{hash(source.read_text())}-{name}"
+        if not built.is_file():
+            include = (sysconfig.get_path("include"), pybind11.get_include())
+            subprocess.run(
+                ["c++", "-O0", "-shared", "-std=c++17", "-fPIC", *(f"-I{path}" for path in include),
+                 str(source), "-o", str(built)],
+                check=True,
+            )  # fmt: skip
+        (datasets / name).write_bytes(built.read_bytes())
+
+    def run(
+        self, version: str, num_ranks: int, flags: str, record: Path, *, fails: bool = False
+    ) -> str:
+        """Run a version's ``pretrain_gpt.py``; returns all output.
+
+        ``record`` and a rank's number name the file that ``entry.py`` writes.
+        """
+        root, entry = self.unpacked(version), Path(__file__).with_name("entry.py")
+        port, processes = str(free_port()), []
+        for rank in range(num_ranks):
+            environment = {
+                **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore",
+                "PYTHONPATH": os.pathsep.join(map(str, (root, REPOSITORY, self._folder))),
+                "HOST": str(root / "pretrain_gpt.py"), "RECORD": str(record),
+            }  # fmt: skip
+            with Path(f"{record}.{rank}.log").open("w") as log:  # more than a pipe holds
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-X", "faulthandler", "-m", "megatron.dpp.run", str(entry),
+                         *f"{MODEL} {flags}".split()],
+                        env=environment, stdout=log, stderr=subprocess.STDOUT, text=True,
+                        start_new_session=True,
+                    )
+                )  # fmt: skip
+        finished = wait(processes, _TIMEOUT)
+        output = "\n".join(
+            Path(f"{record}.{rank}.log").read_text(errors="replace") for rank in range(num_ranks)
+        )
+        assert fails or all(one.returncode == 0 for one in finished), output[-20000:]
+        return output
+
+
+def records(record: Path, num_ranks: int) -> list[list[str]]:
+    """The lines that each rank has written."""
+    return [Path(f"{record}.{rank}").read_text().splitlines() for rank in range(num_ranks)]

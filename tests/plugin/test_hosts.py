@@ -1,0 +1,111 @@
+"""Unmodified versions of Megatron-LM: the dynamic pipeline against their own static schedules.
+
+Losses, gradient norms, evaluations and parameters after every step are compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.plugin.hosts import NEWEST, VERSIONS, Hosts, records
+
+PP2X2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+DYNAMIC = "--use-dpp --dpp-strict"
+CASES = {
+    "pp2": (2, "--pipeline-model-parallel-size 2", ""),
+    "pp2-x2": (2, PP2X2, ""),
+    "pp4-x2": (
+        4,
+        "--num-layers 8 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1",
+        "",
+    ),
+    "tp2-pp2": (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", ""),
+    "dp2-pp2-x2": (4, f"{PP2X2} --overlap-grad-reduce --use-distributed-optimizer", ""),
+    "dp2-pp2-gather": (
+        4,
+        "--pipeline-model-parallel-size 2 --overlap-grad-reduce --use-distributed-optimizer "
+        "--overlap-param-gather",
+        "",
+    ),
+    "experts": (
+        2,
+        f"{PP2X2} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
+        "--moe-router-load-balancing-type aux_loss --disable-bias-linear",
+        "",
+    ),
+    "delays": (2, PP2X2, "--dpp-inject jitter:0.5,slow-rank:1:1.5,slow-link:0-1:2ms"),
+}
+"""Name -> ranks, flags of both runs, and flags of the dynamic one."""
+
+
+@pytest.fixture(scope="session")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Hosts:
+    return Hosts(tmp_path_factory.mktemp("megatron-lm"))
+
+
+def compare(hosts: Hosts, version: str, case: str, folder: Path) -> None:
+    num_ranks, flags, dynamic = CASES[case]
+    expected = records(hosts.static(version, num_ranks, flags), num_ranks)
+    output = hosts.run(version, num_ranks, f"{flags} {DYNAMIC} {dynamic}", folder / "dynamic")
+    assert "an activation takes" in output  # said by the dynamic pipeline when it has measured
+    assert records(folder / "dynamic", num_ranks) == expected
+    names = [json.loads(line)[0] for line in expected[0]]
+    assert names.count("train_step") == 3 and names.count("evaluate") >= 2
+    (losses,) = [json.loads(line)[1][0] for line in expected[-1][:1]]
+    assert losses["lm loss"]
+
+
+@pytest.mark.parametrize("version", NEWEST)
+def test_numbers_are_those_of_the_static_schedule(
+    hosts: Hosts, version: str, tmp_path: Path
+) -> None:
+    compare(hosts, version, "pp2-x2", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_and_layout(hosts: Hosts, version: str, case: str, tmp_path: Path) -> None:
+    compare(hosts, version, case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_resumed_run_continues_bit_by_bit(hosts: Hosts, version: str, tmp_path: Path) -> None:
+    flags = f"{PP2X2} --train-iters 4 --save {tmp_path / 'saved'} --save-interval 2"
+    static = hosts.static(version, 2, f"{PP2X2} --train-iters 4")
+    hosts.run(version, 2, f"{flags} --exit-interval 2 {DYNAMIC}", tmp_path / "first")
+    hosts.run(version, 2, f"{flags} --load {tmp_path / 'saved'} {DYNAMIC}", tmp_path / "second")
+    for rank, expected in enumerate(records(static, 2)):
+        steps = [line for line in expected if "train_step" in line]
+        first = [line for line in records(tmp_path / "first", 2)[rank] if "train_step" in line]
+        second = [line for line in records(tmp_path / "second", 2)[rank] if "train_step" in line]
+        assert (first, second) == (steps[:2], steps[2:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_one_pipeline_rank_runs_the_static_schedule(
+    hosts: Hosts, version: str, tmp_path: Path
+) -> None:
+    output = hosts.run(version, 1, "--use-dpp", tmp_path / "dynamic")
+    line = "not used, megatron-core's own schedule runs: there is one pipeline rank"
+    assert output.count(line) == 1
+    assert records(tmp_path / "dynamic", 1) == records(hosts.static(version, 1, ""), 1)
+    output = hosts.run(version, 1, DYNAMIC, tmp_path / "strict", fails=True)
+    assert "error: --dpp-strict: the dynamic pipeline cannot run this step: there is one" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_microbatches_that_the_static_schedule_refuses(
+    hosts: Hosts, version: str, tmp_path: Path
+) -> None:
+    flags = f"{PP2X2} --global-batch-size 6"  # 3 microbatches on 2 ranks
+    hosts.run(version, 2, flags, tmp_path / "static", fails=True)
+    assert not list(tmp_path.glob("static.[01]"))
+    hosts.run(version, 2, f"{flags} {DYNAMIC}", tmp_path / "dynamic")
+    assert len(records(tmp_path / "dynamic", 2)[1]) == 6

@@ -1,0 +1,198 @@
+"""``install`` and what it passes through, without a process group."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pipeline_parallel = pytest.importorskip("megatron.core.pipeline_parallel")
+
+from megatron.core.pipeline_parallel import schedules  # noqa: E402
+
+from megatron.dpp import DppConfig, plugin  # noqa: E402
+from megatron.dpp.errors import ConfigError  # noqa: E402
+from megatron.dpp.runtime.dynamic import DppSchedule  # noqa: E402
+from tests.runtime.test_step_call import FakeGroup  # noqa: E402
+
+ORIGINAL = schedules.get_forward_backward_func
+
+
+@pytest.fixture(autouse=True)
+def _uninstalled() -> Iterator[None]:
+    yield
+    plugin.uninstall()
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module of a host that has imported the function by name."""
+    module = ModuleType("some_host.training")
+    module.get_forward_backward_func = ORIGINAL  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def keywords(pipeline: int = 2, **changes: Any) -> dict[str, Any]:
+    """A call of a schedule; ``config`` holds settings of its model."""
+    sizes = {"pp": pipeline, "tp": 1, "cp": 1, "dp_cp": 1}
+    config = {
+        "virtual_pipeline_model_parallel_size": None, "sequence_parallel": False,
+        "fp32_residual_connection": False, "pipeline_dtype": torch.float32, "hidden_size": 4,
+        "enable_autocast": False, **changes.pop("config", {}),
+    }  # fmt: skip
+    chunk = torch.nn.Linear(4, 4)
+    chunk.config = SimpleNamespace(**config)  # type: ignore[assignment]
+    groups = SimpleNamespace(**{name: FakeGroup(size) for name, size in sizes.items()})
+    return {
+        "forward_step_func": None, "data_iterator": iter(()), "model": chunk,
+        "num_microbatches": 3, "seq_length": 8, "micro_batch_size": 1, "pg_collection": groups,
+        **changes,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def static_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What megatron-core's own schedules were called with: sizes and keywords."""
+    calls: list[tuple[Any, ...]] = []
+
+    def fetch(pp_size: Any = None, vp_size: Any = None) -> Any:
+        return lambda **given: calls.append((pp_size, vp_size, given)) or ["static"]
+
+    monkeypatch.setattr(schedules, "get_forward_backward_func", fetch)
+    monkeypatch.setattr(pipeline_parallel, "get_forward_backward_func", fetch)
+    return calls
+
+
+@pytest.fixture
+def dynamic_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The keywords that the dynamic schedule was called with."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        DppSchedule, "__call__", lambda self, **given: calls.append(given) or ["dynamic"]
+    )
+    return calls
+
+
+def test_every_importer_gets_one_schedule_until_uninstall(host: ModuleType) -> None:
+    plugin.install()
+    for module in (host, schedules, pipeline_parallel):
+        get = module.get_forward_backward_func
+        assert get is not ORIGINAL
+        assert get() is get(2, 3) is get(pp_size=2, vp_size=None, schedule_pg_collection=None)
+        assert get() is schedules.get_forward_backward_func()
+    plugin.uninstall()
+    for module in (host, schedules, pipeline_parallel):
+        assert module.get_forward_backward_func is ORIGINAL
+    plugin.uninstall()
+
+
+def test_modules_that_are_imported_later_are_covered(host: ModuleType) -> None:
+    plugin.install()
+    namespace: dict[str, Any] = {}
+    exec("from megatron.core.pipeline_parallel import get_forward_backward_func as get", namespace)
+    assert namespace["get"]() is host.get_forward_backward_func()
+
+
+def test_a_second_installation_is_refused() -> None:
+    plugin.install()
+    with pytest.raises(ConfigError, match=r"^the dynamic pipeline is installed already: call .*$"):
+        plugin.install(DppConfig(slots=3))
+
+
+def test_the_context_manager_uninstalls_after_an_error(host: ModuleType) -> None:
+    with pytest.raises(ZeroDivisionError), plugin.installed():
+        assert host.get_forward_backward_func is not ORIGINAL
+        1 / 0  # noqa: B018
+    assert host.get_forward_backward_func is ORIGINAL
+    with plugin.installed():
+        pass
+
+
+def test_a_pipeline_runs_dynamically(
+    dynamic_calls: list[dict[str, Any]], static_calls: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin.install(DppConfig(split_backward=False))
+    run = schedules.get_forward_backward_func()
+    asked = keywords(forward_only=True, p2p_communicator=SimpleNamespace())
+    assert run(**asked) == run(**asked) == ["dynamic"]
+    assert dynamic_calls == [asked, asked] and not static_calls
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1 and "p2p_communicator is not used" in lines[0]
+
+
+class MultiModuleProcessGroupCollection(SimpleNamespace):
+    """Named as megatron-core's."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"pipeline": 1}, "there is one pipeline rank"),
+        ({"config": {"expert_model_parallel_size": 2}}, "--expert-model-parallel-size needs"),
+        ({"config": {"cuda_graph_impl": "local"}}, "--cuda-graph-impl needs the same order"),
+        ({"config": {"cuda_graph_impl": "full_iteration"}}, "--cuda-graph-impl needs the same"),
+        ({"config": {"variable_seq_lengths": True}}, "variable_seq_lengths is True"),
+        ({"config": {"moe_paged_stash": True}}, "moe_paged_stash is True"),
+        ({"config": {"gtp_weight_remat_size": 2}}, "gtp_weight_remat_size is 2"),
+        ({"config": {"enable_autocast": True}, "forward_only": False}, "--dpp-split-backward com"),
+        ({"some_new_keyword": 1}, "some_new_keyword: megatron-core .* passes this"),
+        ({"config": {"virtual_pipeline_model_parallel_size": 2}}, "model: 1 chunks were given"),
+    ],
+)
+def test_what_cannot_be_honoured_runs_statically_after_one_line(
+    changes: dict[str, Any], reason: str,
+    dynamic_calls: list[Any], static_calls: list[Any], caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    asked = keywords(**{"forward_only": True, **changes})
+    plugin.install()
+    run = schedules.get_forward_backward_func()
+    assert run(**asked) == run(**asked) == ["static"] and not dynamic_calls
+    virtual = asked["model"].config.virtual_pipeline_model_parallel_size
+    assert static_calls == 2 * [(asked["pg_collection"].pp.size(), virtual, asked)]
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "\n" not in record.getMessage()
+    assert record.getMessage().startswith(
+        "dynamic pipeline: not used, megatron-core's own schedule runs: "
+    )
+    assert re.search(reason, record.getMessage())
+    plugin.uninstall()
+    plugin.install(strict=True)
+    with pytest.raises(ConfigError, match=f"^--dpp-strict: .*: {reason}"):
+        schedules.get_forward_backward_func()(**asked)
+
+
+def test_groups_of_several_modules_pass_through(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups, name = (
+        MultiModuleProcessGroupCollection(),
+        "forward_backward_pipelining_without_interleaving",
+    )
+    monkeypatch.setattr(schedules, name, lambda **given: given["pg_collection"])
+    plugin.install()
+    assert schedules.get_forward_backward_func()(**keywords(pg_collection=groups)) is groups
+    assert "those of several modules" in caplog.text
+
+
+def test_a_resumed_host_goes_on_with_its_own_step_numbers(
+    dynamic_calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers: list[int] = []
+    monkeypatch.setattr(DppSchedule, "check", lambda self, **given: None)
+    monkeypatch.setattr(DppSchedule, "__call__", lambda self, **_: numbers.append(self.iteration))
+    variables = ModuleType("megatron.training.global_vars")
+    variables._GLOBAL_ARGS = SimpleNamespace(curr_iteration=40)  # type: ignore[attr-defined]
+    plugin.install()
+    run = schedules.get_forward_backward_func()
+    run(**keywords())
+    monkeypatch.setitem(sys.modules, variables.__name__, variables)
+    run(**keywords())
+    run(**keywords(forward_only=True))
+    assert numbers == [0, 40, 40]

@@ -1,0 +1,113 @@
+"""``megatron-dpp run``: flags, variables, and a script that runs as it would by itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.dpp.cli.arguments import dpp_config
+from megatron.dpp.commands.run import main, take_flags, usage
+from megatron.dpp.config import DppConfig, flag_of, option_fields
+from megatron.dpp.errors import ConfigError
+from tests.runtime.launcher import REPOSITORY
+
+SCRIPT = """
+import sys
+from megatron.core.pipeline_parallel import get_forward_backward_func
+print(sys.argv[1:], __name__, get_forward_backward_func.__qualname__)
+import beside
+sys.exit(beside.STATUS)
+"""
+
+
+def test_our_flags_are_taken_out_and_the_rest_keeps_its_order() -> None:
+    words = "--lr 1e-3 --use-dpp -x --dpp-slots 4 --data-path a b --no-dpp-task-rng --bf16"
+    given, rest = take_flags(words.split(), {})
+    assert " ".join(rest) == "--lr 1e-3 -x --data-path a b --bf16"
+    assert given.use_dpp and not given.dpp_strict
+    assert dpp_config(given) == DppConfig(slots=4, task_rng=False)
+
+
+@pytest.mark.parametrize("field", option_fields(), ids=lambda field: field.name)
+def test_every_setting_is_a_variable_and_a_flag_wins(field: object) -> None:
+    name, default = field.name, field.default  # type: ignore[attr-defined]
+    flag = flag_of(name)
+    if isinstance(default, bool):
+        given, _ = take_flags([], {f"DPP_{name.upper()}": "off" if default else "1"})
+        assert getattr(given, f"dpp_{name}") is not default
+        winner = flag if default else flag.replace("--", "--no-", 1)
+        given, _ = take_flags([winner], {f"DPP_{name.upper()}": "0" if default else "1"})
+        assert getattr(given, f"dpp_{name}") is default
+        return
+    kind = str if default is None else type(default)
+    given, _ = take_flags([], {f"DPP_{name.upper()}": "5"})
+    assert getattr(given, f"dpp_{name}") == kind("5")
+    given, _ = take_flags([flag, "6"], {f"DPP_{name.upper()}": "5"})
+    assert getattr(given, f"dpp_{name}") == kind("6")
+
+
+def test_the_dynamic_pipeline_has_a_variable() -> None:
+    assert take_flags([], {"USE_DPP": "1", "DPP_STRICT": "true"})[0].dpp_strict
+    assert not take_flags([], {"USE_DPP": "0"})[0].use_dpp
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "message"),
+    [
+        (["--dpp-polcy", "x"], {}, r"unknown flag --dpp-polcy \(did you mean --dpp-policy\?\)"),
+        (["--no-dpp-rng"], {}, r"unknown flag --no-dpp-rng \(did you mean --no-dpp-task-rng\?\)"),
+        (["--dpp-slots", "two"], {}, "--dpp-slots: invalid int value: 'two'"),
+        ([], {"DPP_SLOTS": "two"}, "--dpp-slots: invalid int value: 'two'"),
+        ([], {"USE_DPP": "perhaps"}, "USE_DPP=perhaps: expected 1 or 0"),
+    ],
+)
+def test_bad_flags_and_variables_are_refused_in_one_line(
+    words: list[str], environment: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^.*{message}$"):
+        take_flags(words, environment)
+
+
+def test_flags_without_the_dynamic_pipeline_are_named_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    take_flags(["--dpp-slots", "3", "--dpp-checksum"], {})
+    take_flags(["--dpp-slots", "3"], {"RANK": "1"})
+    wanted = "megatron-dpp: without --use-dpp no effect: --dpp-slots, --dpp-checksum\n"
+    assert capsys.readouterr().err == wanted
+
+
+def test_the_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert all(flag_of(field.name) in usage() for field in option_fields())
+
+
+def test_a_missing_script_and_a_bad_setting_end_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([]) == 2
+    assert main(["nowhere.py"]) == 2
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(0)")
+    assert main([str(script), "--use-dpp", "--dpp-policy", "best"]) == 2
+    error = capsys.readouterr().err
+    assert "nowhere.py: no such script" in error and "--dpp-policy best: expected one of" in error
+
+
+@pytest.mark.parametrize("words", [["--use-dpp"], []])
+def test_a_script_runs_as_it_would_by_itself(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("STATUS = 7")
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron.dpp.run", str(tmp_path / "script.py"), "--own", *words],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    name = "Plugin.get" if words else "get_forward_backward_func"
+    assert (done.returncode, done.stdout) == (7, f"['--own'] __main__ {name}\n"), done.stderr
