@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -104,12 +105,13 @@ class Model:
         options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         return DistributedDataParallel(self.config, options, model)
 
-    def step(self, schedule: Any, num_microbatches: int) -> list[Any]:
-        """One forward and backward of all microbatches."""
+    def step(self, schedule: Any, num_microbatches: int, lengths: Sequence[int] = ()) -> list[Any]:
+        """One forward and backward of all microbatches, of these lengths if any are given."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         single = self.num_chunks == 1
-        iterators: list[Any] = [iter(range(1 << 30)) for _ in self.chunks]
+        whole = [self.args.sequence] * num_microbatches
+        iterators: list[Any] = [iter(list(enumerate(lengths or whole))) for _ in self.chunks]
         return schedule(
             forward_step_func=self._forward,
             data_iterator=iterators[0] if single else iterators,
@@ -120,8 +122,9 @@ class Model:
         )
 
     def _forward(self, iterator: Any, model: Any) -> Any:
-        tokens = (self.tokens + next(iterator)) % self.args.vocabulary
-        output = model(tokens[:, :-1], self.positions, None, labels=tokens[:, 1:])
+        number, length = next(iterator)
+        tokens = (self.tokens[:, : length + 1] + number) % self.args.vocabulary
+        output = model(tokens[:, :-1], self.positions[:, :length], None, labels=tokens[:, 1:])
         return output, partial(_loss)
 
     def gradients(self) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Schedules for microbatches of unlike length, on stages that sleep instead of compute.
+"""Schedules for microbatches of unlike length: a GPT on GPUs, else stages that sleep.
 
 Real processes, the real executor over the real transport, and megatron-core's own schedule over
 gloo with ``variable_seq_lengths``. A task sleeps as long as its sequence of drawn length is to
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import bench_lengths_gpu
 import harness
 import torch
 import torch.distributed as dist
@@ -228,10 +229,14 @@ def main() -> int:
         seed=0,
         transport=("auto", "kind of our channels"),
         json=("", "write the rows there"),
+        **bench_lengths_gpu.options(),
     )
-    args = parser.parse_args()
+    args = parser.parse_args(namespace=bench_lengths_gpu.defaults())
     if "RANK" not in os.environ:
         return harness.start_ranks(args.ranks, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+    if torch.cuda.is_available():
+        bench_lengths_gpu.run(args)
+        return 0
     with cpu_rank():
         rows = measure(args)
         if dist.get_rank() == 0:

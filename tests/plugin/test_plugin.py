@@ -138,7 +138,10 @@ class MultiModuleProcessGroupCollection(SimpleNamespace):
         ({"config": {"expert_model_parallel_size": 2}}, "--expert-model-parallel-size needs"),
         ({"config": {"cuda_graph_impl": "local"}}, "--cuda-graph-impl needs the same order"),
         ({"config": {"cuda_graph_impl": "full_iteration"}}, "--cuda-graph-impl needs the same"),
-        ({"config": {"variable_seq_lengths": True}}, "variable_seq_lengths is True"),
+        (
+            {"config": {"variable_seq_lengths": True}, "seq_length": 1},
+            "variable_seq_lengths with",
+        ),
         ({"config": {"moe_paged_stash": True}}, "moe_paged_stash is True"),
         ({"config": {"gtp_weight_remat_size": 2}}, "gtp_weight_remat_size is 2"),
         ({"config": {"enable_autocast": True}, "forward_only": False}, "--dpp-split-backward com"),

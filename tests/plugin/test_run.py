@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp.cli.arguments import dpp_config
+from megatron.dpp.cli.run_config import dpp_config
 from megatron.dpp.commands.run import main, take_flags, usage
 from megatron.dpp.config import DppConfig, flag_of, option_fields
 from megatron.dpp.errors import ConfigError

@@ -20,10 +20,10 @@ from pathlib import Path
 from megatron.dpp.cli.arguments import (
     Parser,
     add_dpp_flags,
-    dpp_config,
     given_flags,
     refuse_unknown,
 )
+from megatron.dpp.cli.run_config import dpp_config
 from megatron.dpp.config import DppConfig, flag_of, option_fields
 from megatron.dpp.errors import ConfigError, require
 

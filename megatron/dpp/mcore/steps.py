@@ -33,7 +33,6 @@ _GROUPS = (
 
 
 _UNSUPPORTED = {
-    "variable_seq_lengths": False,
     "moe_paged_stash": False,
     "moe_expert_rank_capacity_factor": None,
     "gtp_weight_remat_size": 1,
@@ -130,6 +129,11 @@ class StepCall:
             value = getattr(config, name, usual)
             if value != usual:
                 raise ConfigError(f"{name} is {value}: --use-dpp supports {usual} only")
+        if getattr(config, "variable_seq_lengths", False) and self.seq_length <= 1:
+            raise ConfigError(
+                f"variable_seq_lengths with seq_length {self.seq_length}: slots and the memory cap "
+                "need the longest length; pass it as seq_length"
+            )
 
     def boundaries(self) -> Boundaries:
         """The boundaries between this rank's stages and their neighbours.
