@@ -20,6 +20,7 @@ import pytest
 from megatron.dpp.__main__ import COMMANDS
 from megatron.dpp.cli import arguments
 from megatron.dpp.cli.environment import VARIABLES
+from megatron.dpp.commands.run import take_flags
 from megatron.dpp.launch import cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +43,8 @@ SCRIPT_COMMANDS = {
         for name in ("aggregate", "report", "plan", "compare_losses")
     },
 }
+STARTS = ("megatron-dpp ", "torchrun ")
+"""Commands in blocks that name no language."""
 SPAN = re.compile(
     r"`((?:[A-Z_]+=\S+ )*(?:\./)?"
     r"(?:megatron-dpp|bash|python3?|torchrun|pretrain_\w+\.py|tools/\w+\.sh) [^`]+)`"
@@ -56,7 +59,7 @@ def commands_of(page: str) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(lines, 1):
         if line.startswith("```"):
             block = line[3:] if block is None else None
-        elif block == "bash":
+        elif block == "bash" or (block == "" and (command or line.startswith(STARTS))):
             first = first if command else number
             command += line.removesuffix("\\")
             if not line.endswith("\\"):
@@ -109,6 +112,9 @@ def check_program(program: str, words: list[str]) -> None:
         check_module(words[1], words[2:])
     elif program in ("bash", "python", "python3"):
         check_script(words[0], words[1:])
+    elif program == "torchrun" and "-m" in words:
+        at = words.index("-m")
+        check_module(words[at + 1], words[at + 2 :])
     elif program == "torchrun":
         at = next(i for i, word in enumerate(words) if word.endswith(".py"))
         check_script(words[at], words[at + 1 :])
@@ -121,8 +127,8 @@ def check_program(program: str, words: list[str]) -> None:
 def check_module(module: str, words: list[str]) -> None:
     if module.startswith("megatron.dpp.commands."):
         check_command([module.rpartition(".")[2], *words])
-    elif module == "megatron.dpp":
-        check_command(words)
+    elif module in ("megatron.dpp", "megatron.dpp.run"):
+        check_command([*module.split(".")[2:], *words])
     elif module.partition(".")[0] == "megatron":
         raise Wrong(f"unknown module {module}")
 
@@ -158,6 +164,8 @@ def check_command(words: list[str]) -> None:
             cli.help_text(given[given.index("--mode") + 1])
     elif name == "train":
         parse_training(cli.parse(given)[1])
+    elif name == "run":  # a script of the user's, whose other flags are its own
+        take_flags(given[1:], {})
     elif name == "bench":
         check_benchmark(given)
     elif name == "estimate":
@@ -274,6 +282,7 @@ def test_commands_can_run(page: str, capsys: pytest.CaptureFixture[str]) -> None
         ("bash run_single_gpt.sh --nonsense", "--nonsense"),
         ("bash tools/test.sh --nonsense", "tools/test.sh has no option --nonsense"),
         ("NONSENSE=1 bash run_single_gpt.sh", "unknown variable NONSENSE"),
+        ("torchrun -m megatron.dpp.run x.py --use-dpp --dpp-nonsense 1", "--dpp-nonsense"),
         ("python -m megatron.dpp.nothing", "unknown module megatron.dpp.nothing"),
         ("megatron-dpp bench nothing", "no benchmark nothing"),
     ],
