@@ -247,6 +247,12 @@ def test_named_files_and_modules_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_first_page_names_every_command() -> None:
+    table = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").split("## The command")[1]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`([\w-]+)`", " ".join(rows))) == sorted(COMMANDS)
+
+
 def test_named_flags_exist() -> None:
     known = known_flags()
     wrong = [
