@@ -1,4 +1,4 @@
-"""What all tests share: which of them this machine can run, and where the reference data lies.
+"""Fixtures and skips that all tests share, and the path of the reference data.
 
 A test marked ``gpu``, ``multigpu`` or ``rdma`` is skipped with its reason where the device is not
 there; ``DPP_REQUIRE=gpu,rdma`` (what ``tools/test.sh --gpu --rdma`` sets) turns that skip into a

@@ -62,7 +62,7 @@ def end(*nodes: Node) -> None:
 
 
 def stacks(*nodes: Node) -> str:
-    """What the nodes said, after all of their Python processes have printed their stacks."""
+    """Makes all Python processes print their stacks; returns the output of the nodes."""
     ranks = [
         process for node in nodes for process in node.tree()[::-1]
     ]  # before torchrun ends them
@@ -74,8 +74,7 @@ def stacks(*nodes: Node) -> str:
 
 
 def running(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Those that have not ended. One whose parent has died stays a zombie until init has collected
-    it."""
+    """The processes that have not ended. An orphan stays a zombie until init collects it."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""How programs end."""
+"""Exit statuses and messages of programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.mark.parametrize("words", ["--pp 8 --microbatches 64 --grid", "--pp 2"])
 def test_a_reader_that_leaves_ends_the_program_quietly(words: str) -> None:
-    """``| head`` had ended it in a traceback, at a write or, with little output, at the end."""
+    """``| head`` ends it without a traceback, at a write or at the end."""
     program = subprocess.Popen(
         [sys.executable, "-m", "megatron.dpp.sim", *words.split()],
         cwd=ROOT,

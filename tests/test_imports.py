@@ -141,7 +141,7 @@ def top_level(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 def test_no_circle_of_modules() -> None:
-    """Also within a room. Prints the rooms as they stand."""
+    """Circles within a room count too. Prints the table of rooms."""
     below = arrows()
     for room, allowed in MAY_IMPORT.items():
         print(f"{room:<12} -> {', '.join(sorted(allowed))}")

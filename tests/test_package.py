@@ -24,7 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def run(*command: str | Path, cwd: Path, **settings: str) -> str:
-    """What a command printed; fails with its output when it fails."""
+    """Runs a command and returns its output; fails with the output if the command fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         command, cwd=cwd, env=environment | settings, capture_output=True, text=True, timeout=500

@@ -40,7 +40,7 @@ def tables(page: str) -> list[list[tuple[list[str], list[str]]]]:
 
 
 def links(page: str) -> list[str]:
-    """Where the page points to, the other language left out."""
+    """Targets of the page's links, without the page in the other language."""
     text = (ROOT / page).read_text(encoding="utf-8")
     targets = set(re.findall(r"\]\(([^)#]+)\)", text))
     return sorted(targets - set(PAGES))

@@ -279,7 +279,7 @@ def check_ready(requirement_files: list[str], why: OSError) -> Environment:
 
 
 def set_up(requirement_files: list[str]) -> tuple[Environment, list[str]]:
-    """Does what is missing; returns the environment and what was done.
+    """Runs the missing steps; returns the environment and the steps that were run.
 
     Raises:
         SetupFailed: a compiler, a package or an environment cannot be had.

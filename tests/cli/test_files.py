@@ -1,4 +1,4 @@
-"""Data files and checkpoint directories: what resumes, and what is refused."""
+"""Data files and checkpoint directories: valid and refused ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_broken_index_is_refused_with_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_berts_prefixes_need_weights(tmp_path: Path) -> None:
-    """megatron-core cannot make as many samples of masked words as there are."""
+    """megatron-core cannot make as many samples of masked words as are asked for."""
     prefix = str(tmp_path / "data")
     _write_index(Path(prefix), [3, 4])
     flags = f"--split 1 --data-path {prefix} {prefix}".split()
@@ -105,7 +105,7 @@ def test_a_save_killed_between_its_two_renames_is_undone(tmp_path: Path) -> None
 
 
 class Killed(BaseException):
-    """What nothing catches."""
+    """An exception that no handler catches."""
 
 
 def _fail_at(patch: pytest.MonkeyPatch, number: int, error: type[BaseException]) -> None:
@@ -139,7 +139,7 @@ def _state(root: Path) -> tuple[int, str]:
 def test_a_save_that_ends_at_any_system_call_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, error: type[BaseException]
 ) -> None:
-    """The one before, or the new one if that is complete; of the same iteration, too."""
+    """The previous or the complete new checkpoint remains, also for an equal iteration."""
     seen, number = [], 0
     while True:
         root = tmp_path / str(number)
@@ -171,7 +171,7 @@ def test_a_save_that_ends_at_any_system_call_leaves_a_whole_checkpoint(
 
 
 def test_a_reader_of_the_tracker_sees_one_whole_number(tmp_path: Path) -> None:
-    """The file is replaced: written in place, it is empty for a moment."""
+    """The tracker is replaced, since a file written in place is empty for a moment."""
     _save(tmp_path, 3)
     with (tmp_path / files.TRACKER).open() as reader:
         _save(tmp_path, 6)

@@ -1,4 +1,4 @@
-"""``train --mode auto``: which layouts it finds, and that its estimates are of what would run."""
+"""``train --mode auto``: the layouts that it finds, and their estimates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_auto_takes_data_parallel_while_the_model_fits() -> None:
 
 @pytest.mark.parametrize("model", ["medium", "large", "large --no-dpp --batch-size 2"])
 def test_what_auto_estimates_is_what_its_command_runs(model: str) -> None:
-    """For one of each kind: planned and even pipelines, replicas."""
+    """Planned pipelines, even pipelines and replicas: one layout of each."""
     words = f"--model {model} --gpu H200 --gpus 8 --dry-run --mock-data "
     words += "--tokenizer-type NullTokenizer --vocab-size 50303"
     options, rest = cli.parse(words.split())

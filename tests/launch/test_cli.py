@@ -1,4 +1,4 @@
-"""``train``'s words and what it says: the guide's commands, help that fits a screen, completion."""
+"""The command line of ``train``: the guide's commands, its help and completion."""
 
 from __future__ import annotations
 
@@ -65,13 +65,15 @@ def test_completion_knows_every_option(shell: str) -> None:
         ("train --mode m", {"megatron"}),
         ("python train --resu", {"--resume-from"}),
         ("python train --gpu H", {"H100", "H200"}),
+        ("megatron-dpp train --resu", {"--resume-from"}),
+        ("megatron-dpp plan --mod", set()),
         ("python script --mod", set()),
     ],
 )
 def test_bash_completes_options_and_values(line: str, found: set[str]) -> None:
     pytest.importorskip("shtab")
     words = line.split()
-    which = "_train_behind_python" if words[0] == "python" else "_shtab_train"
+    which = "_shtab_train" if words[0] == "train" else "_train_behind_command"
     code = f"""{cli.completion("bash")}
 COMP_WORDS=({line}) COMP_CWORD={len(words) - 1}
 {which} {words[0]} {words[-1]} {words[-2]}
@@ -90,7 +92,7 @@ def test_flags_survive_the_way_to_words_and_back() -> None:
 def test_an_estimate_is_printed_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before a run ``train`` printed what the run then printed, too."""
+    """``train`` prints the estimate only in a dry run; otherwise the run prints it."""
     started: list[bool] = []
     monkeypatch.setattr("megatron.dpp.launch.main.find_python", lambda dry_run: "python")
     monkeypatch.setattr(

@@ -17,7 +17,7 @@ ARTIFICIAL = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50303"
 def test_sequence_parallelism_is_taken_where_memory_is_short(
     micro_batch: int, spread: bool
 ) -> None:
-    """It makes layers of these sizes 5 to 12 % slower on H200s."""
+    """Sequence parallelism makes layers of these sizes 5 to 12 % slower on H200s."""
     words = f"--mode 3d --tp 2 --model large --gpus 2 --gpu h200 --dry-run {ARTIFICIAL}"
     found = plan(f"{words} --micro-batch-size {micro_batch}".split())
     assert ("--sequence-parallel" in found.resolved.flags) == spread
@@ -46,8 +46,9 @@ def test_a_length_that_cannot_be_spread_runs_without() -> None:
     ],
 )
 def test_without_tensor_parallelism_there_are_several_queues(words: str, queues: str) -> None:
-    """With one, a rank sent nothing while its GPU waited for an input, and gradients were reduced
-    only when a replayed backward was over."""
+    """With one hardware queue a rank sends nothing while its GPU waits for an input, and gradients
+    are reduced only after a replayed backward.
+    """
     found = plan(f"--mode {words} --gpus 4 --gpu h200 --dry-run {ARTIFICIAL}".split())
     assert hardware_queues(found.resolved.argv) == queues
 
@@ -57,7 +58,7 @@ def test_without_tensor_parallelism_there_are_several_queues(words: str, queues:
 def test_a_precision_that_is_asked_for_wins_over_a_files(
     said: str, asked: str, tmp_path: Path
 ) -> None:
-    """``--fp32`` has no flag of Megatron's, and was lost."""
+    """``--fp32`` wins too, although Megatron has no such flag."""
     path = tmp_path / "mine.yaml"
     path.write_text(f"{said}: true\n")
     for more in ("--procs 1", "--gpus 1 --gpu h200"):

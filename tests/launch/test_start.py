@@ -1,4 +1,4 @@
-"""``train``'s data: which token files are taken or made, and with which tokenizer."""
+"""The token files that ``train`` takes or makes, and their tokenizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def made_with(arch: str, text: Path, flags: Flags) -> list[str]:
 
 
 def test_text_is_tokenised_with_the_tokenizer_of_the_run(text: Path) -> None:
-    """``--tokenizer-type`` reached the run alone, which read another tokenizer's ids."""
+    """``--tokenizer-type`` reaches both the preprocessing and the run."""
     cased = {**BERT_VOCAB, "--tokenizer-type": "BertWordPieceCase"}
     assert made_with("bert", text, cased)[0] == "BertWordPieceCase"
     null = {"--tokenizer-type": "NullTokenizer", "--vocab-size": "99"}
@@ -59,7 +59,7 @@ def test_each_tokenizer_has_token_files_of_its_own(text: Path) -> None:
 
 
 def test_the_default_tokenizers_token_files_keep_their_name(text: Path) -> None:
-    """It is the launch scripts' too: a hash of the text and the vocabulary's files."""
+    """The launch scripts use the same name: a hash of the text and the vocabulary's files."""
     for path in (str(text), None):
         source = text if path else ROOT / "datasets_bert" / "dataset.json"
         parts = source.read_bytes() + Path(BERT_VOCAB["--vocab-file"]).read_bytes()

@@ -1,4 +1,4 @@
-"""``train``: what its options resolve to, what it refuses and with which nearest choice."""
+"""Flags that ``train``'s options resolve to, and refusals with their nearest choice."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.runtime.launcher import REPOSITORY, start, wait
 
 @dataclass(frozen=True)
 class Result:
-    """What a run wrote: iterations, evaluations, and the hash of every rank's final parameters."""
+    """Metrics of a run: iterations, evaluations, and the hash of every rank's final parameters."""
 
     iterations: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
@@ -37,7 +37,7 @@ def train(
 
 
 def read(metrics: Path) -> Result:
-    """What a run wrote into its ``--metrics-file``."""
+    """Reads the ``--metrics-file`` of a run."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return Result(
         [row for row in rows if "learning rate" in row],

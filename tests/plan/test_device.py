@@ -1,4 +1,4 @@
-"""What ``nvidia-smi`` says of a GPU, and what is made of it."""
+"""Reading a GPU's name and limits from ``nvidia-smi``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_gpu_without_a_size_is_no_traceback(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Integrated GPUs have no memory of their own, and those cut by MIG may not tell it."""
+    """Integrated GPUs have no memory of their own, and MIG slices may not report theirs."""
     script = tmp_path / "nvidia-smi"
     script.write_text(f"#!/bin/sh\necho 'warning: a line, of nothing'\necho '{line}'\n")
     script.chmod(0o755)

@@ -185,7 +185,7 @@ def test_state_bytes_of_each_kind_of_sharding() -> None:
 
 
 def test_the_optimizer_that_runs_is_counted_and_by_those_who_share_it() -> None:
-    """Every optimizer was Adam, shared out by all replicas."""
+    """The state is that of the optimizer in use, divided among the replicas that shard it."""
     count = model_parameters(shape())
     for flags, moments in (
         ("", 8),
@@ -308,7 +308,7 @@ def test_what_spans_nodes_travels_over_the_network() -> None:
 
 
 def test_groups_that_do_not_lie_evenly_on_nodes_have_their_least_there() -> None:
-    """A group of 4 on nodes of 6 was taken to lie on one, though ranks 4 to 7 lie on two."""
+    """With groups of 4 on nodes of 6, ranks 4 to 7 lie on two nodes."""
     run = shape(tensor=4, pipeline=3, layers=(3, 3, 2), data=1, per_node=6)
     assert (run.tensor_per_node, run.replicas_per_node, run.pipeline_per_node) == (2, 1, 1)
     slow = dataclasses.replace(H200, network=1e7)
@@ -373,7 +373,7 @@ def test_an_estimate_knows_nodes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_cpu_is_measured_by_the_library_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """numpy's products may be twice as fast as PyTorch's: runs took twice as long as estimated."""
+    """NumPy's matrix products may be twice as fast as PyTorch's."""
     pytest.importorskip("torch")
     by_torch = cpu_device()
     assert by_torch.source == "a matrix product of PyTorch's, measured now"

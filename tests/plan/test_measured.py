@@ -109,7 +109,7 @@ def test_bubble_with_and_without_graphs(flags: str, traced: float) -> None:
     ],
 )
 def test_time_of_a_pipeline(flags: str, measured_ms: tuple[float, float]) -> None:
-    """Fastest and slowest iteration, before the optimizer's step took a few kernels only."""
+    """Fastest and slowest iteration, measured without the fused optimizer step."""
     milliseconds = estimate(gpt_345m(PP2 + flags), H200).seconds * 1e3
     assert 0.95 * measured_ms[0] <= milliseconds <= measured_ms[1]
 
@@ -206,8 +206,9 @@ PIPELINE = "--use-dpp --pipeline-model-parallel-size 2 "
 def test_what_train_runs(
     model: str, ranks: int, flags: str, measured_ms: float, measured_gib: float
 ) -> None:
-    """The rates of products, of memory between them, of collectives and of FSDP2's launches were
-    fitted to these times; the bytes were not."""
+    """The rates of matrix products, memory, collectives and FSDP2's launches were fitted to these
+    times. The bytes were not.
+    """
     found = estimate(shape_on(ranks, TRAIN + SIZES[model] + flags), H200)
     assert found.seconds * 1e3 == pytest.approx(measured_ms, rel=0.05)
     fullest = max(rank.activations + rank.workspace for rank in found.ranks)
@@ -269,8 +270,10 @@ def test_time_of_two_tensor_parallel_ranks(model: str, batch: int, measured_ms: 
 
 @pytest.mark.parametrize(("flags", "measured_ms"), [("", 251.1), ("--sequence-parallel", 279.0)])
 def test_time_of_tensor_parallel_collectives(flags: str, measured_ms: float) -> None:
-    """Hidden 2048, 16 layers, forward and backward only, before weight gradients were added within
-    the product, which takes 4 % off."""
+    """Hidden 2048, 16 layers, forward and backward only, without gradient accumulation fusion.
+
+    The fusion takes 4 % off.
+    """
     model = (
         "--num-layers 16 --hidden-size 2048 --num-attention-heads 32 --bf16 --seq-length 2048 "
         "--max-position-embeddings 2048 --transformer-impl local --micro-batch-size 2 "

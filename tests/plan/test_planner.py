@@ -103,7 +103,7 @@ def test_searching_never_makes_it_worse():
 
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_a_search_keeps_to_its_bound(monkeypatch, seeds):
-    """With several seeds it simulated as many times more."""
+    """The bound counts the simulations of all seeds."""
     parts, start = (
         model(head=2.5, num_layers=18, sigma=0.1),
         LayerLayout(4, (2, 2, 2, 2, 2, 2, 3, 3)),
@@ -161,7 +161,7 @@ def test_memory_bounds_the_plan():
 
 
 def test_memory_is_counted_as_training_measures_it():
-    """Two microbatches of two ranks: the last holds one activation, and what W has left of it."""
+    """Two microbatches, two ranks: the last one holds one activation and the deferred part of W."""
     head = Part((6.0, 6.0, 0.0), activation_bytes=30.0)
     layer = Part((1.0, 1.0, 1.0), activation_bytes=10.0, deferred_bytes=6.0)
     planner = Planner(ModelCosts(4, layer, NOTHING, head), 2, 2)
@@ -239,7 +239,7 @@ def test_state_is_all_that_training_keeps_of_a_parameter():
 
 
 def test_shapes_count_collectives():
-    """Without them the head of a tensor-parallel pipeline seemed worth more layers than it is."""
+    """Without collectives the head of a tensor-parallel pipeline equals too many layers."""
     plain = run(1024, 1024, 51200, micro_batch=8)
     shared = dataclasses.replace(plain, tensor=2)
     alone, sums = planning_costs(plain), planning_costs(shared)
@@ -277,7 +277,7 @@ def test_command_line_from_a_cost_file(capsys, tmp_path):
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_predictions_are_as_long_as_the_run_was(capsys, tmp_path, dynamic):
-    """A run takes longer than its tasks and hops explain; a plan for it will, too."""
+    """A run takes longer than its tasks and hops; predictions have the same surplus."""
     layers, data = [4, 4, 4, 4], measured([4, 4, 4, 4], 4, head=3.0)
     plain, alone = from_run(parse_costs(data, "run"), layers)
     assert alone == 1.0
@@ -310,7 +310,7 @@ def test_memory_that_a_trace_does_not_tell_is_not_printed_as_none(capsys, tmp_pa
 
 
 def test_a_run_with_another_layout_is_refused(capsys, tmp_path):
-    """A planned run has fewer layers beside the head: as if they lay evenly, it had no head."""
+    """A planned run has fewer layers beside the head. Read as an even layout, it has no head."""
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(measured([5, 5, 5, 1], 4, head=3.0)))
     status, _, err = command_line(capsys, str(path), "--num-layers", "16")

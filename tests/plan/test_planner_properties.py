@@ -1,4 +1,4 @@
-"""What holds for every plan, whatever the model."""
+"""Properties of every plan, for any model."""
 
 from collections import Counter
 
@@ -55,7 +55,7 @@ def test_every_layer_is_placed_once_and_no_inner_stage_is_empty(planner):
 @example(Planner(ModelCosts(2, Part((1.0,) * 3), Part((0.0,) * 3), Part((3.0,) * 3)), 2, 1))
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_a_plan_is_no_slower_than_the_default_layout(planner):
-    """The example's search ends with both layers on rank 0, which no single move makes faster."""
+    """In the example the search ends with both layers on rank 0, which no single move improves."""
     for plan in plans_of(planner):
         default = planner.default_layout(plan.layout.num_chunks)
         if default is not None:

@@ -59,7 +59,7 @@ def keywords(pipeline: int = 2, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def static_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What megatron-core's own schedules were called with: sizes and keywords."""
+    """Sizes and keywords of the calls of megatron-core's own schedules."""
     calls: list[tuple[Any, ...]] = []
 
     def fetch(pp_size: Any = None, vp_size: Any = None) -> Any:

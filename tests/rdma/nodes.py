@@ -64,7 +64,7 @@ def single_node(folder: Path) -> tuple[Node, Path]:
 
 
 def names_the_lost(node: Node, rank: int) -> str:
-    """What the node said about the loss of a rank; fails unless that has all of it."""
+    """The node's line about the lost rank; fails unless it names rank, host and message."""
     said = node.said()
     lost = rf"rank {rank} \(pid \d+ on host{rank}, rdma\)"
     missing = "the oldest missing message here is|waited for something else"  # a collective

@@ -22,7 +22,7 @@ RANKS = 2
 
 
 def flags() -> list[str]:
-    """What the script gives pretrain_gpt.py."""
+    """The flags that the launch script passes to pretrain_gpt.py."""
     command = subprocess.run(
         ["bash", "run_single_gpt.sh", *sys.argv[1:]],
         env={**os.environ, "DRY_RUN": "1", "GPUS_PER_NODE": str(RANKS)},

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def in_guest(seconds: int, *command: str) -> str:
-    """What a command prints in the guest; fails with it unless it ends with status 0 in time."""
+    """Runs a command in the guest and returns its output; fails unless it exits with 0 in time."""
     vm = [sys.executable, str(HERE / "vm.py"), "--timeout", str(seconds), "--memory", "6G", "--"]
     ran = subprocess.run([*vm, *command], capture_output=True, text=True, cwd=REPOSITORY)
     assert ran.returncode == 0, f"{ran.returncode}\n{ran.stdout}\n{ran.stderr}"
@@ -62,7 +62,7 @@ def test_the_native_side_over_soft_roce(tmp_path: Path) -> None:
 
 
 def prepared(folder: Path) -> str:
-    """What the guest would need many minutes for: the C++ extension, and the sample as tokens."""
+    """Builds the extension and the sample's tokens here; the guest would need many minutes."""
     setup = ["bash", "tools/setup.sh"]
     subprocess.run(setup, check=True, cwd=REPOSITORY, env={**os.environ, "PYTHON": sys.executable})
     tokens = folder / "sample"

@@ -136,7 +136,7 @@ def _unpack_kernel(folder: Path, cache: Path) -> None:
 
 
 def _kernel_package() -> str:
-    """What Debian's package of the current kernel depends on; its cloud kernels lack soft-RoCE."""
+    """Name of Debian's current kernel package; its cloud kernels lack soft-RoCE."""
     for attempt in (0, 1):
         if attempt:
             _apt("update")

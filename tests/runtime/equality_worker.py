@@ -95,7 +95,7 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
 
 
 def recomputed(case: dict[str, Any]) -> dict[str, Any]:
-    """What is computed again in backwards; of "some" layers the first one of each chunk."""
+    """Recomputation settings of a case; "some" recomputes the first layer of each chunk."""
     how = case.get("recompute")
     settings: dict[str, Any] = {"recompute_granularity": "full" if how == "some" else how}
     if how in ("full", "some"):
@@ -154,7 +154,7 @@ def token_loss(
 
 
 class ForwardStep:
-    """Keeps what each forward in training was told: to compute all activations again, or not."""
+    """Records for each training forward if it recomputes all activations."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.per_token = case.get("per_token", False)
@@ -178,8 +178,9 @@ class ForwardStep:
 
 
 def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
-    """Two optimizer steps and an evaluation behind them, or behind each; everything that must be
-    equal to the last bit.
+    """Runs two optimizer steps, and an evaluation after them or after each.
+
+    Returns everything that must be bitwise equal.
     """
     iterations = case.get("iterations", 2)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(
@@ -268,7 +269,7 @@ def run_case(case: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def begun_by_replays() -> Iterator[list[bool]]:
-    """Of each reduction that a replayed backward begins: is it on a stream of its own?"""
+    """For each reduction that a replayed backward starts: True if it has a stream of its own."""
     begun: list[bool] = []
 
     def reduce(original: Any, *args: Any, **options: Any) -> None:

@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Finished:
-    """What one rank left: its exit status and everything it printed."""
+    """Exit status and output of one rank."""
 
     returncode: int
     output: str

@@ -67,7 +67,7 @@ def static_links_are_opened_anew(folder: Path) -> None:
 
 
 def another_number_of_chunks(folder: Path) -> None:
-    """It had no loss in an evaluation, and a shape of the first model's in training."""
+    """Evaluation returns losses, and training uses the shapes of the second model."""
     one, two = build(layers=4), build(layers=4, v=2)
     with DppSchedule(DppConfig(timeout=20), seed=1) as schedule:
         for chunks in (one, two, one):
@@ -103,7 +103,7 @@ def graphs_of_the_model_before_are_closed(folder: Path) -> None:
 
 
 def a_script_may_end_by_exit(folder: Path) -> None:
-    """The first rank is done before the last; its exit ended that one."""
+    """The first rank exits before the last one, which must not end it."""
     chunks = build()
     try:
         with DppSchedule(seed=1) as schedule:

@@ -1,4 +1,4 @@
-"""In the place of a CUDA graph where there is no GPU."""
+"""A stand-in for CUDA graphs on machines without a GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 class Rerun:
-    """What was to be captured is run at every replay, over the buffers that a graph would use.
+    """Stand-in for a CUDA graph: each replay runs the function again, over the graph's buffers.
 
-    ``replays`` notes each of them.
+    ``replays`` records each replay.
     """
 
     def __init__(

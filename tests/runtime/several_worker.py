@@ -1,5 +1,4 @@
-"""Stages that hand on three tensors, through the dynamic schedule and in one process; compared bit
-by bit.
+"""Compares stages that exchange three tensors with one process, bit by bit.
 
 Run by test_several_tensors.py, one process per rank: several_worker.py JSON, a list of cases. The
 three are a hidden state, a second stream that most stages hand on untouched, and integers, which

@@ -80,7 +80,7 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class _Base(torch.nn.Module):
-    """What TransformerEngineBaseModule has of delayed weight gradients."""
+    """The part of TransformerEngineBaseModule that delays weight gradients."""
 
     def _build(self, inp: int, out: int, *, bias: bool, **options: Any) -> None:
         assert options["tp_size"] == 1

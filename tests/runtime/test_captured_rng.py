@@ -1,4 +1,4 @@
-"""Which generators a recomputed part draws from, with states that only count (no GPU here).
+"""The generators that a recomputed part draws from, with states that only count (no GPU).
 
 That the numbers drawn are the eager ones is test_equality.py's matter, on GPUs.
 """
@@ -108,7 +108,7 @@ def test_each_part_has_generators_that_are_set_to_where_the_forward_had_come(
 
 
 def test_a_part_inside_of_a_switched_state_follows_that_state(machine: Machine) -> None:
-    """With sequence parallelism a block runs whole in the tracker's state."""
+    """With sequence parallelism a whole block runs in the tracker's state."""
 
     def switched() -> list[Any]:
         before = machine.fork()

@@ -99,7 +99,7 @@ def fault(read: Read, entry: PrivateName) -> str | None:
 
 
 def definition(read: Read, module: str, name: str) -> ast.AST | None:
-    """Where a name of a module is defined, imports within megatron-core followed."""
+    """The definition of a module's name; follows imports within megatron-core."""
     text = next((text for path in paths_of(module) if (text := read(path)) is not None), None)
     if text is None:
         return None

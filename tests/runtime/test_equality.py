@@ -81,8 +81,7 @@ def test_ten_seeds_of_delays_on_four_ranks() -> None:
 
 
 def test_experts_and_further_tokens() -> None:
-    """Experts get as many tokens as the router sends them: another number in each microbatch, at
-    times none."""
+    """The number of tokens of an expert differs from microbatch to microbatch, and may be 0."""
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
     shared = {"moe_layer_freq": [0, 1, 1, 1], "moe_shared_expert_intermediate_size": 32}
     crowded = {"num_moe_experts": 16, "moe_token_dispatcher_type": "allgather"}
@@ -98,7 +97,7 @@ def test_experts_and_further_tokens() -> None:
 
 
 def test_captured_tasks() -> None:
-    """What a CUDA graph would replay is run instead, over the buffers that a graph would use."""
+    """Runs each captured function again instead of a graph, over the graph's buffers."""
     fused, late = (
         {"split_backward": False, "cuda_graphs": "on"},
         {"inject": LATE, "cuda_graphs": "on"},
@@ -114,7 +113,7 @@ def test_captured_tasks() -> None:
 
 
 def test_captured_tasks_of_static_schedules() -> None:
-    """Where a backward starts the reduction of gradients, a replayed one does so, too."""
+    """A replayed backward starts the reduction of gradients as an eager one does."""
     static = {"static": True, "cuda_graphs": "on"}
     check(
         2,
@@ -191,8 +190,7 @@ def test_tensor_and_data_parallel() -> None:
 
 
 def test_frozen_parameters() -> None:
-    """Where nothing before a layer is trained its input needs no gradient, and autograd asked for
-    none of what came behind: those chunks trained on nothing."""
+    """Layers behind frozen ones are trained, although their input needs no gradient."""
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
     graphs = [{**run, "cuda_graphs": "on"} for run in ({"static": True}, fused, late)]
     table, all_but_products = ["embedding"], ["embedding", "layernorm", "bias"]
@@ -206,8 +204,9 @@ def test_frozen_parameters() -> None:
 
 
 def test_reduction_that_overlaps() -> None:
-    """In a user's own loop: without no_sync_func, with force_all_reduce, between several optimizer
-    instances, which were reduced twice."""
+    """A user's own loop without no_sync_func, with force_all_reduce, and with several optimizer
+    instances, between which each gradient is reduced once.
+    """
     late = {"inject": LATE}
     both = {"overlap": True, "distributed_optimizer": True, "layers": 2, "iterations": 3}
     check(

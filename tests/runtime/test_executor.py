@@ -1,16 +1,8 @@
-"""The executor over the fake network: any timing, any policy, one order per chunk and the right
-values.
-
-The runner here is arithmetic: stage s maps x to 2 x + s, and every gradient is tripled on its way
-back, so a message that is lost, doubled or swapped shows in the numbers.
-"""
+"""The executor over the fake network: any timing and policy, one order per chunk, right values."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,171 +15,15 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, PeerDead, TransferTimeout
 from megatron.dpp.mcore.boundary import boundaries
 from megatron.dpp.runtime.agreement import decider_for
-from megatron.dpp.runtime.executor import Executor, Links, Tensors
+from megatron.dpp.runtime.executor import Executor, Links
 from megatron.dpp.runtime.links import why_not_ahead
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
-from megatron.dpp.schedule import Action, Geometry, Scheduler, View, parse_cap
+from megatron.dpp.schedule import Action, Geometry, Scheduler, View
 from megatron.dpp.trace import NullRecorder
 from megatron.dpp.transport.base import Direction, LinkInfo
 from megatron.dpp.transport.fake import FakeNetwork, FakeTransport
-
-
-@dataclass
-class Arithmetic:
-    """A TaskRunner of sums; ``log`` keeps the order of what was run. All elements of all tensors of
-    a boundary are copies of one number.
-    """
-
-    topology: Topology
-    receives: Sequence[int] = (4,)
-    """Bytes of each tensor that it gets from the stage before it, and gives a gradient to."""
-    sends: Sequence[int] = (4,)
-    """Likewise, of the stage after it."""
-    late: float = 0.0
-    """Seconds that a forward takes."""
-    log: list[tuple[str, int, int, int]] = field(default_factory=list)
-    results: dict[tuple[str, int, int], float] = field(default_factory=dict)
-    complete: list[int] = field(default_factory=list)
-    complete_after: list[int] = field(default_factory=list)
-    """Of each entry of ``complete``, the number of tasks in ``log`` by then."""
-
-    def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
-        self.log.append(("F", chunk, microbatch, 0))
-        time.sleep(self.late)
-        value = self.same(received, self.receives)
-        value = torch.tensor([float(microbatch)]) if value is None else value
-        output = 2 * value + self.topology.stage(chunk)
-        self.results["F", chunk, microbatch] = output.item()
-        return self.spread(output, self.sends)
-
-    def same(self, received: Tensors | None, sizes: Sequence[int]) -> torch.Tensor | None:
-        if received is None:
-            return None
-        assert isinstance(received, list) == (len(sizes) > 1)
-        tensors = received if isinstance(received, list) else [received]
-        assert [tensor.nbytes for tensor in tensors] == list(sizes)
-        first = tensors[0][:1]
-        assert all(bool((tensor == first).all()) for tensor in tensors)
-        return first
-
-    def spread(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Tensors:
-        copies = [tensor.expand(size // tensor.itemsize).clone() for size in sizes]
-        return copies if len(sizes) > 1 else copies[0]
-
-    def free_output(self, chunk: int, microbatch: int) -> None:
-        pass
-
-    def backward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors | None:
-        self.log.append(("B", chunk, microbatch, 0))
-        value = self.same(received, self.sends)
-        value = torch.tensor([1.0 + microbatch]) if value is None else value
-        self.results["B", chunk, microbatch] = value.item()
-        return self.spread(3 * value, self.receives) if self.topology.stage(chunk) else None
-
-    def weight(self, chunk: int, microbatch: int, piece: int) -> None:
-        self.log.append(("W", chunk, microbatch, piece))
-
-    def chunk_complete(self, chunk: int) -> None:
-        self.complete.append(chunk)
-        self.complete_after.append(len(self.log))
-
-
-class StartsLater(HostTimer):
-    """A device that is seen to start a task launched ahead at the second look."""
-
-    _looks = 0
-
-    def begin(self, *, ahead: bool = False) -> None:
-        super().begin(ahead=ahead)
-        self._looks = 2 if ahead else 0
-
-    def waiting(self) -> bool:
-        self._looks -= 1
-        return self._looks > 0
-
-
-def run_pipeline(
-    p: int, v: int, m: int, *, policy: str = "dynamic", cap: str = "auto", split: bool = True,
-    delay: float = 0.0, seed: int = 0, timeout: float = 20.0, iterations: int = 1,
-    network: FakeNetwork | None = None, members: int = 1, tensors: int = 1, ahead: bool = False,
-    forward_only: bool = False, late: float = 0.0, evaluations: Collection[int] = (),
-    pieces: Sequence[int] | None = None, sizes: Sequence[Sequence[int]] | None = None,
-) -> list[Arithmetic]:  # fmt: skip
-    """Run every rank of a pipeline in a thread of its own; ``members`` ranks share each stage. The
-    last stage's forwards take ``late`` seconds. ``evaluations`` are the iterations without
-    backwards among the others; ``pieces`` are those of each chunk's weight gradient;
-    ``sizes`` the bytes of each tensor that a rank's stages send.
-    """
-    topologies = [
-        Topology(tuple(range(t, p * members, members)), r, v)
-        for r in range(p)
-        for t in range(members)
-    ]
-    sends = sizes or [[4] * tensors] * p
-    rooms = [(sends[top.rank - 1], sends[top.rank]) for top in topologies]
-    opened = [top.channels(*room, 2) for top, room in zip(topologies, rooms, strict=True)]
-    specs = {s: None for channels in opened for s in channels.specs}
-    network = network or FakeNetwork(list(specs), seed=seed, delay=delay, ahead=ahead)
-    runners = [
-        Arithmetic(top, *room, late * (top.rank == p - 1))
-        for top, room in zip(topologies, rooms, strict=True)
-    ]
-    errors: dict[int, BaseException] = {}
-
-    def body(index: int) -> None:
-        top, runner, channels = topologies[index], runners[index], opened[index]
-        first = index - index % members
-        board = range(first, first + members) if members > 1 else None
-        transport = network.transport(
-            index, board_ranks=board, board_counters=channels.num_incoming
-        )
-        links = Links(transport, channels)
-        w_pieces = tuple(pieces or (2,) * v) if split else None
-        try:
-            for iteration in range(iterations):
-                evaluates = forward_only or iteration in evaluations
-                geometry = Geometry(p, top.rank, v, m, w_pieces=w_pieces, forward_only=evaluates)
-                cap_chunks = parse_cap(cap, geometry).chunks
-                scheduler = Scheduler(geometry, policy=policy, cap=cap_chunks, split_backward=split)
-                decider = decider_for(scheduler, channels.receiving, transport.board)
-                decider.start(links.consumed)
-                Executor(
-                    runner=runner, decider=decider, links=links, recorder=NullRecorder(),
-                    timer=StartsLater(), injector=None, split_backward=split,
-                    iteration=iteration, timeout=timeout,
-                ).run()  # fmt: skip
-                links.consume(geometry)
-                assert scheduler.peak_held <= cap_chunks
-        except BaseException as error:
-            errors[index] = error
-
-    threads = [threading.Thread(target=body, args=(i,), daemon=True) for i in range(len(runners))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout + 10)
-    if errors:
-        raise errors[max(errors)]
-    assert not any(thread.is_alive() for thread in threads), "a rank is stuck"
-    return runners
-
-
-def check_values(runners: list[Arithmetic], m: int, iterations: int = 1) -> None:
-    """Every stage saw every microbatch once per iteration, in order, with the right value."""
-    for runner in runners:
-        top = runner.topology
-        for chunk in range(top.num_chunks):
-            for kind in "FB":
-                order = [i for k, c, i, _ in runner.log if k == kind and c == chunk]
-                assert order == list(range(m)) * iterations
-            for microbatch in range(m):
-                value = float(microbatch)
-                for stage in range(top.stage(chunk) + 1):
-                    value = 2 * value + stage
-                assert runner.results["F", chunk, microbatch] == value
-                hops = top.num_stages - 1 - top.stage(chunk)
-                assert runner.results["B", chunk, microbatch] == (1.0 + microbatch) * 3**hops
+from tests.runtime.pipelines import Arithmetic, check_values, run_pipeline
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -245,7 +81,7 @@ LAST = Topology((0, 1), 1, 1)
 def last_rank(
     network: FakeNetwork, scheduler: Scheduler, timer: HostTimer, timeout: float, consumed: int = 0
 ) -> Executor:
-    """Its executor, to be looked at alone."""
+    """The executor of the last rank alone."""
     channels = LAST.channels([64], [64], 2)
     links = Links(network.transport(1), channels)
     links.consumed = [consumed]
@@ -257,7 +93,7 @@ def last_rank(
 
 
 def test_a_peer_that_left_is_named_at_once() -> None:
-    """It would otherwise be waited for until --dpp-timeout."""
+    """The rank does not wait until --dpp-timeout."""
     network = FakeNetwork(list(LAST.channels([64], [64], 2).specs))
     network.transport(0).close()
     scheduler = Scheduler(Geometry(2, 1, 1, 2), split_backward=False)
@@ -279,7 +115,7 @@ def test_missing_message_ends_in_a_named_timeout() -> None:
 def test_an_evaluation_keeps_few_outputs(
     monkeypatch: pytest.MonkeyPatch, p: int, v: int, members: int
 ) -> None:
-    """A first stage that is faster than the last kept the outputs of all microbatches."""
+    """A first stage that is faster than the last must not keep the outputs of all microbatches."""
     pending: list[int] = []
     put = FakeTransport.put
 
@@ -297,7 +133,7 @@ def test_an_evaluation_keeps_few_outputs(
 
 
 def test_a_backlog_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as it shrinks: the timeout is for what makes no progress."""
+    """The timeout applies only to sends that make no progress."""
     monkeypatch.setattr("megatron.dpp.runtime.executor._MOST_PENDING", 1000)
     runners = run_pipeline(
         2, 1, 20, policy="depth-first", split=False, forward_only=True, late=0.05, timeout=0.3
@@ -307,7 +143,7 @@ def test_a_backlog_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("policy", ["dynamic", "megatron"])
 def test_a_first_rank_notices_that_its_receiver_left(policy: str) -> None:
-    """With Megatron's order a forward may run, but the next task is a backward: nobody looked."""
+    """Also with Megatron's order, where a forward may run but the next task is a backward."""
     channels = FIRST.channels([64], [64], 2)
     network = FakeNetwork(list(channels.specs))
     network.transport(1).close()
@@ -343,7 +179,7 @@ def test_members_of_a_stage_agree_on_whole_boundaries() -> None:
 
 @pytest.mark.parametrize(("p", "v", "members"), [(2, 1, 1), (3, 2, 1), (2, 2, 2)])
 def test_each_boundary_has_tensors_of_its_own(p: int, v: int, members: int) -> None:
-    """Another number of them, and other sizes, before a rank than behind it."""
+    """A rank receives another number of tensors than it sends, with other sizes."""
     sizes = [[4, 64], [16], [8, 8, 120]][-p:]
     runners = run_pipeline(p, v, 4, delay=0.002, sizes=sizes, members=members, iterations=2)
     check_values(runners, 4, iterations=2)
@@ -447,7 +283,7 @@ class Busy(HostTimer):
 
 
 def test_a_busy_device_leaves_the_interpreter_to_other_threads() -> None:
-    """A loop that only looked kept a data loader's thread from it, and batches came late."""
+    """A loop that polls without sleeping keeps the GIL from a data loader's thread."""
     scheduler, timer = Scheduler(Geometry(2, 1, 1, 1, forward_only=True)), Busy()
     last_rank(on_its_way(0.0), scheduler, timer, timeout=20.0).run()
     assert scheduler.done
@@ -470,7 +306,7 @@ def on_its_way(seconds: float) -> FakeNetwork:
 
 
 def test_an_input_is_ahead_of_its_task_in_later_iterations_too() -> None:
-    """It is compared with all that earlier iterations took."""
+    """The count of arrivals is compared with all messages that earlier iterations took."""
     for consumed, ahead in ((4, False), (5, True)):
         scheduler = Scheduler(Geometry(2, 1, 1, 1, forward_only=True))
         executor = last_rank(on_its_way(0.2), scheduler, NeverStarts(), 100.0, consumed)
@@ -490,8 +326,7 @@ def test_a_device_that_waits_is_not_waited_for_longer_than_the_timeout() -> None
 
 
 def test_the_deadline_counts_from_when_the_device_began_to_wait() -> None:
-    """A task that was believed possible earlier, and is chosen between two others, has no gap
-    before it: its wait seemed as old as the machine."""
+    """The wait of a task without a gap before it starts now, not at the clock's zero."""
     scheduler = Scheduler(Geometry(2, 1, 1, 1, forward_only=True))
     executor = last_rank(on_its_way(0.05), scheduler, NeverStarts(), timeout=100.0)
     executor._arrived = [0]

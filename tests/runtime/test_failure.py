@@ -1,4 +1,4 @@
-"""What leaving a schedule by an error says, over the fake network."""
+"""Messages of a schedule that ends with an error, over the fake network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a block is replayed and when it runs eagerly; what is captured is run again (no GPU here).
+"""Conditions for replaying a block. Captured functions are run again, without a GPU.
 
 That replayed numbers are the eager ones is test_equality.py's matter.
 """
@@ -24,7 +24,7 @@ SHAPE = (3, 2, 4)
 
 
 class Block(torch.nn.Module):
-    """What a transformer block is to its graphs."""
+    """The part of a transformer block that its graphs use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,8 +93,7 @@ def test_other_arguments_than_the_first_run_eagerly_and_are_named_once(chunk: Ch
 def test_after_a_step_every_block_is_captured_in_every_slot(
     chunk: Chunk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk took any free slot and was captured there when it first met it: tasks of 2 ms took
-    ten in the middle of later steps."""
+    """A capture in the middle of a later step would make a task of 2 ms take 10 ms."""
     captured: list[Any] = []
 
     def capture(function: Any, pool: Any) -> Rerun:
@@ -174,7 +173,7 @@ def test_a_buffer_that_graphs_gather_into_outlives_its_successor(
 def test_lengths_that_cudnn_cannot_attend_to_in_graphs_stay_eager(
     chunk: Chunk, rows: int, replays: int
 ) -> None:
-    """Sequences of 16 and 64 read foreign memory when Transformer Engine's layers were replayed."""
+    """Replayed layers of Transformer Engine read foreign memory for sequences of 16 and 64."""
     chunk.decoder.core = type("Core", (torch.nn.Module,), {"__module__": "transformer_engine.a"})()
     made: list[Rerun] = []
     engine, said = graphs_of(chunk, partial(Rerun, replays=made))
@@ -193,7 +192,7 @@ def test_without_gradients_nothing_is_captured(chunk: Chunk) -> None:
 
 
 def test_closing_frees_what_was_captured(chunk: Chunk) -> None:
-    """NCCL waited for ever for graphs that only the garbage collector would have freed."""
+    """NCCL waits without end for graphs that only the garbage collector frees."""
     captured: list[weakref.ref[Rerun]] = []
 
     def capture(function: Any, pool: Any) -> Rerun:
@@ -241,7 +240,7 @@ def test_graphs_are_left_where_memory_is_short() -> None:
 def test_whatever_fails_in_a_capture_leaves_the_chunk_eager_and_its_first_error_is_named(
     chunk: Chunk,
 ) -> None:
-    """A failure inside of torch.distributed leaves it as another error than it was."""
+    """A failure inside torch.distributed may end as another error; the first is reported."""
 
     def capture(function: Any, pool: Any) -> Rerun:
         try:

@@ -75,7 +75,7 @@ def test_a_rank_outside_the_pipeline_is_refused() -> None:
 
 
 def test_a_late_message_has_arrived_when_it_was_shown() -> None:
-    """Or a trace would not see a slow link that was injected."""
+    """Otherwise a trace does not show an injected slow link."""
     spec = ChannelSpec(0, 1, 0, Direction.FORWARD, 64)
     network = FakeNetwork([spec])
     sender, inner = network.transport(0), network.transport(1)
@@ -90,7 +90,7 @@ def test_a_late_message_has_arrived_when_it_was_shown() -> None:
 
 
 def test_a_seed_may_be_any_64_bits() -> None:
-    """PyTorch's own initial seed may exceed a signed number; small ones draw as they always did."""
+    """PyTorch's initial seed may exceed a signed 64-bit number."""
     task = Task(3, "B", 1, 7, 12.0, 0.5)
     assert Injector("jitter:0.3", 1, 4, seed=(1 << 64) - 7).factor(task) >= 1.0
     one = Task(3, "B", 1, 1, 12.0, 0.5)
@@ -99,7 +99,7 @@ def test_a_seed_may_be_any_64_bits() -> None:
 
 
 def test_the_delay_of_a_message_begins_when_it_was_sent() -> None:
-    """It began when a busy receiver looked: a slow link was slower than it was asked to be."""
+    """The delay does not begin when a busy receiver polls."""
     spec = ChannelSpec(0, 1, 0, Direction.FORWARD, 64)
     network = FakeNetwork([spec])
     sender, inner = network.transport(0), network.transport(1)
@@ -113,7 +113,7 @@ def test_the_delay_of_a_message_begins_when_it_was_sent() -> None:
 
 
 def test_a_heavy_head_is_on_the_last_chunk_of_the_last_rank() -> None:
-    """It had slowed every chunk of that rank, which is a slow rank and no heavy stage."""
+    """The other chunks of that rank keep their speed."""
     last = Injector("head:3x", 3, 4, num_chunks=2)
     assert [last.factor(Task(0, "F", chunk, 0)) for chunk in range(2)] == [1.0, 3.0]
     assert Injector("head:3x", 2, 4, num_chunks=2).factor(Task(0, "F", 1, 0)) == 1.0

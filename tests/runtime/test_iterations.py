@@ -11,7 +11,8 @@ from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler, View
 from megatron.dpp.trace import NullRecorder
 from megatron.dpp.transport.fake import FakeNetwork
-from tests.runtime.test_executor import LAST, Arithmetic, run_pipeline
+from tests.runtime.pipelines import Arithmetic, run_pipeline
+from tests.runtime.test_executor import LAST
 
 GEOMETRY = Geometry(2, 1, 1, 2)
 """The last of two ranks, with one chunk and two microbatches."""
@@ -19,7 +20,7 @@ GEOMETRY = Geometry(2, 1, 1, 2)
 
 @pytest.mark.parametrize(("p", "v", "members"), [(2, 1, 1), (3, 2, 1), (2, 2, 2)])
 def test_evaluations_between_training_steps(p: int, v: int, members: int) -> None:
-    """An evaluation moves no gradients: those channels must not count its microbatches."""
+    """An evaluation sends no gradients, so gradient channels must not count its microbatches."""
     evaluations, m = (1, 3, 4), 4
     runners = run_pipeline(
         p, v, m, iterations=6, evaluations=evaluations, members=members, delay=0.001
@@ -58,7 +59,7 @@ def test_an_iteration_of_a_neighbour_that_is_ahead_waits_for_its_turn() -> None:
 
 
 def new_decider(before: int) -> Decider:
-    """Of a rank alone that has counted this many microbatches in earlier iterations."""
+    """The decider of a single rank that has counted so many microbatches in earlier iterations."""
     decider = Decider(Scheduler(GEOMETRY, split_backward=False), [(0, 0)])
     decider.start([before])
     return decider

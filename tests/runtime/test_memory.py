@@ -36,7 +36,7 @@ def test_every_storage_counts_once_and_weights_do_not() -> None:
 
 
 def test_a_backward_sees_the_parameter_itself() -> None:
-    """Through hooks on saved tensors it saw a copy, which has no ``main_grad`` and no marks."""
+    """A copy would have neither ``main_grad`` nor the parameter's attributes."""
     seen: list[torch.Tensor] = []
 
     class Linear(torch.autograd.Function):

@@ -1,5 +1,5 @@
-"""When the gradients that a replayed backward adds are reduced. That the numbers are DDP's is
-test_equality.py's matter."""
+"""The start of gradient reductions in a replayed backward. test_equality.py compares the
+numbers with DDP's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEADLINE = 20.0
 
 
 class Group:
-    """What a bucket group of DDP is to its chunk's reductions."""
+    """The part of DDP's bucket group that reductions use."""
 
     def __init__(self, name: str, reduced: Callable[[str], None], num_expected: int) -> None:
         self.name, self.is_last_microbatch = name, True
@@ -108,8 +108,9 @@ def test_where_ddp_reduces_at_the_end_of_a_step_nothing_is_reduced_here(options:
 def test_an_event_is_recorded_where_a_group_is_complete(
     instances: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Again if a parameter comes again; between several optimizer instances DDP would wait for the
-    whole replay anyway."""
+    """It is recorded again if a parameter comes again. With several optimizer instances DDP waits
+    for the whole replay anyway.
+    """
     recorded = iter(range(9))
     monkeypatch.setattr(reductions, "_recorded", lambda: next(recorded))
     found, parameters, _, groups = setting("aab", instances=instances)

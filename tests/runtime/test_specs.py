@@ -10,7 +10,7 @@ from megatron.dpp.mcore.layers import SdpaAttention
 
 
 def test_attention_keeps_to_the_masks_that_samples_bring() -> None:
-    """``--reset-attention-mask``: the second document does not see the first."""
+    """With ``--reset-attention-mask`` the second document does not see the first."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=8,

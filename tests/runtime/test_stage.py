@@ -176,7 +176,7 @@ class Store:
 def test_memory_is_measured_of_each_chunks_first_microbatch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a backward defers is what it adds to what is deferred already."""
+    """A backward's deferred bytes are the growth of all deferred bytes."""
     counted: list[torch.nn.Module] = []
 
     def count(outputs: Any, model: torch.nn.Module) -> int:

@@ -16,7 +16,7 @@ def two_ranks() -> FakeNetwork:
 
 
 def test_a_sender_that_left_is_named_at_once() -> None:
-    """It was called alive when the time-out had passed. What it sent before is still taken."""
+    """Messages that it sent before are still taken."""
     network = two_ranks()
     sender, exchange = network.transport(0), ChannelExchange(network.transport(1), timeout=600.0)
     out = next(i for i, s in enumerate(sender.outgoing) if s.direction == Direction.FORWARD)

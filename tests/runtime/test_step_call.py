@@ -1,4 +1,4 @@
-"""What a step is given: only the dynamic schedule refuses settings that need a static order."""
+"""Checks of a step's arguments: only the dynamic schedule refuses settings for a static order."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ NAMES = ("model-parallel-rng", "expert-parallel-rng")
 
 
 def test_chunks_are_told_apart_without_a_stage_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules without ``vp_stage`` all counted as chunk 0: masks followed the order of tasks."""
+    """Modules without ``vp_stage`` do not all count as chunk 0."""
     chunks: list[torch.nn.Module] = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
     seen: list[tuple[str, int, int]] = []
     monkeypatch.setattr(
@@ -83,7 +83,7 @@ def draw_in_tasks(
     iteration: int = 0,
     tensor_rank: int = 0,
 ) -> list[dict[str, float]]:
-    """What the forwards of two chunks and two microbatches draw first, on one of two ranks."""
+    """The first draws of the forwards of two chunks and two microbatches, on one of two ranks."""
     chunks: list[torch.nn.Module] = [torch.nn.Identity(), torch.nn.Identity()]
     drawn: list[dict[str, float]] = []
     generators.tensor_rank = tensor_rank
@@ -122,6 +122,6 @@ def test_a_task_draws_the_same_whatever_ran_before_it(generators: Generators) ->
 
 
 def test_seeds_are_equal_on_every_machine() -> None:
-    """A resumed run draws what the run before it would have drawn."""
+    """A resumed run draws the numbers that an uninterrupted run draws."""
     assert rng._derive(1, 2, 3, 4) == 7597657864365363701
     assert rng._derive(1, 2, 3, 4, 0, name="model-parallel-rng") == 3200291550365815258

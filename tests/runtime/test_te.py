@@ -30,8 +30,10 @@ def graphed(**more: Any) -> list[dict[str, Any]]:
 
 
 def test_equal_to_the_static_schedule_bit_by_bit() -> None:
-    """Some B's run before the W's of earlier microbatches: the queues must keep their order. A
-    captured W puts its module's entry back."""
+    """Some B run before the W of earlier microbatches, so the queues must keep their order.
+
+    A captured W puts its module's entry back.
+    """
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
     cases: list[dict[str, Any]] = [
         {"name": "v1", "p": 2, "m": 5, "runs": [fused, late], "layers": 4},
@@ -97,7 +99,7 @@ def backward(layer: Any, value: float) -> None:
 
 
 def with_hooks(layer: Any) -> Any:
-    """What DistributedDataParallel is to the modules: each gradient is added to main_grad."""
+    """Adds DistributedDataParallel's hooks: each gradient is added to main_grad."""
 
     def hook_of(parameter: Any) -> Any:
         def hook() -> None:
@@ -123,7 +125,7 @@ def test_nothing_that_is_captured_overwrites_main_grad() -> None:
 
 @pytest.mark.parametrize("return_bias", [False, True])
 def test_every_gradient_waits_for_its_own_microbatch(return_bias: bool) -> None:
-    """A bias that is added outside of the module has its gradient before its turn."""
+    """A bias added outside the module has its gradient before its turn."""
     now, later = (layer_of(te_double, return_bias, delay) for delay in (False, True))
     delayed = DelayedModules(later, [later], with_hooks(later))
     for _ in range(2):

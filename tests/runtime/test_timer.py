@@ -1,4 +1,4 @@
-"""When the next task may be chosen on a GPU, with events that tell a made-up time."""
+"""The time at which the next task may be chosen on a GPU, with events on a made-up clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Device:
         return self.now
 
     def record(self) -> float:
-        """When everything queued so far is done; every second event is a task's end."""
+        """Time at which all queued work is done; every second event is a task's end."""
         if self._recorded % 2 and self.overlaps:
             self._free_at = max(self._begun + self.seconds, self.now)
         elif self._recorded % 2:
@@ -89,7 +89,7 @@ def test_the_next_task_is_chosen_so_long_before_the_end_of_the_running_one(devic
 
 
 def test_short_tasks_are_queued_until_they_last_as_long(device: Device) -> None:
-    """A queue of two tasks at most left the device idle where tasks are shorter than launches."""
+    """A queue of at most two tasks leaves the device idle if tasks are shorter than launches."""
     timer = learned(device, 2.5)
     launch(timer, 2)
     assert timer.pause() == 0.0
@@ -108,8 +108,10 @@ def test_of_tasks_never_seen_only_one_is_queued_ahead(device: Device) -> None:
 
 
 def test_a_task_runs_from_the_beginning_of_its_launch(device: Device) -> None:
-    """Counted from the end of its launch, a task that an idle device took up at once seemed to have
-    its whole time left: the host waited although the device was about to be idle again."""
+    """An idle device starts a task while the host launches it.
+
+    Counted from the launch's end, the task would seem to have its whole time left.
+    """
     device.overlaps = True
     timer = learned(device, 0.25)
     timer.begin()
@@ -182,8 +184,7 @@ def test_before_two_sizes_were_seen_durations_are_proportional(device: Device) -
 
 
 def test_launching_is_judged_by_the_chunk_that_waits_for_it_most(device: Device) -> None:
-    """Beside an output layer of long kernels the rank's layers seemed to need no graphs, in one run
-    and not in the next: 235 or 280 ms a step."""
+    """Long kernels of an output layer do not hide that the other layers are launch-bound."""
     device.overlaps = True
     timer = DeviceTimer(None)
     for chunk, launch_seconds, seconds in ((0, 1.0, 1.0), (1, 1.0, 9.0)):

@@ -1,4 +1,4 @@
-"""What --dpp-activation-cap means, and what it refuses."""
+"""Values of --dpp-activation-cap, valid and invalid."""
 
 import pytest
 
@@ -70,7 +70,7 @@ def test_refusals(text, message):
 
 @pytest.mark.parametrize(("rank", "num_chunks", "chunks"), [(3, 2, 10), (2, 2, 11), (3, 1, 5)])
 def test_the_last_rank_leaves_room_for_the_head(rank, num_chunks, chunks):
-    """What the simulator counts with is what training does."""
+    """Simulator and training use the same cap."""
     decisions = pytest.importorskip("megatron.dpp.runtime.decisions")
     where = geometry(rank, num_chunks)
     training = decisions.Decisions(DppConfig(), log=lambda line: None)
@@ -89,7 +89,7 @@ def test_the_last_rank_leaves_room_for_the_head(rank, num_chunks, chunks):
     ],
 )
 def test_a_large_head_gets_the_room_that_it_takes(num_ranks, cap, room, chunks):
-    """With 50,000 words the last rank held more than Megatron's worst."""
+    """With a vocabulary of 50,000 the last rank holds no more than Megatron's worst rank."""
     decisions = pytest.importorskip("megatron.dpp.runtime.decisions")
     where = Geometry(num_ranks, num_ranks - 1, 2, 16)
     training = decisions.Decisions(DppConfig(activation_cap=cap), log=lambda line: None)
@@ -151,7 +151,7 @@ def test_a_backward_frees_what_weight_gradients_do_not_keep(activation, deferred
 @pytest.mark.parametrize("policy", ["dynamic", "depth-first", "megatron", "breadth-first"])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_peaks_count_what_weight_gradients_keep(policy, pieces):
-    """Counted here from the tasks alone: F takes 1, B gives 0.4 back, each W its part of 0.6."""
+    """F takes 1, B gives 0.4 back, and each W gives back its part of 0.6."""
     shape = Geometry(1, 0, 1, 5, w_pieces=(pieces,))
     scheduler = Scheduler(shape, policy=policy, cap=8, split_backward=True, beta=0.4)
     change = {"F": 1.0, "B": -0.4, "W": -0.6 / pieces}
@@ -193,7 +193,7 @@ def test_the_least_cap_is_exact():
 
 
 def test_one_rank_may_hold_as_much_as_its_cap_says():
-    """A pipeline of one rank has nobody to wait for: the least cap runs each microbatch through."""
+    """A pipeline of one rank waits for nobody, so the lowest cap runs each microbatch through."""
     for cap in (1, 2, 3):
         scheduler = Scheduler(
             Geometry(1, 0, 1, 4), policy="depth-first", cap=cap, split_backward=False

@@ -52,7 +52,7 @@ class Pipeline:
         self.ranks[stage % self.p].arrived(direction, stage // self.p, self.delivered[key])
 
     def step(self, rank):
-        """Ask one rank; whether it ran something."""
+        """Asks one rank for its next task; True if it ran one."""
         scheduler = self.ranks[rank]
         action = scheduler.next()
         if action is None:
@@ -97,7 +97,7 @@ class Pipeline:
 @settings(max_examples=120, deadline=None)
 @given(shapes, st.data())
 def test_any_choice_at_any_time_ends(shape, data):
-    """Wild: any task that may run, in any order of events, at the tightest cap, split or fused."""
+    """Random choices among the allowed tasks, in any order of events, at the tightest cap."""
     rng = data.draw(st.randoms(use_true_random=False))
     p, v, m = shape
     split = data.draw(st.booleans())
@@ -150,7 +150,7 @@ def test_held_is_what_the_counters_say(shape, rng):
 
 
 def test_every_interleaving_of_small_pipelines():
-    """Exhaustive: every state that a timing or a choice can lead to, none of them stuck."""
+    """Enumerates every reachable state; none of them is stuck."""
     for p, v, m in itertools.product((1, 2), (1, 2), (1, 2, 3)):
         assert count_states(p, v, m) > 0
 
@@ -198,8 +198,9 @@ def count_states(p, v, m):
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_wanted_message_allows_a_task_at_once_and_something_is_always_wanted(data):
-    """So a task may be launched ahead of any of them, and a rank that may run nothing waits for
-    one of them."""
+    """A task may therefore be launched ahead of any wanted message, and a rank that may run nothing
+    waits for one of them.
+    """
     p, v = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
     m, rank = data.draw(st.integers(1, 6)), data.draw(st.integers(0, p - 1))
     split = data.draw(st.booleans())

@@ -1,4 +1,4 @@
-"""Decisions written down and run again, and what a replay that cannot be followed says."""
+"""Recording and replay of decisions, and the errors of a replay that does not fit."""
 
 import json
 

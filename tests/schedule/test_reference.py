@@ -68,7 +68,7 @@ def test_peaks_are_those_of_the_closed_form():
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 def test_every_number_of_microbatches_has_an_order_that_ends(p, v):
-    """Followed to the letter, with the backward fused: nothing else can unblock a wrong order."""
+    """Runs the order strictly, with a fused backward: nothing else can unblock a wrong order."""
     for m in range(1, 3 * p + 2):
         shape = Shape(p, v, m)
         plan = ScheduleConfig(policy="megatron", cap="strict", split_backward=False)

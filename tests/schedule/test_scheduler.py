@@ -1,4 +1,4 @@
-"""One rank's scheduler: what it allows, what it refuses, what it says."""
+"""One rank's scheduler: allowed actions, refusals and messages."""
 
 import pytest
 
@@ -250,7 +250,7 @@ def test_a_policy_that_waits_for_nothing_is_an_error_and_no_hang():
 
 
 def test_waiting_is_allowed_as_long_as_a_message_may_come():
-    """Whatever a rank has run, what may arrive is what the pipeline could have sent."""
+    """The messages that may arrive are those that the pipeline could have sent."""
     scheduler = Scheduler(Geometry(2, 0, 2, 2), policy=lambda view: view.forward(0))
     assert drained(scheduler, 2) == ["0F0", "0F1"]
     scheduler.arrived(FORWARD, 1, 1)

@@ -1,4 +1,4 @@
-"""What a user sees: grids, pictures, cost files, the command line."""
+"""Output of the simulator: grids, pictures, cost files, the command line."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Replaying recorded orders: what a simulation did takes as long again, whatever it was."""
+"""Replaying a recorded order takes the time of the simulation that recorded it."""
 
 from __future__ import annotations
 

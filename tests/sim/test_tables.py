@@ -1,4 +1,4 @@
-"""The design's makespan ratios: means over p = 4, 8, 16 and m = 2p, 4p, 8p.
+"""Makespan ratios of docs/benchmarks/simulator.md: means over p = 4, 8, 16 and m = 2p, 4p, 8p.
 
 The uniform columns are held to 0.1 %; they draw nothing.
 """
@@ -34,7 +34,7 @@ def test_two_chunks_uniform(name, ratio):
 
 @pytest.mark.parametrize(("v", "fused", "split"), [(1, 1.256, 1.084), (4, 1.064, 1.023)])
 def test_one_and_four_chunks_uniform(v, fused, split):
-    """Against our own figures: the design gives only means over all conditions here."""
+    """Ratios with one and four chunks and uniform tasks."""
     cap = "1.5p" if v == 1 else "megatron"
     megatron = mean_ratio(PLANS["megatron"], v)
     assert megatron == pytest.approx(fused, abs=0.0011)
@@ -51,7 +51,7 @@ def test_never_slower_than_megatron_at_equal_memory():
 
 
 def test_large_shapes_take_seconds():
-    """p = 64 at m = 512 has 196608 tasks; the ratio under transients stays that of the design."""
+    """p = 64 at m = 512 has 196608 tasks."""
     shape = Shape(64, 2, 128)
     result = ScheduleConfig(beta=0.5).run(shape, condition_costs("trN", shape, 0))
     assert result.ratio < 1.25

@@ -1,4 +1,4 @@
-"""The what-if benchmark: trouble in turns, and its comparison."""
+"""The what-if benchmark: alternating disturbances, and the comparison of gains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Slow:
 
 
 def test_links_are_slow_in_every_second_iteration() -> None:
-    """A channel carries as many messages an iteration as there are microbatches."""
+    """In an iteration a channel carries one message per microbatch."""
     injector = EverySecond(Slow(), num_microbatches=2)
     late = [injector.message_seconds(0, 1, number) for number in range(8)]
     assert late == [0, 0, 0.04, 0.04, 0, 0, 0.04, 0.04]

@@ -1,4 +1,4 @@
-"""The launch scripts: what they would start, and what they refuse before starting anything.
+"""The launch scripts: the commands that they print, and the settings that they refuse.
 
 ``DRY_RUN=1`` makes them print the commands; the flags in these are checked against the real parser.
 """
@@ -54,7 +54,7 @@ def torchrun_part(command: list[str]) -> str:
 
 
 class Started(Exception):
-    """In the place of a process that becomes torchrun."""
+    """Raised instead of becoming torchrun."""
 
 
 @pytest.mark.parametrize(

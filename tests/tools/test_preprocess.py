@@ -153,7 +153,7 @@ def test_old_output_survives_a_failed_run(tmp_path: Path) -> None:
 def test_a_token_outside_the_vocabulary_is_a_bad_line(
     token: int, vocab_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that 32 bits do not hold was an OverflowError, with ``--skip-bad-lines`` too."""
+    """Also a token above 32 bits."""
     source = corpus(tmp_path, {"text": "1 2"}, {"text": f"1 2 {token}"})
     flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size)]
     flags += ["--workers", "1"]

@@ -94,7 +94,7 @@ def test_without_a_compiler_it_says_so_at_once(repository: Path) -> None:
 
 
 def test_an_empty_compiler_is_none_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``CXX=`` was an IndexError, in the doctor too."""
+    """``CXX=`` counts as unset, in the doctor too."""
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     for empty in ("", " "):
         monkeypatch.setenv("CXX", empty)
@@ -121,7 +121,7 @@ def test_an_interpreter_that_is_not_there(repository: Path) -> None:
 
 
 def test_a_clone_that_cannot_be_written_to_is_used_when_all_is_there(repository: Path) -> None:
-    """A read-only file system ended in a traceback, though nothing had to be done."""
+    """A read-only file system is fine if nothing has to be done."""
     set_up(repository)
     lock = repository / "build" / "setup.lock"
     lock.unlink()

@@ -1,4 +1,4 @@
-"""Runs with a known trouble, and the analysis of a run."""
+"""Runs with a known disturbance, and their analysis."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draw(*key: int | str) -> random.Random:
 
 
 def inject(run: Run, cause: str, seed: int) -> Run:
-    """The same run with one trouble in it. Which rank or link has it depends on the seed."""
+    """The same run with one disturbance. The seed chooses its rank or link."""
     culprit = draw(seed, "who").randrange(run.ranks - 1)
 
     def cost(iteration: int, rank: int, kind: str, chunk: int, microbatch: int) -> int:

@@ -126,8 +126,10 @@ class _Pipeline:
         self.at(start + length, lambda: self.end(rank, kind, chunk, microbatch, start))
 
     def factor(self, *what: int | str) -> float:
-        """How much longer this task or message takes than others like it. It depends on nothing
-        else, so that a run and the same run without its trouble differ by the trouble alone.
+        """Random factor on the time of this task or message.
+
+        It depends on its arguments and the seed alone. Two runs with and without a disturbance
+        thus differ by the disturbance only.
         """
         key = "/".join(map(str, ("spread", self.run.seed, self.iteration, *what)))
         return random.Random(key).lognormvariate(0, self.run.jitter)

@@ -46,7 +46,7 @@ def test_collectives_align_ranks_that_exchange_no_messages(tmp_path):
 
 @pytest.mark.parametrize("seconds", [-200, 11, 300])
 def test_wall_clocks_may_be_far_apart(tmp_path, seconds):
-    """The two directions of one moment fell into different windows, and bounded nothing."""
+    """Both directions of one moment must fall into the same window."""
     run = Run(ranks=2, iterations=20, clocks={0: "a", 1: "b"}, offset={1: 3 * 10**9})
     directory = write(run, tmp_path)
     (path,) = directory.glob("*-pipeline-1-*")

@@ -1,4 +1,4 @@
-"""The analysis finds what was put in, accounts for all time, and predicts what a removal gains."""
+"""The analysis finds injected causes, accounts for all time, and predicts gains."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_totals_equal_those_summed_from_the_events(tmp_path):
 
 
 def test_other_schedules_do_not_name_the_run_itself(tmp_path):
-    """W comes in pieces in a real run; that makes no other schedule of it."""
+    """A run whose W comes in pieces has the same schedule as its simulation."""
     _, runs = recorded_runs(analysed(Run(chunks=2), tmp_path))
     plan = schedule_of("dpp", split=True, w_pieces=6)
     found = other_schedules(runs[-1], plan, [1.0] * 4)
@@ -252,7 +252,7 @@ def test_limits():
 
 
 def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
-    """A busy receiver sees a message when its task ends: a bound, which was taken for the delay."""
+    """A busy receiver sees a message when its task ends, which bounds the delay from above only."""
     from megatron.dpp.plan.whatif import _hop_delay
     from megatron.dpp.trace.analysis.stragglers import StragglerSearch
     from megatron.dpp.trace.analysis.work import JobShape, Work
@@ -272,7 +272,7 @@ def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
 
 
 def test_a_message_taken_ahead_is_timed_only_where_the_device_was_idle():
-    """The device came to it after its own task: a link of 80 us seemed to take a millisecond."""
+    """A busy device reaches the message after its own task, so that time is not the link's."""
 
     def sampled(previous_end: int) -> LinkSamples:
         message = MessageId(0, 1, 0, "forward", 0)

@@ -53,7 +53,7 @@ def test_a_new_run_takes_the_place_of_the_old(tmp_path):
 
 
 def test_a_new_run_that_is_longer_already_is_noticed(tmp_path):
-    """The writer truncates in place: the file is the same one, and long again when looked at."""
+    """The writer truncates the file in place, and it may be longer than before at the next look."""
     directory = write(Run(ranks=1, iterations=2), tmp_path)
     run = FollowedRun(tmp_path)
     run.poll()

@@ -54,7 +54,7 @@ class Pool:
 def test_events_that_are_dropped_give_their_marks_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After one long stall every later task was lost, too: no event was left to time it."""
+    """Otherwise no CUDA event is left to time the tasks after a long stall."""
     pool = Pool(10)
     monkeypatch.setattr("megatron.dpp.trace.recorder.clock_for", lambda device: pool)
     monkeypatch.setattr("megatron.dpp.trace.recorder.QUEUE_EVENTS", 0)

@@ -66,7 +66,7 @@ def test_plots_without_matplotlib_are_refused_in_a_line(made, tmp_path):
 
 
 def test_a_slow_link_that_costs_nothing_is_not_called_a_straggler(tmp_path):
-    """On a busy machine a quiet link was named now and then, with a gain of 0.0 to 0.4 %."""
+    """On a busy machine a normal link may look slow, with a predicted gain of 0.0 to 0.4 %."""
     late = Run(microbatches=16, hop=lambda i, *ends: 900_000 if set(ends) == {0, 1} else 100_000)
     directory = write(late, tmp_path)
     done = report("--benchmark_dir", str(directory), "--json", "--fail-if", "stragglers>0")
@@ -81,7 +81,7 @@ def test_a_slow_link_that_costs_nothing_is_not_called_a_straggler(tmp_path):
 
 
 def test_two_ranks_that_are_equally_slow_are_both_named(tmp_path):
-    """To make one of them faster gains nothing as long as the other is slow."""
+    """A faster rank gains nothing as long as the other is slow."""
 
     def cost(iteration, rank, kind, chunk, microbatch):
         return 15_000_000 if rank in (1, 2) else 10_000_000

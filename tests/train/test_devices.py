@@ -12,13 +12,13 @@ def on_cpu(*flags: str) -> RunConfig:
 
 
 def test_a_cpu_has_no_persistent_checkpoint_worker() -> None:
-    """megatron-core's chooses a GPU by its rank modulo none, dies, and the save waits for it."""
+    """megatron-core's worker fails without a GPU, and the save waits for it."""
     args = on_cpu("--async-save", "--use-persistent-ckpt-worker")
     assert args.distributed_backend == "gloo" and not args.use_persistent_ckpt_worker
 
 
 def test_a_cpu_has_no_use_for_settings_of_nccl() -> None:
-    """megatron-core makes options of NCCL from them, which PyTorch without CUDA does not have."""
+    """PyTorch without CUDA has no options for NCCL."""
     groups = "--high-priority-stream-groups tp dp --nccl-communicator-config-path nccl.yaml"
     args = on_cpu(*groups.split())
     assert args.parsed["high_priority_stream_groups"] == ["tp", "dp"]

@@ -54,7 +54,7 @@ def test_the_norm_over_ranks_stays_on_the_device(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_rank_without_gradients_clips_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else tied embeddings and replicated parameters would drift apart."""
+    """Otherwise tied embeddings and replicated parameters drift apart."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda squares, group: squares.add_(4.0))
     norm = grad_norm(None, [])
@@ -76,7 +76,7 @@ def test_gradients_within_the_norm_and_of_no_known_norm_are_not_clipped() -> Non
 @pytest.mark.parametrize("norm", [4.0, torch.tensor(4.0, dtype=torch.float64)])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_clipping_divides(kind: Any, norm: Any) -> None:
-    """By an Adam's own step, whether the norm has been read or not."""
+    """In Adam's own step too, with and without a norm that was read."""
     parameters = [torch.nn.Parameter(t) for t in tensors(5)]
     for parameter, grad in zip(parameters, tensors(6), strict=True):
         parameter.grad = grad
@@ -128,8 +128,9 @@ dist.destroy_process_group()
 
 
 def test_fsdp2s_shards_are_copied_into_shards(tmp_path: Path) -> None:
-    """``_foreach_copy_`` knows no DTensors: a run with FSDP2 on GPUs ended at its first step. In a
-    process of its own, as gloo's objects must not be collected in what other tests fork."""
+    """``_foreach_copy_`` takes no DTensors. Runs in a process of its own, as forked tests must not
+    collect gloo's objects.
+    """
     subprocess.run([sys.executable, "-c", SHARDS, str(tmp_path / "store")], check=True, timeout=120)
 
 

@@ -29,7 +29,7 @@ def test_the_largest_of_each_value_wherever_it_is(
     num_collectives: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The norm is read once, with the others; one rank alone asks for no device."""
+    """The norm is read once, with the other values. A single rank does not read the device."""
     asked: list[torch.Tensor] = []
 
     def with_another_rank(whole: torch.Tensor, op: Any, group: Any) -> None:

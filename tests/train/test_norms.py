@@ -9,7 +9,7 @@ from megatron.dpp.train import metrics
 
 
 def test_experts_of_other_ranks_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two expert-parallel ranks: each has an expert, and both all the rest."""
+    """Each of two expert-parallel ranks has one expert, and both have the other parameters."""
     for name in ("data", "model", "expert_tensor_model_pipeline"):
         monkeypatch.setattr(
             metrics.mpu, f"get_{name}_parallel_group", lambda name=name, **_: name, raising=True

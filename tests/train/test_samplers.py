@@ -55,7 +55,7 @@ def test_sequential_replicas_deal_samples_out_in_order(
 def test_sharded_replicas_read_every_sample_of_a_whole_batch_once(
     size: int, replicas: int, rest: int
 ) -> None:
-    """Each from a share of its own; samples that fill no batch of all replicas are left out."""
+    """Each replica reads its own share. Samples that fill no batch of all replicas are left out."""
     whole = 7 * size * replicas
     rest = min(rest, size * replicas - 1)
     for epoch in range(2):
@@ -90,7 +90,7 @@ def test_unsharded_replicas_deal_one_shuffle_out(
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("rest", [0, 1])
 def test_every_epoch_has_an_order_of_its_own(sharded: bool, rest: int) -> None:
-    """One sampler goes through its epochs as samplers that begin with each of them do."""
+    """A sampler gives the same epochs as samplers that start at each of them."""
     total, size, replicas = 48 + rest, 2, 2
     for replica in range(replicas):
         sampler = CyclicSampler(total, 0, size, replica, replicas, sharded=sharded)

@@ -26,7 +26,7 @@ def _start(folder: Path) -> subprocess.Popen[str]:
 
 
 def _children(rank: subprocess.Popen[str], metrics: Path) -> list[psutil.Process]:
-    """When it has saved once."""
+    """Waits until the rank has saved once; returns its child processes."""
     deadline = time.monotonic() + 60
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
         assert rank.poll() is None and time.monotonic() < deadline, wait([rank], timeout=0)

@@ -181,7 +181,8 @@ def freed_storage(end):
 
 
 def taken_ahead(end):
-    """What a long kernel has yet to make is taken; the stream waits for it, and the host does not.
+    """A tensor may be taken before its kernel has ended: the stream waits, and the host does not.
+
     Other streams go on, and the next messages find their slots.
     """
     num_early = 0

@@ -98,7 +98,7 @@ def exchange(a, b) -> None:
 
 
 def take_ahead(a, b) -> None:
-    """What has been put and is not known to be there may be taken, in order, credit and all."""
+    """Messages may be taken before they are known to have arrived, in order and with credit."""
     for i in range(8):
         a.put(1, torch.full((1000,), i), iteration=2, microbatch=i)
         assert b.poll()[1] == i, "events are slow"
@@ -115,7 +115,7 @@ def take_ahead(a, b) -> None:
 
 
 def not_ahead(a, b) -> None:
-    """Where the driver writes no values, only what has arrived may be taken."""
+    """Only arrived messages may be taken if the driver cannot write values."""
     for i in range(4):
         a.put(1, torch.full((1000,), i), iteration=2, microbatch=i)
         assert b.coming() == b.poll() == [0, i, 0]
@@ -171,7 +171,7 @@ def marks(a, b) -> None:
 
 
 def close_busy(a, b) -> None:
-    """What a stream of ours still works with is not given up."""
+    """Memory is not freed while one of our streams uses it."""
     a.put(0, torch.ones(1000), iteration=2, microbatch=0)
     time.sleep(0.1)  # the progress thread queues what put() has not
     a.abort("asked to")

@@ -126,7 +126,7 @@ def of_rank(channels: Sequence[ChannelSpec], rank: int) -> list[ChannelSpec]:
 
 @contextlib.contextmanager
 def prepared(kind: str) -> Iterator[None]:
-    """What a kind needs that this machine may lack is doubled."""
+    """Replaces devices that a kind needs and this machine may lack."""
     if kind == "rdma":
         fake_verbs()
     if kind not in GPU_KINDS:

@@ -1,4 +1,4 @@
-"""What every kind promises, over every kind that this machine has."""
+"""The contract of all kinds, tested with each kind that this machine has."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_two_processes_on_one_gpu(kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_hardware_queue(kind):
-    """Megatron's scripts set it: every stream then shares one queue."""
+    """With this setting all streams share one queue; Megatron's scripts use it."""
     exchange(kind, settings={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
 

@@ -28,7 +28,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(driver: Path, *cases: str, **environment: str) -> list[str]:
-    """What each case of fake_cuda_worker.py printed; one process runs them all."""
+    """Runs cases of fake_cuda_worker.py in one process; returns the output of each."""
     settings = {"PYTHONPATH": str(REPOSITORY), "LD_LIBRARY_PATH": str(driver), **environment}
     done = subprocess.run(
         [sys.executable, str(WORKER), *cases],

@@ -1,4 +1,4 @@
-"""What happens when a peer dies, leaves, lies or is a stranger. Processes and kill -9 are real."""
+"""Peers that die, leave, lie or are strangers, with real processes and kill -9."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ RING = [
 
 @dataclass(frozen=True)
 class Report:
-    """What one survivor met."""
+    """Error, time of notice and leaks of one survivor."""
 
     error: str
     text: str
@@ -51,7 +51,7 @@ def _descriptors_and_threads() -> tuple[int, int]:
 
 
 def _leaked(before: tuple[int, int]) -> tuple[int, int]:
-    """What is left open. The kernel lists a thread for a moment after it was joined."""
+    """Leaked descriptors and threads. The kernel lists a thread for a moment after its join."""
     for _ in range(100):
         after = _descriptors_and_threads()
         if after <= before:

@@ -1,4 +1,4 @@
-"""What a rank says of a peer whose own set-up fails."""
+"""Messages about a peer whose set-up fails."""
 
 from __future__ import annotations
 

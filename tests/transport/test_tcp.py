@@ -1,4 +1,4 @@
-"""What tcp connections tell of a peer: gone, out of reach, stopped, or closed in good order."""
+"""States of a peer that a TCP connection reports: gone, unreachable, stopped, closed in order."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def check_engine(found: Found, stage: int | None, replicas: int) -> None:
     if stage is None:
         raise DataError(
             f"{found.path} was saved by DeepSpeed's engine: add --deepspeed-zero-stage (with "
-            "python train: --mode zero --engine deepspeed)"
+            "megatron-dpp train: --mode zero --engine deepspeed)"
         )
     ranks = re.compile(r"zero_pp_rank_(\d+)_")
     saved = {match[1] for path in found.path.iterdir() if (match := ranks.search(path.name))}

@@ -140,18 +140,21 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def help_text(mode: str | None = None) -> str:
     """The text of ``train --help``, or of one mode."""
     if mode is None:
-        lines = ["usage: python train --mode MODE [options] [any flag of pretrain_gpt.py]", ""]
+        lines = [
+            "usage: megatron-dpp train --mode MODE [options] [any flag of pretrain_gpt.py]",
+            "",
+        ]
         lines += [f"  --mode {name:9s} {text}" for name, text in ABOUT.items()]
         lines += [
             "",
-            "Without --mode: auto. Start with python train --dry-run, which starts nothing.",
+            "Without --mode: auto. Start with megatron-dpp train --dry-run, which starts nothing.",
         ]
-        lines += ["Options of a mode:  python train --mode MODE --help"]
-        lines += ['Completion:         eval "$(python train --completion bash)"']
+        lines += ["Options of a mode:  megatron-dpp train --mode MODE --help"]
+        lines += ['Completion:         eval "$(megatron-dpp train --completion bash)"']
         lines += ["Guide:              docs/USAGE_GUIDE.md"]
         return "\n".join(lines)
     mode = _ALIASES.get(mode, mode)
-    lines = [f"usage: python train --mode {mode} [options] [any flag of pretrain_gpt.py]"]
+    lines = [f"usage: megatron-dpp train --mode {mode} [options] [any flag of pretrain_gpt.py]"]
     lines += [ABOUT[mode], ""]
     for option in _OPTIONS:
         if mode in _OF_MODE.get(option.name, MODES):
@@ -165,19 +168,19 @@ def _left(option: _Option) -> str:
     return f"{option.name} {option.metavar}" if option.metavar else option.name
 
 
-_BEHIND_PYTHON = """
-_train_behind_python() {
+_BEHIND_COMMAND = """
+_train_behind_command() {
   [[ ${COMP_WORDS[1]} == *train ]] || return
   COMP_WORDS=("${COMP_WORDS[@]:1}")
   COMP_CWORD=$((COMP_CWORD - 1))
   _shtab_train
 }
-complete -o default -F _train_behind_python python python3"""
-"""Completes ``python train`` in bash; shtab does ``./train``."""
+complete -o default -F _train_behind_command python python3 megatron-dpp ./megatron-dpp"""
+"""Completes ``megatron-dpp train`` and ``python train`` in bash; shtab completes ``./train``."""
 
 
 def completion(shell: str) -> str:
-    """A completion script for ``./train``, and in bash for ``python train``.
+    """A completion script for ``./train``, and in bash for ``megatron-dpp train``.
 
     Raises:
         ConfigError: shtab has no script for the shell, or is not installed.
@@ -198,4 +201,4 @@ def completion(shell: str) -> str:
         if name in _FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
     script: str = shtab.complete(parser, shell=shell)
-    return script + (_BEHIND_PYTHON if shell == "bash" else "")
+    return script + (_BEHIND_COMMAND if shell == "bash" else "")

@@ -37,7 +37,7 @@ _QUIET = ",".join(
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Where the processes run and how they meet.
+    """Placement and rendezvous of a job's processes.
 
     Args:
         per_node: processes of a node.

@@ -1,4 +1,4 @@
-"""``python train``: from command line to torchrun (docs/USAGE_GUIDE.md)."""
+"""``megatron-dpp train``: from command line to torchrun (docs/USAGE_GUIDE.md)."""
 
 from __future__ import annotations
 

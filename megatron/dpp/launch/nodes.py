@@ -64,7 +64,7 @@ def _one_task_per_node(env: Mapping[str, str], count: int) -> None:
     if tasks != count or "SLURM_NODEID" not in env:
         raise ConfigError(
             f"SLURM has {count} nodes and {tasks} tasks: start one per node, "
-            "srun --ntasks-per-node=1 --cpus-per-task=CORES python train ..."
+            "srun --ntasks-per-node=1 --cpus-per-task=CORES megatron-dpp train ..."
         )
 
 

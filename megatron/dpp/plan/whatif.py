@@ -1,4 +1,4 @@
-"""What-if predictions: a traced run's costs in the simulator, with something changed.
+"""Predictions of a change: a traced run's costs in the simulator, with something changed.
 
 The recorded task times and link delays become the simulator's costs, task by task and message by
 message, with the host's time between tasks. The run as it was is replayed in its recorded order;

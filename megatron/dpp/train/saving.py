@@ -44,7 +44,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _full(root: Path) -> str:
-    """What to say of a disk without room, which PyTorch's writers do not."""
+    """Text about a full disk, which PyTorch's errors do not mention; else empty."""
     while not root.exists():
         root = root.parent
     usage = shutil.disk_usage(root)

@@ -111,7 +111,7 @@ class EngineChunk:
         return getattr(self.engine, name)
 
     def zero_grad_buffer(self) -> None:
-        """Does nothing: the engine frees gradients after use."""
+        """A no-op: the engine frees gradients after use."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter's part on this rank: with stage 3 its shard, else all of it."""
@@ -158,7 +158,7 @@ class EngineOptimizer:
         return torch.tensor(float(scale))
 
     def zero_grad(self) -> None:
-        """Does nothing: the engine frees gradients after use."""
+        """A no-op: the engine frees gradients after use."""
 
     def step(self) -> tuple[bool, float | None, None]:
         """Updates the parameters.

@@ -271,8 +271,9 @@ class DistTransport(Transport):
         ]
 
     def departed(self, peer: int) -> bool:
-        """Whether ``peer`` has ended all channels that come from it: what it sent over one of them
-        may arrive later than the end of another.
+        """True if ``peer`` has ended all channels that come from it.
+
+        Messages of one channel may arrive later than the end of another.
         """
         coming = {spec for spec in self.incoming if spec.source == peer}
         return bool(coming) and coming <= self._ended

@@ -1,0 +1,145 @@
+"""Rules that hold for all files of the repository. Each failure names file and line."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+MOST_FUNCTION_LINES = 60
+MOST_FILE_LINES = 500
+
+QUESTION = re.compile(
+    r"(?:What|Whether|How|Why|Which|When|Where|Who|Is|Are|Does|Do|Were|Was|Can|Has|Have)\b"
+)
+IMPERATIVES = {"Do it."}
+"""First lines that open with such a word and are no questions."""
+
+BOOLEANS_OF_OTHERS = {
+    "megatron/dpp/mcore/training/fsdp.py: finish_grad_sync(force_all_reduce)",
+    "megatron/dpp/mcore/wgrad/linear.py: forward(allreduce_dgrad)",
+}
+"""Positional booleans that another library's signature asks for: DistributedDataParallel's
+``finish_grad_sync`` and ``torch.autograd.Function.forward``.
+"""
+
+CLOSED_DOCUMENTS = [
+    f"{name}.md" for name in ("POLICY", "MEASURED", "TRANSPORT", "ARCHITECTURE", "HOUSE", "PROSE")
+]
+"""Documents that are not in the repository."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def tracked(*patterns: str) -> list[str]:
+    """Tracked files that exist, relative to the repository; skips outside of a clone."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", *patterns], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode:
+        pytest.skip("this is no clone: git lists no files")
+    return [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+@cache
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(text_of(name))
+
+
+def functions_of(name: str) -> Iterator[Function]:
+    return (node for node in ast.walk(tree_of(name)) if isinstance(node, Function))
+
+
+def test_no_docstring_opens_with_a_question_word() -> None:
+    wrong = []
+    for name in tracked("*.py"):
+        for node in ast.walk(tree_of(name)):
+            if not isinstance(node, ast.Module | ast.ClassDef | Function):
+                continue
+            first = (ast.get_docstring(node) or "").partition("\n")[0]
+            if QUESTION.match(first) and first not in IMPERATIVES:
+                wrong.append(f"{name}:{node.body[0].lineno}: {first}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_functions_are_short() -> None:
+    wrong = []
+    for name in tracked("*.py"):
+        for node in functions_of(name):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MOST_FUNCTION_LINES:
+                wrong.append(f"{name}:{node.lineno}: {node.name} has {lines} lines")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_are_short() -> None:
+    wrong = []
+    for name in tracked("*.py", "csrc/*.cc", "csrc/*.h", "*.sh"):
+        lines = text_of(name).count("\n")
+        if lines > MOST_FILE_LINES:
+            wrong.append(f"{name}:{lines}: the file has more than {MOST_FILE_LINES} lines")
+    assert not wrong, "\n".join(wrong)
+
+
+def public_functions(scope: ast.AST) -> Iterator[Function]:
+    """Functions and methods without an underscore, and the constructors of public classes."""
+    is_public = isinstance(scope, ast.ClassDef) and not scope.name.startswith("_")
+    for node in ast.iter_child_nodes(scope):
+        is_constructor = isinstance(node, Function) and node.name == "__init__"
+        if isinstance(node, Function) and (
+            not node.name.startswith("_") or (is_constructor and is_public)
+        ):
+            yield node
+        yield from public_functions(node)
+
+
+def positional_booleans(function: Function) -> Iterator[str]:
+    """Parameters before ``*`` that are annotated as booleans or have one as default."""
+    positional = [*function.args.posonlyargs, *function.args.args]
+    defaults = [None] * (len(positional) - len(function.args.defaults)) + function.args.defaults
+    for parameter, default in zip(positional, defaults, strict=True):
+        annotation = ast.unparse(parameter.annotation) if parameter.annotation else ""
+        is_boolean = isinstance(default, ast.Constant) and isinstance(default.value, bool)
+        if is_boolean or annotation in ("bool", "bool | None"):
+            yield parameter.arg
+
+
+def test_public_functions_take_booleans_by_keyword() -> None:
+    wrong, met = [], set()
+    for name in tracked("megatron/dpp/*.py"):
+        for node in public_functions(tree_of(name)):
+            for parameter in positional_booleans(node):
+                place = f"{name}: {node.name}({parameter})"
+                met.add(place)
+                if place not in BOOLEANS_OF_OTHERS:
+                    wrong.append(f"{name}:{node.lineno}: {node.name}({parameter})")
+    assert not wrong, "\n".join(wrong)
+    assert met == BOOLEANS_OF_OTHERS, "an exception is needed no more"
+
+
+def test_every_document_that_is_named_can_be_opened() -> None:
+    own = Path(__file__).relative_to(ROOT).as_posix()
+    closed = re.compile("|".join(rf"\b{re.escape(name)}" for name in CLOSED_DOCUMENTS))
+    wrong = []
+    for name in tracked():
+        if name == own:
+            continue
+        try:
+            lines = text_of(name).splitlines()
+        except UnicodeDecodeError:
+            continue  # a picture
+        wrong += [f"{name}:{i}: {line}" for i, line in enumerate(lines, 1) if closed.search(line)]
+    assert not wrong, "\n".join(wrong)
