@@ -59,6 +59,7 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
     config = TransformerConfig(
         num_layers=case.get("layers", 8), hidden_size=HIDDEN, num_attention_heads=4,
         pipeline_model_parallel_size=case["p"], tensor_model_parallel_size=case.get("tp", 1),
+        expert_model_parallel_size=case.get("ep", 1), expert_tensor_parallel_size=case.get("etp"),
         virtual_pipeline_model_parallel_size=v if v > 1 else None,
         sequence_parallel=case.get("sp", False), pipeline_dtype=dtype, params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -229,6 +230,8 @@ def run_case(case: dict[str, Any]) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.get("tp", 1), pipeline_model_parallel_size=case["p"],
         virtual_pipeline_model_parallel_size=case["v"] if case.get("v", 1) > 1 else None,
+        expert_model_parallel_size=case.get("ep", 1),
+        expert_tensor_parallel_size=case.get("etp"),
         num_distributed_optimizer_instances=case.get("instances", 1),
     )  # fmt: skip
     with StaticSchedule(seed=1234) as schedule:

@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+)
 from megatron.core.utils import get_model_config
 
 
@@ -57,9 +60,11 @@ class TaskRng:
     def _enter(self, iteration: int, microbatch: int, stage: int) -> None:
         task = (self._seed, iteration, microbatch, stage)
         tracker = get_cuda_rng_tracker()
-        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        own = parallel_state.get_tensor_model_parallel_rank()
+        expert_own = parallel_state.get_expert_tensor_and_model_parallel_rank()
         for name, state in tracker.states_.items():
-            seed = _derive(*task, tp_rank, name=name)
+            of_experts = name == get_expert_parallel_rng_tracker_name()
+            seed = _derive(*task, expert_own if of_experts else own, name=name)
             if isinstance(state, torch.Generator):
                 state.manual_seed(seed)
             else:
