@@ -148,10 +148,9 @@ def replicas_in_step(args: Args) -> int:
         return 1
     if "global_aux_loss" in args.moe_router_load_balancing_type:
         return int(args.data_parallel_size)
-    shared = args.tensor_model_parallel_size * args.context_parallel_size
-    return math.lcm(
-        shared, args.expert_model_parallel_size * args.expert_tensor_parallel_size
-    ) // shared
+    shared: int = args.tensor_model_parallel_size * args.context_parallel_size
+    of_experts: int = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    return math.lcm(shared, of_experts) // shared
 
 
 def check_prediction(args: Args) -> None:

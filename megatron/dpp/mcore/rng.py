@@ -73,12 +73,14 @@ class TaskRng:
         torch.cuda.manual_seed(_derive(*task))
 
 
-def needs_task_rng(model: list[torch.nn.Module]) -> bool:
-    """True if a forward of this model draws random numbers in training (dropout, routers)."""
+def needs_task_rng(model: list[torch.nn.Module], *, forward_only: bool = False) -> bool:
+    """True if a forward of this model draws random numbers: by dropout in training, by routers in
+    evaluation too.
+    """
     config = get_model_config(model[0])
+    drops_out = config.hidden_dropout > 0.0 or config.attention_dropout > 0.0
     return bool(
-        config.hidden_dropout > 0.0
-        or config.attention_dropout > 0.0
+        (drops_out and not forward_only)
         or config.moe_input_jitter_eps
         or config.moe_router_force_load_balancing
     )

@@ -97,7 +97,7 @@ class DppSchedule(PipelineSchedule):
         split = not call.forward_only and self._prepare(call)
         topology, iteration = session.topology, self.iteration
         self.iteration += 1
-        if not call.forward_only and self._wants_rng(call.model, topology.num_ranks):
+        if self._wants_rng(call.model, topology.num_ranks, forward_only=call.forward_only):
             function = session.rng.wrap(call.forward_step_func, call.model, iteration)
             call = dataclasses.replace(call, forward_step_func=function)
         weights = self._weight_gradients if split else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,9 +53,7 @@ def stage_group_of(call: StepCall, *, has_links: bool) -> StageGroup:
     own = torch.distributed.get_rank()
     collection, groups = call.pg_collection, []
     if collection.tp.size() * collection.cp.size() > 1:
-        groups.append(
-            _group(call, "tp_cp", parallel_state.get_tensor_and_context_parallel_group)
-        )
+        groups.append(_group(call, "tp_cp", parallel_state.get_tensor_and_context_parallel_group))
     crossing = _crossing(call)
     if not crossing:
         ranks = [sorted(get_process_group_ranks(group)) for group in groups]
@@ -99,9 +98,7 @@ def _crossing(call: StepCall) -> list[ProcessGroup]:
 def _all_replicas(call: StepCall) -> ProcessGroup:
     """All ranks of this place in the pipeline, over all replicas."""
 
-    def default() -> ProcessGroup:
-        return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-
+    default = partial(parallel_state.get_tensor_and_data_parallel_group, with_context_parallel=True)
     return _group(call, "tp_dp_cp", default)
 
 
