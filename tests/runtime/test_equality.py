@@ -282,7 +282,7 @@ def test_expert_groups_on_eight_ranks() -> None:
     check(
         8,
         case("tp2 ep2", 2, 4, late, v=2, **tensor, ep=2, etp=1, layers=4, model=EXPERTS),
-        case("tp2 ep2 etp2", 2, 4, late, v=2, **tensor, ep=2, layers=4, model=EXPERTS),
+        case("tp2 ep2 etp2", 2, 4, late, v=2, **tensor, ep=2, layers=4, model=EXPERTS | ALLGATHER),
         case("ep4", 2, 4, late, v=2, ep=4, layers=4, model=EXPERTS, deviates=True),
         case("tp2 ep4", 2, 4, late, **tensor, ep=4, etp=1, layers=4, model=EXPERTS),
         case("ep2 dp4", 2, 4, late, v=2, ep=2, layers=4, model=EXPERTS, **OPTIMIZED),
