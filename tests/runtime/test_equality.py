@@ -248,11 +248,6 @@ def test_five_seeds_of_delays_with_expert_parallelism() -> None:
 def test_every_kind_of_expert_group() -> None:
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
     sinkhorn = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
-    biased = {
-        "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
-        "moe_z_loss_coeff": 1e-3,
-    }  # fmt: skip
-    padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
     two = {"ep": 2, "layers": 4}
     check(
         4,
@@ -263,6 +258,20 @@ def test_every_kind_of_expert_group() -> None:
         case("global loss, ep2 v2", 2, 4, late, v=2, **two, model=EXPERTS | GLOBAL),
         case("sinkhorn", 2, 4, late, **two, model=EXPERTS | sinkhorn),
         case("shared experts", 2, 4, fused, late, v=2, **two, model=EXPERTS | SHARED),
+    )
+
+
+@pytest.mark.slow
+def test_settings_with_expert_parallelism() -> None:
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    biased = {
+        "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
+        "moe_z_loss_coeff": 1e-3,
+    }  # fmt: skip
+    padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    two = {"ep": 2, "layers": 4}
+    check(
+        4,
         case("further tokens", 2, 4, late, v=2, **two, model=EXPERTS | {"mtp_num_layers": 1}),
         case("optimizer", 2, 4, fused, late, v=2, **two, model=EXPERTS, **OPTIMIZED, dropout=0.1),
         case("router's bias", 2, 4, late, **two, model=EXPERTS | biased, **OPTIMIZED),
