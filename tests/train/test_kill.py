@@ -107,7 +107,7 @@ EXPERTS = "--num-experts 4 --disable-bias-linear --expert-model-parallel-size 2"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [1])
+@pytest.mark.parametrize("victim", [1, 2])
 def test_all_ranks_of_expert_groups_name_the_killed_one(tmp_path: Path, victim: int) -> None:
     """Ranks 0 and 2 lead their stages, 1 and 3 follow them; all tasks hold collectives."""
     metrics = tmp_path / "metrics.jsonl"
