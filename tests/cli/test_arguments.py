@@ -108,13 +108,6 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         (f"{EXPERTS} --tensor-model-parallel-size 2", 2, "needs --sequence-parallel"),
         (f"{EXPERTS} --expert-model-parallel-size 3", 3, "4 is not a multiple of --expert-model"),
         (f"{EXPERTS} --expert-model-parallel-size 2", 1, "1 processes cannot hold"),
-        (f"{EXPERTS} --expert-model-parallel-size 2 --use-dpp", 2, "above 1 needs the same order"),
-        (
-            f"{EXPERTS} --moe-router-load-balancing-type global_aux_loss --use-dpp",
-            2,
-            "global_aux_loss with data-parallel replicas needs the same order",
-        ),
-        (f"{EXPERTS} --expert-tensor-parallel-size 2 --use-dpp", 2, "needs the same order"),
         (
             f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel "
             "--expert-tensor-parallel-size 1",

@@ -34,9 +34,15 @@ from megatron.core.distributed.param_and_grad_buffer import (  # noqa: E402
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.tensor_parallel.mappings import (  # noqa: E402
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.moe.moe_utils import (  # noqa: E402
+    get_moe_layer_wise_logging_tracker,
+)
 from megatron.core.utils import get_model_config  # noqa: E402
 
 from megatron.dpp import DppConfig, DppSchedule  # noqa: E402
@@ -50,6 +56,31 @@ from tests.runtime.rerun import Rerun  # noqa: E402
 VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
 
 
+class GatheredAttention(torch.nn.Module):
+    """Causal attention of a part of the sequence over all keys and values, which it gathers from
+    the context-parallel ranks; megatron-core's own needs Transformer Engine.
+    """
+
+    def __init__(self, config: Any, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
+        group = parallel_state.get_context_parallel_group()
+        key, value = (gather_from_sequence_parallel_region(t, group=group) for t in (key, value))
+        first, length = dist.get_rank(group) * len(query), len(key)
+        places = torch.arange(length)
+        allowed = places[None, :] <= places[first : first + len(query), None]
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        context = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        return context.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+
+
+def own_part(tokens: torch.Tensor) -> torch.Tensor:
+    """This context-parallel rank's part of a sequence [b, s]."""
+    parts = parallel_state.get_context_parallel_world_size()
+    return tokens.chunk(parts, dim=1)[parallel_state.get_context_parallel_rank()]
+
+
 def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
     """Model chunks under DDP, and their optimizer, as the training layer builds them."""
     v = case.get("v", 1)
@@ -59,7 +90,9 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
     config = TransformerConfig(
         num_layers=case.get("layers", 8), hidden_size=HIDDEN, num_attention_heads=4,
         pipeline_model_parallel_size=case["p"], tensor_model_parallel_size=case.get("tp", 1),
+        expert_model_parallel_size=case.get("ep", 1), expert_tensor_parallel_size=case.get("etp"),
         virtual_pipeline_model_parallel_size=v if v > 1 else None,
+        context_parallel_size=case.get("cp", 1),
         sequence_parallel=case.get("sp", False), pipeline_dtype=dtype, params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         hidden_dropout=case.get("dropout", 0.0), attention_dropout=case.get("dropout", 0.0),
@@ -110,9 +143,12 @@ def build_chunk(case: dict[str, Any], config: Any, ddp_config: Any, chunk: int) 
     pre = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     post = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
     implementation = case.get("spec", "torch")
+    block = block_spec(config, implementation=implementation, vp_stage=stage)
+    if config.context_parallel_size > 1:
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = GatheredAttention
     model = GPTModel(
-        config, block_spec(config, implementation=implementation, vp_stage=stage), VOCABULARY,
-        SEQUENCE, pre_process=pre, post_process=post, vp_stage=stage,
+        config, block, VOCABULARY, SEQUENCE, pre_process=pre, post_process=post, vp_stage=stage,
         share_embeddings_and_output_weights=not case.get("untied"),
         position_embedding_type="none" if config.mtp_num_layers else "learned_absolute",
         mtp_block_spec=prediction_spec(config, implementation=implementation, vp_stage=stage),
@@ -170,10 +206,11 @@ class ForwardStep:
             config.recompute_num_layers = 1 if all_again else None
         tokens = next(iterator)
         tokens = tokens.cuda()
-        positions = torch.arange(tokens.shape[1] - 1, device="cuda").expand(MICRO_BATCH, -1)
-        output = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        inputs, labels = own_part(tokens[:, :-1]), own_part(tokens[:, 1:])
+        every = torch.arange(tokens.shape[1] - 1, device="cuda").expand(MICRO_BATCH, -1)
+        output = model(inputs, own_part(every), None, labels=labels)
         if self.per_token:  # another number in each microbatch
-            return output, partial(token_loss, tokens[:, 1:] % 3 > 0)
+            return output, partial(token_loss, labels % 3 > 0)
         return output, loss_func
 
 
@@ -190,7 +227,7 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     chunks, optimizer = build(case)
     iterators = [batches(case) for _ in chunks]
-    losses, norms = [], []
+    losses, norms, out_of_order = [], [], 0
     forward_step = ForwardStep(case)
     steps = [False, True] * iterations if case.get("between") else [False] * iterations + [True]
     for evaluating in steps:
@@ -207,10 +244,12 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
             check_reduced_everywhere(chunks)
         losses += [entry["lm loss"].item() for entry in out]
         if not evaluating:
+            out_of_order += getattr(schedule, "num_out_of_order", 0)
             _, norm, _ = optimizer.step()
             norms.append(norm)
     weights = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
-    return {"losses": losses, "norms": norms, "weights": weights, "told": forward_step.told}
+    return {"losses": losses, "norms": norms, "weights": weights, "told": forward_step.told,
+            "out of order": out_of_order}  # fmt: skip
 
 
 def check_reduced_everywhere(chunks: list[Any]) -> None:
@@ -232,9 +271,13 @@ def compare(expected: dict[str, Any], got: dict[str, Any], what: str) -> None:
 
 
 def run_case(case: dict[str, Any]) -> None:
+    get_moe_layer_wise_logging_tracker().clear()  # its tensors are as long as a case's model
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.get("tp", 1), pipeline_model_parallel_size=case["p"],
         virtual_pipeline_model_parallel_size=case["v"] if case.get("v", 1) > 1 else None,
+        expert_model_parallel_size=case.get("ep", 1),
+        expert_tensor_parallel_size=case.get("etp"),
+        context_parallel_size=case.get("cp", 1),
         num_distributed_optimizer_instances=case.get("instances", 1),
     )  # fmt: skip
     own = DppConfig(transport=case.get("expected_over", "auto"))
@@ -261,6 +304,10 @@ def run_case(case: dict[str, Any]) -> None:
             captured = any("CUDA graphs: memory for" in line for line in said)
             assert replays or captured, f"{case['name']} with {settings}: nothing was replayed"
         compare(expected, got, f"{case['name']} with {settings}")
+        if case.get("deviates"):
+            deviations = torch.tensor(got["out of order"])
+            dist.all_reduce(deviations)
+            assert deviations > 0, f"{case['name']} with {settings}: ran in Megatron's order"
     dist.barrier()
     parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:

@@ -226,6 +226,97 @@ def test_reduction_that_overlaps() -> None:
     )
 
 
+ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
+OPTIMIZED = {"distributed_optimizer": True, "overlap": True}
+GLOBAL = {"moe_router_load_balancing_type": ["global_aux_loss"], "moe_aux_loss_coeff": [0.01]}
+SHARED = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True}
+
+
+def test_expert_parallel() -> None:
+    """Replicas whose experts are apart meet in every forward and backward."""
+    check(
+        4,
+        case("ep2 v2", 2, 4, {"inject": LATE}, v=2, ep=2, layers=4, model=EXPERTS | SHARED,
+             dropout=0.1, deviates=True, **OPTIMIZED),
+        case("ep2, allgather", 2, 4, {"inject": LATE}, ep=2, layers=2, model=EXPERTS | ALLGATHER),
+    )  # fmt: skip
+
+
+def test_context_parallel() -> None:
+    check(4, case("cp2", 2, 4, {"inject": LATE}, v=2, cp=2, layers=4, deviates=True))
+
+
+@pytest.mark.slow
+def test_recordings_of_expert_parallel_stages(tmp_path: Path) -> None:
+    """One recording per stage serves both replicas that share its experts."""
+    order = str(tmp_path / "order")
+    runs = {"inject": LATE, "record": order}, {"inject": "delay:1ms", "replay": order}
+    check(4, case("ep2 v2", 2, 4, *runs, v=2, ep=2, layers=4, model=EXPERTS))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["order.rank0", "order.rank1"]
+
+
+@pytest.mark.slow
+def test_five_seeds_of_delays_with_expert_parallelism() -> None:
+    runs = [{"inject": f"delay:4ms,message-delay:{2 + seed}ms"} for seed in range(3)]
+    runs += [{"inject": f"jitter:0.{3 + s},transient:2x:20%"} for s in range(2)]
+    jitter = EXPERTS | {"moe_input_jitter_eps": 0.1}
+    check(4, case("ep2 v2", 2, 6, *runs, v=2, ep=2, layers=4, model=jitter, dropout=0.1))
+
+
+@pytest.mark.slow
+def test_every_kind_of_expert_group() -> None:
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    sinkhorn = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
+    two = {"ep": 2, "layers": 4}
+    check(
+        4,
+        case("allgather", 2, 4, fused, late, **two, model=EXPERTS | ALLGATHER),
+        case("expert-tensor 2", 2, 4, late, etp=2, layers=4, model=EXPERTS),
+        case("global loss", 2, 4, late, layers=4, model=EXPERTS | GLOBAL),
+        case("global loss, full", 2, 4, late, layers=4, recompute="full", model=EXPERTS | GLOBAL),
+        case("global loss, ep2 v2", 2, 4, late, v=2, **two, model=EXPERTS | GLOBAL),
+        case("sinkhorn", 2, 4, late, **two, model=EXPERTS | sinkhorn),
+        case("shared experts", 2, 4, fused, late, v=2, **two, model=EXPERTS | SHARED),
+    )
+
+
+@pytest.mark.slow
+def test_settings_with_expert_parallelism() -> None:
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    biased = {
+        "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
+        "moe_z_loss_coeff": 1e-3,
+    }  # fmt: skip
+    padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    two = {"ep": 2, "layers": 4}
+    check(
+        4,
+        case("further tokens", 2, 4, late, v=2, **two, model=EXPERTS | {"mtp_num_layers": 1}),
+        case("optimizer", 2, 4, fused, late, v=2, **two, model=EXPERTS, **OPTIMIZED, dropout=0.1),
+        case("router's bias", 2, 4, late, **two, model=EXPERTS | biased, **OPTIMIZED),
+        case("full", 2, 4, late, v=2, **two, model=EXPERTS, recompute="full", dropout=0.1),
+        case("selective", 2, 4, late, v=2, **two, model=EXPERTS, recompute="selective"),
+        case("partial", 2, 4, late, **two, model=EXPERTS, partial=1),
+        case("capacity", 2, 4, late, **two, model=EXPERTS | padded),
+        case("fused weight gradients", 2, 4, late, **two, model=EXPERTS, fusion=True, overlap=True),
+        case("one stage", 1, 4, fused, late, ep=4, layers=2, model=EXPERTS, dropout=0.1),
+        case("cp2, ep2", 2, 4, late, cp=2, **two, model=EXPERTS),
+    )
+
+
+@pytest.mark.slow
+def test_expert_groups_on_eight_ranks() -> None:
+    late, tensor = {"inject": LATE}, {"tp": 2, "sp": True}
+    check(
+        8,
+        case("tp2 ep2", 2, 4, late, v=2, **tensor, ep=2, etp=1, layers=4, model=EXPERTS),
+        case("tp2 ep2 etp2", 2, 4, late, v=2, **tensor, ep=2, layers=4, model=EXPERTS | ALLGATHER),
+        case("ep4", 2, 4, late, v=2, ep=4, layers=4, model=EXPERTS, deviates=True),
+        case("tp2 ep4", 2, 4, late, **tensor, ep=4, etp=1, layers=4, model=EXPERTS),
+        case("ep2 dp4", 2, 4, late, v=2, ep=2, layers=4, model=EXPERTS, **OPTIMIZED),
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["depth-first", "breadth-first", "megatron"])
 def test_every_policy(policy: str) -> None:

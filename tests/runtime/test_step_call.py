@@ -10,6 +10,7 @@ import torch
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore.steps import StepCall
 from megatron.dpp.mcore.wgrad.linear import WeightGradients
+from megatron.dpp.runtime.stage_group import _check_hosts
 
 
 class FakeGroup:
@@ -35,13 +36,10 @@ def call_with(**settings: object) -> StepCall:
 @pytest.mark.parametrize(
     ("setting", "value", "flag"),
     [
-        ("expert_model_parallel_size", 2, "--expert-model-parallel-size"),
-        ("expert_tensor_parallel_size", 2, "--expert-tensor-parallel-size above .*"),
-        (
-            "moe_router_load_balancing_type",
-            ["global_aux_loss"],
-            "--moe-router-load.*global_aux_loss",
-        ),
+        ("overlap_moe_expert_parallel_comm", True, "--overlap-moe-expert-parallel-comm"),
+        ("moe_paged_stash", True, "--moe-paged-stash"),
+        ("hybrid_context_parallel", True, "--hybrid-context-parallel"),
+        ("defer_embedding_wgrad_compute", True, "--defer-embedding-wgrad-compute"),
         ("cuda_graph_impl", "local", "--cuda-graph-impl"),
     ],
 )
@@ -49,12 +47,25 @@ def test_settings_that_need_a_static_order_are_refused_by_name(
     setting: str, value: object, flag: str
 ) -> None:
     call = call_with(**{setting: value})  # a static schedule goes no further
-    with pytest.raises(ConfigError, match=f"^{flag} needs the same order .* without --use-dpp"):
+    with pytest.raises(ConfigError, match=f"^{flag} needs megatron-core's own order .* without"):
         call.refuse_ordered()
 
 
-def test_a_plain_model_is_not_refused() -> None:
-    call_with(expert_model_parallel_size=1, cuda_graph_impl="none").refuse_ordered()
+def test_expert_parallelism_is_not_refused() -> None:
+    settings = {"moe_router_load_balancing_type": ["global_aux_loss"], "cuda_graph_impl": "none"}
+    call_with(expert_model_parallel_size=2, **settings).refuse_ordered()
+    name = "num_microbatches_with_partial_activation_checkpoints"
+    with pytest.raises(ConfigError, match="global_aux_loss with partial checkpoints needs"):
+        call_with(**settings, **{name: 1}).refuse_ordered()
+
+
+def test_a_group_on_several_hosts_is_refused() -> None:
+    """``_check_hosts`` sees what each rank of a stage has told: rank, host, groups."""
+    told = [(rank, "ab"[rank // 4], [[rank ^ 1, rank]]) for rank in range(8)]
+    _check_hosts(told)
+    told[2] = (2, "a", [[2, 3], [2, 6]])
+    with pytest.raises(ConfigError, match=r"ranks \[2, 6\] share .* on 2 hosts.*--expert-model-pa"):
+        _check_hosts(told)
 
 
 def test_weight_gradients_outside_of_autocast_are_refused_by_name() -> None:

@@ -12,7 +12,7 @@ from megatron.dpp.mcore import rng
 from megatron.dpp.mcore.rng import TaskRng
 
 NAMES = ("model-parallel-rng", "expert-parallel-rng")
-"""Generators of which each tensor-parallel rank has its own."""
+"""Generators of which each tensor-parallel rank, or each rank of an expert group, has its own."""
 
 
 def test_chunks_are_told_apart_without_a_stage_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,13 +47,16 @@ class Generators:
     """megatron-core's tracker and the default generator, without a process group."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
-        self.tensor_rank = 0
+        self.tensor_rank = self.expert_rank = 0
         self.default = torch.Generator()
         tracker: Any = SimpleNamespace(states_={name: torch.Generator() for name in NAMES})
         if saved:  # the tracker's other form: states, not generators
             tracker.states_ = {name: one.get_state() for name, one in tracker.states_.items()}
         self.tracker = tracker
-        groups = SimpleNamespace(get_tensor_model_parallel_rank=lambda: self.tensor_rank)
+        groups = SimpleNamespace(
+            get_tensor_model_parallel_rank=lambda: self.tensor_rank,
+            get_expert_tensor_and_model_parallel_rank=lambda: self.expert_rank,
+        )
         monkeypatch.setattr(rng, "get_cuda_rng_tracker", lambda: tracker)
         monkeypatch.setattr(rng, "parallel_state", groups)
         monkeypatch.setattr(torch.cuda, "manual_seed", self.default.manual_seed)
@@ -82,11 +85,12 @@ def draw_in_tasks(
     rank: int = 0,
     iteration: int = 0,
     tensor_rank: int = 0,
+    expert_rank: int = 0,
 ) -> list[dict[str, float]]:
     """The first draws of the forwards of two chunks and two microbatches, on one of two ranks."""
     chunks: list[torch.nn.Module] = [torch.nn.Identity(), torch.nn.Identity()]
     drawn: list[dict[str, float]] = []
-    generators.tensor_rank = tensor_rank
+    generators.tensor_rank, generators.expert_rank = tensor_rank, expert_rank
     seeded = TaskRng(seed, num_ranks=2, rank=rank).wrap(
         lambda *given: drawn.append(generators.draw()), chunks, iteration
     )
@@ -107,12 +111,12 @@ def test_every_task_and_generator_draws_numbers_of_its_own(generators: Generator
     assert len(set(drawn)) == len(drawn) == 3 * 2 * 2 * 4 * 3
 
 
-def test_tensor_parallel_ranks_share_the_default_generator_alone(generators: Generators) -> None:
-    ranks = [draw_in_tasks(generators, tensor_rank=rank) for rank in range(3)]
-    for task in zip(*ranks, strict=True):
-        assert len({one["default"] for one in task}) == 1
-        for name in NAMES:
-            assert len({one[name] for one in task}) == 3
+def test_ranks_of_a_group_differ_in_their_own_generator_alone(generators: Generators) -> None:
+    for name, group in zip(NAMES, ("tensor_rank", "expert_rank"), strict=True):
+        ranks = [draw_in_tasks(generators, **{group: rank}) for rank in range(3)]
+        for task in zip(*ranks, strict=True):
+            for other in ("default", *NAMES):
+                assert len({one[other] for one in task}) == (3 if other == name else 1)
 
 
 def test_a_task_draws_the_same_whatever_ran_before_it(generators: Generators) -> None:

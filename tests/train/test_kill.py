@@ -39,15 +39,16 @@ def _start(metrics: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def _program(metrics: Path) -> list[str]:
+def _program(metrics: Path, further: str = "") -> list[str]:
     data = REPOSITORY / "datasets_gpt"
     return [
-        str(REPOSITORY / "pretrain_gpt.py"), *FLAGS.split(), "--metrics-file", str(metrics),
+        str(REPOSITORY / "pretrain_gpt.py"), *FLAGS.split(), *further.split(),
+        "--metrics-file", str(metrics),
         "--vocab-file", str(data / "vocab.json"), "--merge-file", str(data / "merges.txt"),
     ]  # fmt: skip
 
 
-def _start_ranks(metrics: Path) -> list[subprocess.Popen[str]]:
+def _start_ranks(metrics: Path, further: str = "") -> list[subprocess.Popen[str]]:
     """Four ranks without a launcher, which would end the others before they say what they met."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
@@ -57,7 +58,7 @@ def _start_ranks(metrics: Path) -> list[subprocess.Popen[str]]:
     }  # fmt: skip
     return [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", *_program(metrics)],
+            [sys.executable, "-W", "ignore", *_program(metrics, further)],
             cwd=metrics.parent,
             env={**os.environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
@@ -99,16 +100,33 @@ def test_the_others_end_and_name_the_killed_rank(tmp_path: Path) -> None:
 def test_the_ranks_of_another_replica_name_it_too(tmp_path: Path) -> None:
     """Ranks 0 and 2 are one pipeline, 1 and 3 the other; gloo's errors name no rank."""
     metrics = tmp_path / "metrics.jsonl"
-    ranks = _start_ranks(metrics)
+    _kill_and_check(_start_ranks(metrics), 1, metrics)
+
+
+EXPERTS = "--num-experts 4 --disable-bias-linear --expert-model-parallel-size 2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 2])
+def test_all_ranks_of_expert_groups_name_the_killed_one(tmp_path: Path, victim: int) -> None:
+    """Ranks 0 and 2 lead their stages, 1 and 3 follow them; all tasks hold collectives."""
+    metrics = tmp_path / "metrics.jsonl"
+    _kill_and_check(_start_ranks(metrics, EXPERTS), victim, metrics)
+
+
+def _kill_and_check(ranks: list[subprocess.Popen[str]], victim: int, metrics: Path) -> None:
+    """Kill a rank (not 0, which holds the store) amid training; each other one names it."""
     try:
         _wait_for_iterations(ranks[0], metrics)
-        ranks[1].kill()
+        ranks[victim].kill()
         said = [rank.communicate(timeout=60)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    for rank in (0, 2, 3):
+    for rank in {0, 1, 2, 3} - {victim}:
         assert ranks[rank].returncode == 1, said[rank]
-        assert f"rank 1 (pid {ranks[1].pid} on" in said[rank].splitlines()[-1], said[rank]
+        assert f"rank {victim} (pid {ranks[victim].pid} on" in said[rank].splitlines()[-1], said[
+            rank
+        ]
         assert "Traceback" not in said[rank], said[rank]

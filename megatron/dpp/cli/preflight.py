@@ -20,6 +20,7 @@ from megatron.dpp.cli.files import check_files
 from megatron.dpp.cli.planned import take_plan
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate import validate
+from megatron.dpp.cli.validate_experts import replicas_in_step
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.inject import Injector
@@ -65,6 +66,7 @@ def check(
     check_values(args)
     if args.use_dpp:
         _check_addresses(args.dpp, world_size)
+        _check_hosts_of_experts(args, world_size)
     check_files(args, task_name)
     args, tokenizer = build_vocabulary(args)
     if args.dpp_plan:
@@ -124,7 +126,7 @@ def check_schedule(args: RunConfig, *, one_node: bool) -> None:
         if not cap.needs_measuring:
             check_room(policy, geometry, cap.chunks, split_backward=args.dpp_split_backward)
         if args.dpp_replay and one_node:
-            for replica in range(args.data_parallel_size):
+            for replica in range(0, args.data_parallel_size, replicas_in_step(args)):
                 path = replica_path(args.dpp_replay, replica)
                 check_recording(path, geometry, ramped=bool(args.rampup_batch_size))
 
@@ -141,6 +143,21 @@ def _check_addresses(config: DppConfig, world_size: int) -> None:
                 f"--node-ips {config.node_ips}: {address} stands for node {nodes[address]} and "
                 f"node {node}"
             )
+
+
+def _check_hosts_of_experts(args: RunConfig, world_size: int) -> None:
+    """Refuse groups of experts on several hosts: their ranks agree through shared memory."""
+    together = replicas_in_step(args)
+    ranks = together * args.tensor_model_parallel_size * args.context_parallel_size
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    pipelined = args.pipeline_model_parallel_size > 1
+    if pipelined and together > 1 and per_node < world_size and per_node % ranks:
+        raise ConfigError(
+            f"--use-dpp needs expert groups within a host: {ranks} ranks of a stage run their "
+            f"tasks together, and a host has {per_node} processes; lower "
+            "--expert-model-parallel-size (or leave out global_aux_loss), or train without "
+            "--use-dpp"
+        )
 
 
 def build_vocabulary(args: RunConfig) -> tuple[RunConfig, Tokenizer]:

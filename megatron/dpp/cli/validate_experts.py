@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 
 from megatron.dpp.errors import require
 from megatron.dpp.plan.layer_patterns import layers_with_experts
@@ -137,29 +138,19 @@ def _expert_layout(args: Args) -> None:
         f"{tensor} needs --expert-model-parallel-size of at least 2: without, megatron-core leaves "
         "the experts' gradients of the tensor-parallel ranks apart",
     )
-    if args.use_dpp:
-        _refuse_order(args)
 
 
-def _refuse_order(args: Args) -> None:
-    """Refuse experts whose collectives span data-parallel replicas."""
-    kinds = args.moe_router_load_balancing_type
-    refused = {
-        "--expert-model-parallel-size above 1": args.expert_model_parallel_size > 1,
-        "--expert-tensor-parallel-size above --tensor-model-parallel-size": (
-            args.expert_tensor_parallel_size > args.tensor_model_parallel_size
-        ),
-        "--moe-router-load-balancing-type global_aux_loss with data-parallel replicas": (
-            "global_aux_loss" in ([kinds] if isinstance(kinds, str) else kinds)
-            and args.data_parallel_size > 1
-        ),
-    }
-    for what, asked in refused.items():
-        require(
-            not asked,
-            f"{what} needs the same order of tasks on all replicas, which --use-dpp does not "
-            "promise; leave one of them out",
-        )
+def replicas_in_step(args: Args) -> int:
+    """Data-parallel replicas that run their tasks in one order with ``--use-dpp``, as experts or
+    ``global_aux_loss`` communicate inside of tasks. Their ranks are neighbours.
+    """
+    if not args.num_experts:
+        return 1
+    if "global_aux_loss" in args.moe_router_load_balancing_type:
+        return int(args.data_parallel_size)
+    shared: int = args.tensor_model_parallel_size * args.context_parallel_size
+    of_experts: int = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    return math.lcm(shared, of_experts) // shared
 
 
 def check_prediction(args: Args) -> None:

@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+)
 from megatron.core.utils import get_model_config
 
 
@@ -57,9 +60,11 @@ class TaskRng:
     def _enter(self, iteration: int, microbatch: int, stage: int) -> None:
         task = (self._seed, iteration, microbatch, stage)
         tracker = get_cuda_rng_tracker()
-        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        own = parallel_state.get_tensor_model_parallel_rank()
+        expert_own = parallel_state.get_expert_tensor_and_model_parallel_rank()
         for name, state in tracker.states_.items():
-            seed = _derive(*task, tp_rank, name=name)
+            of_experts = name == get_expert_parallel_rng_tracker_name()
+            seed = _derive(*task, expert_own if of_experts else own, name=name)
             if isinstance(state, torch.Generator):
                 state.manual_seed(seed)
             else:
@@ -68,12 +73,14 @@ class TaskRng:
         torch.cuda.manual_seed(_derive(*task))
 
 
-def needs_task_rng(model: list[torch.nn.Module]) -> bool:
-    """True if a forward of this model draws random numbers in training (dropout, routers)."""
+def needs_task_rng(model: list[torch.nn.Module], *, forward_only: bool = False) -> bool:
+    """True if a forward of this model draws random numbers: by dropout in training, by routers in
+    evaluation too.
+    """
     config = get_model_config(model[0])
+    drops_out = config.hidden_dropout > 0.0 or config.attention_dropout > 0.0
     return bool(
-        config.hidden_dropout > 0.0
-        or config.attention_dropout > 0.0
+        (drops_out and not forward_only)
         or config.moe_input_jitter_eps
         or config.moe_router_force_load_balancing
     )

@@ -93,25 +93,27 @@ class StepCall:
         """megatron-core's config of the model."""
         return get_model_config(self.model[0])
 
+    @property
+    def has_global_aux_loss(self) -> bool:
+        """True if the routers balance their load over all replicas."""
+        return "global_aux_loss" in getattr(self.config, "moe_router_load_balancing_type", ())
+
     def refuse_ordered(self) -> None:
-        """Refuse settings whose collectives or bookkeeping need a static order.
+        """Refuse settings whose bookkeeping needs megatron-core's own order.
 
         Raises:
             ConfigError: names the setting.
         """
         config = self.config
+        partial = "num_microbatches_with_partial_activation_checkpoints"
         refused = {
-            "--expert-model-parallel-size": getattr(config, "expert_model_parallel_size", 1) > 1,
-            "--expert-tensor-parallel-size above --tensor-model-parallel-size": (
-                (getattr(config, "expert_tensor_parallel_size", None) or 1)
-                > getattr(config, "tensor_model_parallel_size", 1)
-            ),
-            "--moe-router-load-balancing-type global_aux_loss": (
-                "global_aux_loss" in getattr(config, "moe_router_load_balancing_type", ())
-                and self.pg_collection.dp_cp.size() > self.pg_collection.cp.size()
-            ),
             "--overlap-moe-expert-parallel-comm": getattr(
                 config, "overlap_moe_expert_parallel_comm", False
+            ),
+            "--moe-paged-stash": getattr(config, "moe_paged_stash", False),
+            # A recomputed microbatch counts in its backward, another one in its forward.
+            "--moe-router-load-balancing-type global_aux_loss with partial checkpoints": (
+                self.has_global_aux_loss and getattr(config, partial, None) is not None
             ),
             "--hybrid-context-parallel": getattr(config, "hybrid_context_parallel", False),
             "--defer-embedding-wgrad-compute": getattr(
@@ -122,8 +124,8 @@ class StepCall:
         for flag, asked in refused.items():
             if asked:
                 raise ConfigError(
-                    f"{flag} needs the same order of tasks on all ranks of its group, which "
-                    "--use-dpp does not promise; leave it out or train without --use-dpp"
+                    f"{flag} needs megatron-core's own order of tasks, which --use-dpp does not "
+                    "keep; leave it out or train without --use-dpp"
                 )
         for name, usual in _UNSUPPORTED.items():
             value = getattr(config, name, usual)

@@ -1,10 +1,10 @@
 """Deciders: a rank that decides for itself, or the leader and followers of a stage.
 
-The tensor- and context-parallel ranks of one stage share collectives inside every task, so they
-must run the same tasks in the same order. Member 0 of the stage decides; an arrival counts only
-when all members have it, and the decision travels over a
-:class:`~megatron.dpp.transport.base.Board`. There is no collective per decision. A follower checks
-each decision against its own Scheduler, so a disagreement is an error and not a wrong number.
+The ranks of a :class:`~megatron.dpp.runtime.stage_group.StageGroup` share collectives inside tasks,
+so they must run the same tasks in the same order. Member 0 decides; an arrival counts only when all
+members have it, and the decision travels over a :class:`~megatron.dpp.transport.base.Board`. There
+is no collective per decision. A follower checks each decision against its own Scheduler, so a
+disagreement is an error and not a wrong number.
 """
 
 from __future__ import annotations

@@ -73,9 +73,12 @@ class PipelineSchedule(abc.ABC):
     def _links(self) -> Transport | None:
         """The open transport, if any."""
 
-    def _wants_rng(self, chunks: list[torch.nn.Module], num_ranks: int) -> bool:
+    def _wants_rng(
+        self, chunks: list[torch.nn.Module], num_ranks: int, *, forward_only: bool
+    ) -> bool:
         """True if tasks need random states of their own; a single stage keeps Megatron's."""
-        return self.config.task_rng and num_ranks > 1 and needs_task_rng(chunks)
+        wanted = self.config.task_rng and num_ranks > 1
+        return wanted and needs_task_rng(chunks, forward_only=forward_only)
 
     def _captures(self) -> bool:
         """True if CUDA graphs, or the ``capture`` of a test, are available."""

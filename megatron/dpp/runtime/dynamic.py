@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 
 from megatron.dpp.config import GRAPHS_PAY_FROM, DppConfig
 from megatron.dpp.errors import ConfigError
@@ -37,6 +36,7 @@ from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.runtime.executor import Executor
 from megatron.dpp.runtime.links import Links, open_links, why_not_ahead
+from megatron.dpp.runtime.stage_group import StageGroup, stage_group_of
 from megatron.dpp.runtime.timer import TaskTimer, timer_for
 from megatron.dpp.runtime.topology import Topology, pipeline_of
 from megatron.dpp.schedule import Geometry, Memory, Scheduler, Sizes, head_room
@@ -52,6 +52,7 @@ class _Session:
     """State that is kept from call to call."""
 
     topology: Topology
+    group: StageGroup
     links: Links
     boundaries: Boundaries
     timer: TaskTimer
@@ -96,7 +97,7 @@ class DppSchedule(PipelineSchedule):
         split = not call.forward_only and self._prepare(call)
         topology, iteration = session.topology, self.iteration
         self.iteration += 1
-        if not call.forward_only and self._wants_rng(call.model, topology.num_ranks):
+        if self._wants_rng(call.model, topology.num_ranks, forward_only=call.forward_only):
             function = session.rng.wrap(call.forward_step_func, call.model, iteration)
             call = dataclasses.replace(call, forward_step_func=function)
         weights = self._weight_gradients if split else None
@@ -186,7 +187,7 @@ class DppSchedule(PipelineSchedule):
         """
         longest = sizes.largest / max(sizes[0], 1)
         if measured is not None:
-            activation, deferred, head = _stage_max(
+            activation, deferred, head = self._stage_max(
                 call,
                 longest * max(measured.activation_bytes.values(), default=0),
                 longest * max(measured.deferred_bytes.values(), default=0),
@@ -198,7 +199,7 @@ class DppSchedule(PipelineSchedule):
         graphs = self._graphs
         if graphs is None or not graphs.awaits_size:
             return
-        (slot_bytes,) = _stage_max(call, graphs.slot_bytes)
+        (slot_bytes,) = self._stage_max(call, graphs.slot_bytes)
         if slot_bytes:
             graphs.keep_size(slot_bytes)
             # A slot is held until the last W.
@@ -206,6 +207,11 @@ class DppSchedule(PipelineSchedule):
             decisions.measured(
                 Memory(activation_bytes=slot_bytes, deferred_bytes=slot_bytes, head_room=room)
             )
+
+    def _stage_max(self, call: StepCall, *values: float) -> list[float]:
+        """The largest of each value over the ranks that run the same tasks; a collective."""
+        assert self._session is not None
+        return self._session.group.largest(*values, device=call.boundary_example().device)
 
     def _head_room(self, activation_bytes: dict[int, int]) -> float:
         """The LM head's memory in chunk activations; it matters on the last rank only."""
@@ -272,7 +278,7 @@ class DppSchedule(PipelineSchedule):
         all ranks that share this stage.
         """
         assert self._session is not None
-        share, filled = _stage_max(
+        share, filled = self._stage_max(
             call, self._session.timer.launch_share(chunks), self._filled_by_graphs()
         )
         recomputes = call.config.recompute_granularity == "full"
@@ -329,7 +335,8 @@ class DppSchedule(PipelineSchedule):
                 self._seed,
                 num_chunks=topology.num_chunks,
             )
-        links = _open_links(topology, boundaries, _stage_ranks(call), self.config, injector)
+        group = stage_group_of(call, has_links=topology.num_stages > 1)
+        links = _open_links(topology, boundaries, group.ranks, self.config, injector)
         for link in links.transport.links():
             self._log(
                 f"dynamic pipeline: rank {ranks[rank]} -> {link.peer}: {link.kind} ({link.reason})"
@@ -345,6 +352,7 @@ class DppSchedule(PipelineSchedule):
             )
         return _Session(
             topology=topology,
+            group=group,
             links=links,
             boundaries=boundaries,
             timer=timer_for(self.config, follow=follow),
@@ -407,32 +415,10 @@ def why_no_graphs(
     return f"{reason} (--dpp-cuda-graphs on uses them all the same, for more memory)"
 
 
-def _stage_group(call: StepCall) -> torch.distributed.ProcessGroup | None:
-    """The tensor- and context-parallel ranks that share this stage's collectives; None for one."""
-    if call.pg_collection.tp.size() * call.pg_collection.cp.size() == 1:
-        return None
-    group = getattr(call.pg_collection, "tp_cp", None)
-    return group or parallel_state.get_tensor_and_context_parallel_group()  # type: ignore[no-any-return]
-
-
-def _stage_ranks(call: StepCall) -> list[int]:
-    """The global ranks that share this stage, leader first; none for a single rank."""
-    group = _stage_group(call)
-    return sorted(torch.distributed.get_process_group_ranks(group)) if group else []
-
-
-def _stage_max(call: StepCall, *values: float) -> list[float]:
-    """The largest of each value over the ranks that share this stage; a collective."""
-    group = _stage_group(call)
-    if group is None:
-        return list(values)
-    most = torch.tensor(values, dtype=torch.float64, device=call.boundary_example().device)
-    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
-    return [float(value) for value in most]
-
-
 def _replica_of(call: StepCall) -> int:
-    """The number of this rank's data-parallel replica."""
+    """The number of this rank's data-parallel replica. The leader's names a recording, so one file
+    serves all replicas that follow it.
+    """
     index: int = torch.distributed.get_rank(call.pg_collection.dp_cp)
     return index // int(call.pg_collection.cp.size())
 

@@ -65,7 +65,8 @@ class StaticSchedule(PipelineSchedule):
             refuse_delayed(chunks, "a static schedule runs no W tasks")
         iteration = self.iteration
         self.iteration += 1
-        if self._wants_rng(chunks, topology.num_ranks) and not keywords.get("forward_only"):
+        forward_only = keywords.get("forward_only", False)
+        if self._wants_rng(chunks, topology.num_ranks, forward_only=forward_only):
             rng = TaskRng(self._seed, topology.num_ranks, topology.rank)
             function = keywords["forward_step_func"]
             keywords["forward_step_func"] = rng.wrap(function, chunks, iteration)
