@@ -12,8 +12,10 @@ from typing import Any
 
 from megatron.dpp.cli.checkpoint_args import check_model, check_optimizer, saved_args
 from megatron.dpp.cli.checkpoint_files import Found, check_engine, check_whole, find_start
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.text_files import read_mapping, read_text
+from megatron.dpp.trace import TraceLayout
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _SETS = ("training", "validation", "test")
@@ -115,6 +117,28 @@ def check_outputs(args: argparse.Namespace) -> None:
             raise DataError(f"{flag} {given}: {there} is a file, a directory is expected")
         if not os.access(there, os.W_OK | os.X_OK):
             raise DataError(f"{flag} {given}: {there} is not writable")
+
+
+def written_directories(args: RunConfig) -> list[tuple[str, Path]]:
+    """Flags and directories that one run at a time may write: checkpoints and traces."""
+    found = [("--save", Path(args.save))] if args.save else []
+    if args.trace:
+        found.append(("--trace-dir", trace_layout(args).path(args.trace_dir).parent))
+    return found
+
+
+def trace_layout(args: RunConfig, data: int = 0, pipeline: int = 0, tensor: int = 0) -> TraceLayout:
+    """The coordinates of a rank as its trace names them."""
+    return TraceLayout(
+        data=data,
+        pipeline=pipeline,
+        tensor=tensor,
+        data_size=args.data_parallel_size,
+        pipeline_size=args.pipeline_model_parallel_size,
+        tensor_size=args.tensor_model_parallel_size,
+        num_chunks=args.virtual_pipeline_model_parallel_size or 1,
+        schedule="dpp" if args.use_dpp else "pp",
+    )
 
 
 def data_words(args: argparse.Namespace) -> tuple[list[str] | None, list[Any] | None]:

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 
 from megatron.dpp.cli import arguments
 from megatron.dpp.cli.checkpoint_args import take_checkpoint_args
-from megatron.dpp.cli.files import check_files
+from megatron.dpp.cli.files import check_files, written_directories
 from megatron.dpp.cli.planned import take_plan
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate import validate
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.inject import Injector
+from megatron.dpp.locks import check_free
 from megatron.dpp.schedule import (
     Geometry,
     check_recording,
@@ -175,7 +176,9 @@ def _main(task_name: str, argv: Sequence[str]) -> int:
         if task_name == "flags":
             arguments.parse_args(argv)
         else:
-            check(task_name, argv, arguments.rank_and_world()[1])
+            args, _ = check(task_name, argv, arguments.rank_and_world()[1])
+            for flag, folder in written_directories(args):
+                check_free(folder, flag)
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -13,6 +13,7 @@ from megatron.core import parallel_state as mpu
 
 from megatron.dpp import DppSchedule
 from megatron.dpp.cli import planned, settings
+from megatron.dpp.cli.files import trace_layout
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import DataError
 from megatron.dpp.runtime.static import StaticSchedule
@@ -43,7 +44,12 @@ def run_job(args: RunConfig, task_name: str, rank: int, tokenizer: Any) -> None:
     run.say(settings.summary(args, task_name))
     if args.dpp_plan:
         run.say(planned.describe(args))
-    layout = _trace_layout(args)
+    layout = trace_layout(
+        args,
+        mpu.get_data_parallel_rank(),
+        mpu.get_pipeline_model_parallel_rank(),
+        mpu.get_tensor_model_parallel_rank(),
+    )
     trace_folder = layout.path(args.trace_dir).parent
     if run.is_first:
         _save_settings(run, trace_folder)
@@ -145,19 +151,6 @@ def _recorder(run: Run, layout: TraceLayout) -> Any:
         device=run.device,
         iterations=parse_iterations(args.trace_iterations) if args.trace_iterations else None,
         interval=args.trace_interval,
-    )
-
-
-def _trace_layout(args: RunConfig) -> TraceLayout:
-    return TraceLayout(
-        data=mpu.get_data_parallel_rank(),
-        pipeline=mpu.get_pipeline_model_parallel_rank(),
-        tensor=mpu.get_tensor_model_parallel_rank(),
-        data_size=args.data_parallel_size,
-        pipeline_size=args.pipeline_model_parallel_size,
-        tensor_size=args.tensor_model_parallel_size,
-        num_chunks=args.virtual_pipeline_model_parallel_size or 1,
-        schedule="dpp" if args.use_dpp else "pp",
     )
 
 
