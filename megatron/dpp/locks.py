@@ -1,6 +1,6 @@
 """Locks on files and directories that one run at a time may write.
 
-A lock is an ``flock`` of an open file: the kernel drops it when its process ends, however that ends.
+A lock is an ``flock`` of an open file: the kernel drops it when its process ends in any way.
 NFS passes it on to the server unless it is mounted with ``local_lock``. For such mounts the file
 also names host and process: a name of another host that was never cleared becomes a warning.
 """

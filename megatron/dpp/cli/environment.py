@@ -28,6 +28,7 @@ _LAUNCH = (
     ("MASTER_PORT", "6000", "port of node 0; a single node without it takes a free port"),
     ("WAIT_SECONDS", "300", "seconds that nodes wait for each other"),
     ("NODE_IPS", "", "IP addresses between nodes, one per node or one per rank"),
+    ("RUN_DIR", "", "directory of the run; empty: a new one below `runs`"),
     ("DRY_RUN", "0", "1: print the commands, start nothing"),
 )
 _SETTINGS = (

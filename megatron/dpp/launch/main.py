@@ -224,6 +224,8 @@ def _start(found: Plan) -> None:
     sizes = {"GPUS_PER_NODE": str(found.setting.per_node), **found.nodes.environment()}
     job = find_job({**os.environ, **sizes})
     argv = [*resolved.argv, *job.flags()]
+    if options.run_dir:
+        os.environ["RUN_DIR"] = options.run_dir
     launch(job, python, script, argv, dry_run=options.dry_run)
 
 

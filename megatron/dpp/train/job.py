@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -53,6 +54,7 @@ def run_job(args: RunConfig, task_name: str, rank: int, tokenizer: Any) -> None:
     trace_folder = layout.path(args.trace_dir).parent
     if run.is_first:
         _save_settings(run, trace_folder)
+        _link_trace(args, trace_folder)
     note_progress(run, "Starting job")
     with _recorder(run, layout) as run.recorder, contextlib.ExitStack() as stack:
         _train(run, task_name, stack)
@@ -63,15 +65,38 @@ def run_job(args: RunConfig, task_name: str, rank: int, tokenizer: Any) -> None:
 
 
 def _save_settings(run: Run, trace_folder: Path) -> None:
-    """Saves them beside the checkpoints, else the TensorBoard files or the trace."""
+    """Saves them in the run's directory, else beside the checkpoints, the TensorBoard files or the
+    trace."""
     args = run.args
-    folder = args.save or args.tensorboard_dir or (trace_folder if args.trace else None)
+    folder = (
+        os.environ.get("RUN_DIR")
+        or args.save
+        or args.tensorboard_dir
+        or (trace_folder if args.trace else None)
+    )
     if folder is None:
         return
     try:
         run.say(f"settings: {settings.save(args, Path(folder))}")
     except OSError as error:
         raise DataError(f"{folder}: the settings cannot be saved ({error.strerror})") from error
+
+
+def _link_trace(args: RunConfig, trace_folder: Path) -> None:
+    """Gives a trace in the run's directory the name ``benchmark/data-...`` as well; a directory of
+    that name stays."""
+    home = os.environ.get("RUN_DIR")
+    if not (args.trace and home and Path(home) in trace_folder.absolute().parents):
+        return
+    link = Path("benchmark") / trace_folder.name
+    with contextlib.suppress(OSError):  # the trace itself is elsewhere
+        link.parent.mkdir(exist_ok=True)
+        scratch = link.with_name(f".{link.name}-{os.getpid()}")
+        scratch.symlink_to(trace_folder.absolute())
+        try:
+            scratch.replace(link)
+        finally:
+            scratch.unlink(missing_ok=True)
 
 
 def _train(run: Run, task_name: str, stack: contextlib.ExitStack) -> None:
