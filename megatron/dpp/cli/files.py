@@ -19,6 +19,10 @@ from megatron.dpp.trace import TraceLayout
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _SETS = ("training", "validation", "test")
+_LOOKED_AT_BYTES = 1 << 30
+_BLOCK_BYTES = 1 << 22
+_TOKEN_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
+"""NumPy's names of megatron-core's dtype codes that token ids can have."""
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 """Bytes per token of megatron-core's dtype codes."""
 
@@ -241,3 +245,40 @@ def check_index(prefix: str) -> tuple[int, int]:
     if data.stat().st_size != needed:
         raise DataError(f"{data}: {data.stat().st_size} bytes, but {index.name} says {needed}")
     return sequences, documents - 1  # it holds where each begins, and the end
+
+
+def check_tokens(args: RunConfig) -> None:
+    """Refuse token ids outside of the model's vocabulary. Of files above 1 GiB it looks at blocks
+    that are spread evenly.
+
+    Raises:
+        DataError: naming the file, the id and the vocabulary's size.
+    """
+    if args.mock_data:
+        return
+    words, per_split = data_words(args)
+    prefixes = (prefix for each in [words, *(per_split or [])] for prefix in _prefixes(each or []))
+    for prefix in dict.fromkeys(prefixes):
+        _check_ids(prefix, args.padded_vocab_size)
+
+
+def _check_ids(prefix: str, vocab_size: int) -> None:
+    import numpy
+
+    with open(prefix + ".idx", "rb") as index:
+        index.seek(len(_IDX_MAGIC) + 8)  # behind the version
+        kind = _TOKEN_TYPES.get(index.read(1)[0])
+    path = Path(prefix + ".bin")
+    if kind is None or not path.stat().st_size:
+        return
+    tokens = numpy.memmap(path, dtype=kind, mode="r")
+    block = _BLOCK_BYTES // tokens.itemsize
+    step = block * max(1, -(-tokens.nbytes // _LOOKED_AT_BYTES))
+    for start in range(0, len(tokens), step):
+        part = tokens[start : start + block]
+        found = int(part.max()) if part.max() >= vocab_size else int(part.min())
+        if not 0 <= found < vocab_size:
+            raise DataError(
+                f"{path}: token id {found} is outside of the model's vocabulary of {vocab_size}; "
+                "give the tokenizer that made the file"
+            )

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from megatron.dpp.cli import arguments
 from megatron.dpp.cli.checkpoint_args import take_checkpoint_args
-from megatron.dpp.cli.files import check_files, written_directories
+from megatron.dpp.cli.files import check_files, check_tokens, written_directories
 from megatron.dpp.cli.planned import take_plan
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate import validate
@@ -68,6 +68,8 @@ def check(
         _check_addresses(args.dpp, world_size)
     check_files(args, task_name)
     args, tokenizer = build_vocabulary(args)
+    if arguments.rank_and_world()[0] == 0:
+        check_tokens(args)
     if args.dpp_plan:
         args = take_plan(args)
     if args.use_dpp:

@@ -31,8 +31,10 @@ from megatron.dpp.launch.resolve import (
 )
 from megatron.dpp.launch.settle import checked, settled, shape_from
 from megatron.dpp.launch.start import (
+    describe_tokens,
     find_python,
     prepare,
+    require_tokenizer,
     run_preparation,
     show,
     split_of,
@@ -135,8 +137,13 @@ def plan(words: Sequence[str]) -> Plan:
     nodes = find_nodes(os.environ)
     setting = find_setting(options, nodes)
     flags = base_flags(options, rest, setting)
+    require_tokenizer(options.data, flags, options.tokenizer)
     data = prepare(
-        options.arch or "gpt", options.data, flags, skip_bad_lines=options.skip_bad_lines
+        options.arch or "gpt",
+        options.data,
+        flags,
+        skip_bad_lines=options.skip_bad_lines,
+        tokenizer=options.tokenizer,
     )
     flags |= data.flags
     own_split = not {"--split", "--yaml-cfg"} & set(flags)
@@ -217,6 +224,7 @@ def _start(found: Plan) -> None:
             run_preparation(preparation)
             if found.own_split:
                 resolved.flags.update(split_of(resolved.flags))
+            print(describe_tokens(resolved.flags), flush=True)
     script = f"pretrain_{resolved.arch}.py"
     print(f"\nflags of {script}:\n{show(resolved.argv)}\n", flush=True)
     if not found.setting.on_gpu:
