@@ -112,10 +112,20 @@ def check_outputs(args: argparse.Namespace) -> None:
             raise DataError(
                 f"--dpp-record {args.dpp_record}: {folder} is no directory that can be written to"
             )
-    for flag, given in (("--save", args.save), ("--tensorboard-dir", args.tensorboard_dir)):
+    trace = args.trace_dir if args.trace else None
+    for flag, given in (
+        ("--save", args.save),
+        ("--tensorboard-dir", args.tensorboard_dir),
+        ("--trace-dir", trace),
+        ("--metrics-file", args.metrics_file),
+    ):
         if not given:
             continue
         path = Path(given).absolute()
+        if flag == "--metrics-file":
+            if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+                raise DataError(f"{flag} {given}: not a file that can be written to")
+            path = path.parent
         there = next(each for each in (path, *path.parents) if each.exists())
         if not there.is_dir():
             raise DataError(f"{flag} {given}: {there} is a file, a directory is expected")

@@ -165,6 +165,7 @@ def launch(
         show_command([*command, *argv])
         return
     arch = Path(script).stem.removeprefix("pretrain_")
+    parse_args(argv)  # ends here with --help
     check(arch, argv, python, job)
     home = None
     if os.environ.get("RUN_DIR") or job.num_nodes == 1:  # several nodes cannot agree on a date

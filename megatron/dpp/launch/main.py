@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.dpp import __version__
 from megatron.dpp.cli.files import check_data, check_outputs, check_start
 from megatron.dpp.cli.planned import SHAPES
 from megatron.dpp.errors import ConfigError, DataError, DppError
@@ -61,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if "--completion" in words:
             print(cli.completion((words[words.index("--completion") + 1 :] or [""])[0]))
+            return 0
+        if "--version" in words:
+            print(f"megatron-dpp {__version__}")
             return 0
         if "--help" in words or "-h" in words:
             print(cli.help_text(_mode_of(words)))

@@ -16,6 +16,7 @@ from megatron.dpp.cli.files import written_directories
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, DataError, DppError
 from megatron.dpp.locks import lock_directory
+from megatron.dpp.mcore.training.parent import end_with_parent
 from megatron.dpp.tokenizers import Tokenizer
 
 _FAILED = 1
@@ -29,6 +30,8 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
         task_name: ``gpt`` or ``bert``.
         argv: the command line; ``sys.argv`` when None.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks would outlive a kill -9 of it
+        end_with_parent()
     rank, world_size = arguments.rank_and_world()
     held = contextlib.ExitStack()
     try:
