@@ -141,7 +141,6 @@ def plan(words: Sequence[str]) -> Plan:
     nodes = find_nodes(os.environ)
     setting = find_setting(options, nodes)
     flags = base_flags(options, rest, setting)
-    require_tokenizer(options.data, flags, options.tokenizer)
     data = prepare(
         options.arch or "gpt",
         options.data,
@@ -149,6 +148,7 @@ def plan(words: Sequence[str]) -> Plan:
         skip_bad_lines=options.skip_bad_lines,
         tokenizer=options.tokenizer,
     )
+    require_tokenizer(options.data, flags, options.tokenizer)
     flags |= data.flags
     own_split = not {"--split", "--yaml-cfg"} & set(flags)
     if own_split:
