@@ -24,11 +24,12 @@ MAY_IMPORT = {
     "direction": set(),
     "config": {"errors"},
     "hosts": {"errors"},
+    "locks": {"errors"},
     "text_files": {"errors"},
     "tokenizers": {"errors", "text_files"},
     "inject": {"errors"},
     "schedule": {"config", "direction", "errors"},
-    "trace": {"config", "direction", "errors", "schedule"},
+    "trace": {"config", "direction", "errors", "locks", "schedule"},
     "sim": {"config", "direction", "errors", "schedule", "trace"},
     "plan": {"config", "errors", "schedule", "sim", "trace"},
     "transport": {"config", "direction", "errors", "hosts"},
@@ -38,11 +39,12 @@ MAY_IMPORT = {
         *("transport", "mcore"),
     },
     "cli": {
-        *("config", "errors", "text_files", "tokenizers", "schedule", "trace", "plan", "inject"),
+        *("config", "errors", "locks", "text_files", "tokenizers", "schedule", "trace", "plan"),
+        "inject",
     },
-    "launch": {"config", "errors", "hosts", "text_files", "schedule", "plan", "cli"},
+    "launch": {"config", "errors", "hosts", "text_files", "tokenizers", "schedule", "plan", "cli"},
     "train": {
-        *("config", "errors", "text_files", "tokenizers", "schedule", "trace", "plan"),
+        *("config", "errors", "locks", "text_files", "tokenizers", "schedule", "trace", "plan"),
         *("transport", "mcore", "runtime", "cli"),
     },
     "plugin": {"config", "errors", "mcore", "runtime"},
@@ -54,7 +56,17 @@ MAY_IMPORT = {
 DOORS = {"__init__", "__main__", "doctor", "estimate", "run", "sim.__main__"}
 """Entry points, which may import any room."""
 WITHOUT_TORCH = {
-    *("errors", "direction", "config", "hosts", "text_files", "tokenizers", "inject", "schedule"),
+    *(
+        "errors",
+        "direction",
+        "config",
+        "hosts",
+        "locks",
+        "text_files",
+        "tokenizers",
+        "inject",
+        "schedule",
+    ),
     *("sim", "plan", "cli"),
     "launch",
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -85,6 +86,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
+    if {"-h", "--help", "--help-all"} & set(argv):
+        if rank_and_world()[0] == 0:
+            print(parser.format_help() if "--help-all" in argv else _short_help(parser))
+        raise SystemExit(0)
     path = _yaml_path(argv)
     if path:
         from megatron.dpp.cli.yaml_file import defaults_from_yaml
@@ -95,6 +100,28 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.given = given_flags(parser, argv)
     args.parsed = dict(vars(args))
     return args
+
+
+_IN_SHORT = (
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings",
+    "micro_batch_size", "global_batch_size", "train_iters", "lr", "min_lr", "bf16", "fp16",
+    "data_path", "split", "tokenizer_type", "vocab_file", "merge_file",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank", "use_dpp", "dpp_policy", "dpp_activation_cap", "save",
+    "load", "save_interval", "eval_interval", "trace", "metrics_file", "tensorboard_dir", "device",
+    "yaml_cfg",
+)  # fmt: skip
+
+
+def _short_help(parser: argparse.ArgumentParser) -> str:
+    """The flags of most runs, a line each."""
+    lines = [f"usage: {parser.prog} FLAGS", ""]
+    for action in parser._actions:
+        if action.dest in _IN_SHORT:
+            text = (action.help or "").split("; ")[0].replace("%%", "%")
+            lines.append(f"  {action.option_strings[0]:40s} {text[:78]}")
+    total = len(parser._actions)
+    return "\n".join([*lines, "", f"--help-all lists all {total} flags, docs/flags.md the rest."])
 
 
 def given_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, str]:
@@ -136,12 +163,31 @@ def refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> None:
 def warnings_of(args: RunConfig) -> list[str]:
     """A line for every given flag without effect."""
     lines = [f"{args.given[name]} has no effect" for name in WITHOUT_EFFECT if name in args.given]
+    lines += _skipped_by_loss_scale(args)
     for field in option_fields():
         flag = args.given.get(f"dpp_{field.name}")
         why = _why_idle(args, field) if flag else None
         if why:
             lines.append(f"{flag} {why}")
     return lines
+
+
+_USUAL_LOSS_SCALE = 65536
+
+
+def _skipped_by_loss_scale(args: RunConfig) -> list[str]:
+    """A line where the initial loss scale may overflow in every iteration of a short run."""
+    if not args.fp16 or args.loss_scale or not args.train_iters:
+        return []
+    halvings = math.log2(max(args.initial_loss_scale / _USUAL_LOSS_SCALE, 1))
+    skipped = math.ceil(halvings) + args.hysteresis - 1
+    if not halvings or skipped < args.train_iters / 10:
+        return []
+    return [
+        f"--initial-loss-scale {args.initial_loss_scale:.0f}: each iteration that overflows is "
+        f"skipped and halves it, up to {skipped} of {args.train_iters}; --initial-loss-scale "
+        f"{_USUAL_LOSS_SCALE} suits short runs"
+    ]
 
 
 def _why_idle(args: RunConfig, field: dataclasses.Field[Any]) -> str | None:

@@ -18,11 +18,13 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.dpp.cli import checksums
 from megatron.dpp.cli.checkpoint_reader import read_pickle
 from megatron.dpp.errors import DataError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _UNFINISHED, _REPLACED = ".unfinished", ".replaced"
+_HEADS = ("metadata.json", "common.pt", ".metadata")
 _ENGINE_OPTIMIZER, _ENGINE_MODEL = "_optim_states.pt", "_model_states.pt"
 
 
@@ -82,8 +84,9 @@ def begin(root: str | Path, iteration: int) -> Path:
 
 
 def commit(root: str | Path, iteration: int) -> None:
-    """Make the directory from :func:`begin` the newest checkpoint."""
+    """Add checksums to the directory from :func:`begin`, and make it the newest checkpoint."""
     final = directory(root, iteration)
+    checksums.write(final.with_suffix(_UNFINISHED))
     old = final.with_suffix(_REPLACED)
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -148,7 +151,15 @@ def find_start(args: argparse.Namespace) -> Found | None:
         return dataclasses.replace(found, pretrained=True)
     if found is None and args.load and args.exit_on_missing_checkpoint:
         raise DataError(f"--load {args.load}: no checkpoint there (--exit-on-missing-checkpoint)")
+    if found is not None:
+        _check_heads(found.path)
     return found
+
+
+def _check_heads(path: Path) -> None:
+    """Compare the files that are read before the rest is compared with their checksums."""
+    sums = checksums.read(path) or {}
+    checksums.check(path, sums, [name for name in _HEADS if name in sums])
 
 
 def unfinished(root: str | Path) -> list[Path]:

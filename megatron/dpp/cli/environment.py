@@ -6,6 +6,9 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.dpp.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ _LAUNCH = (
     ("MASTER_PORT", "6000", "port of node 0; a single node without it takes a free port"),
     ("WAIT_SECONDS", "300", "seconds that nodes wait for each other"),
     ("NODE_IPS", "", "IP addresses between nodes, one per node or one per rank"),
+    ("RUN_DIR", "", "directory of the run; empty: a new one below `runs`"),
     ("DRY_RUN", "0", "1: print the commands, start nothing"),
 )
 _SETTINGS = (
@@ -159,6 +163,22 @@ def count_gpus(env: Mapping[str, str]) -> int:
         return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
     return sum(line.startswith("GPU") for line in listed.splitlines())
+
+
+def check_visible_gpus(env: Mapping[str, str]) -> None:
+    """Refuse a ``CUDA_VISIBLE_DEVICES`` that names GPUs where the machine has none.
+
+    Raises:
+        ConfigError: with the way to a run on the CPU.
+    """
+    shown = env.get("CUDA_VISIBLE_DEVICES", "")
+    devices = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]
+    without = {name: value for name, value in env.items() if name != "CUDA_VISIBLE_DEVICES"}
+    if count_gpus(env) and not devices and not count_gpus(without):
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={shown}: this machine has no GPU; set it to nothing "
+            "(CUDA_VISIBLE_DEVICES=) for a run on the CPU"
+        )
 
 
 def markdown() -> str:

@@ -12,11 +12,17 @@ from typing import Any
 
 from megatron.dpp.cli.checkpoint_args import check_model, check_optimizer, saved_args
 from megatron.dpp.cli.checkpoint_files import Found, check_engine, check_whole, find_start
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.text_files import read_mapping, read_text
+from megatron.dpp.trace import TraceLayout
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _SETS = ("training", "validation", "test")
+_LOOKED_AT_BYTES = 1 << 30
+_BLOCK_BYTES = 1 << 22
+_TOKEN_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
+"""NumPy's names of megatron-core's dtype codes that token ids can have."""
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 """Bytes per token of megatron-core's dtype codes."""
 
@@ -106,15 +112,47 @@ def check_outputs(args: argparse.Namespace) -> None:
             raise DataError(
                 f"--dpp-record {args.dpp_record}: {folder} is no directory that can be written to"
             )
-    for flag, given in (("--save", args.save), ("--tensorboard-dir", args.tensorboard_dir)):
+    trace = args.trace_dir if args.trace else None
+    for flag, given in (
+        ("--save", args.save),
+        ("--tensorboard-dir", args.tensorboard_dir),
+        ("--trace-dir", trace),
+        ("--metrics-file", args.metrics_file),
+    ):
         if not given:
             continue
         path = Path(given).absolute()
+        if flag == "--metrics-file":
+            if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+                raise DataError(f"{flag} {given}: not a file that can be written to")
+            path = path.parent
         there = next(each for each in (path, *path.parents) if each.exists())
         if not there.is_dir():
             raise DataError(f"{flag} {given}: {there} is a file, a directory is expected")
         if not os.access(there, os.W_OK | os.X_OK):
             raise DataError(f"{flag} {given}: {there} is not writable")
+
+
+def written_directories(args: RunConfig) -> list[tuple[str, Path]]:
+    """Flags and directories that one run at a time may write: checkpoints and traces."""
+    found = [("--save", Path(args.save))] if args.save else []
+    if args.trace:
+        found.append(("--trace-dir", trace_layout(args).path(args.trace_dir).parent))
+    return found
+
+
+def trace_layout(args: RunConfig, data: int = 0, pipeline: int = 0, tensor: int = 0) -> TraceLayout:
+    """The coordinates of a rank as its trace names them."""
+    return TraceLayout(
+        data=data,
+        pipeline=pipeline,
+        tensor=tensor,
+        data_size=args.data_parallel_size,
+        pipeline_size=args.pipeline_model_parallel_size,
+        tensor_size=args.tensor_model_parallel_size,
+        num_chunks=args.virtual_pipeline_model_parallel_size or 1,
+        schedule="dpp" if args.use_dpp else "pp",
+    )
 
 
 def data_words(args: argparse.Namespace) -> tuple[list[str] | None, list[Any] | None]:
@@ -217,3 +255,40 @@ def check_index(prefix: str) -> tuple[int, int]:
     if data.stat().st_size != needed:
         raise DataError(f"{data}: {data.stat().st_size} bytes, but {index.name} says {needed}")
     return sequences, documents - 1  # it holds where each begins, and the end
+
+
+def check_tokens(args: RunConfig) -> None:
+    """Refuse token ids outside of the model's vocabulary. Of files above 1 GiB it looks at blocks
+    that are spread evenly.
+
+    Raises:
+        DataError: naming the file, the id and the vocabulary's size.
+    """
+    if args.mock_data:
+        return
+    words, per_split = data_words(args)
+    prefixes = (prefix for each in [words, *(per_split or [])] for prefix in _prefixes(each or []))
+    for prefix in dict.fromkeys(prefixes):
+        _check_ids(prefix, args.padded_vocab_size)
+
+
+def _check_ids(prefix: str, vocab_size: int) -> None:
+    import numpy
+
+    with open(prefix + ".idx", "rb") as index:
+        index.seek(len(_IDX_MAGIC) + 8)  # behind the version
+        kind = _TOKEN_TYPES.get(index.read(1)[0])
+    path = Path(prefix + ".bin")
+    if kind is None or not path.stat().st_size:
+        return
+    tokens = numpy.memmap(path, dtype=kind, mode="r")
+    block = _BLOCK_BYTES // tokens.itemsize
+    step = block * max(1, -(-tokens.nbytes // _LOOKED_AT_BYTES))
+    for start in range(0, len(tokens), step):
+        part = tokens[start : start + block]
+        found = int(part.max()) if part.max() >= vocab_size else int(part.min())
+        if not 0 <= found < vocab_size:
+            raise DataError(
+                f"{path}: token id {found} is outside of the model's vocabulary of {vocab_size}; "
+                "give the tokenizer that made the file"
+            )

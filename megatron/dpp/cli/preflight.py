@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from megatron.dpp.cli import arguments
 from megatron.dpp.cli.checkpoint_args import take_checkpoint_args
-from megatron.dpp.cli.files import check_files
+from megatron.dpp.cli.files import check_files, check_tokens, written_directories
 from megatron.dpp.cli.planned import take_plan
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate import validate
@@ -24,6 +24,7 @@ from megatron.dpp.cli.validate_experts import replicas_in_step
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.inject import Injector
+from megatron.dpp.locks import check_free
 from megatron.dpp.schedule import (
     Geometry,
     check_recording,
@@ -69,6 +70,8 @@ def check(
         _check_hosts_of_experts(args, world_size)
     check_files(args, task_name)
     args, tokenizer = build_vocabulary(args)
+    if arguments.rank_and_world()[0] == 0:
+        check_tokens(args)
     if args.dpp_plan:
         args = take_plan(args)
     if args.use_dpp:
@@ -192,7 +195,9 @@ def _main(task_name: str, argv: Sequence[str]) -> int:
         if task_name == "flags":
             arguments.parse_args(argv)
         else:
-            check(task_name, argv, arguments.rank_and_world()[1])
+            args, _ = check(task_name, argv, arguments.rank_and_world()[1])
+            for flag, folder in written_directories(args):
+                check_free(folder, flag)
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +45,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp monitor") -> int:
-    """Exit status of ``--once``: 0, 3 when a rank of this host died without ending its trace."""
+    """Exit status, with ``--once`` or when all ranks have ended: 0, or 3 when a rank of this host
+    died without ending its trace."""
     options = _parser(prog).parse_args(argv)
     try:
         return guarded(prog, lambda: _watch(options))
@@ -135,8 +137,9 @@ def _watch(options: argparse.Namespace) -> int:
         run.poll()
         metrics = last_metrics(Path(options.metrics_file)) if options.metrics_file else {}
         text = view(run, metrics)
-        if options.once:
-            print(text)
-            return 3 if any(_state(file) == "DEAD" for file in run.files.values()) else 0
-        print("\x1b[H\x1b[2J" + text, flush=True)
+        states = {_state(file) for file in run.files.values()}
+        erase = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not options.once else ""
+        print(erase + text, flush=True)
+        if options.once or states <= {"ended", "DEAD"}:
+            return 3 if "DEAD" in states else 0
         time.sleep(options.interval)

@@ -71,8 +71,10 @@ _OPTIONS = (
     _Option("--bf16", None, "16-bit brain floats (the default on other GPUs)"),
     _Option("--fp32", None, "32-bit floats (the default on the CPU)"),
     _Option("--data", str, "JSON lines, or a prefix of token files (default: the sample)", "PATH"),
+    _Option("--tokenizer", str, "of --data: gpt2, DIR_OR_FILE, train:N or sample", "T"),
     _Option("--skip-bad-lines", None, "leave out lines of --data that cannot be used"),
     _Option("--save", str, "write checkpoints here, at the end at least", "DIR"),
+    _Option("--run-dir", str, "log, settings, metrics, traces (default runs/DATE-...)", "DIR"),
     _Option("--resume-from", str, "go on from the checkpoint in here", "DIR"),
     _Option("--tflops", float, "a device's rate in matrix products", "T"),
     _Option(

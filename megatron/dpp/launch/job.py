@@ -18,6 +18,7 @@ from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.errors import ConfigError, require
 from megatron.dpp.hosts import own_interface
 from megatron.dpp.launch.flags import ROOT
+from megatron.dpp.launch.home import LOG_NAME, copy_output, flags_of_home, make_home
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -159,11 +160,17 @@ def launch(
         ConfigError: the nodes cannot meet.
         SystemExit: the flags were refused; preflight has said why.
     """
-    words = [*job.torchrun(python), str(ROOT / script), *argv]
+    command = [*job.torchrun(python), str(ROOT / script)]
     if dry_run or is_dry_run():
-        show_command(words)
+        show_command([*command, *argv])
         return
-    check(Path(script).stem.removeprefix("pretrain_"), argv, python, job)
+    arch = Path(script).stem.removeprefix("pretrain_")
+    parse_args(argv)  # ends here with --help
+    check(arch, argv, python, job)
+    home = None
+    if os.environ.get("RUN_DIR") or job.num_nodes == 1:  # several nodes cannot agree on a date
+        home = make_home(arch, argv, job.world_size, os.environ)
+        argv = [*argv, *flags_of_home(home, argv)]
     defaults = {
         "CUDA_DEVICE_MAX_CONNECTIONS": hardware_queues(argv),
         "OMP_NUM_THREADS": environment.value("OMP_NUM_THREADS", os.environ),
@@ -173,8 +180,13 @@ def launch(
     env |= {name: value for name, value in defaults.items() if not env.get(name)}
     if job.num_nodes > 1:
         env = {**meet(job), **env}
+    if home is not None:
+        env["RUN_DIR"] = str(home)
+        node = f"-node{job.node_rank}" if job.num_nodes > 1 else ""
+        copy_output((home / LOG_NAME).with_stem(f"train{node}"))
+        print(f"run: {home}", flush=True)
     sys.stdout.flush()
-    os.execvpe(python, words, env)
+    os.execvpe(python, [*command, *argv], env)
 
 
 def is_dry_run() -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.dpp import __version__
 from megatron.dpp.cli.files import check_data, check_outputs, check_start
 from megatron.dpp.cli.planned import SHAPES
 from megatron.dpp.errors import ConfigError, DataError, DppError
@@ -31,8 +32,10 @@ from megatron.dpp.launch.resolve import (
 )
 from megatron.dpp.launch.settle import checked, settled, shape_from
 from megatron.dpp.launch.start import (
+    describe_tokens,
     find_python,
     prepare,
+    require_tokenizer,
     run_preparation,
     show,
     split_of,
@@ -59,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if "--completion" in words:
             print(cli.completion((words[words.index("--completion") + 1 :] or [""])[0]))
+            return 0
+        if "--version" in words:
+            print(f"megatron-dpp {__version__}")
             return 0
         if "--help" in words or "-h" in words:
             print(cli.help_text(_mode_of(words)))
@@ -136,8 +142,13 @@ def plan(words: Sequence[str]) -> Plan:
     setting = find_setting(options, nodes)
     flags = base_flags(options, rest, setting)
     data = prepare(
-        options.arch or "gpt", options.data, flags, skip_bad_lines=options.skip_bad_lines
+        options.arch or "gpt",
+        options.data,
+        flags,
+        skip_bad_lines=options.skip_bad_lines,
+        tokenizer=options.tokenizer,
     )
+    require_tokenizer(options.data, flags, options.tokenizer)
     flags |= data.flags
     own_split = not {"--split", "--yaml-cfg"} & set(flags)
     if own_split:
@@ -217,6 +228,7 @@ def _start(found: Plan) -> None:
             run_preparation(preparation)
             if found.own_split:
                 resolved.flags.update(split_of(resolved.flags))
+            print(describe_tokens(resolved.flags), flush=True)
     script = f"pretrain_{resolved.arch}.py"
     print(f"\nflags of {script}:\n{show(resolved.argv)}\n", flush=True)
     if not found.setting.on_gpu:
@@ -224,6 +236,8 @@ def _start(found: Plan) -> None:
     sizes = {"GPUS_PER_NODE": str(found.setting.per_node), **found.nodes.environment()}
     job = find_job({**os.environ, **sizes})
     argv = [*resolved.argv, *job.flags()]
+    if options.run_dir:
+        os.environ["RUN_DIR"] = options.run_dir
     launch(job, python, script, argv, dry_run=options.dry_run)
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -223,8 +224,8 @@ def _derived(flags: Flags) -> Flags:
         return flags
     flags.setdefault("--max-position-embeddings", flags["--seq-length"])
     try:
-        flags.setdefault("--min-lr", float(flags["--lr"]) / 10)
-    except (TypeError, ValueError):
+        flags.setdefault("--min-lr", float(Decimal(str(flags["--lr"])) / 10))
+    except ArithmeticError:
         raise ConfigError(f"--lr {flags['--lr']}: expected a number") from None
     if "--train-samples" in flags:
         flags.setdefault("--lr-decay-samples", flags["--train-samples"])

@@ -8,6 +8,7 @@ set-up, which needs minutes; nothing here needs a package before that.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import sys
@@ -149,6 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         print(f"error: {error}", file=sys.stderr)
         return _BAD_INPUT
+    except BrokenPipeError:  # piped into head: whoever read has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 
@@ -167,15 +171,32 @@ def run_recipe(recipe: str, role: str, words: Sequence[str]) -> None:
     """
     model, _, sample = recipe.partition("-")
     given, further = take_paths(model, words)
+    for line in misspelt(os.environ):
+        print(f"warning: {line}", file=sys.stderr)
     settings = settings_of(model, role, {**os.environ, **given}, sample=bool(sample))
     job = check_settings(model, settings)
     if not is_dry_run():
         parse_args(further)  # before minutes of set-up for a wrong word
+        environment.check_visible_gpus(os.environ)
     python = os.environ.get("PYTHON") or "python3"
     python = python if is_dry_run() else set_up(os.environ)
     data = settings["DATA_PATH"].split() or sample_tokens(model, settings, python)
     flags = flags_of(model, settings, data, job)
     launch(job, python, f"pretrain_{model}.py", [*flags, *further])
+
+
+def misspelt(env: Mapping[str, str]) -> list[str]:
+    """A line for each variable whose name is nearly that of a setting.
+
+    >>> misspelt({"PIPELINE_PARALEL": "4", "HOME": "/root"})
+    ['PIPELINE_PARALEL is no setting (did you mean PIPELINE_PARALLEL?)']
+    """
+    settings = [*RECIPES["gpt"], *environment.DEFAULTS, "GPUS_PER_NODE"]
+    lines = []
+    for name in sorted(set(env) - set(environment.VARIABLES)):
+        near = difflib.get_close_matches(name, settings, n=1, cutoff=0.88)
+        lines += [f"{name} is no setting (did you mean {near[0]}?)"] if near else []
+    return lines
 
 
 def take_paths(model: str, words: Sequence[str]) -> tuple[Settings, list[str]]:

@@ -16,7 +16,9 @@ from megatron.dpp.cli.files import check_index
 from megatron.dpp.cli.validate import TOKENIZERS
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.launch.flags import ROOT, Flags, to_argv
+from megatron.dpp.launch.vocabulary import CHOICES, sample_vocabulary, tokenizer_flags
 from megatron.dpp.text_files import nearest_path
+from megatron.dpp.tokenizers import build_tokenizer
 
 _TEXT = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
@@ -33,23 +35,39 @@ class Data:
     preparation: list[str] | None
 
 
-def prepare(arch: str, path: str | None, flags: Flags, *, skip_bad_lines: bool = False) -> Data:
+def prepare(
+    arch: str,
+    path: str | None,
+    flags: Flags,
+    *,
+    skip_bad_lines: bool = False,
+    tokenizer: str | None = None,
+) -> Data:
     """Find the token files, or the command that makes them.
 
     Args:
         path: JSON lines, a prefix of token files, or None for the sample corpus.
         flags: what is given already; ``--mock-data`` and Megatron's own data flags need nothing.
+        tokenizer: what ``--tokenizer`` says.
 
     Raises:
-        ConfigError: data are named twice.
+        ConfigError: data or tokenizer are named twice.
         DataError: nothing is at ``path``, or it cannot be read.
     """
     if "--yaml-cfg" in flags:
         flags = {**_data_of_file(flags), **flags}
-    vocabulary = _vocabulary(arch, flags)
     others = [name for name in ("--mock-data", *_LOADERS) if name in flags]
     if path and others:
         raise ConfigError(f"--data and {others[0]} exclude each other")
+    given = "--tokenizer-type" in flags or "--vocab-file" in flags
+    if tokenizer and given:
+        raise ConfigError("--tokenizer and --tokenizer-type or --vocab-file exclude each other")
+    source = Path(path) if path and path.endswith(_TEXT) else None
+    if source and not source.is_file():
+        raise DataError(f"--data {source}: no such file{nearest_path(source)}")
+    if tokenizer:
+        flags = {**flags, **tokenizer_flags(arch, tokenizer, source)}
+    vocabulary = _vocabulary(arch, flags)
     if "--mock-data" in flags or any(name in flags for name in _LOADERS):
         return Data(vocabulary, None)
     text = Path(path) if path else ROOT / f"datasets_{arch}" / "dataset.json"
@@ -58,8 +76,8 @@ def prepare(arch: str, path: str | None, flags: Flags, *, skip_bad_lines: bool =
     if not text.is_file():
         raise DataError(f"--data {text}: no such file{nearest_path(text)}")
     level = "document" if arch == "gpt" else "sentence"
-    tokenizer = _tokenizer(arch, flags)
-    own = [] if tokenizer == [TOKENIZERS[arch]] else tokenizer
+    kind = _tokenizer(arch, flags)
+    own = [] if kind == [TOKENIZERS[arch]] else kind
     files = [str(vocabulary[name]) for name in _FILES if name in vocabulary]
     prefix = _output(text, files, own, sample=path is None)
     tokens = f"{prefix}_text_{level}"
@@ -67,11 +85,47 @@ def prepare(arch: str, path: str | None, flags: Flags, *, skip_bad_lines: bool =
     if all(Path(tokens + suffix).is_file() for suffix in (".bin", ".idx")):
         return Data(found, None)
     command = [str(ROOT / "tools" / "preprocess_data.py"), "--input", str(text)]
-    command += ["--output-prefix", str(prefix), "--tokenizer-type", *tokenizer]
+    command += ["--output-prefix", str(prefix), "--tokenizer-type", *kind]
     for name in _FILES:
         command += [name, str(vocabulary[name])] if name in vocabulary else []
     command += _PREPROCESSING[arch] + (["--skip-bad-lines"] if skip_bad_lines else [])
     return Data(found, command)
+
+
+def require_tokenizer(path: str | None, flags: Flags, tokenizer: str | None) -> None:
+    """Refuse text of one's own without a tokenizer: the sample's would be a poor one.
+
+    Raises:
+        ConfigError: with the choices.
+    """
+    if "--yaml-cfg" in flags:
+        flags = {**_data_of_file(flags), **flags}
+    given = tokenizer or {"--tokenizer-type", "--vocab-file"} & set(flags)
+    if path and path.endswith(_TEXT) and not given:
+        raise ConfigError(f"--data {path} needs a tokenizer: {CHOICES}")
+
+
+def describe_tokens(flags: Flags) -> str:
+    """The number of tokens and unknown ones in token files, and the vocabulary's size."""
+    import numpy
+
+    tokenizer = build_tokenizer(
+        str(flags.get("--tokenizer-type", "GPT2BPETokenizer"))
+        if "--merge-file" in flags
+        else str(flags.get("--tokenizer-type", "BertWordPieceLowerCase")),
+        flags.get("--vocab-file"),
+        flags.get("--merge-file"),
+        vocab_size=flags.get("--vocab-size"),
+    )
+    kind = "u2" if tokenizer.vocab_size < 65500 else "i4"  # as megatron-core chooses it
+    path = Path(f"{flags['--data-path']}.bin")
+    tokens = numpy.memmap(path, dtype=kind, mode="r")
+    unknown = tokenizer.__dict__.get("vocab", {}).get("[UNK]")
+    count = 0 if unknown is None else int((tokens == unknown).sum())
+    return (
+        f"data: {path}: {len(tokens)} tokens, {count} of them unknown; vocabulary of "
+        f"{tokenizer.vocab_size}"
+    )
 
 
 _FILES = ("--vocab-file", "--merge-file")
@@ -94,13 +148,7 @@ def _vocabulary(arch: str, flags: Flags) -> Flags:
     if "--tokenizer-type" in flags or "--vocab-file" in flags:
         names = ("--tokenizer-type", *_FILES)
         return {name: flags[name] for name in names if name in flags}
-    folder = ROOT / f"datasets_{arch}"
-    if arch == "bert":
-        return {"--vocab-file": str(folder / "vocab.txt")}
-    return {
-        "--vocab-file": str(folder / "vocab.json"),
-        "--merge-file": str(folder / "merges.txt"),
-    }
+    return sample_vocabulary(arch)
 
 
 def _tokenizer(arch: str, flags: Flags) -> list[str]:

@@ -245,6 +245,7 @@ def open_recorder(
 
     Raises:
         ValueError: ``interval`` is not positive.
+        DataError: another process writes the file.
         OSError: the directory cannot be made or the file cannot be written.
     """
     if interval < 1:

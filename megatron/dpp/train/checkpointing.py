@@ -32,6 +32,7 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.utils import unwrap_model
 
 from megatron.dpp.cli import checkpoint_files as files
+from megatron.dpp.cli import checksums
 from megatron.dpp.cli.checkpoint_args import check_model, check_optimizer
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.mcore.training.first_state import add_steps, begun, teach_sgd
@@ -43,7 +44,7 @@ from megatron.dpp.train.diagnostics import note_progress
 from megatron.dpp.train.exits import sigterm_held_back
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import Trainee
-from megatron.dpp.train.saving import saving
+from megatron.dpp.train.saving import note_shards, noting, saving, verify
 
 _VERSION = 3.0
 
@@ -145,6 +146,7 @@ class Checkpointer:
                 state["optimizer"] = optimizer.state_dict()
                 state["opt_param_scheduler"] = self._trainee.scheduler.state_dict()
             torch.save(state, path)
+            checksums.note(target, [path], self._run.rank)
 
     def _write_distributed(self, target: Path) -> bool:
         args, iteration = self._run.args, self._run.iteration
@@ -165,7 +167,9 @@ class Checkpointer:
                 content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"},
             )
         if request is None:
+            note_shards(target, self._run.rank)
             return False
+        request = noting(request, target, self._run.rank)
         assert self._queue is not None
         request.add_finalize_fn(lambda: self._commit(iteration, start))
         self._queue.schedule_async_request(bound_request(request))
@@ -277,6 +281,7 @@ class Checkpointer:
                 run.say(f"{args.load}: no checkpoint yet; starting from random parameters")
             return
         run.say(f" loading checkpoint {found.path} ...")
+        verify(run, found)
         self._wanted = Wanted.of(args, found)
         self._apply(self._read(found), found)
         run.say(f"  successfully loaded checkpoint {found.path} at iteration {run.iteration}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +14,7 @@ from megatron.core import parallel_state as mpu
 
 from megatron.dpp import DppSchedule
 from megatron.dpp.cli import planned, settings
+from megatron.dpp.cli.files import trace_layout
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import DataError
 from megatron.dpp.runtime.static import StaticSchedule
@@ -43,10 +45,16 @@ def run_job(args: RunConfig, task_name: str, rank: int, tokenizer: Any) -> None:
     run.say(settings.summary(args, task_name))
     if args.dpp_plan:
         run.say(planned.describe(args))
-    layout = _trace_layout(args)
+    layout = trace_layout(
+        args,
+        mpu.get_data_parallel_rank(),
+        mpu.get_pipeline_model_parallel_rank(),
+        mpu.get_tensor_model_parallel_rank(),
+    )
     trace_folder = layout.path(args.trace_dir).parent
     if run.is_first:
         _save_settings(run, trace_folder)
+        _link_trace(args, trace_folder)
     note_progress(run, "Starting job")
     with _recorder(run, layout) as run.recorder, contextlib.ExitStack() as stack:
         _train(run, task_name, stack)
@@ -57,15 +65,38 @@ def run_job(args: RunConfig, task_name: str, rank: int, tokenizer: Any) -> None:
 
 
 def _save_settings(run: Run, trace_folder: Path) -> None:
-    """Saves them beside the checkpoints, else the TensorBoard files or the trace."""
+    """Saves them in the run's directory, else beside the checkpoints, the TensorBoard files or the
+    trace."""
     args = run.args
-    folder = args.save or args.tensorboard_dir or (trace_folder if args.trace else None)
+    folder = (
+        os.environ.get("RUN_DIR")
+        or args.save
+        or args.tensorboard_dir
+        or (trace_folder if args.trace else None)
+    )
     if folder is None:
         return
     try:
         run.say(f"settings: {settings.save(args, Path(folder))}")
     except OSError as error:
         raise DataError(f"{folder}: the settings cannot be saved ({error.strerror})") from error
+
+
+def _link_trace(args: RunConfig, trace_folder: Path) -> None:
+    """Gives a trace in the run's directory the name ``benchmark/data-...`` as well; a directory of
+    that name stays."""
+    home = os.environ.get("RUN_DIR")
+    if not (args.trace and home and Path(home) in trace_folder.absolute().parents):
+        return
+    link = Path("benchmark") / trace_folder.name
+    with contextlib.suppress(OSError):  # the trace itself is elsewhere
+        link.parent.mkdir(exist_ok=True)
+        scratch = link.with_name(f".{link.name}-{os.getpid()}")
+        scratch.symlink_to(trace_folder.absolute())
+        try:
+            scratch.replace(link)
+        finally:
+            scratch.unlink(missing_ok=True)
 
 
 def _train(run: Run, task_name: str, stack: contextlib.ExitStack) -> None:
@@ -145,19 +176,6 @@ def _recorder(run: Run, layout: TraceLayout) -> Any:
         device=run.device,
         iterations=parse_iterations(args.trace_iterations) if args.trace_iterations else None,
         interval=args.trace_interval,
-    )
-
-
-def _trace_layout(args: RunConfig) -> TraceLayout:
-    return TraceLayout(
-        data=mpu.get_data_parallel_rank(),
-        pipeline=mpu.get_pipeline_model_parallel_rank(),
-        tensor=mpu.get_tensor_model_parallel_rank(),
-        data_size=args.data_parallel_size,
-        pipeline_size=args.pipeline_model_parallel_size,
-        tensor_size=args.tensor_model_parallel_size,
-        num_chunks=args.virtual_pipeline_model_parallel_size or 1,
-        schedule="dpp" if args.use_dpp else "pp",
     )
 
 

@@ -69,6 +69,11 @@ class Trainer:
         log = TrainingLog(run, self.writers)
         run.timers("interval-time", log_level=0).start(barrier=True)
         run.say(f"[before the start of training step] {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        if run.iteration >= args.train_iters:
+            run.say(
+                f"nothing to train: the checkpoint is at iteration {run.iteration}, and "
+                f"--train-iters (train: --max-steps) is {args.train_iters}"
+            )
         hooks = _ForwardHooks(self.trainee, args)
         if args.manual_gc:
             gc.disable()

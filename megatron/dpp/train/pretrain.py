@@ -6,13 +6,18 @@ a process group exists; most are found before PyTorch is imported.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 
 from megatron.dpp.cli import arguments, preflight
+from megatron.dpp.cli.files import written_directories
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, DataError, DppError
+from megatron.dpp.locks import lock_directory
+from megatron.dpp.mcore.training.parent import end_with_parent
+from megatron.dpp.tokenizers import Tokenizer
 
 _FAILED = 1
 _INTERRUPTED = 130
@@ -25,16 +30,30 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
         task_name: ``gpt`` or ``bert``.
         argv: the command line; ``sys.argv`` when None.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks would outlive a kill -9 of it
+        end_with_parent()
     rank, world_size = arguments.rank_and_world()
+    held = contextlib.ExitStack()
     try:
         args, tokenizer = preflight.check(task_name, argv, world_size)
         args = _settled(args)
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         args.dpp.node_ip(rank, world_size, ranks_per_node)
+        if rank == 0:
+            for flag, folder in written_directories(args):
+                lock = held.enter_context(lock_directory(folder, flag))
+                if lock.warning:
+                    print(f"warning: {lock.warning}", file=sys.stderr, flush=True)
     except (ConfigError, DataError) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
+        held.close()
         return preflight.BAD_INPUT
+    with held:
+        return _train(args, task_name, rank, tokenizer)
+
+
+def _train(args: RunConfig, task_name: str, rank: int, tokenizer: Tokenizer) -> int:
     if rank == 0:
         for line in arguments.warnings_of(args):
             print(f"warning: {line}", file=sys.stderr, flush=True)

@@ -1,17 +1,23 @@
-"""One error for every way in which writing a checkpoint fails."""
+"""Guards of checkpoints: one error for every way in which writing fails, and checksums."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint.api import CheckpointException  # no Exception, by its base
 
-from megatron.dpp.cli.checkpoint_files import unfinished_directory
+from megatron.dpp.cli import checksums
+from megatron.dpp.cli.checkpoint_files import Found, unfinished_directory
 from megatron.dpp.errors import DataError
+from megatron.dpp.train.initialize import Run
 
 _ROOM = 1 << 20
 """Bytes. With less free space a failed write is taken for one to a full disk."""
@@ -54,3 +60,43 @@ def _full(root: Path) -> str:
         f" (no space left on device: {usage.free} of {usage.total} bytes are free; make room, or "
         "choose another --save)"
     )
+
+
+def note_shards(target: Path, rank: int) -> None:
+    """Note the checksums of the ``torch_dist`` files that ``rank`` wrote."""
+    checksums.note(target, target.glob(f"*__{rank}_*.distcp"), rank)
+
+
+def noting(request: AsyncRequest, target: Path, rank: int) -> AsyncRequest:
+    """``request``, whose background process also notes the checksums of what it wrote."""
+    if request.async_fn is None:
+        return request
+    write = functools.partial(_write_and_note, request.async_fn, target, rank)
+    return request._replace(async_fn=write)
+
+
+def _write_and_note(
+    write: Callable[..., None], target: Path, rank: int, *args: Any, **kwargs: Any
+) -> None:
+    write(*args, **kwargs)
+    note_shards(target, rank)
+
+
+def verify(run: Run, found: Found) -> None:
+    """Compares a checkpoint's files with their checksums; a collective, each rank takes a share.
+
+    Raises:
+        DataError: on every rank; names the files that are damaged.
+    """
+    error, sums = "", None
+    try:
+        sums = checksums.read(found.path)
+        checksums.check(found.path, sums or {}, list(sums or {})[run.rank :: run.args.world_size])
+    except DataError as damaged:
+        error = str(damaged)
+    errors: list[Any] = [None] * run.args.world_size
+    dist.all_gather_object(errors, error)
+    if any(errors):
+        raise DataError("; ".join(dict.fromkeys(filter(None, errors))))
+    if sums is None:
+        run.say(f"{found.path}: saved without checksums ({checksums.NAME}), loaded unverified")

@@ -1,4 +1,4 @@
-"""Ends a process with the one that started it. Spawned processes import it."""
+"""Ends a process with the one that started it. Ranks and spawned processes import it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _C_LIBRARY = ctypes.CDLL(None)  # opened before any fork: another thread may hol
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process of ``multiprocessing`` when the thread that started it ends;
-    end it now if its parent has ended already.
+    """Let the kernel kill this process when the thread that started it ends. A process of
+    ``multiprocessing`` whose parent has ended already ends now.
     """
     _C_LIBRARY.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     parent = multiprocessing.parent_process()

@@ -1,0 +1,137 @@
+"""A directory for each run: ``runs/DATE-MODEL-LAYOUT`` with its log, settings, metrics and traces.
+
+``runs/latest`` links to the newest. ``RUN_DIR`` (``train``: ``--run-dir``) names another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import selectors
+import signal
+import sys
+import time
+import tty
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron.dpp.cli.arguments import parse_args
+from megatron.dpp.errors import DataError
+
+LOG_NAME = "train.log"
+_RUNS = Path("runs")
+_READ_BYTES = 1 << 16
+
+
+def make_home(arch: str, argv: Sequence[str], world_size: int, env: Mapping[str, str]) -> Path:
+    """Make the directory of a run that starts now.
+
+    Args:
+        argv: flags of the training script.
+
+    Raises:
+        DataError: it cannot be made.
+    """
+    named = env.get("RUN_DIR")
+    try:
+        if named:
+            Path(named).mkdir(parents=True, exist_ok=True)
+            return Path(named).absolute()
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{_model_and_layout(arch, argv, world_size)}"
+        home = _new_directory(_RUNS.absolute() / name)
+        latest = home.with_name("latest")
+        scratch = home.with_name(f".latest-{os.getpid()}")
+        scratch.symlink_to(home.name)
+        scratch.replace(latest)
+    except OSError as error:
+        raise DataError(
+            f"{named or _RUNS.absolute()}: {error.strerror}; name a directory for this run with "
+            "RUN_DIR"
+        ) from error
+    return home
+
+
+def flags_of_home(home: Path, argv: Sequence[str]) -> list[str]:
+    """Flags that put into ``home`` what ``argv`` names no place for."""
+    args, flags = parse_args(argv), []
+    if not args.metrics_file:
+        flags += ["--metrics-file", str(home / "metrics.jsonl")]
+    if not args.tensorboard_dir and importlib.util.find_spec("tensorboard"):
+        flags += ["--tensorboard-dir", str(home / "tensorboard")]
+    if args.trace and "trace_dir" not in args.given:
+        flags += ["--trace-dir", str(home / "traces")]
+    return flags
+
+
+def _model_and_layout(arch: str, argv: Sequence[str], world_size: int) -> str:
+    args = parse_args(argv)
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    replicas = world_size // (tensor * pipeline * args.context_parallel_size)
+    sizes = f"{arch}-{args.num_layers}x{args.hidden_size}"
+    return f"{sizes}-tp{tensor}-pp{pipeline}-dp{replicas}"
+
+
+def _new_directory(path: Path) -> Path:
+    """``path``, or with -2, -3, ... where another run of this second has it."""
+    for number in range(1, 1000):
+        chosen = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            chosen.mkdir(parents=True)
+            return chosen
+    raise FileExistsError(17, "File exists", str(path))
+
+
+def copy_output(log: Path) -> None:
+    """Copy what this process and its children print from now on into ``log`` as well.
+
+    A child process copies until all writers have closed. When the reader of the output has left, it
+    ends, and the next line ends the run as without it.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    streams = {_channel(1): 1, _channel(2): 2}
+    if os.fork():
+        for (read_end, write_end), stream in streams.items():
+            os.close(read_end)
+            os.dup2(write_end, stream)
+            os.close(write_end)
+        return
+    status = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks' last lines are to come
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for _, write_end in streams:
+            os.close(write_end)
+        _copy({read_end: stream for (read_end, _), stream in streams.items()}, log)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _channel(stream: int) -> tuple[int, int]:
+    """Both ends of a pipe; of a terminal where ``stream`` is one, so that progress is shown."""
+    if not os.isatty(stream):
+        return os.pipe()
+    master, slave = os.openpty()
+    tty.setraw(slave)
+    return master, slave
+
+
+def _copy(streams: dict[int, int], log: Path) -> None:
+    with log.open("ab", buffering=0) as file, selectors.DefaultSelector() as selector:
+        for read_end in streams:
+            selector.register(read_end, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select():
+                try:
+                    data = os.read(key.fd, _READ_BYTES)
+                except OSError:  # a terminal without writers
+                    data = b""
+                if not data:
+                    selector.unregister(key.fd)
+                    continue
+                with contextlib.suppress(OSError):  # a full disk ends the log, not the run
+                    file.write(data)
+                while data:
+                    data = data[os.write(streams[key.fd], data) :]

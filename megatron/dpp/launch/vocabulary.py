@@ -1,0 +1,185 @@
+"""The tokenizer of ``train --data``: files that are named, found, or trained on the corpus."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.errors import ConfigError, DataError, require
+from megatron.dpp.launch.flags import ROOT, Flags
+from megatron.dpp.text_files import read_text
+
+CHOICES = (
+    "--tokenizer gpt2 (GPT-2's vocab.json and merges.txt, found beside the data, here or in the "
+    "hub's cache), --tokenizer DIR_OR_FILE (your own files), --tokenizer train:32000 (train one "
+    "on this corpus) or --tokenizer sample (the sample's 1,409 tokens)"
+)
+_END_OF_TEXT = "<|endoftext|>"
+_PAIRS = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
+_HUB = Path("~/.cache/huggingface/hub")
+_SMALLEST = 257
+"""Tokens of a byte-level vocabulary without merges: each byte, and the end of a text."""
+
+
+def tokenizer_flags(arch: str, choice: str, text: Path | None) -> Flags:
+    """The flags that ``--tokenizer choice`` stands for.
+
+    Args:
+        arch: ``gpt`` or ``bert``.
+        text: the corpus in JSON lines; None for token files and the sample.
+
+    Raises:
+        ConfigError: the choice means nothing for this run.
+        DataError: files are missing or of another kind.
+    """
+    if choice == "sample":
+        return sample_vocabulary(arch)
+    kind, _, size = choice.partition(":")
+    if arch == "bert":
+        require(
+            kind not in ("gpt2", "train"),
+            f"--tokenizer {choice}: BERT needs a vocab.txt; name its file or directory",
+        )
+        path = Path(choice)
+        return {"--vocab-file": str(_existing(path / "vocab.txt" if path.is_dir() else path))}
+    if kind == "train":
+        if text is None:
+            raise ConfigError(f"--tokenizer {choice}: needs --data with JSON lines to train on")
+        require(
+            re.fullmatch(r"\d+", size) and int(size) >= _SMALLEST,
+            f"--tokenizer {choice}: expected train:N with N of at least {_SMALLEST}",
+        )
+        return _pair_flags(*_trained(text, int(size)))
+    if kind == "gpt2":
+        return _pair_flags(*_gpt2(text))
+    return _pair_flags(*_own(Path(choice), text))
+
+
+def sample_vocabulary(arch: str) -> Flags:
+    """The vocabulary of the sample corpus."""
+    folder = ROOT / f"datasets_{arch}"
+    if arch == "bert":
+        return {"--vocab-file": str(folder / "vocab.txt")}
+    return _pair_flags(folder / "vocab.json", folder / "merges.txt")
+
+
+def _pair_flags(vocab: Path, merges: Path) -> Flags:
+    return {"--vocab-file": str(vocab), "--merge-file": str(merges)}
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise DataError(f"--tokenizer: {path} is missing")
+    return path
+
+
+def _pair_in(folder: Path) -> tuple[Path, Path] | None:
+    for vocab, merges in _PAIRS:
+        if (folder / vocab).is_file() and (folder / merges).is_file():
+            return folder / vocab, folder / merges
+    return None
+
+
+def _gpt2(text: Path | None) -> tuple[Path, Path]:
+    hub = sorted(_HUB.expanduser().glob("models--*gpt2/snapshots/*"))
+    places = [*([text.absolute().parent] if text else []), Path.cwd(), *hub]
+    for folder in places:
+        found = _pair_in(folder)
+        if found and len(json.loads(read_text(found[0]))) == 50257:
+            return found
+    raise DataError(
+        "--tokenizer gpt2: GPT-2's vocab.json and merges.txt (50,257 tokens) are in none of "
+        f"{', '.join(map(str, places))}; nothing is downloaded: put them there, or name their "
+        "directory with --tokenizer DIR"
+    )
+
+
+def _own(path: Path, text: Path | None) -> tuple[Path, Path]:
+    folder = path if path.is_dir() else path.parent
+    if not path.exists():
+        raise DataError(f"--tokenizer {path}: no such file or directory; choose {CHOICES}")
+    if path.is_dir() or path.name != "tokenizer.json":
+        pair = _pair_in(folder)
+        if pair is not None:
+            return pair
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise DataError(
+            f"--tokenizer {path}: neither tokenizer.json nor vocab.json with merges.txt is there"
+        )
+    return _pair_of(file, (text.absolute().parent if text else Path.cwd()))
+
+
+def _pair_of(file: Path, folder: Path) -> tuple[Path, Path]:
+    """The vocabulary and merges of a ``tokenizer.json``, written below ``folder``."""
+    content = read_text(file, "--tokenizer")
+    try:
+        whole: dict[str, Any] = json.loads(content)
+        model, splitting = whole["model"], json.dumps(whole["pre_tokenizer"])
+        vocab: dict[str, int] = dict(model["vocab"])
+        vocab |= {each["content"]: each["id"] for each in whole.get("added_tokens") or []}
+        merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"--tokenizer {file}: no BPE tokenizer ({error!r})") from error
+    if '"Split"' in splitting or '"ByteLevel"' not in splitting or _END_OF_TEXT not in vocab:
+        raise DataError(
+            f"--tokenizer {file}: only byte-level BPE with GPT-2's splitting rule and "
+            f"{_END_OF_TEXT} is supported"
+        )
+    return _write_pair(folder / f"tokenizer-{_digest(content)}", vocab, merges)
+
+
+def _trained(text: Path, size: int) -> tuple[Path, Path]:
+    """Train a byte-level BPE on a corpus, once; it is kept beside the corpus."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    stat = text.stat()
+    key = _digest(f"{text.absolute()} {stat.st_size} {stat.st_mtime_ns} {size}")
+    parent = text.parent if os.access(text.parent, os.W_OK) else Path.cwd()
+    folder = parent / f"{text.name.split('.')[0]}-bpe{size}-{key}"
+    pair = _pair_in(folder)
+    if pair is not None:
+        return pair
+    print(f"training a tokenizer of {size} tokens on {text} ...", flush=True)
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(
+        _texts(text), vocab_size=size, special_tokens=[_END_OF_TEXT], show_progress=False
+    )
+    model = json.loads(trained.to_str())["model"]
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    pair = _write_pair(folder, model["vocab"], merges)
+    print(f"tokenizer: {len(model['vocab'])} tokens, {folder}", flush=True)
+    return pair
+
+
+def _texts(path: Path) -> Iterator[str]:
+    opener: Any = gzip.open if path.name.endswith(".gz") else open
+    with opener(path, "rt", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                found = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError):
+                continue  # preprocessing names bad lines
+            if isinstance(found, str):
+                yield found
+
+
+def _write_pair(folder: Path, vocab: dict[str, int], merges: list[str]) -> tuple[Path, Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    pair = folder / "vocab.json", folder / "merges.txt"
+    texts = json.dumps(vocab, ensure_ascii=False), "\n".join(["#version: 0.2", *merges, ""])
+    for path, content in zip(reversed(pair), reversed(texts), strict=True):
+        scratch = path.with_name(f".{path.name}-{os.getpid()}")
+        scratch.write_text(content, encoding="utf-8")
+        scratch.replace(path)
+    return pair
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,148 @@
+"""Locks on files and directories that one run at a time may write.
+
+A lock is an ``flock`` of an open file: the kernel drops it when its process ends in any way.
+NFS passes it on to the server unless it is mounted with ``local_lock``. For such mounts the file
+also names host and process: a name of another host that was never cleared becomes a warning.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from megatron.dpp.errors import DataError
+
+LOCK_NAME = ".lock"
+"""File in a directory that only one run may write."""
+_PATIENCE_S = 0.2
+"""Longer than a probe of another process holds a lock, and than a killed one takes to end."""
+_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_OWNER = re.compile(rb'"host": ?"([^"]*)", ?"process": ?(\d+)')
+_HEAD_BYTES = 4096
+
+
+class Lock:
+    """A held lock; as a context it is released at the end.
+
+    Attributes:
+        warning: a line about a holder on another host that did not release it; empty without one.
+    """
+
+    def __init__(self, file: IO[bytes], warning: str = "", *, own: bool = False) -> None:
+        self.warning = warning
+        self._file, self._own = file, own
+
+    def close(self) -> None:
+        """Release the lock; calling it twice is fine."""
+        if self._file.closed:
+            return
+        if self._own:
+            self._file.truncate(0)  # released, not left by a process that died
+        fcntl.flock(self._file, fcntl.LOCK_UN)  # for children too that inherited the file
+        self._file.close()
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def lock_directory(directory: str | Path, flag: str) -> Lock:
+    """Let no other run write into ``directory``, which is made where it is missing.
+
+    Args:
+        flag: the flag that names the directory, for errors.
+
+    Raises:
+        DataError: another process holds it, or it cannot be written.
+    """
+    path = Path(directory) / LOCK_NAME
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b", buffering=0)
+    except OSError as error:
+        raise DataError(f"{flag} {directory}: {error.strerror}") from error
+    lock_file(file, path, f"{flag} {directory}")
+    left = _owner(path)
+    warning = ""
+    if left is not None and left[0] != socket.gethostname():
+        warning = (
+            f"{path}: process {left[1]} on host {left[0]} did not release it; if that run still "
+            "goes on, end one of the two"
+        )
+    file.truncate(0)
+    owner = {"host": socket.gethostname(), "process": os.getpid(), "since": int(time.time())}
+    file.write(json.dumps(owner).encode() + b"\n")
+    return Lock(file, warning, own=True)
+
+
+def lock_file(file: IO[bytes], path: Path, named: str) -> None:
+    """Lock an open file until it is closed.
+
+    Args:
+        path: of the file, whose head names its owner where it is locked already.
+        named: what the user calls it, for errors.
+
+    Raises:
+        DataError: another process holds the lock; ``file`` is closed then.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while not _locked(file, fcntl.LOCK_EX):
+        if time.monotonic() > deadline:
+            file.close()
+            raise _taken(path, named)
+        time.sleep(0.02)
+
+
+def check_free(directory: str | Path, flag: str) -> None:
+    """Refuse a directory that another run writes into; takes nothing and writes nothing.
+
+    Raises:
+        DataError: naming host and process of that run.
+    """
+    path = Path(directory) / LOCK_NAME
+    try:
+        file = path.open("rb")
+    except OSError:
+        return  # never locked; what else is wrong with it, others say
+    with file:
+        if not _locked(file, fcntl.LOCK_SH):
+            raise _taken(path, f"{flag} {directory}")
+
+
+def _locked(file: IO[bytes], kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in _UNSUPPORTED  # a file system without locks
+    return True
+
+
+def _owner(path: Path) -> tuple[str, int] | None:
+    """Host and process that the file names."""
+    try:
+        with path.open("rb") as file:
+            found = _OWNER.search(file.read(_HEAD_BYTES))
+    except OSError:
+        return None
+    return (found[1].decode(), int(found[2])) if found else None
+
+
+def _taken(path: Path, named: str) -> DataError:
+    owner = _owner(path)
+    who = f"process {owner[1]} on host {owner[0]}" if owner else "another process"
+    return DataError(f"{named}: {who} writes there; name another directory, or end that run first")

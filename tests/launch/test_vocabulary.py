@@ -1,0 +1,88 @@
+"""``train --tokenizer``: what each choice stands for, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+from megatron.dpp.cli.files import _check_ids
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.launch.main import plan
+from megatron.dpp.launch.start import describe_tokens, prepare, run_preparation
+from megatron.dpp.launch.vocabulary import tokenizer_flags
+from megatron.dpp.tokenizers import build_tokenizer
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.jsonl"
+    lines = [json.dumps({"text": f"the quick brown fox, number {n} of them"}) for n in range(50)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_text_without_a_tokenizer_is_refused_with_the_choices(text: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan(["--procs", "2", "--data", str(text)])
+    for choice in ("gpt2", "DIR_OR_FILE", "train:32000", "sample"):
+        assert f"--tokenizer {choice}" in str(refused.value)
+
+
+def test_a_tokenizer_is_trained_once_and_used(text: Path) -> None:
+    flags = tokenizer_flags("gpt", "train:280", text)
+    vocab = Path(flags["--vocab-file"])
+    assert vocab.parent.parent == text.parent and len(json.loads(vocab.read_text())) == 280
+    written = vocab.stat().st_mtime_ns
+    assert tokenizer_flags("gpt", "train:280", text) == flags
+    assert vocab.stat().st_mtime_ns == written
+    trained = build_tokenizer("GPT2BPETokenizer", *flags.values())
+    said = "the quick brown fox \u00fc"
+    assert trained.detokenize(trained.tokenize(said)) == said
+    data = prepare("gpt", str(text), {}, tokenizer="train:280")
+    assert data.preparation is not None
+    run_preparation([sys.executable, *data.preparation])
+    assert describe_tokens(data.flags).endswith("0 of them unknown; vocabulary of 280")
+
+
+@pytest.mark.parametrize("form", ["tokenizer.json", "vocab.json"])
+def test_files_of_ones_own_are_taken(text: Path, tmp_path: Path, form: str) -> None:
+    trained = tokenizer_flags("gpt", "train:280", text)
+    folder = Path(trained["--vocab-file"]).parent
+    if form == "tokenizer.json":
+        from tokenizers import ByteLevelBPETokenizer
+
+        folder = tmp_path / "own"
+        folder.mkdir()
+        whole = ByteLevelBPETokenizer(*trained.values())
+        whole.add_special_tokens(["<|endoftext|>"])
+        whole.save(str(folder / form))
+    for choice in (folder, folder / form):
+        taken = tokenizer_flags("gpt", str(choice), text)
+        assert json.loads(Path(taken["--vocab-file"]).read_text()) == json.loads(
+            Path(trained["--vocab-file"]).read_text()
+        )
+
+
+def test_choices_that_cannot_work_are_refused(text: Path, tmp_path: Path) -> None:
+    for choice, error in (("train:7", "at least 257"), ("train:x", "expected train:N")):
+        with pytest.raises(ConfigError, match=error):
+            tokenizer_flags("gpt", choice, text)
+    with pytest.raises(ConfigError, match="BERT needs"):
+        tokenizer_flags("bert", "train:280", text)
+    with pytest.raises(DataError, match="no such file or directory"):
+        tokenizer_flags("gpt", str(tmp_path / "none"), text)
+
+
+def test_ids_outside_of_the_vocabulary_are_refused_with_file_and_id(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "tokens")
+    Path(f"{prefix}.idx").write_bytes(b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + b"\x08")
+    tokens = numpy.arange(3_000_000, dtype="u2") % 50
+    tokens[2_900_000] = 77
+    tokens.tofile(f"{prefix}.bin")
+    _check_ids(prefix, 78)
+    with pytest.raises(DataError, match=r"tokens.bin: token id 77 is outside .* of 77"):
+        _check_ids(prefix, 77)

@@ -1,0 +1,94 @@
+"""Two runs that write one directory: the second is refused and told who holds it."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.dpp import locks
+from megatron.dpp.errors import DataError
+from megatron.dpp.trace import TraceLayout, open_recorder
+from tests.runtime.launcher import REPOSITORY, start, wait
+from tests.train.test_full_disk import FLAGS
+
+_HOLD = """
+import sys, time
+from megatron.dpp.locks import lock_directory
+lock = lock_directory(sys.argv[1], "--save")
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def holder(folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_the_second_of_two_is_refused_in_a_second_and_told_who_is_first(tmp_path: Path) -> None:
+    first = holder(tmp_path)
+    named = f"--save {tmp_path}: process {first.pid} on host {socket.gethostname()} writes there"
+    try:
+        for _ in range(20):
+            begun = time.monotonic()
+            with pytest.raises(DataError, match=re.escape(named)):
+                locks.lock_directory(tmp_path, "--save")
+            with pytest.raises(DataError, match=re.escape(named)):
+                locks.check_free(tmp_path, "--save")
+            assert time.monotonic() - begun < 1
+    finally:
+        first.kill()
+        first.communicate()
+    with locks.lock_directory(tmp_path, "--save") as lock:  # gone with its process
+        assert not lock.warning
+    assert not (tmp_path / locks.LOCK_NAME).read_bytes()
+
+
+def test_a_holder_on_another_host_that_did_not_release_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / locks.LOCK_NAME).write_text('{"host": "far-away", "process": 12}\n')
+    with locks.lock_directory(tmp_path, "--save") as lock:
+        assert "process 12 on host far-away did not release it" in lock.warning
+
+
+def test_a_trace_file_has_one_writer(tmp_path: Path) -> None:
+    layout = TraceLayout(data=0, pipeline=0, tensor=0, data_size=1, pipeline_size=1, tensor_size=1)
+    with open_recorder(tmp_path, rank=0, layout=layout):
+        before = layout.path(tmp_path).read_bytes()
+        with pytest.raises(DataError, match=rf"process {os.getpid()} on host .* writes there"):
+            open_recorder(tmp_path, rank=0, layout=layout)
+        assert layout.path(tmp_path).read_bytes() == before
+    with open_recorder(tmp_path, rank=0, layout=layout):
+        pass
+
+
+def test_two_runs_that_save_to_one_directory(tmp_path: Path) -> None:
+    words = [*FLAGS.split(), "--save", str(tmp_path), "--save-interval", "1000"]
+    words += ["--train-iters", "100000"]
+    script = REPOSITORY / "pretrain_gpt.py"
+    first = start(script, 2, words)
+    try:
+        lock, deadline = tmp_path / locks.LOCK_NAME, time.monotonic() + 60
+        while not (lock.is_file() and lock.read_bytes()):
+            assert time.monotonic() < deadline and first[0].poll() is None
+            time.sleep(0.05)
+        second = wait(start(script, 1, words), timeout=60)[0]
+        assert second.returncode == 2
+        assert f"error: --save {tmp_path}: process {first[0].pid} on host" in second.output
+        preflight = subprocess.run(
+            [sys.executable, "-m", "megatron.dpp.cli.preflight", "gpt", *words],
+            capture_output=True, text=True, cwd=REPOSITORY,
+        )  # fmt: skip
+        assert preflight.returncode == 2 and f"process {first[0].pid} on" in preflight.stderr
+        assert first[0].poll() is None
+    finally:
+        wait(first, timeout=0)

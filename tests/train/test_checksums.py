@@ -1,0 +1,123 @@
+"""Checkpoints whose bits changed on disk are refused, and the file is named."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from megatron.dpp.cli import checkpoint_files as files
+from megatron.dpp.cli import checksums
+from megatron.dpp.errors import DataError
+from tests.train.several import train_each
+from tests.train.test_full_disk import run
+
+FORMS = {
+    "sync": "",
+    "async": "--async-save",
+    "torch": "--ckpt-format torch --use-distributed-optimizer",
+}
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def named_and_checked(path: Path) -> None:
+    sums = checksums.read(path)
+    assert sums is not None
+    checksums.check(path, sums, list(sums))
+
+
+def test_30_checkpoints_with_one_flipped_bit_are_refused_by_name(tmp_path: Path) -> None:
+    draw = random.Random(1)
+    for number in range(30):
+        target = files.begin(tmp_path, number)
+        (target / "mp_rank_00").mkdir()
+        for name in (".metadata", "common.pt", "__0_0.distcp", "mp_rank_00/model_optim_rng.pt"):
+            (target / name).write_bytes(draw.randbytes(draw.randrange(1, 3000)))
+        checksums.note(target, [target / "__0_0.distcp"], rank=0)
+        files.commit(tmp_path, number)
+        path = files.directory(tmp_path, number)
+        named_and_checked(path)
+        names = sorted(each for each in path.rglob("*") if each.is_file())
+        assert {str(each.relative_to(path)) for each in names} == {
+            *(checksums.read(path) or {}),
+            checksums.NAME,
+        }
+        victim = names[number % len(names)]
+        flip(victim, draw.randrange(victim.stat().st_size * 8))
+        with pytest.raises(DataError, match=r"damaged|does not match itself") as refused:
+            named_and_checked(path)
+        assert str(path) in str(refused.value)
+        assert victim.name in str(refused.value)
+
+
+def test_every_bit_of_the_checksums_themselves_counts(tmp_path: Path) -> None:
+    (tmp_path / "common.pt").write_bytes(b"12345")
+    checksums.write(tmp_path)
+    whole = (tmp_path / checksums.NAME).read_bytes()
+    for bit in range(len(whole) * 8):
+        (tmp_path / checksums.NAME).write_bytes(whole)
+        flip(tmp_path / checksums.NAME, bit)
+        with pytest.raises(DataError, match=checksums.NAME):
+            named_and_checked(tmp_path)
+
+
+def test_the_files_that_are_read_first_are_compared_before(tmp_path: Path) -> None:
+    target = files.begin(tmp_path, 3)
+    (target / "common.pt").write_bytes(bytes(100))
+    files.commit(tmp_path, 3)
+    flip(files.directory(tmp_path, 3) / "common.pt", 77)
+    wanted = Namespace(
+        load=str(tmp_path), ckpt_step=None, pretrained_checkpoint=None,
+        exit_on_missing_checkpoint=False,
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"iter_0000003/common.pt: damaged since it was saved"):
+        files.find_start(wanted)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    lines = {
+        name: f"--train-iters 1 --save-interval 9 --save DIR/{name} {form}"
+        for name, form in FORMS.items()
+    }
+    train_each(folder, 2, lines)
+    return folder
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_saves_checksums_of_every_file(saved: Path, form: str) -> None:
+    path = files.directory(saved / form, 1)
+    named_and_checked(path)
+    there = {str(each.relative_to(path)) for each in path.rglob("*") if each.is_file()}
+    sums = json.loads((path / checksums.NAME).read_text())["crc32"]
+    assert {*sums, checksums.NAME} == there and len(sums) >= 2
+
+
+def test_a_run_refuses_a_damaged_checkpoint_and_loads_one_without_checksums(
+    tmp_path: Path,
+) -> None:
+    assert run(f"--exit-interval 1 --save-interval 9 --save {tmp_path}").returncode == 0
+    path = files.directory(tmp_path, 1)
+    whole = tmp_path / "whole"
+    shutil.copytree(path, whole)
+    shards = sorted(path.glob("*.distcp"), key=lambda each: each.stat().st_size)
+    flip(shards[-1], shards[-1].stat().st_size * 4)
+    refused = run(f"--exit-interval 2 --load {tmp_path}")
+    assert refused.returncode == 1
+    assert f"error on rank 0: {shards[-1]}: damaged since it was saved" in refused.output
+    shutil.rmtree(path)
+    whole.rename(path)
+    (path / checksums.NAME).unlink()
+    older = run(f"--exit-interval 2 --load {tmp_path}")
+    assert older.returncode == 0, older.output[-3000:]
+    assert older.output.count("saved without checksums (checksums.json), loaded unverified") == 1
