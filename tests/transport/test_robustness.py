@@ -24,7 +24,7 @@ def test_a_long_text_is_not_cut_in_a_character(kind: str, shift: int) -> None:
     reason = "x" * shift + "\N{EURO SIGN}" * 2000
     with opened(kind, pair()) as (a, b):
         a.abort(reason)
-        with pytest.raises(PeerDead, match="rank 0 gave up: x*\N{EURO SIGN}+ .reported by rank 0"):
+        with pytest.raises(PeerDead, match=r"rank 0 gave up: x*\N{EURO SIGN}+ .reported by rank 0"):
             for _ in range(100):
                 b.poll()
                 b.wait(PATIENCE / 100)
@@ -38,7 +38,7 @@ def test_an_error_that_is_no_text_still_closes_the_transport() -> None:
             raise FileNotFoundError(undecodable)
         with pytest.raises(TransportUnavailable, match="closed"):
             a.poll()
-        with pytest.raises(PeerDead, match="FileNotFoundError: /data/"):
+        with pytest.raises(PeerDead, match=r"FileNotFoundError: /data/"):
             for _ in range(100):
                 b.poll()
                 b.wait(PATIENCE / 100)

@@ -6,6 +6,7 @@ hosts.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -14,6 +15,7 @@ import secrets
 import selectors
 import socket
 import stat
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -32,7 +34,6 @@ from megatron.dpp.transport.options import TransportOptions
 CONTROL = "control"
 """Purpose of a link's first connection, whose end means that the peer is gone."""
 
-_LOST_AFTER_MS = 3000
 _BACKLOG = 128
 _SHORTEST_TOKEN = 16
 _ACCEPT_SLICE = 0.02  # seconds; also how late a finished proof may be noticed
@@ -128,7 +129,7 @@ class Rendezvous:
             self._admit(missing, made)
             for (_, purpose), connection in made.items():
                 if purpose == CONTROL and connection.sock.family != socket.AF_UNIX:
-                    _end_when_unanswered(connection.sock)
+                    _end_when_unanswered(connection.sock, self._options.peer_timeout)
         except BaseException:
             for connection in made.values():
                 connection.close()
@@ -136,11 +137,20 @@ class Rendezvous:
         return made
 
     def _agree_on_token(self) -> bytes:
-        if self._options.token_file:
-            return read_token(Path(self._options.token_file))
+        if named := self._options.token_file or os.environ.get("DPP_TOKEN_FILE"):
+            return read_token(Path(named))
+        ranks = os.environ.get("WORLD_SIZE", "")
+        private = ranks.isdecimal() and os.environ.get("LOCAL_WORLD_SIZE") == ranks
         if self._store.add(f"{self._prefix}/token/claimed", 1) == 1:
-            self._store.set(f"{self._prefix}/token", secrets.token_hex(32))
-        return self._get("token", "the first rank").encode()
+            secret = secrets.token_hex(32)
+            self._store.set(f"{self._prefix}/token", _to_file(secret) if private else secret)
+        found = self._get("token", "the first rank")
+        if not private:
+            return found.encode()
+        token = read_token(Path(found))
+        if self._store.add(f"{self._prefix}/token/read", 1) == int(ranks):
+            Path(found).unlink(missing_ok=True)
+        return token
 
     def _get(self, key: str, whose: str) -> str:
         key = f"{self._prefix}/{key}"
@@ -182,7 +192,7 @@ class Rendezvous:
             connection.sock.settimeout(patience)
             connection.sock.connect(where)
             identify(connection, self._rank)
-            _watch_tcp(connection.sock)
+            _watch_tcp(connection.sock, self._options.peer_timeout)
             handshake.connect_side(
                 connection.sock, self._token, self._rank, peer, purpose, patience
             )
@@ -214,7 +224,7 @@ class Rendezvous:
                             connection.close()
                             continue
                         missing.discard(name)
-                        _watch_tcp(connection.sock)
+                        _watch_tcp(connection.sock, self._options.peer_timeout)
                         made[name] = connection
                 if any(admission.crowded for admission in admissions):
                     time.sleep(_ACCEPT_SLICE)  # its listener stays readable
@@ -240,33 +250,49 @@ def _new_socket(*, over_tcp: bool) -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _watch_tcp(sock: socket.socket) -> None:
-    """Disable Nagle's delay, and notice a lost host after three seconds of silence."""
+def _watch_tcp(sock: socket.socket, seconds: float) -> None:
+    """Disable Nagle's delay, and notice a lost host after ``seconds`` of silence."""
     if sock.family == socket.AF_UNIX:
         return
+    third = max(1, round(seconds / 3))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, third)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, third)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
 
 
-def _end_when_unanswered(sock: socket.socket) -> None:
+def _end_when_unanswered(sock: socket.socket, seconds: float) -> None:
     """Notice a lost host also while data is in flight to it.
 
     Not for connections that carry payloads: a stopped process leaves those unread, and this timer
     takes its kernel's full receive window for silence.
     """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_AFTER_MS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
+
+
+def _to_file(secret: str) -> str:
+    """Write a secret to a new file for this user alone, which goes with this process."""
+    fd, path = tempfile.mkstemp(prefix="dpp-token-")
+    with os.fdopen(fd, "w") as file:
+        file.write(secret)
+    atexit.register(Path(path).unlink, missing_ok=True)
+    return path
 
 
 def read_token(path: Path) -> bytes:
-    """The job's secret from a file that only its owner may read."""
+    """The job's secret from a file that only its owner may read, and that is ours."""
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        secret = path.read_bytes().strip()
+        with path.open("rb") as file:
+            facts = os.fstat(file.fileno())
+            secret = file.read().strip()
+        mode = stat.S_IMODE(facts.st_mode)
     except OSError as error:
         raise ConfigError(f"token file {path}: {error.strerror}") from error
+    if facts.st_uid != os.getuid():
+        raise ConfigError(
+            f"token file {path} belongs to user {facts.st_uid}; it must be ours ({os.getuid()})"
+        )
     if mode & 0o077:
         raise ConfigError(f"token file {path} has mode {mode:o}; chmod 600 it")
     if len(secret) < _SHORTEST_TOKEN:
