@@ -12,10 +12,12 @@ import sys
 import tempfile
 from typing import Any
 
-from torch.distributed import DistNetworkError, DistStoreError, TCPStore
+import torch.distributed
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 from torch.distributed.run import main
 
 _FAILED = 1
@@ -36,8 +38,8 @@ class _LocalStore(TCPStore):
 
 def _stay_on_this_host() -> None:
     """Bind the stores of a run on one node to the loopback address."""
-    c10d_rendezvous_backend.TCPStore = _LocalStore
-    dynamic_rendezvous.dist.TCPStore = _LocalStore
+    c10d_rendezvous_backend.TCPStore = _LocalStore  # type: ignore[attr-defined]
+    torch.distributed.TCPStore = _LocalStore  # type: ignore[attr-defined]
     sys.argv[1:1] = ["--local-addr", _LOOPBACK]
 
 
