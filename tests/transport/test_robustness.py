@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,11 @@ def test_a_spin_gives_its_core_to_others(how: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (int(done.stdout) > 0) == (how == "spin")
+
+
+def test_over_dist_a_rank_that_is_silent_for_long_is_not_gone() -> None:
+    with opened("dist", pair(), setup_timeout=2.0) as (a, b):
+        time.sleep(3.0)  # longer than the set-up may take
+        b.poll()
+        a.put(0, torch.ones(4), iteration=0, microbatch=0)
+        assert take_next(b, 0, 0).tensor.tolist() == [1.0] * 4
