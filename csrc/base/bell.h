@@ -26,7 +26,7 @@ class Bell {
   void close_descriptor() { memory_.fd.reset(); }
   void ring();
   // Returns true as soon as the word differs from `seen`, false after `nanoseconds`. Spins for
-  // `spin_ns` first.
+  // `spin_ns` first, and gives its core to others that want it.
   bool wait(uint32_t seen, uint64_t nanoseconds, uint64_t spin_ns);
 
  private:

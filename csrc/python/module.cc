@@ -35,13 +35,24 @@ const char* class_of(Fault fault) {
   return "TransportError";
 }
 
+// A peer's text need not be UTF-8: an error about it must not take the place of the failure.
+py::str text_of(const std::string& text) {
+  return py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace"));
+}
+
+// As above, for text of Python, which may hold a path's bytes that are no characters.
+std::string bytes_of(const py::str& text) {
+  return py::bytes(text.attr("encode")("utf-8", "backslashreplace"));
+}
+
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const Error& error) {
     const py::object type =
         py::module_::import("megatron.dpp.errors").attr(class_of(error.fault()));
-    PyErr_SetString(type.ptr(), error.what());
+    PyErr_SetObject(type.ptr(), text_of(error.what()).ptr());
   }
 }
 
@@ -169,20 +180,22 @@ bool wait(Transport& self, double seconds) {
 }
 
 void board_post(Transport& self, const std::vector<uint64_t>& counters) {
-  if (counters.size() != self.board()->num_counters())
+  dpp::Board& board = self.board();
+  if (counters.size() != board.num_counters())
     throw py::value_error("wrong number of board counters");
-  self.board_post(counters.data());
+  board.post(counters.data());
 }
 
 std::vector<uint64_t> board_common(Transport& self) {
-  std::vector<uint64_t> counters(self.board()->num_counters());
-  self.board_common(counters.data());
+  const dpp::Board& board = self.board();
+  std::vector<uint64_t> counters(board.num_counters());
+  board.common(counters.data());
   return counters;
 }
 
 std::optional<uint64_t> board_next(Transport& self) {
   uint64_t word = 0;
-  if (!self.board_next(word)) return std::nullopt;
+  if (!self.board().next(word)) return std::nullopt;
   return word;
 }
 
@@ -230,6 +243,7 @@ PYBIND11_MODULE(_native, module) {
       .def("start", &Transport::start)
       .def("put", &put)
       .def("done", &Transport::done)
+      .def("num_puts", &Transport::num_puts)
       .def("pending", &Transport::pending)
       .def("poll", &poll)
       .def("coming", &coming)
@@ -238,13 +252,18 @@ PYBIND11_MODULE(_native, module) {
       .def("wait", &wait)
       .def("ring", &Transport::ring)
       .def("check", &Transport::check)
-      .def("failure", &Transport::failure)
+      .def("failure", [](Transport& self) { return text_of(self.failure()); })
       .def("board_post", &board_post)
       .def("board_common", &board_common)
       .def("board_append", &Transport::board_append, no_gil)
       .def("board_next", &board_next)
       .def("departed", &Transport::departed)
-      .def("abort", &Transport::abort, no_gil)
+      .def("abort",
+           [](Transport& self, const py::str& reason) {
+             const std::string text = bytes_of(reason);
+             const py::gil_scoped_release release;
+             self.abort(text);
+           })
       .def("close", &Transport::close, no_gil)
       .def("disown", &Transport::disown);
   dpp::bind_cuda(module);

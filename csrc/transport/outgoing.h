@@ -28,6 +28,7 @@ class Outgoing {
   // Caller's thread. kFull: nothing was queued.
   Put put(const Parcel& parcel);
   uint32_t checksum(const Parcel& parcel) { return sender_->checksum(parcel); }
+  uint64_t num_puts() const { return queued_.load(std::memory_order_relaxed); }
   uint64_t done() const { return done_.load(std::memory_order_acquire); }
   uint64_t pending() const { return queued_.load(std::memory_order_relaxed) - done(); }
 

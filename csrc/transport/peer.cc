@@ -1,6 +1,9 @@
 #include "transport/peer.h"
 
 #include <fcntl.h>
+#include <linux/sockios.h>
+#include <poll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <array>
@@ -13,7 +16,24 @@ namespace dpp {
 namespace {
 constexpr size_t kMaxOutbox = 1 << 20;
 constexpr size_t kFrameHead = 3;
+constexpr int kLookMs = 1;
+
+// Errors of send() after which the same bytes may be sent later.
+bool is_for_now(int error) {
+  return error == EAGAIN || error == EINTR || error == ENOBUFS || error == ENOMEM;
+}
 }  // namespace
+
+void wait_until_received(int socket, uint64_t deadline_ns) {
+  int domain = 0, unsent = 0;
+  socklen_t size = sizeof(domain);
+  if (::getsockopt(socket, SOL_SOCKET, SO_DOMAIN, &domain, &size) != 0) return;
+  if (domain != AF_INET && domain != AF_INET6) return;
+  pollfd end = {socket, 0, 0};
+  while (::ioctl(socket, SIOCOUTQ, &unsent) == 0 && unsent > 0 && monotonic_ns() < deadline_ns) {
+    if (::poll(&end, 1, kLookMs) > 0) return;  // POLLERR or POLLHUP
+  }
+}
 
 Peer::Peer(int rank, std::string description, UniqueFd socket, UniqueFd pidfd,
            std::optional<Bell> bell)
@@ -41,9 +61,10 @@ void Peer::send_note(Note note, std::string_view body) {
         ::send(socket_.get(), frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent > 0) frame.erase(0, static_cast<size_t>(sent));
     // A broken socket is reported where it is read.
-    if (sent < 0 && errno != EAGAIN) return;
+    if (sent < 0 && !is_for_now(errno)) return;
   }
   if (outbox_.size() < kMaxOutbox) outbox_ += frame;
+  unsent_.store(!outbox_.empty(), std::memory_order_release);
 }
 
 void Peer::flush() {
@@ -52,11 +73,9 @@ void Peer::flush() {
   const size_t piece = std::min<size_t>(outbox_.size(), 4096);
   const ssize_t sent = ::send(socket_.get(), outbox_.data(), piece, MSG_NOSIGNAL | MSG_DONTWAIT);
   if (sent > 0) outbox_.erase(0, static_cast<size_t>(sent));
-}
-
-bool Peer::has_unsent() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return !outbox_.empty();
+  // What cannot be sent any more must not keep the progress thread awake.
+  if (sent < 0 && !is_for_now(errno)) outbox_.clear();
+  unsent_.store(!outbox_.empty(), std::memory_order_release);
 }
 
 bool Peer::receive(const OnNote& on_note) {

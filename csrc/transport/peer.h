@@ -17,6 +17,10 @@
 
 namespace dpp {
 
+// Waits until the other host has what was sent over a TCP connection, or the connection ended, or
+// `deadline_ns`. Closing before drops it when the other side sends on. Returns at once for others.
+void wait_until_received(int socket, uint64_t deadline_ns);
+
 class Peer {
  public:
   enum class Note : uint8_t { kCredit = 1, kBye = 2, kFailed = 3 };
@@ -52,7 +56,7 @@ class Peer {
   // left in good order and the socket needs no more watching.
   bool receive(const OnNote& on_note);
   void flush();  // sends what did not fit before
-  bool has_unsent();
+  bool has_unsent() const { return unsent_.load(std::memory_order_acquire); }
 
  private:
   void parse(const OnNote& on_note);
@@ -68,7 +72,8 @@ class Peer {
   std::string inbox_;  // progress thread only
 
   std::mutex mutex_;
-  std::string outbox_;  // guarded by mutex_
+  std::string outbox_;               // guarded by mutex_
+  std::atomic<bool> unsent_{false};  // whether there is something in it
 };
 
 }  // namespace dpp

@@ -22,7 +22,23 @@ struct CreditNote {
 // Time by which a goodbye may follow the end of a data connection: it may have to be sent again.
 constexpr uint64_t kGoodbyeNs = 1'000'000'000;
 
+// The part of a message that a connection carries: both sides compute it alike.
+struct Part {
+  uint64_t offset;
+  uint64_t length;
+};
+
+uint64_t num_parts(uint64_t bytes, size_t connections) {
+  return bytes >= kStripeBytes ? connections : 1;
+}
+
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+Part part_of(uint64_t bytes, uint64_t parts, uint64_t index) {
+  const uint64_t stripe = parts == 1 ? bytes : round_up((bytes + parts - 1) / parts, 4096);
+  const uint64_t offset = std::min(bytes, index * stripe);
+  return {offset, std::min(stripe, bytes - offset)};
+}
 
 }  // namespace
 
@@ -76,7 +92,7 @@ void TcpReceiver::release(uint64_t sequence) {
                           std::string_view(reinterpret_cast<const char*>(&note), sizeof(note)));
 }
 
-std::byte* TcpReceiver::accept(const TcpFrame& frame) {
+std::byte* TcpReceiver::accept(const TcpFrame& frame, size_t connection) {
   const uint64_t sequence = frame.header.sequence;
   const uint64_t released = released_.load(std::memory_order_acquire);
   if (sequence <= arrived_.load(std::memory_order_relaxed) || sequence > released + spec_.depth) {
@@ -91,11 +107,17 @@ std::byte* TcpReceiver::accept(const TcpFrame& frame) {
     link_->refuse("two headers for one message on " + spec_.text());
   }
   const uint64_t bytes = target.header.bytes;
-  if (frame.offset > bytes || frame.length > bytes - frame.offset ||
-      frame.length > bytes - target.announced) {
-    link_->refuse("a segment outside its message on " + spec_.text());
+  const uint64_t parts = num_parts(bytes, link_->connections_.size());
+  const Part part = part_of(bytes, parts, connection);
+  const uint64_t bit = uint64_t{1} << connection;
+  if (connection >= parts || (target.begun & bit) != 0 || frame.offset != part.offset ||
+      frame.length != part.length) {
+    link_->refuse("bytes " + std::to_string(frame.offset) + " to " +
+                  std::to_string(frame.offset + frame.length) + " over connection " +
+                  std::to_string(connection) + ", which carries " + std::to_string(part.offset) +
+                  " to " + std::to_string(part.offset + part.length) + " once, on " + spec_.text());
   }
-  target.announced += frame.length;
+  target.begun |= bit;
   return payload(sequence) + frame.offset;
 }
 
@@ -151,26 +173,38 @@ void TcpLink::refuse(const std::string& why) const {
 
 void TcpLink::send(uint32_t channel, const Parcel& parcel, std::atomic<uint32_t>& unwritten) {
   const uint64_t bytes = parcel.header.bytes;
-  const uint64_t parts = bytes >= kStripeBytes ? connections_.size() : 1;
-  const uint64_t stripe = parts == 1 ? bytes : round_up((bytes + parts - 1) / parts, 4096);
+  const uint64_t parts = num_parts(bytes, connections_.size());
   const auto* data = static_cast<const std::byte*>(parcel.data);
   unwritten.store(static_cast<uint32_t>(parts), std::memory_order_relaxed);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (uint64_t part = 0; part < parts; ++part) {
+  for (uint64_t index = 0; index < parts; ++index) {
+    const Part part = part_of(bytes, parts, index);
     TcpFrame frame;
     frame.header = parcel.header;
     frame.channel = channel;
-    frame.offset = std::min(bytes, part * stripe);
-    frame.length = std::min(stripe, bytes - frame.offset);
-    Connection& connection = connections_[part];
-    connection.queue.push_back(Segment{frame, data + frame.offset, 0, &unwritten});
-    if (connection.queue.size() == 1) pump(connection);
+    frame.offset = part.offset;
+    frame.length = part.length;
+    Connection& connection = connections_[index];
+    bool first = false;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      first = connection.queue.empty();
+      connection.queue.push_back(Segment{frame, data + frame.offset, 0, &unwritten});
+    }
+    if (first) pump(connection, false);
   }
 }
 
-void TcpLink::pump(Connection& connection) {
+void TcpLink::pump(Connection& connection, bool writable) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (connection.pumping) {
+    connection.writable = connection.writable || writable;
+    return;
+  }
+  connection.pumping = true;
   while (!connection.queue.empty()) {
-    Segment& segment = connection.queue.front();
+    Segment& segment = connection.queue.front();  // stays in its place while others are added
+    connection.writable = false;
+    lock.unlock();
     const uint64_t total = sizeof(TcpFrame) + segment.frame.length;
     iovec pieces[2];
     int count = 0;
@@ -187,28 +221,30 @@ void TcpLink::pump(Connection& connection) {
     message.msg_iov = pieces;
     message.msg_iovlen = static_cast<size_t>(count);
     const ssize_t sent = ::sendmsg(connection.socket.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (sent < 0 && errno == EINTR) continue;
-    if (sent < 0) {
+    const int error = sent < 0 ? errno : 0;
+    lock.lock();
+    if (error == EINTR) continue;
+    if (error == EAGAIN && connection.writable) continue;
+    if (error != 0) {
       // EAGAIN: the edge of EPOLLOUT wakes the progress thread. Any other error is reported where
       // we read, which no longer sees it: the kernel tells an error once.
-      if (errno == EAGAIN) return;
-      connection.send_error = errno;
-      ::shutdown(connection.socket.get(), SHUT_RDWR);  // an edge, if there was none
-      return;
+      if (error != EAGAIN) {
+        connection.send_error = error;
+        ::shutdown(connection.socket.get(), SHUT_RDWR);  // an edge, if there was none
+      }
+      break;
     }
     segment.sent += static_cast<uint64_t>(sent);
     if (segment.sent < total) continue;
     segment.unwritten->fetch_sub(1, std::memory_order_release);
     connection.queue.pop_front();
   }
+  connection.pumping = false;
 }
 
 bool TcpLink::on_ready(size_t index) {
   Connection& connection = connections_[index];
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    pump(connection);
-  }
+  pump(connection, true);
   return receive(connection);
 }
 
@@ -224,7 +260,8 @@ bool TcpLink::receive(Connection& connection) {
       connection.frame_bytes += got;
       if (connection.frame_bytes < sizeof(TcpFrame)) continue;
       if (connection.frame.channel >= receivers_.size()) refuse("a frame of an unknown channel");
-      connection.payload = receivers_[connection.frame.channel]->accept(connection.frame);
+      connection.payload = receivers_[connection.frame.channel]->accept(
+          connection.frame, static_cast<size_t>(&connection - connections_.data()));
       connection.left = connection.frame.length;
     } else {
       if (!receive_some(connection, connection.payload, connection.left, got))
@@ -273,6 +310,13 @@ bool TcpLink::in_doubt() {
   if (ended_ns_ == 0 || peer_->departed()) return false;
   if (monotonic_ns() - ended_ns_ > kGoodbyeNs) lose(end_error_);
   return true;
+}
+
+void TcpLink::drain(uint64_t deadline_ns) {
+  for (const Connection& connection : connections_) {
+    if (peer_->departed()) return;
+    wait_until_received(connection.socket.get(), deadline_ns);
+  }
 }
 
 void TcpLink::disown() {

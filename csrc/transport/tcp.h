@@ -70,7 +70,7 @@ class TcpReceiver : public Receiver {
   struct Slot {
     Header header;
     uint64_t sequence = 0;  // of the message that fills it
-    uint64_t announced = 0;
+    uint64_t begun = 0;     // one bit per segment that was announced
     uint64_t received = 0;
   };
 
@@ -78,7 +78,7 @@ class TcpReceiver : public Receiver {
   std::byte* payload(uint64_t sequence);
 
   // Progress thread. Where the segment's payload goes; throws kProtocol.
-  std::byte* accept(const TcpFrame& frame);
+  std::byte* accept(const TcpFrame& frame, size_t connection);
   bool receive(uint64_t sequence, uint64_t bytes);  // true when messages became complete
 
   const std::shared_ptr<TcpLink> link_;
@@ -104,6 +104,7 @@ class TcpLink : public Link, public std::enable_shared_from_this<TcpLink> {
   bool on_ready(size_t index) override;
   void on_credit(std::string_view note) override;
   bool in_doubt() override;
+  void drain(uint64_t deadline_ns) override;
   void disown() override;
 
  private:
@@ -118,7 +119,9 @@ class TcpLink : public Link, public std::enable_shared_from_this<TcpLink> {
   };
   struct Connection {
     UniqueFd socket;
-    std::deque<Segment> queue;  // guarded by mutex_
+    std::deque<Segment> queue;  // guarded by mutex_; who pumps alone touches the first one
+    bool pumping = false;       // guarded by mutex_: a thread sends without holding it
+    bool writable = false;      // likewise: room was announced to the other thread meanwhile
     int send_error = 0;         // likewise: why the kernel takes nothing more
     // Progress thread only: the segment that is being received.
     TcpFrame frame;
@@ -130,7 +133,10 @@ class TcpLink : public Link, public std::enable_shared_from_this<TcpLink> {
 
   // Any thread.
   void send(uint32_t channel, const Parcel& parcel, std::atomic<uint32_t>& unwritten);
-  void pump(Connection& connection);  // mutex_ held
+  // Sends from the queue until it is empty or the kernel takes no more. Another thread that pumps
+  // goes on instead. Holds mutex_ between the system calls only, so that a small put does not wait
+  // behind a large one.
+  void pump(Connection& connection, bool writable);
   bool receive(Connection& connection);
   bool receive_some(Connection& connection, std::byte* to, uint64_t bytes, uint64_t& got);
   void end(Connection& connection, int error);

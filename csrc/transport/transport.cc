@@ -23,6 +23,13 @@ uint64_t largest_slot(const std::vector<ChannelSpec>& channels) {
   return largest;
 }
 
+// The first `limit` bytes of a text, and never a part of a character of UTF-8.
+std::string_view cut(std::string_view text, size_t limit) {
+  if (text.size() <= limit) return text;
+  while (limit != 0 && (static_cast<unsigned char>(text[limit]) & 0xc0) == 0x80) --limit;
+  return text.substr(0, limit);
+}
+
 }  // namespace
 
 Transport::Transport(const Settings& settings, std::vector<ChannelSpec> incoming,
@@ -199,7 +206,10 @@ void Transport::take(size_t index, void* to, uint64_t bytes, uintptr_t stream) {
                                     channel.spec.text() + " is wrong");
   }
   keeping_failures([&] { channel.receiver->release(sequence); });
-  if (channel.receiver->settles()) watch_.kick();
+  const auto has_unsent = [](const auto& peer) { return peer->has_unsent(); };
+  if (channel.receiver->settles() || std::any_of(peers_.begin(), peers_.end(), has_unsent)) {
+    watch_.kick();
+  }
   channel.taken = sequence;
   channel.seen = std::max(channel.seen, sequence);
   channel.has_header = false;
@@ -222,21 +232,18 @@ bool Transport::wait(uint64_t nanoseconds) {
 // ---- board
 // ----------------------------------------------------------------------------------------------------
 
-void Transport::board_post(const uint64_t* counters) {
+Board& Transport::board() {
   check();
-  board_->post(counters);
-}
-
-void Transport::board_common(uint64_t* counters) {
-  check();
-  board_->common(counters);
+  if (!board_) {
+    throw Error(Fault::kUnavailable,
+                prefixed("this transport has no board (open it with board_ranks)"));
+  }
+  return *board_;
 }
 
 void Transport::board_append(uint64_t word) {
-  check();
   const uint64_t deadline = monotonic_ns() + settings_.timeout_ns;
-  while (!board_->append(word)) {
-    check();
+  while (!board().append(word)) {
     if (monotonic_ns() > deadline) {
       break_off(Fault::kTimeout, "a member of the stage's board has not read the last " +
                                      std::to_string(Board::kWords) +
@@ -245,11 +252,6 @@ void Transport::board_append(uint64_t word) {
     const timespec nap = {0, static_cast<long>(kRoomNapNs)};
     ::nanosleep(&nap, nullptr);
   }
-}
-
-bool Transport::board_next(uint64_t& word) {
-  check();
-  return board_->next(word);
 }
 
 // ---- failures and closing
@@ -283,8 +285,8 @@ std::string Transport::prefixed(const std::string& text) const {
 
 void Transport::fail(Fault fault, const std::string& text) {
   std::string body(1, static_cast<char>(fault));
-  body += text.substr(0, Peer::kMaxNote - 64) + " (reported by rank " +
-          std::to_string(settings_.rank) + ")";
+  body += cut(text, Peer::kMaxNote - 64);
+  body += " (reported by rank " + std::to_string(settings_.rank) + ")";
   fail(Error(fault, prefixed(text)), body);
 }
 
@@ -356,6 +358,9 @@ void Transport::take_leave() {
     const int patience = now < deadline ? static_cast<int>((deadline - now) / 1'000'000) : 0;
     pollfd writable = {peer->socket(), POLLOUT, 0};
     if (peer->has_unsent() && ::poll(&writable, 1, patience) > 0) peer->flush();
+  }
+  for (const auto& peer : peers_) {
+    if (!peer->departed()) wait_until_received(peer->socket(), deadline);
   }
 }
 

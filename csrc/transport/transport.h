@@ -75,6 +75,10 @@ class Transport {
   // kept like any failure.
   bool wait_for_room(size_t channel, uint64_t since_ns, uint64_t nanoseconds);
   uint64_t done(size_t channel) const { return outgoing_.at(channel)->done(); }
+  // Puts so far; 0 after close().
+  uint64_t num_puts(size_t channel) const {
+    return channel < outgoing_.size() ? outgoing_[channel]->num_puts() : 0;
+  }
   uint64_t pending() const;
   void poll(uint64_t* arrived);
   // As poll(), with what is on its way and may be taken (Receiver::coming).
@@ -84,11 +88,8 @@ class Transport {
   bool wait(uint64_t nanoseconds);
   void ring() { bell_.ring(); }
 
-  void board_post(const uint64_t* counters);
-  void board_common(uint64_t* counters);
   void board_append(uint64_t word);
-  bool board_next(uint64_t& word);
-  const Board* board() const { return board_.get(); }
+  Board& board();  // throws where there is none
 
   // Whether a peer has closed, and nothing that it sent is still under way.
   bool departed(int peer);

@@ -113,6 +113,17 @@ class DppConfig:
         needs="nothing",  # launch scripts, which read the addresses, too, hand them to every run
     )
     checksum: bool = _option(False, "send a CRC32C with every message and check it", needs="links")
+    peer_timeout: float = _option(
+        30.0,
+        "over tcp: seconds that a host may be out of reach before its ranks count as gone",
+        needs="links",
+    )
+    token_file: str | None = _option(
+        None,
+        "file of mode 0600 with the job's secret (at least 16 bytes), on every node; by default "
+        "DPP_TOKEN_FILE, else a random secret that torchrun's store passes between nodes",
+        needs="links",
+    )
     record: str | None = _option(
         None, "file that every scheduling decision is written to (one per rank: .rankN is added)"
     )
@@ -137,7 +148,13 @@ class DppConfig:
             raise ConfigError(
                 f"--dpp-gpudirect {self.gpudirect}: expected one of {', '.join(GPUDIRECT)}"
             )
-        for name, least in (("slots", 1), ("workload", 1), ("timeout", 0.001), ("lookahead", -1.0)):
+        for name, least in (
+            ("slots", 1),
+            ("workload", 1),
+            ("timeout", 0.001),
+            ("peer_timeout", 1.0),
+            ("lookahead", -1.0),
+        ):
             value = getattr(self, name)
             if not least <= value < math.inf:
                 raise ConfigError(f"{flag_of(name)} {value}: must be at least {least}, and finite")

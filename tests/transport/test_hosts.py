@@ -63,7 +63,8 @@ def test_hosts_talk_over_tcp_on_the_named_address_alone(hosts: Hosts, tmp_path: 
 def test_a_lost_host_is_noticed(hosts: Hosts, busy: bool, tmp_path: Path) -> None:
     def body(rank: int, path: str, results: Any) -> None:
         hosts.enter(rank)
-        transport = open_from_file("tcp", pair(), rank, path, node_ips=ADDRESSES[rank])
+        options = {"node_ips": ADDRESSES[rank], "peer_timeout": 3.0}
+        transport = open_from_file("tcp", pair(), rank, path, **options)
         results.put(rank)
         try:
             while True:

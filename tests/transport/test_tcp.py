@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron.dpp.errors import PeerDead, TransportError
-from megatron.dpp.transport import Transport, rendezvous
+from megatron.dpp.transport import Transport
 from megatron.dpp.transport.rendezvous import Rendezvous
 from tests.transport.kinds import (
     PATIENCE,
@@ -102,17 +102,14 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def test_a_receiver_that_is_stopped_is_not_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # So that the receiver needs to be stopped for a second only, not for four.
-    monkeypatch.setattr(rendezvous, "_LOST_AFTER_MS", 300)
+def test_a_receiver_that_is_stopped_is_not_dead(tmp_path: Path) -> None:
     large = torch.ones(32 * MIB, dtype=torch.uint8)  # more than the kernels hold
 
     def body(rank: int, path: str, results: Any) -> None:
         names = [tmp_path / f"pid{rank}" for rank in range(2)]
         names[rank].write_text(str(os.getpid()))
-        transport = open_from_file("tcp", pair(large.nbytes), rank, path)
+        # A short one, so that the receiver needs to be stopped for a second only.
+        transport = open_from_file("tcp", pair(large.nbytes), rank, path, peer_timeout=0.3)
         if rank == 1:
             results.put((1, float(take_next(transport, 0, 0).tensor.sum())))
             transport.wait(PATIENCE)  # until the other one leaves

@@ -100,6 +100,12 @@ _BUILD = (
     ("LDFLAGS", "", "flags of the linker", "tools/setup.sh"),
 )
 _OTHERS = (
+    (
+        "DPP_TOKEN_FILE",
+        "",
+        "file of mode 0600 with the job's secret; --dpp-token-file wins",
+        "links",
+    ),
     ("PYTHON", "python3", "Python to start from", "launch scripts, tools"),
     ("PYTHONPATH", "", "the launcher puts the repository in front", "set by the launcher"),
     ("CUDA_VISIBLE_DEVICES", _UNSET, "GPUs to use; empty or -1: none", "launcher, CUDA"),

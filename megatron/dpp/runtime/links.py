@@ -96,6 +96,8 @@ def open_links(
             workload=config.workload,
             gpudirect=config.gpudirect,
             node_ips=own_address(config),
+            token_file=config.token_file,
+            peer_timeout=config.peer_timeout,
             abandon_after=_ABANDON_SECONDS,
         ),
         board_ranks=(stage_ranks or None) if specs else None,

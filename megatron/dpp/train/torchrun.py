@@ -7,15 +7,40 @@ is pressed, and without the folder that it leaves in the temporary directory.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
+from typing import Any
 
+import torch.distributed
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 from torch.distributed.run import main
 
 _FAILED = 1
+_LOOPBACK = "127.0.0.1"
+
+
+class _LocalStore(TCPStore):
+    """A store whose server, whatever its ``host_name``, listens on the loopback address alone."""
+
+    def __init__(self, host_name: str, port: int = 0, *rest: Any, **options: Any) -> None:
+        server = options.get("is_master", rest[1] if len(rest) > 1 else False)
+        if server:
+            listener = socket.create_server((_LOOPBACK, port), backlog=2048)
+            port = listener.getsockname()[1]
+            options["master_listen_fd"] = listener.detach()  # the store's from here on
+        super().__init__(_LOOPBACK, port, *rest, **options)
+
+
+def _stay_on_this_host() -> None:
+    """Bind the stores of a run on one node to the loopback address."""
+    c10d_rendezvous_backend.TCPStore = _LocalStore  # type: ignore[attr-defined]
+    torch.distributed.TCPStore = _LocalStore  # type: ignore[attr-defined]
+    sys.argv[1:1] = ["--local-addr", _LOOPBACK]
 
 
 def run() -> int:
@@ -24,6 +49,8 @@ def run() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="torchrun_", ignore_cleanup_errors=True) as folder:
             os.environ.setdefault("PET_LOG_DIR", folder)  # as --log-dir, which wins
+            if "--standalone" in sys.argv:
+                _stay_on_this_host()
             main()
     except DistStoreError as error:
         return _say(

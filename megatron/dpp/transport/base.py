@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.dpp.direction import Direction as Direction
-from megatron.dpp.errors import PeerDead, TransferTimeout, TransportError
+from megatron.dpp.errors import ConfigError, PeerDead, TransferTimeout, TransportError
 
 _EXPLAIN_SECONDS = 1.0
 _NAP_SECONDS = 0.05
@@ -45,6 +45,13 @@ class ChannelSpec:
     direction: Direction
     slot_bytes: int
     depth: int = 2
+
+    def __post_init__(self) -> None:
+        for name, least in (("slot_bytes", 0), ("depth", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"{self}: {name} is {getattr(self, name)}; the least is {least} (--dpp-slots)"
+                )
 
     def __str__(self) -> str:
         name = self.direction.name.lower()
@@ -264,9 +271,11 @@ class Transport(abc.ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
-            self.abort(f"{type(error).__name__}: {error}")
-        self.close()
+        try:
+            if error is not None:
+                self.abort(f"{type(error).__name__}: {error}")
+        finally:
+            self.close()
 
 
 def check_payload(tensor: torch.Tensor, spec: ChannelSpec) -> None:

@@ -2,7 +2,8 @@
 
 Both sides know a random token of the job. Each sends a nonce and proves its knowledge with an
 HMAC-SHA256 over both nonces, both ranks and the purpose of the connection. The token never travels.
-Until the proof is complete, at most ``MAX_HELLO`` bytes are read in at most ``HELLO_SECONDS``.
+Until the proof is complete, a message has at most ``MAX_HELLO`` bytes, and the acceptor gives a
+connection ``HELLO_SECONDS`` in all.
 
     connector                      acceptor
       hello {rank, nonce}    ->
@@ -23,6 +24,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
@@ -36,6 +38,8 @@ MAX_HELLO = 4096
 HELLO_SECONDS = 5.0
 """Seconds in which a connection must prove itself."""
 
+_AWAY = {"again": True}
+
 _LENGTH = struct.Struct("<H")
 
 _MOST_UNREAD = 8
@@ -44,6 +48,10 @@ _MOST_UNREAD = 8
 _FAILED = 3
 _NOTES = (1, 2, _FAILED)
 """Notes that C++ sends on the same connections (``Peer::Note``), as a message's first byte."""
+
+
+class SentAway(AuthError):
+    """The acceptor has no place for us now; connect again."""
 
 
 class PeerEnded(ProtocolError):
@@ -84,8 +92,14 @@ def send_message(
         sock.sendall(frame)
 
 
-def receive_message(sock: socket.socket, max_fds: int = 0) -> tuple[dict[str, Any], list[int]]:
+def receive_message(
+    sock: socket.socket, max_fds: int = 0, until: float | None = None
+) -> tuple[dict[str, Any], list[int]]:
     """Receive one set-up message and its descriptors.
+
+    Args:
+        until: the time (``time.monotonic``) by which the whole message must be here; None applies
+            the socket's timeout to each read.
 
     Raises:
         PeerEnded: the other side ended the connection or gave up.
@@ -93,7 +107,7 @@ def receive_message(sock: socket.socket, max_fds: int = 0) -> tuple[dict[str, An
     """
     fds: list[int] = []
     try:
-        body = _receive_body(sock, fds, max_fds)
+        body = _receive_body(sock, fds, max_fds, until)
         message = json.loads(body)
         if not isinstance(message, dict):
             raise ValueError("not an object")
@@ -101,19 +115,23 @@ def receive_message(sock: socket.socket, max_fds: int = 0) -> tuple[dict[str, An
         for fd in fds:
             os.close(fd)
         if isinstance(error, TimeoutError):
-            raise PeerEnded(f"no answer after {sock.gettimeout():g} s") from error
+            raise PeerEnded(
+                "no answer in time" if until else f"no answer after {sock.gettimeout():g} s"
+            ) from error
         if isinstance(error, OSError):
             raise PeerEnded(f"{error}; its own message says why") from error
-        if isinstance(error, (ValueError, struct.error)):
+        if isinstance(error, (ValueError, struct.error, RecursionError)):
             raise ProtocolError(f"a broken set-up message: {error}") from error
         raise
     return message, fds
 
 
-def _receive_body(sock: socket.socket, fds: list[int], max_fds: int) -> bytes:
+def _receive_body(sock: socket.socket, fds: list[int], max_fds: int, until: float | None) -> bytes:
+    read = functools.partial(_receive_exactly, sock, until=until)
     if sock.type == socket.SOCK_SEQPACKET:
         size = array.array("i").itemsize
         room = (_LENGTH.size + MAX_HELLO, socket.CMSG_SPACE(max_fds * size))
+        _limit(sock, until)
         packet, control, flags, _ = _despite_reset(
             lambda: sock.recvmsg(*room, socket.MSG_CMSG_CLOEXEC)
         )
@@ -130,13 +148,13 @@ def _receive_body(sock: socket.socket, fds: list[int], max_fds: int) -> bytes:
         if body and body[0] in _NOTES:
             _take_leave(body[0], body[1:])
     else:
-        (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
+        (length,) = _LENGTH.unpack(read(_LENGTH.size))
         if length > MAX_HELLO:
             raise ValueError(f"it announces {length} bytes")
-        body = _receive_exactly(sock, 1)
+        body = read(1)
         if body[0] in _NOTES:
-            _take_leave(body[0], _receive_exactly(sock, length))
-        body += _receive_exactly(sock, length - 1)
+            _take_leave(body[0], read(length))
+        body += read(length - 1)
     if len(body) != length:
         raise ValueError(f"{len(body)} bytes where {length} were announced")
     return body
@@ -170,9 +188,18 @@ def _despite_reset(read: Callable[[], _Read]) -> _Read:
         return read()
 
 
-def _receive_exactly(sock: socket.socket, count: int) -> bytes:
+def _limit(sock: socket.socket, until: float | None) -> None:
+    """Let the next call on a socket end at ``until``."""
+    if until is not None:
+        if (left := until - time.monotonic()) <= 0:
+            raise TimeoutError
+        sock.settimeout(left)
+
+
+def _receive_exactly(sock: socket.socket, count: int, *, until: float | None) -> bytes:
     parts = b""
     while len(parts) < count:
+        _limit(sock, until)
         piece = _despite_reset(functools.partial(sock.recv, count - len(parts)))
         if not piece:
             raise PeerEnded("its connection was closed; its own message says why")
@@ -187,11 +214,13 @@ def connect_side(
 
     Raises:
         AuthError: the other side does not know the token, is not ``peer``, or refuses us.
+        SentAway: it has no place for us now.
     """
     sock.settimeout(seconds)
+    until = time.monotonic() + seconds
     nonce = secrets.token_hex(16)
     send_message(sock, {"rank": rank, "purpose": purpose, "nonce": nonce})
-    answer = _receive_proof(sock, f"rank {peer}")
+    answer = _receive_proof(sock, f"rank {peer}", until)
     transcript = _transcript(rank, peer, nonce, _text(answer, "nonce"), purpose)
     if answer.get("rank") != peer or not _proves(token, "acceptor", transcript, answer):
         raise AuthError(
@@ -199,7 +228,7 @@ def connect_side(
             "(another job, or a different --dpp-token-file)"
         )
     send_message(sock, {"proof": _proof(token, "connector", transcript)})
-    if _receive_proof(sock, f"rank {peer}").get("welcome") is not True:
+    if _receive_proof(sock, f"rank {peer}", until).get("welcome") is not True:
         raise AuthError(f"rank {rank}: rank {peer} did not let us in")
 
 
@@ -210,8 +239,8 @@ def accept_side(sock: socket.socket, token: bytes, rank: int) -> tuple[int, str]
         AuthError: it does not know the token.
         ProtocolError: it sent an invalid message.
     """
-    sock.settimeout(HELLO_SECONDS)
-    hello, _ = receive_message(sock)
+    until = time.monotonic() + HELLO_SECONDS
+    hello, _ = receive_message(sock, until=until)
     peer = hello.get("rank")
     if type(peer) is not int:
         raise ProtocolError(f"a hello without a rank: {str(hello)[:200]}")
@@ -220,7 +249,7 @@ def accept_side(sock: socket.socket, token: bytes, rank: int) -> tuple[int, str]
     transcript = _transcript(peer, rank, _text(hello, "nonce"), nonce, purpose)
     proof = _proof(token, "acceptor", transcript)
     send_message(sock, {"rank": rank, "nonce": nonce, "proof": proof})
-    answer, _ = receive_message(sock)
+    answer, _ = receive_message(sock, until=until)
     if not _proves(token, "connector", transcript, answer):
         raise AuthError(
             f"rank {rank}: a connection that claims to be rank {peer} has a wrong proof"
@@ -229,11 +258,25 @@ def accept_side(sock: socket.socket, token: bytes, rank: int) -> tuple[int, str]
     return peer, purpose
 
 
-def _receive_proof(sock: socket.socket, who: str) -> dict[str, Any]:
+def send_away(sock: socket.socket) -> None:
+    """Ask the connector to come again, and end the connection. For another thread than the one
+    that is in ``accept_side``, which fails.
+    """
+    body = json.dumps(_AWAY).encode()
+    with contextlib.suppress(OSError):
+        sock.send(_LENGTH.pack(len(body)) + body, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _receive_proof(sock: socket.socket, who: str, until: float) -> dict[str, Any]:
     try:
-        return receive_message(sock)[0]
+        message, _ = receive_message(sock, until=until)
     except ProtocolError as error:
         raise AuthError(f"{who} ended the handshake: {error}") from error
+    if message == _AWAY:
+        raise SentAway(f"{who} is busy with other connections")
+    return message
 
 
 def _text(message: dict[str, Any], key: str) -> str:
@@ -253,6 +296,8 @@ def _proof(token: bytes, side: str, transcript: bytes) -> str:
 
 def _proves(token: bytes, side: str, transcript: bytes, message: dict[str, Any]) -> bool:
     proof = message.get("proof")
-    return isinstance(proof, str) and hmac.compare_digest(
-        proof.encode(), _proof(token, side, transcript).encode()
+    return (
+        isinstance(proof, str)
+        and proof.isascii()
+        and hmac.compare_digest(proof.encode(), _proof(token, side, transcript).encode())
     )

@@ -109,8 +109,6 @@ class NativeTransport(Transport):
         self._codes = {dtype: code for code, dtype in enumerate(self._dtypes) if dtype is not None}
         # Tensors whose copy is not done, per channel: (number of the put, tensor).
         self._kept: list[deque[tuple[int, torch.Tensor]]] = [deque() for _ in outgoing]
-        self._num_kept = 0
-        self._num_puts = [0] * len(outgoing)
         self._abandon: Abandon | None = None
         if abandon_after is not None:
             self._abandon = Abandon(native.failure, rank, abandon_after)
@@ -137,26 +135,31 @@ class NativeTransport(Transport):
         code = self._codes.get(tensor.dtype)
         if code is None or tensor.dim() > 8:
             raise ValueError(f"{spec}: cannot send {tensor.dtype} with {tensor.dim()} dimensions")
-        pending = self._native.put(
-            channel,
-            tensor.data_ptr(),
-            tensor.nbytes,
-            code,
-            tensor.shape,
-            iteration,
-            microbatch,
-            part,
-            num_parts,
-            stream,
-        )
-        self._num_puts[channel] += 1
-        if pending:
-            # detach(): the caller may replace tensor.data, the storage has to stay.
-            self._kept[channel].append((self._num_puts[channel], tensor.detach()))
-            self._num_kept += 1
+        try:
+            if self._native.put(
+                channel,
+                tensor.data_ptr(),
+                tensor.nbytes,
+                code,
+                tensor.shape,
+                iteration,
+                microbatch,
+                part,
+                num_parts,
+                stream,
+            ):
+                self._keep(channel, tensor)
+        except BaseException:
+            self._keep(channel, tensor)  # Ctrl-C may come between the put and the line above
+            raise
+
+    def _keep(self, channel: int, tensor: torch.Tensor) -> None:
+        """Keep a tensor until the last put of a channel is done."""
+        # detach(): the caller may replace tensor.data, the storage has to stay.
+        self._kept[channel].append((self._native.num_puts(channel), tensor.detach()))
 
     def poll(self) -> Sequence[int]:
-        if self._num_kept:
+        if any(self._kept):
             self._drop_sent()
         arrived: list[int] = self._native.poll(self._num_incoming)
         return arrived
@@ -170,7 +173,6 @@ class NativeTransport(Transport):
                 done = self._native.done(channel)
                 while kept and kept[0][0] <= done:
                     kept.popleft()
-                    self._num_kept -= 1
 
     def take(self, channel: int) -> Message:
         code, shape, strides, num_bytes, iteration, microbatch, part, num_parts, sent, arrived = (
@@ -206,7 +208,7 @@ class NativeTransport(Transport):
 
     def _unsent(self, left: int, seconds: float) -> TransportError:
         for channel, spec in enumerate(self.outgoing):
-            unsent = self._native.done(channel) < self._num_puts[channel]
+            unsent = self._native.done(channel) < self._native.num_puts(channel)
             if unsent and self.departed(spec.destination):
                 return PeerDead(
                     f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s: "
@@ -239,7 +241,6 @@ class NativeTransport(Transport):
         self._native.close()
         for kept in self._kept:
             kept.clear()
-        self._num_kept = 0
 
 
 def _disown(transport: weakref.ref[NativeTransport]) -> None:

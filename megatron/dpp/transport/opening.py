@@ -15,13 +15,14 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from megatron.dpp.errors import ConfigError, VersionMismatch
+from megatron.dpp.transport.admission import Connection
 from megatron.dpp.transport.base import ChannelSpec, LinkInfo
 from megatron.dpp.transport.choose import Choice, choose
 from megatron.dpp.transport.gpu import device_index, gpu_facts
 from megatron.dpp.transport.joining import Facts, PeerLink, Request, Setup
 from megatron.dpp.transport.kinds import AUTO, find, kind_of_boards, kinds_of_links
 from megatron.dpp.transport.native import NativeBoard, NativeTransport, load_native
-from megatron.dpp.transport.rendezvous import CONTROL, Connection, Rendezvous, host_identity
+from megatron.dpp.transport.rendezvous import CONTROL, Rendezvous, host_identity
 
 _LOOPBACK = "127.0.0.1"
 

@@ -23,8 +23,10 @@ class TransportOptions:
         node_ips: this host's address that links to other hosts are bound to; None lets no other
             host in.
         name: distinguishes the transports that one job opens over one store.
-        token_file: file (mode 0600) with the job's secret; None agrees on a random one through the
-            store.
+        token_file: file (mode 0600) with the job's secret; None takes ``DPP_TOKEN_FILE`` from the
+            environment, or agrees on a random secret: by a private file where torchrun's variables
+            say that all ranks are on one node, else through the store.
+        peer_timeout: seconds that a host may be out of reach over TCP before it counts as gone.
         max_pending: puts that may be waiting for credit on one channel before ``put`` itself waits.
         abandon_after: seconds after a failure at which a process that has not noticed it is ended
             (see ``abandon.py``); None never ends it.
@@ -39,12 +41,18 @@ class TransportOptions:
     node_ips: str | None = None
     name: str = "main"
     token_file: str | None = None
+    peer_timeout: float = 30.0
     max_pending: int = 1024
     abandon_after: float | None = None
     spin: bool | None = None
 
     def __post_init__(self) -> None:
-        for field, least in (("timeout", 0.001), ("setup_timeout", 0.001), ("workload", 1)):
+        for field, least in (
+            ("timeout", 0.001),
+            ("setup_timeout", 0.001),
+            ("workload", 1),
+            ("peer_timeout", 0.001),
+        ):
             if getattr(self, field) < least:
                 raise ConfigError(
                     f"transport option {field} is {getattr(self, field)}; the least is {least}"

@@ -6,56 +6,38 @@ hosts.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
 import os
-import queue
 import secrets
 import selectors
 import socket
 import stat
-import struct
-import threading
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from megatron.dpp.errors import AuthError, ConfigError, ProtocolError, SetupError, VersionMismatch
+from megatron.dpp.errors import ConfigError, SetupError, VersionMismatch
 from megatron.dpp.transport import handshake
+from megatron.dpp.transport.admission import Admission, Connection, identify
 from megatron.dpp.transport.joining import Facts
 from megatron.dpp.transport.options import TransportOptions
 
 CONTROL = "control"
 """Purpose of a link's first connection, whose end means that the peer is gone."""
 
-_LOST_AFTER_MS = 3000
-_MAX_STRANGERS = 64
 _BACKLOG = 128
 _SHORTEST_TOKEN = 16
 _ACCEPT_SLICE = 0.02  # seconds; also how late a finished proof may be noticed
-
-
-@dataclass
-class Connection:
-    """A connection to a peer; ``pidfd`` is of the process at its other end, or -1."""
-
-    peer: int
-    purpose: str
-    sock: socket.socket
-    pidfd: int = -1
-
-    def close(self) -> None:
-        """Close both descriptors; may be called twice."""
-        self.sock.close()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
+_RETRY_SECONDS = 0.02
 
 
 def host_identity() -> str:
@@ -147,7 +129,7 @@ class Rendezvous:
             self._admit(missing, made)
             for (_, purpose), connection in made.items():
                 if purpose == CONTROL and connection.sock.family != socket.AF_UNIX:
-                    _end_when_unanswered(connection.sock)
+                    _end_when_unanswered(connection.sock, self._options.peer_timeout)
         except BaseException:
             for connection in made.values():
                 connection.close()
@@ -155,11 +137,20 @@ class Rendezvous:
         return made
 
     def _agree_on_token(self) -> bytes:
-        if self._options.token_file:
-            return read_token(Path(self._options.token_file))
+        if named := self._options.token_file or os.environ.get("DPP_TOKEN_FILE"):
+            return read_token(Path(named))
+        ranks = os.environ.get("WORLD_SIZE", "")
+        private = ranks.isdecimal() and os.environ.get("LOCAL_WORLD_SIZE") == ranks
         if self._store.add(f"{self._prefix}/token/claimed", 1) == 1:
-            self._store.set(f"{self._prefix}/token", secrets.token_hex(32))
-        return self._get("token", "the first rank").encode()
+            secret = secrets.token_hex(32)
+            self._store.set(f"{self._prefix}/token", _to_file(secret) if private else secret)
+        found = self._get("token", "the first rank")
+        if not private:
+            return found.encode()
+        token = read_token(Path(found))
+        if self._store.add(f"{self._prefix}/token/read", 1) == int(ranks):
+            Path(found).unlink(missing_ok=True)
+        return token
 
     def _get(self, key: str, whose: str) -> str:
         key = f"{self._prefix}/{key}"
@@ -176,23 +167,35 @@ class Rendezvous:
         return self._deadline - time.monotonic()
 
     def _reach(self, peer: Facts, purpose: str, *, over_tcp: bool) -> Connection:
-        connection = Connection(peer.rank, purpose, _new_socket(over_tcp=over_tcp))
+        """Connect until the peer's listener has room for us, or time runs out."""
+        where = peer.tcp_address if over_tcp else "\0" + peer.unix_address
+        while True:
+            try:
+                return self._try_to_reach(peer.rank, where, purpose, over_tcp=over_tcp)
+            except (BlockingIOError, ConnectionRefusedError, handshake.SentAway) as error:
+                refusal: Exception = error
+            except OSError as error:
+                raise self._unreachable(peer, error, over_tcp=over_tcp) from error
+            if self._remaining() <= _RETRY_SECONDS:
+                raise self._unreachable(peer, refusal, over_tcp=over_tcp) from refusal
+            time.sleep(_RETRY_SECONDS)
+
+    def _unreachable(self, peer: Facts, error: Exception, *, over_tcp: bool) -> SetupError:
+        address = peer.tcp_address if over_tcp else "this host"
+        return SetupError(f"rank {self._rank}: cannot reach rank {peer.rank} on {address}: {error}")
+
+    def _try_to_reach(self, peer: int, where: Any, purpose: str, *, over_tcp: bool) -> Connection:
+        connection = Connection(peer, purpose, _new_socket(over_tcp=over_tcp))
         try:
-            connection.sock.settimeout(handshake.HELLO_SECONDS)
-            where = peer.tcp_address if over_tcp else "\0" + peer.unix_address
-            connection.sock.connect(where or "")
-            self._check_process(connection)
             # The acceptor answers only after it has reached the ranks above it.
             patience = max(0.001, self._remaining())
+            connection.sock.settimeout(patience)
+            connection.sock.connect(where)
+            identify(connection, self._rank)
+            _watch_tcp(connection.sock, self._options.peer_timeout)
             handshake.connect_side(
-                connection.sock, self._token, self._rank, peer.rank, purpose, patience
+                connection.sock, self._token, self._rank, peer, purpose, patience
             )
-        except OSError as error:
-            connection.close()
-            address = peer.tcp_address if over_tcp else "this host"
-            raise SetupError(
-                f"rank {self._rank}: cannot reach rank {peer.rank} on {address}: {error}"
-            ) from error
         except BaseException:
             connection.close()
             raise
@@ -201,67 +204,44 @@ class Rendezvous:
     def _admit(
         self, missing: set[tuple[int, str]], made: dict[tuple[int, str], Connection]
     ) -> None:
-        """Accept until no connection is missing. Each one proves itself in a thread of its own,
-        so that one that stalls delays no other.
-        """
-        proven: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
-        with selectors.DefaultSelector() as selector:
+        """Accept until no connection is missing."""
+        with contextlib.ExitStack() as stack:
+            selector = stack.enter_context(selectors.DefaultSelector())
+            admissions = []
             for listener in self._listeners:
-                selector.register(listener, selectors.EVENT_READ)
-            refused = 0
+                admission = Admission(listener, self._token, self._rank)
+                stack.callback(admission.close)
+                admissions.append(admission)
+                selector.register(listener, selectors.EVENT_READ, admission)
             while missing:
-                self._check_patience(missing, refused)
+                self._check_patience(missing, admissions)
                 for key, _ in selector.select(_ACCEPT_SLICE):
-                    sock, _ = key.fileobj.accept()  # type: ignore[union-attr]
-                    threading.Thread(target=self._prove, args=(sock, proven), daemon=True).start()
-                while not proven.empty():
-                    connection = proven.get()
-                    name = (connection.peer, connection.purpose) if connection else None
-                    if connection is None or name not in missing:
-                        refused += 1
-                        if connection is not None:
+                    key.data.accept()
+                for admission in admissions:
+                    for connection in admission.proven():
+                        name = (connection.peer, connection.purpose)
+                        if name not in missing:
                             connection.close()
-                        continue
-                    missing.discard((connection.peer, connection.purpose))
-                    made[connection.peer, connection.purpose] = connection
+                            continue
+                        missing.discard(name)
+                        _watch_tcp(connection.sock, self._options.peer_timeout)
+                        made[name] = connection
+                if any(admission.crowded for admission in admissions):
+                    time.sleep(_ACCEPT_SLICE)  # its listener stays readable
 
-    def _check_patience(self, missing: set[tuple[int, str]], refused: int) -> None:
-        if refused > _MAX_STRANGERS:
-            raise AuthError(f"rank {self._rank}: {refused} connections could not prove themselves")
-        if self._remaining() <= 0:
-            raise SetupError(
-                f"rank {self._rank}: ranks {sorted({rank for rank, _ in missing})} have not "
-                f"connected after {self._options.setup_timeout:g} s"
-                + (f"; {refused} connections could not prove themselves" if refused else "")
-            )
-
-    def _prove(self, sock: socket.socket, proven: queue.SimpleQueue[Connection | None]) -> None:
-        connection = Connection(-1, "", sock)
-        try:
-            self._check_process(connection)
-            peer, purpose = handshake.accept_side(sock, self._token, self._rank)
-            connection.peer, connection.purpose = peer, purpose
-            proven.put(connection)
-        except (OSError, AuthError, ProtocolError):
-            connection.close()
-            proven.put(None)
-
-    def _check_process(self, connection: Connection) -> None:
-        """Refuse another user's process on this host, and open a pidfd of our own user's."""
-        sock = connection.sock
-        if sock.family != socket.AF_UNIX:
-            _watch_tcp(sock)
+    def _check_patience(
+        self, missing: set[tuple[int, str]], admissions: Sequence[Admission]
+    ) -> None:
+        if self._remaining() > 0:
             return
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid, uid, _ = struct.unpack("3i", credentials)
-        if uid != os.getuid():
-            raise AuthError(
-                f"rank {self._rank}: a process of user {uid} is at the other end; "
-                f"we are {os.getuid()}"
-            )
-        # Another PID namespace or an old kernel has none: the end of the socket has to do.
-        with contextlib.suppress(OSError):
-            connection.pidfd = os.pidfd_open(pid)
+        refused = sum(admission.refused for admission in admissions)
+        shortages = {admission.shortage for admission in admissions} - {""}
+        raise SetupError(
+            f"rank {self._rank}: ranks {sorted({rank for rank, _ in missing})} have not "
+            f"connected after {self._options.setup_timeout:g} s"
+            + (f"; {refused} connections could not prove themselves" if refused else "")
+            + "".join(f"; accepting failed: {shortage} (ulimit -n)" for shortage in shortages)
+        )
 
 
 def _new_socket(*, over_tcp: bool) -> socket.socket:
@@ -270,31 +250,49 @@ def _new_socket(*, over_tcp: bool) -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _watch_tcp(sock: socket.socket) -> None:
-    """Disable Nagle's delay, and notice a lost host after three seconds of silence."""
+def _watch_tcp(sock: socket.socket, seconds: float) -> None:
+    """Disable Nagle's delay, and notice a lost host after ``seconds`` of silence."""
+    if sock.family == socket.AF_UNIX:
+        return
+    third = max(1, round(seconds / 3))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, third)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, third)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
 
 
-def _end_when_unanswered(sock: socket.socket) -> None:
+def _end_when_unanswered(sock: socket.socket, seconds: float) -> None:
     """Notice a lost host also while data is in flight to it.
 
     Not for connections that carry payloads: a stopped process leaves those unread, and this timer
     takes its kernel's full receive window for silence.
     """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_AFTER_MS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
+
+
+def _to_file(secret: str) -> str:
+    """Write a secret to a new file for this user alone, which goes with this process."""
+    fd, path = tempfile.mkstemp(prefix="dpp-token-")
+    with os.fdopen(fd, "w") as file:
+        file.write(secret)
+    atexit.register(Path(path).unlink, missing_ok=True)
+    return path
 
 
 def read_token(path: Path) -> bytes:
-    """The job's secret from a file that only its owner may read."""
+    """The job's secret from a file that only its owner may read, and that is ours."""
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        secret = path.read_bytes().strip()
+        with path.open("rb") as file:
+            facts = os.fstat(file.fileno())
+            secret = file.read().strip()
+        mode = stat.S_IMODE(facts.st_mode)
     except OSError as error:
         raise ConfigError(f"token file {path}: {error.strerror}") from error
+    if facts.st_uid != os.getuid():
+        raise ConfigError(
+            f"token file {path} belongs to user {facts.st_uid}; it must be ours ({os.getuid()})"
+        )
     if mode & 0o077:
         raise ConfigError(f"token file {path} has mode {mode:o}; chmod 600 it")
     if len(secret) < _SHORTEST_TOKEN:

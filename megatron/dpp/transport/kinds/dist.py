@@ -43,6 +43,8 @@ from megatron.dpp.transport.options import TransportOptions
 
 _HEADER_BYTES = 512
 _CLOSE_SECONDS = 5.0
+_SILENCE = timedelta(days=365)
+"""A channel may be silent for long: the caller of ``wait`` has a deadline of its own."""
 
 
 class _Incoming:
@@ -64,7 +66,7 @@ class _Incoming:
             while True:
                 self.credit.acquire()
                 buffer = torch.empty(_HEADER_BYTES + self.spec.slot_bytes, dtype=torch.uint8)
-                self._group.recv([buffer], self._peer, self._tag).wait()
+                self._group.recv([buffer], self._peer, self._tag).wait(_SILENCE)
                 if buffer[0] == 0:
                     self._owner.note_end(self.spec)
                     return
@@ -98,13 +100,13 @@ class _Outgoing:
                 if payload.nbytes:
                     flat = payload.reshape(-1).view(torch.uint8)
                     buffer[_HEADER_BYTES : _HEADER_BYTES + payload.nbytes].copy_(flat)
-                self._group.send([buffer], self._peer, self._tag).wait()
+                self._group.send([buffer], self._peer, self._tag).wait(_SILENCE)
                 with self._owner.changed:
                     self.num_pending -= 1
                     self.pending_bytes -= payload.nbytes
                 self._owner.ring()
             buffer[0] = 0
-            self._group.send([buffer], self._peer, self._tag).wait()
+            self._group.send([buffer], self._peer, self._tag).wait(_SILENCE)
         except RuntimeError as error:
             self._owner.fail_link(self.spec, error)
 

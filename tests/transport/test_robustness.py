@@ -1,0 +1,155 @@
+"""Odd texts, calls after the end, interrupts, and what a spin does with its core."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.errors import ConfigError, PeerDead, TransportUnavailable
+from megatron.dpp.transport import ChannelSpec, Direction
+from megatron.dpp.transport.native import load_native
+from tests.transport.kinds import PATIENCE, opened, pair, take_next
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("shift", range(3))
+def test_a_long_text_is_not_cut_in_a_character(kind: str, shift: int) -> None:
+    reason = "x" * shift + "\N{EURO SIGN}" * 2000
+    with opened(kind, pair()) as (a, b):
+        a.abort(reason)
+        with pytest.raises(PeerDead, match=r"rank 0 gave up: x*\N{EURO SIGN}+ .reported by rank 0"):
+            for _ in range(100):
+                b.poll()
+                b.wait(PATIENCE / 100)
+        assert "\N{EURO SIGN}" in b._native.failure()  # as the thread that ends a process reads it
+
+
+def test_an_error_that_is_no_text_still_closes_the_transport() -> None:
+    undecodable = os.fsdecode(b"/data/\xff\xfe")
+    with opened("shm", pair()) as (a, b):
+        with pytest.raises(FileNotFoundError), a:
+            raise FileNotFoundError(undecodable)
+        with pytest.raises(TransportUnavailable, match="closed"):
+            a.poll()
+        with pytest.raises(PeerDead, match=r"FileNotFoundError: /data/"):
+            for _ in range(100):
+                b.poll()
+                b.wait(PATIENCE / 100)
+
+
+def test_closing_follows_an_abort_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(reason: str) -> None:
+        raise RuntimeError(reason)
+
+    with opened("shm", pair()) as (a, _):
+        monkeypatch.setattr(a, "abort", fail)
+        with pytest.raises(RuntimeError, match="KeyError"), a:
+            raise KeyError("x")
+        with pytest.raises(TransportUnavailable, match="closed"):
+            a.poll()
+
+
+def test_a_board_after_close_is_an_error() -> None:
+    with opened("shm", pair(), counters=2) as (a, b):
+        a.close()
+        b.close()
+        calls = [lambda: a.board.post([1, 2]), a.board.common, lambda: a.board.append(1)]  # type: ignore[union-attr]
+        for call in [*calls, b.board.next]:  # type: ignore[union-attr]
+            with pytest.raises(TransportUnavailable, match="the transport is closed"):
+                call()
+
+
+def test_a_board_that_is_not_there_is_an_error() -> None:
+    with (
+        opened("shm", pair()) as (a, _),
+        pytest.raises(TransportUnavailable, match="has no board"),
+    ):
+        a._native.board_common()
+
+
+def test_a_channel_without_slots_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"depth is 0; the least is 1 \(--dpp-slots\)"):
+        ChannelSpec(0, 1, 0, Direction.FORWARD, 1024, 0)
+
+
+class Interrupting:
+    """The C++ transport, with Ctrl-C right after a put."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def put(self, *arguments: Any) -> bool:
+        self._native.put(*arguments)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_after_a_put_frees_no_tensor_that_is_still_read() -> None:
+    with opened("shm", pair(depth=1)) as (a, b):
+        a.put(0, torch.zeros(4), iteration=0, microbatch=0)  # fills the only slot
+        native = a._native
+        a._native = Interrupting(native)
+        with pytest.raises(KeyboardInterrupt):
+            a.put(0, torch.ones(4), iteration=0, microbatch=1)
+        a._native = native
+        a.poll()
+        assert [tensor.tolist() for _, tensor in a._kept[0]] == [[1.0] * 4]
+        a.put(0, torch.full((4,), 2.0), iteration=0, microbatch=2)
+        for index in range(3):
+            assert take_next(b, 0, index).tensor.tolist() == [float(index)] * 4
+        a.flush(PATIENCE)
+        a.poll()
+        assert not a._kept[0]
+
+
+YIELDS = """
+#include <atomic>
+static std::atomic<int> calls;
+extern "C" int sched_yield() { ++calls; return 0; }
+extern "C" int num_yields() { return calls; }
+"""
+WAITS = """
+import ctypes, importlib.util, sys
+specification = importlib.util.spec_from_file_location("_native", sys.argv[1])
+native = importlib.util.module_from_spec(specification)  # without PyTorch, which takes seconds
+specification.loader.exec_module(native)
+settings = dict(timeout=1.0, checksum=False, max_pending=2, spin=sys.argv[3] == "spin")
+transport = native.Transport(rank=0, incoming=[], outgoing=[], **settings)
+transport.poll(0)
+transport.wait(0.01)
+print(ctypes.CDLL(sys.argv[2]).num_yields())
+transport.close()
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the counting call with")
+@pytest.mark.parametrize("how", ["spin", "sleep"])
+def test_a_spin_gives_its_core_to_others(how: str, tmp_path: Path) -> None:
+    library = tmp_path / "yields.so"
+    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
+    subprocess.run(command, input=YIELDS, text=True, check=True, timeout=PATIENCE)
+    done = subprocess.run(
+        [sys.executable, "-c", WAITS, load_native().__file__, str(library), how],
+        env=os.environ | {"LD_PRELOAD": str(library)},
+        capture_output=True, text=True, timeout=2 * PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (int(done.stdout) > 0) == (how == "spin")
+
+
+def test_over_dist_a_rank_that_is_silent_for_long_is_not_gone() -> None:
+    with opened("dist", pair(), setup_timeout=2.0) as (a, b):
+        time.sleep(3.0)  # longer than the set-up may take
+        b.poll()
+        a.put(0, torch.ones(4), iteration=0, microbatch=0)
+        assert take_next(b, 0, 0).tensor.tolist() == [1.0] * 4

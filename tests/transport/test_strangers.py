@@ -1,0 +1,223 @@
+"""Strangers at a rank's listeners: they stop no start, and hold nothing for long."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from megatron.dpp.errors import AuthError, ProtocolError, SetupError
+from megatron.dpp.transport import TransportOptions, admission, handshake, open_transport
+from megatron.dpp.transport.admission import Admission
+from megatron.dpp.transport.rendezvous import Rendezvous
+from tests.transport.kinds import PATIENCE, of_rank, pair
+
+TOKEN = b"0123456789abcdef"
+
+
+def open_both(
+    kind: str, monkeypatch: pytest.MonkeyPatch, bother: Callable[[Rendezvous], None]
+) -> dict[int, Any]:
+    """Open two ranks; ``bother`` runs with the rendezvous of rank 1, before anybody connects."""
+    store, found, bothered = HashStore(), {}, threading.Event()
+    original = Rendezvous.connect
+
+    def connect(self: Rendezvous, wanted: Any) -> Any:
+        if self._rank == 1:
+            bother(self)
+            bothered.set()
+        assert bothered.wait(PATIENCE)
+        return original(self, wanted)
+
+    def open_one(rank: int) -> None:
+        options = TransportOptions(setup_timeout=PATIENCE)
+        try:
+            found[rank] = open_transport(
+                of_rank(pair(), rank), rank=rank, store=store, kind=kind, options=options
+            )
+        except Exception as error:
+            found[rank] = error
+
+    monkeypatch.setattr(Rendezvous, "connect", connect)
+    threads = [threading.Thread(target=open_one, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE)
+    for end in found.values():
+        if not isinstance(end, Exception):
+            end.close()
+    return found
+
+
+def knock(kind: str, rendezvous: Rendezvous, hello: bytes = b"") -> socket.socket:
+    """A stranger's connection."""
+    if kind == "tcp":
+        assert rendezvous.tcp_address is not None
+        stranger = socket.create_connection(rendezvous.tcp_address)
+    else:
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stranger.connect("\0" + rendezvous.unix_address)
+    if hello:
+        stranger.send(hello)
+    return stranger
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_any_number_of_strangers_costs_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bother(rendezvous: Rendezvous) -> None:
+        for _ in range(100):  # a backlog of them
+            knock(kind, rendezvous, b"\x05\x00hello").close()
+
+    found = open_both(kind, monkeypatch, bother)
+    assert not [end for end in found.values() if isinstance(end, Exception)]
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_a_crowd_that_says_nothing_keeps_no_place_and_is_hung_up_on(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MOST_PROOFS", 8)
+    crowd: list[socket.socket] = []
+
+    def bother(rendezvous: Rendezvous) -> None:
+        crowd.extend(knock(kind, rendezvous) for _ in range(60))
+
+    found = open_both(kind, monkeypatch, bother)
+    assert not [end for end in found.values() if isinstance(end, Exception)]
+    for stranger in crowd:
+        stranger.settimeout(PATIENCE)
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(4096):
+                pass  # it is asked to come again
+        stranger.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "dpp-proof"]
+
+
+def test_a_connection_that_drips_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "HELLO_SECONDS", 0.5)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    stop = threading.Event()
+
+    def drip() -> None:
+        theirs.send(b"\xff\x0f")
+        with contextlib.suppress(OSError):
+            while not stop.wait(0.1):
+                theirs.send(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    patience = threading.Timer(10.0, stop.set)  # 100 bytes: without one deadline for all of them
+    patience.start()
+    with pytest.raises(ProtocolError, match="no answer in time"), ours:
+        handshake.accept_side(ours, TOKEN, 0)
+    assert not stop.is_set()
+    stop.set()
+    patience.cancel()
+    thread.join(PATIENCE)
+    theirs.close()
+
+
+@contextlib.contextmanager
+def admitting() -> Iterator[tuple[Admission, str]]:
+    name = f"\0dpp-test-{os.getpid()}-{time.monotonic_ns()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(name)
+        listener.listen(8)
+        made = Admission(listener, TOKEN, 0)
+        yield made, name
+        made.close()
+
+
+def test_another_users_process_is_refused_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with admitting() as (ours, name):
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stranger.connect(name)
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        monkeypatch.setattr(admission, "_Proof", None)  # no thread is made for it
+        ours.accept()
+        assert ours.refused == 1
+        with stranger:
+            assert stranger.recv(16) == b""
+
+
+def test_a_peer_that_is_sent_away_may_come_again() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ours, theirs:
+        handshake.send_away(theirs)
+        with pytest.raises(handshake.SentAway, match="rank 1 is busy"):
+            handshake._receive_proof(ours, "rank 1", time.monotonic() + PATIENCE)
+
+
+@pytest.mark.parametrize("body", [b"[" * 4000, b'{"rank": 1, "proof": "\\ud800"}'])
+def test_no_message_raises_an_untyped_error(body: bytes) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        theirs.send(len(body).to_bytes(2, "little") + body)
+        with pytest.raises(ProtocolError):
+            message, _ = handshake.receive_message(ours, until=time.monotonic() + PATIENCE)
+            assert not handshake._proves(TOKEN, "connector", b"", message)
+            raise ProtocolError
+
+
+@pytest.mark.parametrize("refusal", [BlockingIOError, ConnectionRefusedError])
+def test_a_full_or_missing_listener_is_tried_again(
+    refusal: type[OSError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[Any] = []
+    original = Rendezvous._try_to_reach
+
+    def reach(self: Rendezvous, *rest: Any, **named: Any) -> Any:
+        tries.append(rest)
+        if len(tries) < 4:
+            raise refusal
+        return original(self, *rest, **named)
+
+    monkeypatch.setattr(Rendezvous, "_try_to_reach", reach)
+    found = open_both("shm", monkeypatch, lambda _: None)
+    assert not [end for end in found.values() if isinstance(end, Exception)]
+    assert len(tries) == 4
+
+
+class Short:
+    """A listener in a process that has no descriptor left for ``failures`` connections."""
+
+    def __init__(self, listener: socket.socket, failures: int) -> None:
+        self._listener, self.failures = listener, failures
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+    def accept(self) -> Any:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self._listener.accept()
+
+
+@pytest.mark.parametrize("failures", [3, 1 << 30])
+def test_a_shortage_of_descriptors_is_survived_or_named(
+    failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bother(rendezvous: Rendezvous) -> None:
+        rendezvous._listeners = [Short(rendezvous._listeners[0], failures)]  # type: ignore[list-item]
+        if failures > 3:
+            rendezvous._deadline = time.monotonic() + 0.5
+
+    found = open_both("shm", monkeypatch, bother)
+    if failures == 3:
+        assert not [end for end in found.values() if isinstance(end, Exception)]
+        return
+    assert type(found[1]) is SetupError
+    assert "Too many open files" in str(found[1]) and "ulimit -n" in str(found[1])
+    assert isinstance(found[0], (AuthError, SetupError))
