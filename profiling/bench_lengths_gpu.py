@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        losses[arm] = [sum(_step(model, schedule, arm, batch)[1]) for batch in batches]
+        losses[arm] = [_step(model, schedule, arm, batch)[1] for batch in batches]
         peaks[arm] = harness.over_ranks(torch.cuda.max_memory_reserved(), device="cuda")[0]
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for _ in range(args.rounds):
@@ -79,16 +79,18 @@ def _schedule(arm: str) -> Any:
     return DppSchedule(DppConfig(cuda_graphs="off", activation_cap=cap, split_backward=split))
 
 
-def _step(model: Model, schedule: Any, arm: str, batch: Sequence[int]) -> tuple[float, list[float]]:
-    """Milliseconds of one step on the slowest rank, and its losses by sequence."""
+def _step(model: Model, schedule: Any, arm: str, batch: Sequence[int]) -> tuple[float, float]:
+    """Milliseconds of one step on the slowest rank, and the sum of its losses."""
     lengths = sorted(batch) if arm.endswith("sorted") else list(batch)
     torch.cuda.synchronize()
     dist.barrier()
     start = time.perf_counter()
     entries = model.step(schedule, len(lengths), lengths)
     torch.cuda.synchronize()
-    (took,) = harness.over_ranks(time.perf_counter() - start, device="cuda")
-    return took * 1e3, [entry["lm loss"].item() for entry in entries]
+    took = time.perf_counter() - start
+    loss = sum(entry["lm loss"].item() for entry in entries)  # 0 but on the last rank
+    slowest, loss = harness.over_ranks(took, loss, device="cuda")
+    return slowest * 1e3, loss
 
 
 def _report(

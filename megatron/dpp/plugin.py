@@ -22,6 +22,7 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, one_line
 from megatron.dpp.mcore import compat
 from megatron.dpp.runtime.dynamic import DppSchedule
+from megatron.dpp.schedule import find_policy
 
 logger = logging.getLogger("megatron.dpp")
 
@@ -123,15 +124,17 @@ def install(config: DppConfig | None = None, *, strict: bool = False) -> None:
         strict: raise a :class:`ConfigError` where a step would go to megatron-core's own schedule.
 
     Raises:
-        ConfigError: it is installed already, or megatron-core is too old.
+        ConfigError: it is installed already, megatron-core is too old, or the policy is unknown.
     """
     global _installed
+    config = config or DppConfig()
+    find_policy(config.policy)
     if _installed is not None:
         raise ConfigError(
             "the dynamic pipeline is installed already: call megatron.dpp.plugin.uninstall() "
             "before installing it with other settings"
         )
-    _installed = Plugin(config or DppConfig(), strict=strict)
+    _installed = Plugin(config, strict=strict)
     atexit.register(uninstall)
 
 

@@ -135,14 +135,14 @@ class MultiModuleProcessGroupCollection(SimpleNamespace):
     ("changes", "reason"),
     [
         ({"pipeline": 1}, "there is one pipeline rank"),
-        ({"config": {"expert_model_parallel_size": 2}}, "--expert-model-parallel-size needs"),
-        ({"config": {"cuda_graph_impl": "local"}}, "--cuda-graph-impl needs the same order"),
-        ({"config": {"cuda_graph_impl": "full_iteration"}}, "--cuda-graph-impl needs the same"),
+        ({"config": {"overlap_moe_expert_parallel_comm": True}}, "--overlap-moe-expert-par"),
+        ({"config": {"cuda_graph_impl": "local"}}, "--cuda-graph-impl needs meg"),
+        ({"config": {"cuda_graph_impl": "full_iteration"}}, "--cuda-graph-impl needs meg"),
         (
             {"config": {"variable_seq_lengths": True}, "seq_length": 1},
             "variable_seq_lengths with",
         ),
-        ({"config": {"moe_paged_stash": True}}, "moe_paged_stash is True"),
+        ({"config": {"moe_paged_stash": True}}, "--moe-paged-stash needs"),
         ({"config": {"gtp_weight_remat_size": 2}}, "gtp_weight_remat_size is 2"),
         ({"config": {"enable_autocast": True}, "forward_only": False}, "--dpp-split-backward com"),
         ({"some_new_keyword": 1}, "some_new_keyword: megatron-core .* passes this"),

@@ -26,6 +26,7 @@ from megatron.dpp.cli.arguments import (
 from megatron.dpp.cli.run_config import dpp_config
 from megatron.dpp.config import DppConfig, flag_of, option_fields
 from megatron.dpp.errors import ConfigError, require
+from megatron.dpp.schedule import find_policy
 
 _BAD_INPUT = 2
 _SWITCHES = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
@@ -112,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         require(Path(script).is_file(), f"{script}: no such script (it comes before its flags)")
         given, rest = take_flags(flags, os.environ)
         config = dpp_config(given)
+        find_policy(config.policy)
         _run(script, rest, config if given.use_dpp else None, strict=given.dpp_strict)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
