@@ -231,7 +231,8 @@ def main() -> int:
         json=("", "write the rows there"),
         **bench_lengths_gpu.options(),
     )
-    args = parser.parse_args(namespace=bench_lengths_gpu.defaults())
+    args = parser.parse_args()
+    vars(args).update(bench_lengths_gpu.MODEL)
     if "RANK" not in os.environ:
         return harness.start_ranks(args.ranks, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
     if torch.cuda.is_available():

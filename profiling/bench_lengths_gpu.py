@@ -13,7 +13,6 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import harness
@@ -135,14 +134,13 @@ def options() -> dict[str, Any]:
     }
 
 
-defaults = partial(
-    argparse.Namespace,
-    tensor=1,
-    sequence_parallel=False,
-    micro_batch=1,
-    dropout=0.0,
-    recompute=None,
-    no_gradient_accumulation_fusion=False,
-    cross_entropy_loss_fusion=False,
-)
+MODEL = {
+    "tensor": 1,
+    "sequence_parallel": False,
+    "micro_batch": 1,
+    "dropout": 0.0,
+    "recompute": None,
+    "no_gradient_accumulation_fusion": False,
+    "cross_entropy_loss_fusion": False,
+}
 """What the model of bench_schedule.py asks for beside them."""

@@ -16,8 +16,8 @@ from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.runtime.executor import Executor, Tensors
 from megatron.dpp.schedule import Geometry, Scheduler, Sizes
 from megatron.dpp.transport.fake import FakeTransport
-from tests.runtime import test_executor
-from tests.runtime.test_executor import Arithmetic, check_values, run_pipeline
+from tests.runtime import pipelines
+from tests.runtime.pipelines import Arithmetic, check_values, run_pipeline
 
 LENGTHS = [1, 9, 2, 16, 3, 3, 12, 1, 5, 2] * 6
 LONGEST = max(LENGTHS)
@@ -46,9 +46,9 @@ def schedulers(monkeypatch: pytest.MonkeyPatch) -> list[Scheduler]:
         return made[-1]
 
     executor = partial(Executor, count_tokens=torch.Tensor.numel)
-    monkeypatch.setattr(test_executor, "Scheduler", scheduler)
-    monkeypatch.setattr(test_executor, "Executor", executor)
-    monkeypatch.setattr(test_executor, "Arithmetic", Drawn)
+    monkeypatch.setattr(pipelines, "Scheduler", scheduler)
+    monkeypatch.setattr(pipelines, "Executor", executor)
+    monkeypatch.setattr(pipelines, "Arithmetic", Drawn)
     return made
 
 
@@ -99,7 +99,7 @@ def test_tokens_of_a_boundary() -> None:
     assert Tokens(largest=32, hidden=0).count(torch.zeros(5, 2, 8)) is None
 
 
-def test_a_measured_activation_is_scaled_to_the_longest() -> None:
+def test_a_measured_activation_is_scaled_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step measures microbatch 0; a cap in bytes counts activations of the longest."""
     alone = SimpleNamespace(size=lambda: 1)
     call: Any = SimpleNamespace(pg_collection=SimpleNamespace(tp=alone, cp=alone))
@@ -108,6 +108,7 @@ def test_a_measured_activation_is_scaled_to_the_longest() -> None:
     sizes.learn(0, 2)
     decisions = Decisions(DppConfig(activation_cap="12KiB"), lambda line: None)
     schedule = DppSchedule(DppConfig())
+    monkeypatch.setattr(schedule, "_stage_max", lambda call, *values: list(values))
     schedule._account(call, sizes, decisions, stage)
     assert decisions.activation_bytes == 4 * 300.0
     geometry = Geometry(2, 0, 2, 4)

@@ -42,6 +42,7 @@ def nodes(hosts: Hosts, folder: Path, **worker: str) -> Iterator[tuple[Node, Nod
     try:
         for host, role in enumerate(("master", "worker")):
             words = ["bash", f"run_{role}_gpt.sh", "--metrics-file", str(metrics)]
+            words += ["--dpp-peer-timeout", "3"]
             log = folder / f"{role}.log"
             more = worker if role == "worker" else {}
             started.append(Node(hosts.command(host, *words), log, **SETTINGS, **shared, **more))

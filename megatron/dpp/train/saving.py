@@ -79,7 +79,9 @@ def _write_and_note(
     write: Callable[..., None], target: Path, rank: int, *args: Any, **kwargs: Any
 ) -> None:
     write(*args, **kwargs)
-    note_shards(target, rank)
+    # A full disk is reported for the shards; their queue hears of no other error.
+    with contextlib.suppress(OSError):
+        note_shards(target, rank)
 
 
 def verify(run: Run, found: Found) -> None:
