@@ -85,6 +85,8 @@ def _is_met(line: str) -> bool:
     except ImportError:
         from pip._vendor.packaging.requirements import Requirement
     requirement = Requirement(line)
+    if requirement.marker and not requirement.marker.evaluate():
+        return True
     version = _installed_version(requirement.name)
     return version is not None and requirement.specifier.contains(version, prereleases=True)
 

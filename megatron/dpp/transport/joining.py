@@ -77,12 +77,12 @@ class Setup:
     """This rank's side of a set-up.
 
     Args:
-        library: the C++ extension module.
+        extension: the C++ extension module.
         native: its ``Transport``, not started yet.
         gpu: number of the GPU whose tensors links may carry; -1 without one.
     """
 
-    library: Any
+    extension: Any
     native: Any
     options: TransportOptions
     facts: Facts

@@ -185,7 +185,7 @@ class _Opening:
             self._receive_offer(native, link)
         gpu = device_index(self._device) if own.gpu else -1
         setup = Setup(
-            library=self._library, native=native, options=self._options, facts=own, gpu=gpu
+            extension=self._library, native=native, options=self._options, facts=own, gpu=gpu
         )
         self._join_kinds(setup, list(links.values()))
 

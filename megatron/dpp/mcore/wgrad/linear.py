@@ -80,7 +80,7 @@ class DeferredWork(Protocol):
         ...
 
     def compute(self) -> None:
-        """Do it."""
+        """Compute the gradients and hand them over."""
         ...
 
 

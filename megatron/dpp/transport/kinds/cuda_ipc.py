@@ -34,7 +34,7 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
         SetupError: memory ran out, or the driver opens neither offer.
         TransportUnavailable: a link does not deliver the data that was written.
     """
-    cuda = setup.library.CudaLinks(setup.native, setup.gpu, setup.options.max_pending)
+    cuda = setup.extension.CudaLinks(setup.native, setup.gpu, setup.options.max_pending)
     for link in links:
         _offer(cuda, link, legacy=True)
     refused = {}

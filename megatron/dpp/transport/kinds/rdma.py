@@ -170,7 +170,7 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
 def _make(setup: Setup, link: PeerLink) -> Any:
     """Our side of a link, which is offered to the peer."""
     place = Place(**setup.facts.found[_NAME]["place"])
-    made = setup.library.RdmaLink(
+    made = setup.extension.RdmaLink(
         setup.native,
         link.peer,
         link.incoming,

@@ -28,7 +28,7 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
         SetupError: memory ran out, or the driver does not pin it.
     """
     workload = setup.options.workload
-    cuda = setup.library.CudaLinks(setup.native, setup.gpu, setup.options.max_pending)
+    cuda = setup.extension.CudaLinks(setup.native, setup.gpu, setup.options.max_pending)
     for link in links:
         made = link.incoming and cuda.make_staged_slots(link.peer, link.incoming, workload)
         link.send({}, made or ())
