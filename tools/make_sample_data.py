@@ -10,6 +10,8 @@ The committed files are the output of::
     python tools/make_sample_data.py gpt --output-dir datasets_gpt
     python tools/make_sample_data.py bert --output-dir datasets_bert
 
+``chat`` writes chats for ``train --sft`` instead, ``chats.jsonl`` without a vocabulary.
+
 Each run also trains a vocabulary with the ``tokenizers`` package. WordPiece training breaks ties at
 random, so a new ``vocab.txt`` may differ from the committed one.
 """
@@ -18,10 +20,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 END_OF_TEXT = "<|endoftext|>"
 BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -262,7 +266,40 @@ def make_documents(num_documents: int, seed: int) -> Iterator[dict[str, str]]:
         }
 
 
-def write_jsonl(path: Path, documents: list[dict[str, str]]) -> None:
+QUESTIONS = (
+    "What do you know about {name}?",
+    "Tell me about {name} of {town}.",
+    "Who is {name}, and what happens in {town}?",
+)
+
+
+def make_chats(
+    num_chats: int, seed: int, *, median: int = 60, sigma: float = 1.0, most: int = 2000
+) -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Yields chats of one to three turns, whose answers have a lognormal number of words.
+
+    Args:
+        median, sigma, most: of the words of all answers of a chat.
+    """
+    rng = random.Random(seed)
+    people = make_people(rng)
+    for _ in range(num_chats):
+        words = max(1, min(most, round(median * math.exp(rng.gauss(0.0, sigma)))))
+        turns = rng.randint(1, min(3, words))
+        messages = [{"role": "system", "content": "You know everybody."}] * rng.randint(0, 1)
+        for turn in range(turns):
+            who = rng.choice(people)
+            question = rng.choice(QUESTIONS).format(name=who.name, town=who.town)
+            answer: list[str] = []
+            share = words * (turn + 1) // turns - words * turn // turns
+            while len(answer) < share:
+                answer += " ".join(rng.choice(KINDS)(rng, people)).split()
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": " ".join(answer[:share])})
+        yield {"messages": messages}
+
+
+def write_jsonl(path: Path, documents: list[Any]) -> None:
     lines = [json.dumps(document, ensure_ascii=False) + "\n" for document in documents]
     path.write_text("".join(lines), encoding="utf-8")
 
@@ -296,13 +333,15 @@ def train_bert_vocabulary(texts: list[str], output_dir: Path, vocab_size: int) -
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", choices=("gpt", "bert"), help="whose sample to write")
+    parser.add_argument("model", choices=("gpt", "bert", "chat"), help="whose sample to write")
     parser.add_argument(
         "--output-dir", type=Path, required=True, help="folder for corpus and vocabulary"
     )
-    parser.add_argument("--num-documents", type=int, help="default: 5000 for gpt, 2500 for bert")
+    parser.add_argument("--num-documents", type=int, help="default: 5000 for gpt, 2500 for others")
     parser.add_argument("--vocab-size", type=int, default=2048)
-    parser.add_argument("--seed", type=int, help="default: 1 for gpt, 2 for bert")
+    parser.add_argument("--seed", type=int, help="default: 1 for gpt, 2 for others")
+    parser.add_argument("--median-words", type=int, default=60, help="of a chat's answers")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of the lognormal words")
     return parser.parse_args(argv)
 
 
@@ -311,8 +350,13 @@ def main(argv: list[str] | None = None) -> None:
     is_gpt = args.model == "gpt"
     num_documents = args.num_documents or (5000 if is_gpt else 2500)
     seed = args.seed if args.seed is not None else (1 if is_gpt else 2)
-    documents = list(make_documents(num_documents, seed))
     args.output_dir.mkdir(parents=True, exist_ok=True)
+    if args.model == "chat":
+        chats = make_chats(num_documents, seed, median=args.median_words, sigma=args.sigma)
+        write_jsonl(args.output_dir / "chats.jsonl", list(chats))
+        print(f"{num_documents} chats written to {args.output_dir / 'chats.jsonl'}")
+        return
+    documents = list(make_documents(num_documents, seed))
     write_jsonl(args.output_dir / "dataset.json", documents)
     train = train_gpt_vocabulary if is_gpt else train_bert_vocabulary
     train([document["text"] for document in documents], args.output_dir, args.vocab_size)

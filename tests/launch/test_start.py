@@ -67,3 +67,19 @@ def test_the_default_tokenizers_token_files_keep_their_name(text: Path) -> None:
         for more in ({}, {"--tokenizer-type": "BertWordPieceLowerCase"}):
             found = prepare("bert", path, {**BERT_VOCAB, **more}).flags["--data-path"]
             assert Path(found).name == f"{stem}_text_sentence"
+
+
+def test_chats_are_preprocessed_with_their_template(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages }}")
+    plain = prepare("gpt", str(chats), {"--sft": True})
+    asked = {"--sft": True, "--sft-tokenizer-prompt-format": str(template)}
+    own = prepare("gpt", str(chats), asked)
+    assert plain.preparation and "--append-eod" not in plain.preparation
+    assert plain.flags["--data-path"].endswith("_chat_document")
+    assert str(template) in (own.preparation or [])
+    template.write_text("{{ messages }}\n")
+    other = prepare("gpt", str(chats), asked)
+    assert len({each.flags["--data-path"] for each in (plain, own, other)}) == 3

@@ -20,17 +20,24 @@ FLAGS = (
 )
 
 
-def train_each(folder: Path, num_ranks: int, runs: dict[str, str]) -> dict[str, Result]:
-    """The runs in the order of ``runs``, which gives each one's flags beyond ``FLAGS`` and data;
-    ``DIR`` in them is ``folder``."""
-    data = f"--data-path {_write_tokens(folder / 'tokens')} --split 8,1,1"
+def train_each(
+    folder: Path,
+    num_ranks: int,
+    runs: dict[str, str],
+    data: str | None = None,
+    timeout: float = 120,
+) -> dict[str, Result]:
+    """The runs in the order of ``runs``, which gives each one's flags beyond ``FLAGS`` and
+    ``data`` (default: a small corpus); ``DIR`` in them is ``folder``."""
+    if data is None:
+        data = f"--data-path {_write_tokens(folder / 'tokens')} --split 8,1,1"
     lines = [
         f"{FLAGS} {data} {more} --metrics-file DIR/{name}.jsonl".replace("DIR", str(folder)).split()
         for name, more in runs.items()
     ]
     path = folder / "command_lines.json"
     path.write_text(json.dumps(lines))
-    run_ranks(Path(__file__).with_name("runs_worker.py"), num_ranks, [str(path)], timeout=120)
+    run_ranks(Path(__file__).with_name("runs_worker.py"), num_ranks, [str(path)], timeout=timeout)
     return {name: read(folder / f"{name}.jsonl") for name in runs}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from megatron.dpp.cli.checkpoint_args import check_model, check_optimizer, saved_args
 from megatron.dpp.cli.checkpoint_files import Found, check_engine, check_whole, find_start
 from megatron.dpp.cli.run_config import RunConfig
+from megatron.dpp.cli.sequence_files import answers_prefix, check_lengths, check_prefix
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.text_files import read_mapping, read_text
 from megatron.dpp.trace import TraceLayout
@@ -96,8 +97,17 @@ def check_data(args: argparse.Namespace, task_name: str) -> None:
                 )
             for prefix in prefixes:
                 sequences, documents = check_index(prefix)
+                if args.variable_lengths:
+                    _check_sequences(prefix, args)
                 if words:  # GPT's data sets divide sequences, BERT's documents
                     check_split(prefix, args.split, sequences if task_name == "gpt" else documents)
+
+
+def _check_sequences(prefix: str, args: argparse.Namespace) -> None:
+    if args.sft:
+        check_prefix(prefix)
+        check_index(answers_prefix(prefix))
+    check_lengths(prefix, args)
 
 
 def check_outputs(args: argparse.Namespace) -> None:

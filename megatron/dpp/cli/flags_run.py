@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 from megatron.dpp.cli.flags import Flag, off, on
+from megatron.dpp.cli.sequence_files import OVERLONG
+from megatron.dpp.plan.batches import ORDERS
+from megatron.dpp.plan.lengths import PACKINGS
 
 DATA = (
     Flag("--data-path", str, None, "prefixes, or weights and prefixes, split by --split",
@@ -56,6 +59,17 @@ DATA = (
     Flag("--eval-interval", int, None, "iterations between evaluations"),
     on("--skip-train", "evaluate only"),
     on("--full-validation", "validate on the whole validation set"),
+)  # fmt: skip
+
+SEQUENCES = (
+    on("--sft", "supervised fine-tuning on chats; answers alone have a loss"),
+    Flag("--sft-tokenizer-prompt-format", str, "auto",
+        "chat template: auto, default (the tokenizer's), plain, or a file; see preprocess"),
+    on("--variable-length", "a sample is a whole document, of any length up to --seq-length"),
+    Flag("--overlong", str, "error", "documents above --seq-length", choices=OVERLONG),
+    Flag("--packing", str, "none", "several sequences in a microbatch", choices=PACKINGS),
+    Flag("--packing-budget", int, None, "most tokens of a packed microbatch (--seq-length)"),
+    Flag("--order", str, "drawn", "order of a global batch's microbatches", choices=ORDERS),
 )  # fmt: skip
 
 LOGGING = (
@@ -141,6 +155,7 @@ OURS = (
 
 RUN_GROUPS = {
     "data": DATA,
+    "sequences of unlike length": SEQUENCES,
     "logging": LOGGING,
     "checkpoints": CHECKPOINT,
     "dynamic pipeline": OURS,

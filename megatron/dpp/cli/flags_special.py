@@ -129,7 +129,7 @@ _ELSEWHERE = {
     "encoder-decoder models": ("--decoder-num-layers", "--relative-attention-"),
     "Mamba and hybrid models": ("--hybrid-", "--heterogeneous-", "--linear-attention-"),
     "Megatron-LM's legacy models": ("--use-legacy-models", "--onnx-safe"),
-    "fine-tuning": ("--sft", "--fim-", "--moe-use-upcycling", "--moe-upcycling-"),
+    "fine-tuning": ("--fim-", "--moe-use-upcycling", "--moe-upcycling-"),
     "other tokenizers": ("--tokenizer-", "--tiktoken-", "--trust-remote-code"),
     "restarts inside a process": ("--inprocess-", "--enable-ft-package", "--ft-", "--adlr-"),
     "checking a step by running it again": ("--rerun-mode", "--error-injection-", "--result-"),

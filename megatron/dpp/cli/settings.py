@@ -52,6 +52,21 @@ def summary(args: RunConfig, task_name: str) -> str:
         f"training: {length} of {args.global_batch_size} samples = {microbatches} "
         f"microbatch{'' if microbatches == 1 else 'es'} of {args.micro_batch_size}, "
         f"{args.optimizer}, learning rate {args.lr} {args.lr_decay_style}"
+        f"{_sequences(args)}"
+    )
+
+
+def _sequences(args: RunConfig) -> str:
+    """A line on samples of unlike length."""
+    if not args.variable_lengths:
+        return ""
+    weight = "token" if args.calculate_per_token_loss else "sequence"
+    packing = "not packed"
+    if args.packing != "none":
+        packing = f"packed {args.packing} into up to {args.packing_budget} tokens"
+    return (
+        f"\nsequences: {'chats' if args.sft else 'documents'} of up to {args.seq_length} tokens, "
+        f"{packing}, order {args.order}; every {weight} has the same weight in the loss"
     )
 
 

@@ -22,6 +22,7 @@ from megatron.dpp.cli.validate_ranges import (
     check_optimizer_kind,
     check_ranges,
 )
+from megatron.dpp.cli.validate_sequences import check_sequences
 from megatron.dpp.errors import ConfigError, require
 from megatron.dpp.trace import parse_iterations
 
@@ -65,6 +66,9 @@ def _family(args: Args, arch: str) -> None:
     args.tokenizer_type = args.tokenizer_type or TOKENIZERS[arch]
     if arch != "bert":
         return
+    for flag in ("sft", "variable_length"):
+        name = flag.replace("_", "-")
+        require(not getattr(args, flag), f"--{name}: BERT's samples have one length; GPT's have")
     for flag in ("num_experts", "mtp_num_layers"):
         name = flag.replace("_", "-")
         require(not getattr(args, flag), f"--{name}: BERT's layers have none; GPT's have")
@@ -424,6 +428,7 @@ RULES = (
     check_experts,  # needs the layers' implementation of _kernels
     check_prediction,
     _data,
+    check_sequences,  # needs the kind of loader of _data
     _checkpoints,
     _evaluation,
     check_ranges,

@@ -30,6 +30,13 @@ from typing import IO, Any
 
 import numpy as np
 
+from megatron.dpp.commands.chats import (
+    ANSWERS_KEY,
+    CHAT_KEY,
+    BadLine,
+    ChatEncoder,
+    find_template,
+)
 from megatron.dpp.commands.common import new_parser, progress_bar
 from megatron.dpp.commands.sentences import SPLITTERS, make_splitter
 from megatron.dpp.errors import ConfigError, DataError, DppError
@@ -55,6 +62,7 @@ class EncoderOptions:
     splitter: str | None = None
     language: str = "english"
     keep_newlines: bool = False
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,11 +90,8 @@ class Totals:
     documents: int = 0
     sentences: int = 0
     tokens: int = 0
+    answers: int = 0
     bad_lines: list[str] = field(default_factory=list)
-
-
-class BadLine(Exception):
-    """A line cannot be used; the text says why."""
 
 
 class Encoder:
@@ -106,6 +111,9 @@ class Encoder:
             vocab_extra_ids=options.vocab_extra_ids,
         )
         self.vocab_size = self._tokenizer.vocab_size
+        self._chats = None
+        if options.chat_template is not None:
+            self._chats = ChatEncoder(self._tokenizer, options.chat_template)
         self._split = None
         if options.splitter is not None:
             self._split = make_splitter(
@@ -115,6 +123,11 @@ class Encoder:
     def encode_line(self, line: bytes) -> dict[str, Encoded]:
         """Encodes each of the asked keys of one JSON line; raises :class:`BadLine`."""
         document = _parse_line(line)
+        if self._chats is not None:
+            ids, answers = self._chats.encode(document)
+            self._check(ids)
+            found = {CHAT_KEY: ids, ANSWERS_KEY: answers}
+            return {key: Encoded(np.asarray(v, np.int32), [len(v)]) for key, v in found.items()}
         return {key: self._encode(_text_of(document, key)) for key in self._options.json_keys}
 
     def _encode(self, text: str | list[str]) -> Encoded:
@@ -131,11 +144,14 @@ class Encoder:
         if ids and self._options.append_eod:
             ids.append(self._tokenizer.eod)
             lengths[-1] += 1
+        self._check(ids)
+        return Encoded(np.asarray(ids, dtype=np.int32), lengths)
+
+    def _check(self, ids: list[int]) -> None:
         size = min(self.vocab_size, 1 << 31)  # ids are stored in 32 bits
         if ids and not 0 <= min(ids) <= max(ids) < size:
             outside = min(ids) if min(ids) < 0 else max(ids)
             raise BadLine(f"token {outside} is outside a vocabulary of {size}")
-        return Encoded(np.asarray(ids, dtype=np.int32), lengths)
 
     def _sentences(self, text: str | list[str]) -> list[str]:
         if isinstance(text, list):
@@ -373,7 +389,10 @@ def _take_batch(
             continue
         writer.add(result)
         totals.documents += 1
-        for document in result.values():
+        for key, document in result.items():
+            if key == ANSWERS_KEY:
+                totals.answers += int(document.ids.sum())
+                continue
             totals.sentences += len(document.lengths)
             totals.tokens += document.ids.size
 
@@ -395,6 +414,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     tokens("--vocab-size", type=int, metavar="N", help="for NullTokenizer")
     tokens("--vocab-extra-ids", type=int, default=0, metavar="N")
     tokens("--append-eod", action="store_true", help="end documents with a token")
+    chats = parser.add_argument_group("chats").add_argument
+    chats("--sft", action="store_true", help="lines hold messages, or prompt and completion")
+    chats("--sft-tokenizer-prompt-format", default="auto", metavar="NAME",
+          help="auto, default (the tokenizer's template), plain, or a file")  # fmt: skip
     sentences = parser.add_argument_group("sentences (BERT)").add_argument
     sentences("--split-sentences", action="store_true")
     sentences("--sentence-splitter", choices=SPLITTERS, default="nltk",
@@ -419,6 +442,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
         if getattr(args, name) not in (None, 1):
             flag = "--" + name.replace("_", "-")
             print(f"warning: {flag} has no effect: one run writes one output", file=sys.stderr)
+    if args.sft and (args.split_sentences or args.tokenizer_type != "GPT2BPETokenizer"):
+        raise ConfigError("--sft needs --tokenizer-type GPT2BPETokenizer and whole documents")
     if args.tokenizer_type.startswith("Bert") and not args.split_sentences:
         print("warning: BERT's data needs --split-sentences", file=sys.stderr)
 
@@ -430,11 +455,14 @@ def options_from(args: argparse.Namespace) -> EncoderOptions:
         merge_file=args.merge_file,
         vocab_size=args.vocab_size,
         vocab_extra_ids=args.vocab_extra_ids,
-        json_keys=tuple(args.json_keys),
+        json_keys=(CHAT_KEY, ANSWERS_KEY) if args.sft else tuple(args.json_keys),
         append_eod=args.append_eod,
         splitter=args.sentence_splitter if args.split_sentences else None,
         language=args.lang,
         keep_newlines=args.keep_newlines,
+        chat_template=find_template(args.sft_tokenizer_prompt_format, args.vocab_file)
+        if args.sft
+        else None,
     )
 
 
@@ -458,8 +486,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp preproc
         return 1
     for message in totals.bad_lines[:_MOST_BAD_LINES_SHOWN]:
         print(f"skipped: {message}", file=sys.stderr)
+    tokens = f"{totals.tokens} tokens"
+    tokens += f" ({totals.answers} in answers)" if args.sft else ""
     print(
-        f"{totals.documents} documents, {totals.sentences} sequences, {totals.tokens} tokens in "
+        f"{totals.documents} documents, {totals.sentences} sequences, {tokens} in "
         f"{time.monotonic() - start:.1f} s, {len(totals.bad_lines)} bad lines skipped: "
         + ", ".join(str(path) for path in files)
     )

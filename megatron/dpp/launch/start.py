@@ -13,10 +13,16 @@ from pathlib import Path
 
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.files import check_index
+from megatron.dpp.cli.sequence_files import read_lengths
 from megatron.dpp.cli.validate import TOKENIZERS
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.launch.flags import ROOT, Flags, to_argv
-from megatron.dpp.launch.vocabulary import CHOICES, sample_vocabulary, tokenizer_flags
+from megatron.dpp.launch.vocabulary import (
+    CHOICES,
+    TEMPLATE_FILES,
+    sample_vocabulary,
+    tokenizer_flags,
+)
 from megatron.dpp.text_files import nearest_path
 from megatron.dpp.tokenizers import build_tokenizer
 
@@ -70,17 +76,22 @@ def prepare(
     vocabulary = _vocabulary(arch, flags)
     if "--mock-data" in flags or any(name in flags for name in _LOADERS):
         return Data(vocabulary, None)
+    chats = bool(flags.get("--sft"))
+    if chats and not path:
+        raise ConfigError("--sft needs --data with JSON lines of chats (docs/data.md)")
     text = Path(path) if path else ROOT / f"datasets_{arch}" / "dataset.json"
     if path and not str(path).endswith(_TEXT):
         return Data({**vocabulary, "--data-path": _prefix(path)}, None)
     if not text.is_file():
         raise DataError(f"--data {text}: no such file{nearest_path(text)}")
-    level = "document" if arch == "gpt" else "sentence"
+    level = "chat_document" if chats else _LEVELS[arch]
     kind = _tokenizer(arch, flags)
     own = [] if kind == [TOKENIZERS[arch]] else kind
     files = [str(vocabulary[name]) for name in _FILES if name in vocabulary]
-    prefix = _output(text, files, own, sample=path is None)
-    tokens = f"{prefix}_text_{level}"
+    more = _chat_words(flags) if chats else list(_PREPROCESSING[arch])
+    sources = [*files, *(_templates(flags, files) if chats else [])]
+    prefix = _output(text, sources, [*own, *(more if chats else [])], sample=path is None)
+    tokens = f"{prefix}_{level}"
     found = {**vocabulary, "--data-path": tokens}
     if all(Path(tokens + suffix).is_file() for suffix in (".bin", ".idx")):
         return Data(found, None)
@@ -88,7 +99,7 @@ def prepare(
     command += ["--output-prefix", str(prefix), "--tokenizer-type", *kind]
     for name in _FILES:
         command += [name, str(vocabulary[name])] if name in vocabulary else []
-    command += _PREPROCESSING[arch] + (["--skip-bad-lines"] if skip_bad_lines else [])
+    command += more + (["--skip-bad-lines"] if skip_bad_lines else [])
     return Data(found, command)
 
 
@@ -122,23 +133,53 @@ def describe_tokens(flags: Flags) -> str:
     tokens = numpy.memmap(path, dtype=kind, mode="r")
     unknown = tokenizer.__dict__.get("vocab", {}).get("[UNK]")
     count = 0 if unknown is None else int((tokens == unknown).sum())
-    return (
+    text = (
         f"data: {path}: {len(tokens)} tokens, {count} of them unknown; vocabulary of "
         f"{tokenizer.vocab_size}"
     )
+    if {"--sft", "--variable-length"} & set(flags):
+        lengths = numpy.sort(read_lengths(str(flags["--data-path"])))
+        median, most = int(lengths[len(lengths) // 2]), int(lengths[-1])
+        text += f"; {len(lengths)} documents, median {median} tokens, longest {most}"
+    return text
 
 
 _FILES = ("--vocab-file", "--merge-file")
+_LEVELS = {"gpt": "text_document", "bert": "text_sentence"}
 _PREPROCESSING = {
     "gpt": ["--append-eod"],
     "bert": ["--split-sentences", "--sentence-splitter", "rules"],
 }
 
 
+_FORMAT = "--sft-tokenizer-prompt-format"
+
+
+def _chat_words(flags: Flags) -> list[str]:
+    """The words that ask ``preprocess_data.py`` for chats."""
+    return ["--sft", *([_FORMAT, str(flags[_FORMAT])] if _FORMAT in flags else [])]
+
+
+def _templates(flags: Flags, vocabulary: list[str]) -> list[str]:
+    """Files that may hold the chat template."""
+    named = Path(str(flags.get(_FORMAT, "")))
+    folder = Path(vocabulary[0]).parent if vocabulary else Path()
+    beside = [folder / name for name in TEMPLATE_FILES]
+    return [str(path) for path in [named, *beside] if path.is_file()]
+
+
 def _data_of_file(flags: Flags) -> Flags:
     """Data and vocabulary in a ``--yaml-cfg`` file, as flags."""
     args = parse_args(to_argv(flags))
-    names = ("--mock-data", *_LOADERS, "--tokenizer-type", "--vocab-size", *_FILES)
+    names = (
+        "--mock-data",
+        *_LOADERS,
+        "--tokenizer-type",
+        "--vocab-size",
+        *_FILES,
+        "--sft",
+        _FORMAT,
+    )
     found = {name: getattr(args, name[2:].replace("-", "_")) for name in names}
     return {name: value for name, value in found.items() if value}
 
@@ -174,7 +215,7 @@ def _output(text: Path, vocabulary: list[str], tokenizer: list[str], *, sample: 
     """A prefix whose name holds a hash of the sources, so that new text never meets old tokens.
 
     Args:
-        vocabulary: files.
+        vocabulary: files, with those of a chat template.
         tokenizer: words that ask for it; none for the architecture's own.
     """
     digest = hashlib.sha256()

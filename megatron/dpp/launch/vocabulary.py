@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ CHOICES = (
     "hub's cache), --tokenizer DIR_OR_FILE (your own files), --tokenizer train:32000 (train one "
     "on this corpus) or --tokenizer sample (the sample's 1,409 tokens)"
 )
+TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
+"""Files of a tokenizer that hold its chat template."""
 _END_OF_TEXT = "<|endoftext|>"
 _PAIRS = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
 _HUB = Path("~/.cache/huggingface/hub")
@@ -132,7 +135,12 @@ def _pair_of(file: Path, folder: Path) -> tuple[Path, Path]:
             f"--tokenizer {file}: only byte-level BPE with GPT-2's splitting rule and "
             f"{_END_OF_TEXT} is supported"
         )
-    return _write_pair(folder / f"tokenizer-{_digest(content)}", vocab, merges)
+    target = folder / f"tokenizer-{_digest(content)}"
+    pair = _write_pair(target, vocab, merges)
+    for name in TEMPLATE_FILES:
+        if (file.parent / name).is_file():
+            shutil.copyfile(file.parent / name, target / name)
+    return pair
 
 
 def _trained(text: Path, size: int) -> tuple[Path, Path]:
@@ -163,11 +171,21 @@ def _texts(path: Path) -> Iterator[str]:
     with opener(path, "rt", encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                found = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError):
+                found = json.loads(line)
+            except ValueError:
                 continue  # preprocessing names bad lines
-            if isinstance(found, str):
-                yield found
+            if isinstance(found, dict):
+                yield from _texts_of(found)
+
+
+def _texts_of(document: dict[str, Any]) -> Iterator[str]:
+    """The text of a line, or all texts of a chat."""
+    for key in ("text", "messages", "prompt", "completion"):
+        found = document.get(key)
+        for each in found if isinstance(found, list) else [found]:
+            text = each.get("content") if isinstance(each, dict) else each
+            if isinstance(text, str):
+                yield text
 
 
 def _write_pair(folder: Path, vocab: dict[str, int], merges: list[str]) -> tuple[Path, Path]:

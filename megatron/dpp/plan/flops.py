@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from megatron.dpp.plan.from_flags import model_of
 from megatron.dpp.plan.layer_patterns import layers_with_experts
 from megatron.dpp.plan.shape import ModelShape
+from megatron.dpp.sim.lengths import LengthCosts
 
 
 def layer_weights(model: ModelShape, ffn_hidden_size: int | None = None) -> int:
@@ -58,3 +59,26 @@ def flops_per_iteration(args: argparse.Namespace, batch_size: int) -> float:
     outputs = joints + (1 + further) * args.padded_vocab_size
     tokens = batch_size * args.seq_length
     return float(tokens * flops_per_token(model, widths, outputs=outputs))
+
+
+def flops_of_lengths(args: argparse.Namespace, tokens: int, squares: int) -> float:
+    """FLOPs of an iteration over sequences of unlike length, counted as
+    :func:`flops_per_iteration`.
+
+    Args:
+        tokens: sum of their lengths, without padding.
+        squares: sum of their squared lengths.
+    """
+    short, longer = (
+        flops_per_iteration(argparse.Namespace(**{**vars(args), "seq_length": length}), 1) / length
+        for length in (1, 2)
+    )  # of a token: attention grows with the length, the rest does not
+    return (2 * short - longer) * tokens + (longer - short) * squares
+
+
+def length_costs(args: argparse.Namespace) -> LengthCosts:
+    """Times of a layer over the lengths of sequences, in units of a token's share without
+    attention."""
+    model = model_of(args)
+    square = model.queries / layer_weights(model)
+    return LengthCosts(per_square=(square, 2.5 * square, 0.0))

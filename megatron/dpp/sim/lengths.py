@@ -69,6 +69,10 @@ class LengthCosts:
         squares = sum(length * length for length in lengths)
         return self.fixed + self.per_token[kind] * sum(lengths) + self.per_square[kind] * squares
 
+    def total(self, lengths: Sequence[int]) -> float:
+        """Time of a microbatch's F, B and W."""
+        return sum(self.time(kind, lengths) for kind in Kind)
+
     def of(
         self,
         microbatches: Sequence[Sequence[int]],

@@ -131,6 +131,7 @@ def transformer_config(args: Args) -> TransformerConfig:
     values |= {
         "persist_layer_norm": not args.no_persist_layer_norm,
         "deallocate_pipeline_outputs": True,
+        "variable_seq_lengths": args.variable_seq_lengths,
         "pipeline_dtype": args.params_dtype,
         "batch_p2p_comm": not args.overlap_p2p_comm,
         "num_moe_experts": args.num_experts,

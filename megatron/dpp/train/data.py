@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,9 +19,11 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import DataError
+from megatron.dpp.plan.batches import BatchPlans
 from megatron.dpp.train.exits import largest, outlive_sigterm
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import ends
+from megatron.dpp.train.sequences import sequence_loader
 
 if TYPE_CHECKING:
     from megatron.dpp.train.tasks import Task
@@ -110,6 +113,8 @@ class Iterators(NamedTuple):
     has_valid: bool = True
     has_test: bool = True
     eval_iters: int = 0
+    plans: BatchPlans | None = None
+    """Of training batches of sequences of unlike length."""
 
     def close(self) -> None:
         """Ends the loaders' workers, which then remove their temporary folders. Python's own exit
@@ -165,6 +170,7 @@ def build_iterators(run: Run, num_chunks: int, task: Task) -> Iterators:
     chunks = [None] if num_chunks == 1 else list(range(num_chunks))
     loaders = [_chunk_loaders(run, task, vp_stage) for vp_stage in chunks]
     there, eval_iters = _agree(run, loaders)
+    plans = getattr(loaders[0][0], "plans", None)
     readers = sum(_is_read(task, vp_stage) for vp_stage in chunks)
     _draw_seeds(readers * (sum(there) if args.dataloader_type == "single" else there[0]))
     built = [
@@ -172,7 +178,7 @@ def build_iterators(run: Run, num_chunks: int, task: Task) -> Iterators:
         for each in loaders
     ]
     train, valid, test = built[0] if num_chunks == 1 else map(list, zip(*built, strict=True))
-    return Iterators(train, valid, test, there[1], there[2], eval_iters)
+    return Iterators(train, valid, test, there[1], there[2], eval_iters, plans)
 
 
 def _draw_seeds(count: int) -> None:
@@ -194,10 +200,14 @@ def _chunk_loaders(run: Run, task: Task, vp_stage: int | None) -> list[Any]:
     """Loaders of training, validation and test; None for a set that is missing or not read here."""
     kind, config = task.datasets(run)
 
-    def built_here() -> bool:
+    args = run.args
+
+    def read_here() -> bool:
         return _is_read(task, vp_stage) and bool(mpu.get_tensor_model_parallel_rank() == 0)
 
-    args = run.args
+    def built_here() -> bool:
+        return args.variable_lengths or read_here()  # every rank needs the lengths
+
     try:
         train, valid, test = BlendedMegatronDatasetBuilder(
             kind, list(num_samples(args)), built_here, config
@@ -205,10 +215,15 @@ def _chunk_loaders(run: Run, task: Task, vp_stage: int | None) -> list[Any]:
     except (OSError, AssertionError, ValueError) as error:
         raise DataError(f"data {_sources(args)}: {error or type(error).__name__}") from error
     from_start = args.skip_train or args.full_validation
+    loader: Callable[[Any, int], Any] = partial(_loader, args)
+    judge = loader
+    if args.variable_lengths:
+        loader = partial(sequence_loader, args, reads=read_here())
+        judge = partial(loader, plain=True)
     return [
-        None if args.skip_train else _loader(args, train, run.consumed_train_samples),
-        _loader(args, valid, 0 if from_start else run.consumed_valid_samples),
-        _loader(args, test, 0),
+        None if args.skip_train else loader(train, run.consumed_train_samples),
+        judge(valid, 0 if from_start else run.consumed_valid_samples),
+        judge(test, 0),
     ]
 
 
@@ -288,7 +303,12 @@ def _batches_per_evaluation(args: Args) -> int:
     return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
 
 
-def _next(iterator: Iterator[Any]) -> Any:
+def next_of(iterator: Iterator[Any]) -> Any:
+    """The next sample of a loader's iterator.
+
+    Raises:
+        DataError: the data set has ended.
+    """
     try:
         return next(iterator)
     except StopIteration:
@@ -300,19 +320,19 @@ def _next(iterator: Iterator[Any]) -> Any:
 
 
 def tensor_parallel_batch(
-    iterator: Iterator[Mapping[str, torch.Tensor]] | None,
+    sample: Mapping[str, torch.Tensor] | None,
     layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """The next batch, which tensor-parallel rank 0 reads and broadcasts to its group.
+    """A batch, which tensor-parallel rank 0 has read and broadcasts to its group.
 
     Args:
+        sample: what was read; None on other ranks.
         layout: shape and dtype of each wanted tensor; other entries of the sample are dropped.
     """
     group = mpu.get_tensor_model_parallel_group()
     source = mpu.get_tensor_model_parallel_src_rank()
     batch: dict[str, torch.Tensor] = {}
-    sample = None if iterator is None else _next(iterator)
     for name, (shape, dtype) in layout.items():
         if sample is not None:
             tensor = sample[name].to(device=device, dtype=dtype, non_blocking=True)

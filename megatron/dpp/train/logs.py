@@ -16,7 +16,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.plan.flops import flops_per_iteration
+from megatron.dpp.plan.batches import BatchTokens
+from megatron.dpp.plan.flops import flops_of_lengths, flops_per_iteration
 from megatron.dpp.train.initialize import Run
 
 _TIMERS = (
@@ -56,6 +57,20 @@ class StepResult:
     learning_rate: float = 0.0
     loss_scale: float = 1.0
     batch_size: int = 0
+    tokens: BatchTokens | None = None
+    """Of samples of unlike length."""
+
+
+def tokens_of_step(args: argparse.Namespace, step: StepResult) -> int:
+    """Tokens of a step, without padding."""
+    return step.batch_size * args.seq_length if step.tokens is None else step.tokens.real
+
+
+def flops_of_step(args: argparse.Namespace, step: StepResult) -> float:
+    """FLOPs of a step's tokens, without padding."""
+    if step.tokens is None:
+        return flops_per_iteration(args, step.batch_size)
+    return flops_of_lengths(args, step.tokens.real, step.tokens.squares)
 
 
 @dataclass
@@ -69,6 +84,7 @@ class TrainingLog:
     skipped: int = 0
     nans: int = 0
     lines: int = 0
+    tokens: BatchTokens = field(default_factory=BatchTokens)
 
     def add(self, step: StepResult) -> None:
         """Counts one iteration, and prints a line when one is due."""
@@ -82,6 +98,7 @@ class TrainingLog:
     def _sum_up(self, step: StepResult) -> None:
         self.advanced += not step.skipped
         self.skipped += step.skipped
+        self.tokens += step.tokens or BatchTokens()
         if step.skipped:
             self.nans += any(not torch.isfinite(v).all() for v in step.losses.values())
             return
@@ -104,8 +121,16 @@ class TrainingLog:
         if run.skipped_train_samples:
             parts.append(f"skipped samples: {run.skipped_train_samples:12d}")
         parts.append(f"elapsed time per iteration (ms): {seconds * 1000.0:.1f}")
+        if step.tokens is not None:
+            parts += [
+                f"tokens: {self.tokens.real / count:.0f}",
+                f"padding: {self.tokens.padding:.1%}",
+                f"tokens/s: {self.tokens.real / count / seconds:.0f}",
+            ]
         if args.log_throughput:
-            flops = flops_per_iteration(args, step.batch_size)
+            flops = flops_of_step(args, step)
+            if step.tokens is not None:
+                flops = flops_of_lengths(args, self.tokens.real, self.tokens.squares) / count
             rate = flops / (seconds * 10**12 * args.world_size)
             parts.append(f"throughput per GPU (TFLOP/s/GPU): {rate:.1f}")
             self.writers.add("throughput", rate)
@@ -123,6 +148,7 @@ class TrainingLog:
         if reset:
             self.totals = {name: torch.zeros_like(total) for name, total in self.totals.items()}
             self.advanced = self.skipped = self.nans = 0
+            self.tokens = BatchTokens()
         self.lines += 1
 
     def _tail(self, step: StepResult) -> list[str]:

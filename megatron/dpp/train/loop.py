@@ -19,13 +19,20 @@ from megatron.core.utils import check_param_hashes_across_dp_replicas
 from megatron.dpp.errors import DppError
 from megatron.dpp.mcore.training.fused_step import fused_step
 from megatron.dpp.mcore.training.grad_checks import GradientChecks
-from megatron.dpp.plan.flops import flops_per_iteration
+from megatron.dpp.plan.batches import BatchTokens
 from megatron.dpp.train.checkpointing import Checkpointer
 from megatron.dpp.train.data import Iterators
 from megatron.dpp.train.diagnostics import Diagnostics
 from megatron.dpp.train.exits import ExitConditions
 from megatron.dpp.train.initialize import Run
-from megatron.dpp.train.logs import StepResult, TrainingLog, Writers, print_evaluation
+from megatron.dpp.train.logs import (
+    StepResult,
+    TrainingLog,
+    Writers,
+    flops_of_step,
+    print_evaluation,
+    tokens_of_step,
+)
 from megatron.dpp.train.losses import (
     added_losses,
     check_norm,
@@ -102,7 +109,7 @@ class Trainer:
         hooks.after_step(step)
         run.iteration += 1
         run.consumed_train_samples += step.batch_size
-        run.flops_so_far += flops_per_iteration(run.args, step.batch_size)
+        run.flops_so_far += flops_of_step(run.args, step)
         log.add(step)
         seconds = time.perf_counter() - start
         self._write_metrics(step, seconds)
@@ -140,8 +147,17 @@ class Trainer:
                 self.checkpointer.save()
         microbatches.update_num_microbatches(run.consumed_train_samples, verbose=True)
 
+    def _num_microbatches(self) -> int:
+        """Microbatches of each replica in the next step."""
+        plans = self.iterators.plans
+        if plans is None:
+            return int(microbatches.get_num_microbatches())
+        return plans.num_microbatches(self.run.consumed_train_samples)
+
     def _batch_size(self) -> int:
         args = self.run.args
+        if self.iterators.plans is not None:
+            return self.iterators.plans.batch_size
         size = microbatches.get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
         return int(size)
 
@@ -149,7 +165,7 @@ class Trainer:
         run = self.run
         iterators = self.iterators.train
         for iterator in iterators if isinstance(iterators, list) else [iterators]:
-            for _ in range(microbatches.get_num_microbatches() if iterator is not None else 0):
+            for _ in range(self._num_microbatches() if iterator is not None else 0):
                 next(iterator)
         run.iteration += 1
         run.consumed_train_samples += self._batch_size()
@@ -163,12 +179,12 @@ class Trainer:
         trainee.optimizer.zero_grad()
         with self.comparison.memory(), self._checks.late():
             reduced = self._forward_backward(
-                self.iterators.train, microbatches.get_num_microbatches(), forward_only=False
+                self.iterators.train, self._num_microbatches(), forward_only=False
             )
         if args.empty_unused_memory_level >= 1 and args.device == "cuda":
             torch.cuda.empty_cache()
         losses = mean_losses(reduced)
-        added = added_losses(args, microbatches.get_num_microbatches())
+        added = added_losses(args, self._num_microbatches())
         timed = run.timed("optimizer", level=1, barrier=args.barrier_with_L1_time)
         with timed, run.recorder.span("optimizer"), fused_step(trainee.optimizer):
             successful, grad_norm, num_zeros = trainee.optimizer.step()
@@ -189,7 +205,13 @@ class Trainer:
             learning_rate=self._learning_rate(),
             loss_scale=float(trainee.optimizer.get_loss_scale().item()),
             batch_size=self._batch_size(),
+            tokens=self._tokens(),
         )
+
+    def _tokens(self) -> BatchTokens | None:
+        """Tokens of this step's batch, None where all samples have one length."""
+        plans = self.iterators.plans
+        return None if plans is None else plans.tokens(self.run.consumed_train_samples)
 
     def _forward_backward(self, iterator: Any, count: int, *, forward_only: bool) -> list[Any]:
         args = self.run.args
@@ -198,7 +220,7 @@ class Trainer:
             data_iterator=iterator,
             model=self.trainee.chunks,
             num_microbatches=count,
-            seq_length=args.seq_length,
+            seq_length=max(args.seq_length, args.packing_budget or 0),
             micro_batch_size=args.micro_batch_size,
             decoder_seq_length=args.decoder_seq_length,
             forward_only=forward_only,
@@ -229,7 +251,8 @@ class Trainer:
                 "loss scale": step.loss_scale,
                 "skipped": int(step.skipped),
                 "seconds": seconds,
-                "tokens/s": step.batch_size * run.args.seq_length / seconds,
+                "tokens/s": tokens_of_step(run.args, step) / seconds,
+                **({} if step.tokens is None else _described(step.tokens)),
                 "peak memory": peak_memory_bytes(run),
                 "consumed samples": run.consumed_train_samples,
             },
@@ -332,6 +355,10 @@ class _ForwardHooks:
             for chunk in self._trainee.chunks:
                 chunk.enable_forward_pre_hook()
             self._trainee.config.param_sync_func = self._sync
+
+
+def _described(tokens: BatchTokens) -> dict[str, float]:
+    return {"tokens": tokens.real, "padding": tokens.padding}
 
 
 def _compare_replicas(chunks: list[Any]) -> None:

@@ -23,10 +23,11 @@ from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_ran
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.mcore.layers import bert_head_norm, block_spec, prediction_spec
 from megatron.dpp.train.configs import dataset_values, sequences_per_dataset
-from megatron.dpp.train.data import tensor_parallel_batch
+from megatron.dpp.train.data import next_of, tensor_parallel_batch
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.losses import checked, masked_sum
 from megatron.dpp.train.model import ends
+from megatron.dpp.train.sequences import Microbatch, SequenceConfig, SequenceDataset
 
 Args = RunConfig
 Batch = dict[str, Any]
@@ -114,7 +115,13 @@ def build_gpt(
 def gpt_datasets(run: Run) -> tuple[type, GPTDatasetConfig]:
     """GPT's data set class and its configuration."""
     args = run.args
-    config = GPTDatasetConfig(
+    own: dict[str, Any] = {}
+    if args.variable_lengths:
+        assert run.tokenizer is not None
+        end = run.tokenizer.eod if args.eod_mask_loss else None
+        own = {"chats": args.sft, "overlong": args.overlong, "end_of_document": end}
+    config = (SequenceConfig if own else GPTDatasetConfig)(
+        **own,
         **dataset_values(args, run.tokenizer),
         sequences_per_dataset=sequences_per_dataset(args),
         reset_position_ids=args.reset_position_ids,
@@ -126,6 +133,8 @@ def gpt_datasets(run: Run) -> tuple[type, GPTDatasetConfig]:
         data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
     )
+    if own:
+        return SequenceDataset, config
     return (MockGPTDataset if args.mock_data else GPTDataset), config
 
 
@@ -134,20 +143,46 @@ def _gpt_batch(run: Run, iterator: Any, vp_stage: int | None) -> Batch:
     prediction, on the last stage, embeds tokens too."""
     args = run.args
     first, last = ends(vp_stage)
+    if args.variable_lengths:
+        return _sequence_batch(run, next_of(iterator), first=first, last=last)
     if not (first or last):
         return {}
     flat = (args.micro_batch_size, args.seq_length)
+    layout = _gpt_layout(args, flat, first=first, last=last)
+    if args.create_attention_mask_in_dataloader:
+        square = (args.micro_batch_size, 1, args.seq_length, args.seq_length)
+        layout["attention_mask"] = (square, torch.bool)
+    sample = None if iterator is None else next_of(iterator)
+    batch = tensor_parallel_batch(sample, layout, run.device)
+    sliced: Batch = get_batch_on_this_cp_rank(batch)
+    return sliced
+
+
+def _gpt_layout(args: Args, flat: tuple[int, int], *, first: bool, last: bool) -> dict[str, Any]:
     layout: dict[str, Any] = {}
     if first or args.mtp_num_layers:
         layout |= {"tokens": (flat, torch.int64), "position_ids": (flat, torch.int64)}
     if last:
         layout |= {"labels": (flat, torch.int64), "loss_mask": (flat, torch.float32)}
-    if args.create_attention_mask_in_dataloader:
-        square = (args.micro_batch_size, 1, args.seq_length, args.seq_length)
-        layout["attention_mask"] = (square, torch.bool)
-    batch = tensor_parallel_batch(iterator, layout, run.device)
-    sliced: Batch = get_batch_on_this_cp_rank(batch)
-    return sliced
+    return layout
+
+
+def _sequence_batch(run: Run, microbatch: Microbatch, *, first: bool, last: bool) -> Batch:
+    """The batch of a microbatch of sequences; ``cu_seqlens`` and ``max_seqlen`` on every stage
+    where they are packed."""
+    args = run.args
+    batch: Batch = {}
+    if first or last:
+        layout = _gpt_layout(args, microbatch.shape, first=first, last=last)
+        several = args.packing != "none" or args.micro_batch_size > 1
+        if last and several and not args.calculate_per_token_loss:
+            layout["loss_weights"] = layout["loss_mask"]
+        batch = get_batch_on_this_cp_rank(
+            tensor_parallel_batch(microbatch.sample, layout, run.device)
+        )
+        if "loss_weights" in batch:
+            batch["loss_weights"] *= microbatch.share
+    return batch | (microbatch.packed(run.device) if args.packing != "none" else {})
 
 
 def _gpt_forward(run: Run, model: Any, batch: Batch) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -159,16 +194,21 @@ def _gpt_forward(run: Run, model: Any, batch: Batch) -> tuple[torch.Tensor, Call
         labels=batch.get("labels"),
         loss_mask=mask,
     )
-    return output, partial(gpt_loss, run, mask)
+    return output, partial(gpt_loss, run, mask, weights=batch.get("loss_weights"))
 
 
 def gpt_loss(
-    run: Run, mask: Any, output: torch.Tensor
+    run: Run, mask: Any, output: torch.Tensor, *, weights: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the losses of the unmasked tokens, their number, and both for the log."""
+    """Sum of the losses of the unmasked tokens, their number, and both for the log. With
+    ``weights`` of the tokens their weighted sum is the loss, and counts as one."""
     loss, num_tokens = masked_sum(output, mask)
     loss = checked(run, loss)
-    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
+    report = {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
+    if weights is not None:
+        loss, _ = masked_sum(output, weights)
+        num_tokens = torch.ones_like(num_tokens)
+    return loss, num_tokens, report
 
 
 # --- BERT ---
@@ -226,7 +266,8 @@ def _bert_batch(run: Run, iterator: Any, vp_stage: int | None) -> Batch:
     names = ("text", "types", "labels", "loss_mask", "padding_mask")
     layout: dict[str, Any] = dict.fromkeys(names, (flat, torch.int64))
     layout["is_random"] = (flat[:1], torch.int64)
-    return tensor_parallel_batch(iterator, layout, run.device)
+    sample = None if iterator is None else next_of(iterator)
+    return tensor_parallel_batch(sample, layout, run.device)
 
 
 def _bert_forward(run: Run, model: Any, batch: Batch) -> tuple[Any, Callable[..., Any]]:

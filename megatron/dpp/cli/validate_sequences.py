@@ -1,0 +1,87 @@
+"""Rules on sequences of unlike length: ``--sft``, ``--variable-length`` and their plans."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.dpp.errors import require
+
+_NEED = ("overlong", "packing", "packing_budget", "order")
+_EXCLUDED = {
+    "--mock-data": "it has one length; give --data-path",
+    "--rampup-batch-size": "leave it out",
+    "--full-validation": "give --eval-iters",
+    "--decrease-batch-size-if-needed": "leave it out",
+    "--reset-position-ids": "a sample is one document",
+    "--reset-attention-mask": "a sample is one document",
+    "--dataloader-fast-cache-load": "leave it out",
+    "--dataloader-defer-npy-index-mmap": "leave it out",
+    "--per-dataset-sequences-path": "leave it out",
+    "--deepspeed-zero-stage": "leave it out",
+}
+
+
+def check_sequences(args: argparse.Namespace) -> None:
+    """Derives ``variable_lengths``, ``length_multiple``, ``packing_budget`` and whether
+    megatron-core's exchange sends shapes.
+
+    Raises:
+        ConfigError: a setting that does not go with sequences of unlike length.
+    """
+    require(not (args.sft and args.variable_length), "--sft and --variable-length exclude each "
+            "other: chats have their own lengths")  # fmt: skip
+    args.variable_lengths = args.sft or args.variable_length
+    args.variable_seq_lengths = False
+    if not args.variable_lengths:
+        for name in _NEED:
+            flag = f"--{name.replace('_', '-')}"
+            given = dict(getattr(args, "given", {}))
+            require(name not in given, f"{flag} needs --sft or --variable-length")
+        return
+    for flag, instead in _EXCLUDED.items():
+        given = getattr(args, flag[2:].replace("-", "_"))
+        require(not given, f"--sft and --variable-length do not go with {flag}: {instead}")
+    require(
+        args.dataloader_type == "single",
+        f"--dataloader-type {args.dataloader_type}: sequences of unlike length are shuffled in "
+        "every epoch with --dataloader-type single",
+    )
+    args.create_attention_mask_in_dataloader = False  # causal attention needs none
+    context = args.context_parallel_size
+    spread = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    args.length_multiple = spread * (2 * context if context > 1 else 1)
+    _check_packing(args)
+    _check_exchange(args)
+
+
+def _check_packing(args: argparse.Namespace) -> None:
+    if args.packing == "none":
+        require(args.packing_budget is None, "--packing-budget needs --packing")
+        args.packing_budget = 0
+        return
+    require(
+        args.micro_batch_size == 1,
+        f"--packing {args.packing} with --micro-batch-size {args.micro_batch_size}: a packed "
+        "microbatch is one row; give --micro-batch-size 1",
+    )
+    require(args.context_parallel_size == 1, "--packing does not go with --context-parallel-size")
+    if args.packing_budget is None:
+        args.packing_budget = args.seq_length
+    require(args.packing_budget >= 1, f"--packing-budget {args.packing_budget}: must be at least 1")
+
+
+def _check_exchange(args: argparse.Namespace) -> None:
+    """megatron-core's own exchange sends shapes ahead; ours carries them."""
+    ranks = args.pipeline_model_parallel_size
+    own = args.use_dpp or args.dpp_transport != "auto"
+    args.variable_seq_lengths = ranks > 1 and not own
+    if args.variable_seq_lengths and not args.num_experts:
+        args.moe_token_dispatcher_type = "alltoall"  # megatron-core asks for it in any model
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    batched = not args.overlap_p2p_comm
+    require(
+        not (args.variable_seq_lengths and chunks > 1 and ranks == 2 and batched),
+        f"sequences of unlike length over 2 pipeline ranks x {chunks} chunks: megatron-core's "
+        "exchange without overlap mixes up their shapes; leave --no-overlap-p2p-communication "
+        "out, or give --dpp-transport with a kind, or --use-dpp",
+    )

@@ -1,0 +1,201 @@
+"""Chats for ``preprocess --sft``: a template turns messages into text, whose answers are marked.
+
+A line holds ``messages`` (a list of objects with ``role`` and ``content``), or ``prompt`` and
+``completion``. The text of an answer is what the template adds to that of the messages before it
+with ``add_generation_prompt``. Text and answers are tokenised apart, as at generation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron.dpp.errors import DataError
+from megatron.dpp.text_files import nearest_path, read_text
+from megatron.dpp.tokenizers import Tokenizer
+
+CHAT_KEY, ANSWERS_KEY = "chat", "answers"
+"""Keys of the output: token ids, and 1 for each token of an answer."""
+
+PLAIN = (
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}Assistant: {{ message.content }}<|endoftext|>"
+    "{% else %}{{ message.role | capitalize }}: {{ message.content }}\n{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""The template of a tokenizer without one: a line per message, which its role begins. The end of
+text closes an answer."""
+
+_ROLES = "role", "content"
+_SPECIAL = re.compile(r"<\|[^|\s]+\|>")
+
+
+class BadLine(Exception):
+    """A line cannot be used; the text says why."""
+
+
+def template_beside(folder: Path) -> str | None:
+    """The chat template among a tokenizer's files, None without one.
+
+    Raises:
+        DataError: a file is unreadable.
+    """
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return read_text(file)
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return None
+    try:
+        found: Any = json.loads(read_text(file))["chat_template"]
+    except KeyError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{file}: not a JSON object ({error})") from error
+    if isinstance(found, list):  # several, by name
+        found = next((each["template"] for each in found if each["name"] == "default"), None)
+    return None if found is None else str(found)
+
+
+def find_template(name: str, vocab_file: str | None) -> str:
+    """The template that ``--sft-tokenizer-prompt-format`` names: ``default`` is the one beside the
+    vocabulary, ``auto`` that or else ``plain``, any other a file.
+
+    Raises:
+        DataError: there is none.
+    """
+    if name == "plain":
+        return PLAIN
+    flag = f"--sft-tokenizer-prompt-format {name}"
+    if name in ("auto", "default"):
+        folder = Path(vocab_file or ".").parent
+        found = template_beside(folder)
+        if found is None and name == "default":
+            raise DataError(
+                f"{flag}: neither chat_template.jinja nor a chat_template in "
+                f"tokenizer_config.json is in {folder}; name a file, or plain"
+            )
+        return PLAIN if found is None else found
+    path = Path(name)
+    if not path.is_file():
+        raise DataError(
+            f"{flag}: expected auto, default, plain, or a file with a template{nearest_path(path)}"
+        )
+    if path.name == "tokenizer_config.json":
+        found = template_beside(path.parent)
+        if found is None:
+            raise DataError(f"{flag}: it has no chat_template")
+        return found
+    return read_text(path)
+
+
+class ChatEncoder:
+    """Turns a line's messages into token ids and the marks of the answers.
+
+    Raises:
+        DataError: the template is no template, or Jinja is not installed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
+        try:
+            import jinja2
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ModuleNotFoundError:
+            raise DataError("--sft needs Jinja; pip install jinja2") from None
+        self._tokenizer, self._errors = tokenizer, jinja2.TemplateError
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        try:
+            self._template = environment.from_string(template, globals=_NAMED)
+        except jinja2.TemplateError as error:
+            raise DataError(f"the chat template is not valid: {error}") from error
+        self._special = {
+            text: index for text, index in tokenizer.vocab.items() if _SPECIAL.fullmatch(text)
+        }
+
+    def encode(self, document: dict[str, Any]) -> tuple[list[int], list[int]]:
+        """Token ids of a chat, and 1 for each token of an answer, 0 for all others.
+
+        Raises:
+            BadLine: the line holds no chat, or an empty answer.
+        """
+        messages = _messages(document)
+        for message in messages:
+            held = [text for text in _SPECIAL.findall(message["content"]) if text in self._special]
+            if held:
+                raise BadLine(f"a message holds the special token {held[0]}")
+        ids: list[int] = []
+        marks: list[int] = []
+        done = ""
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:number], ask=True)
+            after = self._render(messages[: number + 1], ask=False)
+            if not (before.startswith(done) and after.startswith(before)):
+                raise BadLine(f"the template changes what comes before message {number + 1}")
+            for text, mark in ((before[len(done) :], 0), (after[len(before) :], 1)):
+                new = self._tokenize(text)
+                ids += new
+                marks += [mark] * len(new)
+            done = after
+        return ids, marks
+
+    def _render(self, messages: list[dict[str, str]], *, ask: bool) -> str:
+        try:
+            return str(self._template.render(messages=messages, add_generation_prompt=ask))
+        except (self._errors, TypeError, ValueError) as error:
+            raise BadLine(f"the chat template refuses it: {error}") from error
+
+    def _tokenize(self, text: str) -> list[int]:
+        """Ids of ``text``, whose special tokens are one each."""
+        ids: list[int] = []
+        end = 0
+        for match in _SPECIAL.finditer(text):
+            if match.group() in self._special:
+                ids += self._tokenizer.tokenize(text[end : match.start()])
+                ids.append(self._special[match.group()])
+                end = match.end()
+        return ids + self._tokenizer.tokenize(text[end:])
+
+
+_NAMED = {"bos_token": "", "eos_token": "<|endoftext|>"}
+"""Tokens that templates name."""
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+def _messages(document: dict[str, Any]) -> list[dict[str, str]]:
+    """The messages of a line; ``prompt`` and ``completion`` are two."""
+    if "messages" in document:
+        found = document["messages"]
+    elif {"prompt", "completion"} <= document.keys():
+        parts = [document["prompt"], document["completion"]]
+        roles = ("user", "assistant")
+        found = []
+        for role, part in zip(roles, parts, strict=True):
+            found += part if isinstance(part, list) else [{"role": role, "content": part}]
+    else:
+        keys = ", ".join(sorted(document)) or "none"
+        raise BadLine(f'neither "messages" nor "prompt" and "completion" (its keys: {keys})')
+    if not isinstance(found, list) or not found:
+        raise BadLine('"messages" is no list of messages')
+    for number, message in enumerate(found, 1):
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(name), str) for name in _ROLES
+        ):
+            raise BadLine(f"message {number} lacks a text for role or content")
+        if message["role"] == "assistant" and not message["content"].strip():
+            raise BadLine(f"the answer in message {number} is empty")
+        try:
+            message["content"].encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise BadLine(f"message {number} holds half a surrogate pair") from error
+    if not any(message["role"] == "assistant" for message in found):
+        raise BadLine("no message has the role assistant")
+    return found

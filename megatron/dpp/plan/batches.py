@@ -1,0 +1,221 @@
+"""Plans of global batches: which sequences each replica runs, in which microbatches and order.
+
+A plan depends on the lengths and the settings alone, so every rank computes the same one without a
+message, and a resumed run computes it again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.plan.lengths import balance, orders, pack
+from megatron.dpp.sim.lengths import LengthCosts
+
+ORDERS = ("drawn", "ascending", "small-big-small", "planned")
+"""Orders of a replica's microbatches."""
+
+
+@dataclass(frozen=True)
+class BatchTokens:
+    """Tokens of one or more global batches.
+
+    Args:
+        real: without padding.
+        padded: with padding.
+        squares: sum of the squared lengths.
+    """
+
+    real: int = 0
+    padded: int = 0
+    squares: int = 0
+
+    def __add__(self, other: BatchTokens) -> BatchTokens:
+        return BatchTokens(
+            self.real + other.real, self.padded + other.padded, self.squares + other.squares
+        )
+
+    @property
+    def padding(self) -> float:
+        """Share of the padding."""
+        return 1.0 - self.real / max(self.padded, 1)
+
+
+Microbatches = list[list[int]]
+"""Sequences of each microbatch, as indices into the global batch."""
+
+_PER_RANK = 4
+"""Microbatches per pipeline rank that ``even`` packing makes at least, if there are enough
+sequences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSettings:
+    """Settings of a plan, equal on all ranks.
+
+    Args:
+        num_replicas: data-parallel size.
+        num_ranks: pipeline size.
+        micro_batch_size: sequences of a microbatch that is not packed.
+        multiple: the microbatches of a replica are a multiple of this.
+        packing: a name of :data:`megatron.dpp.plan.lengths.PACKINGS`.
+        budget: most tokens of a packed microbatch.
+        length_multiple: what sequence and context parallelism divide; rows are padded to it.
+        order: a name of :data:`ORDERS`.
+        costs: time of a microbatch.
+        planned: the order that ``planned`` stands for, from the lengths of each microbatch's
+            sequences.
+    """
+
+    num_replicas: int = 1
+    num_ranks: int = 1
+    micro_batch_size: int = 1
+    multiple: int = 1
+    packing: str = "none"
+    budget: int = 0
+    length_multiple: int = 1
+    order: str = "drawn"
+    costs: LengthCosts = LengthCosts()  # noqa: RUF009 - frozen
+    planned: Callable[[Sequence[Sequence[int]]], list[int]] | None = None
+
+    def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """Rows of a microbatch, and their length."""
+        return (1 if self.packing != "none" else len(lengths)), self.width(lengths)
+
+    def width(self, lengths: Sequence[int]) -> int:
+        """Tokens of a microbatch's rows: all sequences in one when they are packed, else the
+        longest."""
+        width = max(lengths) if self.packing == "none" else sum(lengths)
+        return -(-width // self.length_multiple) * self.length_multiple
+
+    def cost(self, lengths: Sequence[int]) -> float:
+        """Time of a microbatch's forward, backward and weight gradients."""
+        return self.costs.total(lengths)
+
+
+def plan_batch(lengths: Sequence[int], settings: BatchSettings) -> list[Microbatches]:
+    """The microbatches of each replica, in the order in which it runs them.
+
+    Args:
+        lengths: of the global batch's sequences, in tokens.
+
+    Raises:
+        ConfigError: the sequences do not fill the microbatches, or one exceeds the budget.
+    """
+    bins = _bins(lengths, settings)
+    costs = [settings.cost([lengths[i] for i in each]) for each in bins]
+    planned = []
+    for given in balance(costs, settings.num_replicas):
+        order = _order([costs[i] for i in given], [bins[i] for i in given], lengths, settings)
+        planned.append([bins[given[i]] for i in order])
+    return planned
+
+
+def _bins(lengths: Sequence[int], settings: BatchSettings) -> Microbatches:
+    """All microbatches of a global batch, each replica's number a multiple of ``multiple``."""
+    size, count = settings.micro_batch_size, len(lengths)
+    if settings.packing == "none":
+        return [list(range(start, start + size)) for start in range(0, count, size)]
+    step = settings.num_replicas * settings.multiple
+    if count < step:
+        raise ConfigError(
+            f"--global-batch-size {count}: --packing {settings.packing} needs at least {step} "
+            "sequences, one per microbatch"
+        )
+    if settings.packing != "even":
+        return _split(pack(lengths, settings.budget, settings.packing), lengths, step)
+    costs = [settings.cost([length]) for length in lengths]
+    least = -(-sum(lengths) // settings.budget)
+    wanted = max(least, _PER_RANK * settings.num_ranks * settings.num_replicas)
+    for num_bins in range(_up(min(wanted, count), step), count + 1, step):
+        try:
+            found = pack(lengths, settings.budget, "even", costs=costs, num_bins=num_bins)
+        except ConfigError:
+            continue  # they do not fit into so few
+        return [sorted(each) for each in found]
+    return _split([[index] for index in range(count)], lengths, step)
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+def _split(bins: Microbatches, lengths: Sequence[int], step: int) -> Microbatches:
+    """``bins`` with the largest cut in two until their number is a multiple of ``step``; where
+    that is more than there are sequences, bins are joined."""
+    bins = [list(each) for each in bins]
+    while len(bins) % step:
+        several = [index for index, each in enumerate(bins) if len(each) > 1]
+        if not several:
+            raise ConfigError(
+                f"{len(lengths)} sequences, none of which share a microbatch, are no multiple of "
+                f"{step} microbatches; change --global-batch-size"
+            )
+        index = max(several, key=lambda i: sum(lengths[j] for j in bins[i]))
+        half = len(bins[index]) // 2
+        bins[index : index + 1] = [bins[index][:half], bins[index][half:]]
+    return bins
+
+
+def _order(
+    costs: Sequence[float],
+    bins: Microbatches,
+    lengths: Sequence[int],
+    settings: BatchSettings,
+) -> list[int]:
+    if settings.order == "planned":
+        if settings.planned is None:
+            raise ConfigError("--order planned: no planner was given")
+        return settings.planned([[lengths[i] for i in each] for each in bins])
+    return orders(costs, settings.num_ranks)[settings.order]
+
+
+class BatchPlans:
+    """The plans of a data set's global batches, each computed once.
+
+    Args:
+        lengths: gives the lengths of samples ``first`` to ``first + batch_size``.
+        replica: number of this data-parallel rank.
+    """
+
+    def __init__(
+        self,
+        lengths: Callable[[int, int], Sequence[int]],
+        batch_size: int,
+        replica: int,
+        settings: BatchSettings,
+    ) -> None:
+        self.batch_size, self.settings = batch_size, settings
+        self._lengths, self._replica = lengths, replica
+        self._planned = functools.lru_cache(maxsize=8)(self._plan)
+
+    def lengths(self, first: int) -> Sequence[int]:
+        """Lengths of the global batch that begins with this sample."""
+        return self._lengths(first, first + self.batch_size)
+
+    def microbatches(self, first: int) -> Microbatches:
+        """This replica's microbatches of the global batch that begins with sample ``first``, as
+        numbers of samples."""
+        mine = self._planned(first)[self._replica]
+        return [[first + index for index in each] for each in mine]
+
+    def num_microbatches(self, first: int) -> int:
+        """Microbatches of each replica in that global batch."""
+        return len(self._planned(first)[self._replica])
+
+    def all_lengths(self, first: int) -> list[list[list[int]]]:
+        """Lengths of every replica's microbatches in that global batch, in their order."""
+        lengths = self.lengths(first)
+        return [[[lengths[i] for i in each] for each in mine] for mine in self._planned(first)]
+
+    def tokens(self, first: int) -> BatchTokens:
+        """Tokens of that global batch over all replicas."""
+        lengths = self.lengths(first)
+        shapes = (self.settings.shape(one) for mine in self.all_lengths(first) for one in mine)
+        padded = sum(rows * width for rows, width in shapes)
+        return BatchTokens(sum(lengths), padded, sum(length**2 for length in lengths))
+
+    def _plan(self, first: int) -> list[Microbatches]:
+        return plan_batch(self.lengths(first), self.settings)

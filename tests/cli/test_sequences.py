@@ -1,0 +1,79 @@
+"""Lengths of documents are checked before any process starts."""
+
+from __future__ import annotations
+
+import argparse
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from megatron.dpp.cli.files import check_data
+from megatron.dpp.errors import ConfigError, DataError
+
+LENGTHS = (5, 40, 9, 101)
+
+
+def index(prefix: Path) -> None:
+    """A pair of token files with these lengths."""
+    count = len(LENGTHS)
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, count, count + 1)
+    starts = 2 * numpy.cumsum([0, *LENGTHS[:-1]])
+    parts = [numpy.array(LENGTHS, "i4"), starts.astype("i8"), numpy.arange(count + 1)]
+    body = b"".join(part.tobytes() for part in parts)
+    Path(f"{prefix}.idx").write_bytes(header + body)
+    Path(f"{prefix}.bin").write_bytes(bytes(2 * sum(LENGTHS)))
+
+
+def checked(prefix: Path, **changes: Any) -> None:
+    values = {
+        "sft": True,
+        "variable_lengths": True,
+        "seq_length": 100,
+        "overlong": "error",
+        "packing": "none",
+        "packing_budget": 0,
+        "mock_data": False,
+        "data_args_path": None,
+        "data_path": [str(prefix)],
+        "split": "1,0,0",
+    }
+    check_data(argparse.Namespace(**{**values, **changes}), "gpt")
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    index(tmp_path / "x_chat_document")
+    index(tmp_path / "x_answers_document")
+    return tmp_path / "x_chat_document"
+
+
+def test_a_document_that_just_fits_is_good(chats: Path) -> None:
+    checked(chats)
+
+
+def test_long_documents_are_counted_and_named(chats: Path) -> None:
+    with pytest.raises(DataError, match=r"2 of 4 documents exceed --seq-length 30.* 100 tokens"):
+        checked(chats, seq_length=30)
+    checked(chats, seq_length=30, overlong="cut")
+    checked(chats, seq_length=30, overlong="skip")
+    with pytest.raises(DataError, match="no document has 2 to 3 tokens"):
+        checked(chats, seq_length=2, overlong="skip")
+
+
+def test_a_budget_below_the_longest_sequence_is_refused(chats: Path) -> None:
+    packed = {"packing": "even", "packing_budget": 60}
+    with pytest.raises(ConfigError, match=r"--packing-budget 60 is below .* 100 tokens"):
+        checked(chats, **packed)
+    checked(chats, **packed, seq_length=50, overlong="skip")
+
+
+def test_tokens_without_marks_of_answers_are_refused(tmp_path: Path) -> None:
+    index(tmp_path / "x_text_document")
+    with pytest.raises(DataError, match="preprocess --sft"):
+        checked(tmp_path / "x_text_document")
+    index(tmp_path / "y_chat_document")
+    with pytest.raises(DataError, match="y_answers_document"):
+        checked(tmp_path / "y_chat_document")

@@ -1,0 +1,193 @@
+"""Sequences of unlike length: samples, batches, and runs that resume to the last bit."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.utils import Split
+
+from megatron.dpp.plan.batches import BatchPlans, BatchSettings
+from megatron.dpp.train.sequences import Microbatch, SequenceDataset, collate
+from tests.parity.runs import Result
+from tests.train.several import train_each
+
+LENGTHS = [max(2, min(60, round(12 * random.Random(n).lognormvariate(0, 1)))) for n in range(60)]
+
+
+def write_chats(prefix: Path, lengths: Sequence[int] = LENGTHS) -> Path:
+    """Chats of these lengths in tokens, whose second half is an answer; the data path."""
+    for key in ("chat", "answers"):
+        builder = IndexedDatasetBuilder(f"{prefix}_{key}_document.bin", dtype=numpy.uint16)
+        for number, length in enumerate(lengths):
+            places = torch.arange(length)
+            ids = (places * (number + 3) + number) % 100 if key == "chat" else places * 2 >= length
+            builder.add_document(ids.int(), [length])
+        builder.finalize(f"{prefix}_{key}_document.idx")
+    return Path(f"{prefix}_chat_document")
+
+
+def dataset(prefix: Path, samples: int | None = None, **changes: Any) -> SequenceDataset:
+    config = argparse.Namespace(
+        **{
+            "sequence_length": 32,
+            "chats": True,
+            "overlong": "cut",
+            "end_of_document": None,
+            "random_seed": 1,
+            "mmap_bin_files": True,
+            **changes,
+        }
+    )
+    low = SequenceDataset.build_low_level_dataset(str(prefix), config)
+    made = SequenceDataset.__new__(SequenceDataset)
+    made.dataset, made.indices, made.num_samples = low, numpy.arange(len(low)), samples
+    made.config, made.index_split = config, Split.train
+    made._choose()
+    return made
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chats(tmp_path_factory.mktemp("chats") / "x")
+
+
+def test_every_epoch_has_each_document_once_in_another_order(chats: Path) -> None:
+    data = dataset(chats, samples=3 * len(LENGTHS))
+    size = len(LENGTHS)
+    epochs = [[tuple(data[i]["tokens"]) for i in range(e * size, (e + 1) * size)] for e in range(3)]
+    assert all(len(set(epoch)) == size for epoch in epochs)
+    assert set(epochs[0]) == set(epochs[1]) and epochs[0] != epochs[1] != epochs[2]
+    assert [data.length(i) for i in range(size)] == [len(t) - 1 for t in epochs[0]]
+
+
+def test_a_long_document_is_cut_or_skipped_or_refused(chats: Path) -> None:
+    cut, skipped = dataset(chats), dataset(chats, overlong="skip")
+    assert max(cut.length(i) for i in range(len(cut))) == 32 and len(cut) == len(LENGTHS)
+    assert len(skipped) == sum(length <= 33 for length in LENGTHS)
+    with pytest.raises(ValueError, match="above 33"):
+        dataset(chats, overlong="error")
+
+
+def test_answers_alone_have_a_loss(chats: Path) -> None:
+    data = dataset(chats, sequence_length=60)
+    for number in range(5):
+        sample = data[number]
+        length = len(sample["tokens"])
+        assert sample["mask"].tolist() == [float(2 * i >= length) for i in range(1, length)]
+
+
+def _sample(*ids: int) -> dict[str, numpy.ndarray]:
+    mask = numpy.asarray([0.0] + [1.0] * (len(ids) - 2), dtype=numpy.float32)
+    return {"tokens": numpy.asarray(ids), "mask": mask}
+
+
+def test_sequences_of_one_microbatch_are_padded_to_the_longest() -> None:
+    batch = collate([_sample(1, 2, 3), _sample(4, 5, 6, 7, 8)], BatchSettings(length_multiple=3))
+    assert batch["tokens"].tolist() == [[1, 2, 0, 0, 0, 0], [4, 5, 6, 7, 0, 0]]
+    assert batch["labels"].tolist() == [[2, 3, 0, 0, 0, 0], [5, 6, 7, 8, 0, 0]]
+    assert batch["loss_mask"].tolist() == [[0, 1, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0]]
+    assert batch["loss_weights"].sum(dim=1).tolist() == [1.0, pytest.approx(1.0)]
+
+
+def test_packed_sequences_share_a_row_and_restart_positions() -> None:
+    batch = collate(
+        [_sample(1, 2, 3), _sample(4, 5, 6, 7, 8)], BatchSettings(packing="even", length_multiple=4)
+    )
+    assert batch["tokens"].tolist() == [[1, 2, 4, 5, 6, 7, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3, 4, 5]]
+    assert batch["loss_mask"].tolist() == [[0, 1, 0, 1, 1, 1, 0, 0]]
+
+
+def test_padding_belongs_to_the_last_packed_sequence() -> None:
+    settings = BatchSettings(packing="even", length_multiple=4)
+    one = Microbatch((2, 4), settings.shape((2, 4)), 1.0, None).packed(torch.device("cpu"))
+    assert one["cu_seqlens"].tolist() == [0, 2, 8] and one["max_seqlen"] == 6
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("packing", ["none", "in-order", "ffd", "even"])
+@pytest.mark.parametrize("order", ["drawn", "ascending", "small-big-small"])
+def test_replicas_share_each_global_batch_wherever_a_run_begins(
+    replicas: int, packing: str, order: str
+) -> None:
+    settings = BatchSettings(
+        num_replicas=replicas, packing=packing, budget=70, order=order, multiple=2, num_ranks=2
+    )
+    plans = [BatchPlans(lambda a, b: LENGTHS[a:b], 16, r, settings) for r in range(replicas)]
+    for first in (0, 16, 32):
+        found = [plan.microbatches(first) for plan in plans]
+        flat = [sample for each in found for microbatch in each for sample in microbatch]
+        assert sorted(flat) == list(range(first, first + 16))
+        assert len({len(each) for each in found}) == 1
+        assert packing == "none" or len(found[0]) % 2 == 0
+        sums = [sum(LENGTHS[i] for i in each) for r in found for each in r]
+        assert packing == "none" or max(sums) <= 70
+        again = BatchPlans(lambda a, b: LENGTHS[a:b], 16, 0, settings)
+        assert again.microbatches(first) == found[0]
+
+
+FLAGS = (
+    "--sft --seq-length 64 --max-position-embeddings 64 --train-iters 5 --num-layers 4 "
+    "--global-batch-size 16 --num-workers 1 --overlong cut"
+)
+PP2 = "--pipeline-model-parallel-size 2"
+V2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """Runs of five batches, more than an epoch; a saved one has seen 48 of 60 chats."""
+    folder = tmp_path_factory.mktemp("sequences")
+    data = f"--data-path {write_chats(folder / 'x')} --split 1,0,0"
+    save = "--save DIR/{}.ckpt --save-interval 3"
+    load = "--load DIR/{}.ckpt --ckpt-step 3"
+    lines = {
+        "static": f"{PP2} {save.format('static')}",
+        "dynamic": f"{PP2} --use-dpp {save.format('dynamic')}",
+        "resumed": f"{PP2} --use-dpp {load.format('dynamic')}",
+        "elsewhere": f"{V2} --use-dpp {load.format('static')}",
+        "static-chunks": f"{V2} --order ascending",
+        "dynamic-chunks": f"{V2} --order ascending --use-dpp",
+        "static-channels": f"{V2} --order ascending --dpp-transport shm",
+        "replicas": "--calculate-per-token-loss --micro-batch-size 2",
+    }
+    return train_each(folder, 2, {k: f"{FLAGS} {v}" for k, v in lines.items()}, data, timeout=170)
+
+
+def _losses(run: Result) -> list[float]:
+    return run.column("lm loss")
+
+
+def test_a_dynamic_run_equals_a_static_one(runs: dict[str, Result]) -> None:
+    assert len(_losses(runs["static"])) == 5
+    assert _losses(runs["dynamic"]) == _losses(runs["static"])
+    assert runs["dynamic"].hashes == runs["static"].hashes
+
+
+def test_an_order_equals_the_static_run_in_that_order(runs: dict[str, Result]) -> None:
+    for name in ("dynamic-chunks", "static-channels"):
+        assert _losses(runs[name]) == _losses(runs["static-chunks"])
+        assert runs[name].hashes == runs["static-chunks"].hashes
+    assert _losses(runs["static-chunks"]) != _losses(runs["static"])
+
+
+def test_a_run_resumes_in_the_middle_of_an_epoch(runs: dict[str, Result]) -> None:
+    assert _losses(runs["resumed"]) == _losses(runs["dynamic"])[3:]
+    assert runs["resumed"].hashes == runs["dynamic"].hashes
+
+
+def test_a_run_resumes_in_another_layout(runs: dict[str, Result]) -> None:
+    """The batches are the same, and so is their loss with the same parameters."""
+    assert _losses(runs["elsewhere"])[0] == _losses(runs["static"])[3]
+
+
+def test_replicas_train(runs: dict[str, Result]) -> None:
+    assert _losses(runs["replicas"])[-1] < _losses(runs["replicas"])[0]
