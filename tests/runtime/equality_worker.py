@@ -49,11 +49,14 @@ from megatron.dpp import DppConfig, DppSchedule  # noqa: E402
 from megatron.dpp.mcore.compat import replaced  # noqa: E402
 from megatron.dpp.mcore.graphs.reductions import Reductions  # noqa: E402
 from megatron.dpp.mcore.layers import block_spec, prediction_spec  # noqa: E402
+from megatron.dpp.mcore.packed import packed_params, positions  # noqa: E402
 from megatron.dpp.mcore.wgrad import fused as fused_wgrad  # noqa: E402
 from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
 from tests.runtime.rerun import Rerun  # noqa: E402
 
 VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
+DOCUMENTS = 3
+"""Documents of a packed microbatch, of at most SEQUENCE * MICRO_BATCH tokens together."""
 
 
 class GatheredAttention(torch.nn.Module):
@@ -150,7 +153,9 @@ def build_chunk(case: dict[str, Any], config: Any, ddp_config: Any, chunk: int) 
     model = GPTModel(
         config, block, VOCABULARY, SEQUENCE, pre_process=pre, post_process=post, vp_stage=stage,
         share_embeddings_and_output_weights=not case.get("untied"),
-        position_embedding_type="none" if config.mtp_num_layers else "learned_absolute",
+        position_embedding_type=case.get(
+            "positions", "none" if config.mtp_num_layers else "learned_absolute"
+        ),
         mtp_block_spec=prediction_spec(config, implementation=implementation, vp_stage=stage),
     )  # fmt: skip
     model.model_type = 1
@@ -177,6 +182,20 @@ def batches(case: dict[str, Any]) -> Any:
         yield torch.randint(0, VOCABULARY, (MICRO_BATCH, length + 1), generator=generator)
 
 
+def documents(case: dict[str, Any]) -> Any:
+    """Endless microbatches of :data:`DOCUMENTS` documents each, packed or one by one."""
+    generator = torch.Generator().manual_seed(17 + parallel_state.get_data_parallel_rank())
+    while True:
+        lengths = torch.randint(1, 11, (DOCUMENTS,), generator=generator).tolist()
+        if case.get("tp", 1) > 1:
+            lengths = [length + length % 2 for length in lengths]
+        found = [torch.randint(0, VOCABULARY, (1, n + 1), generator=generator) for n in lengths]
+        if case["packed"] == "one by one":
+            yield from ([document] for document in found)
+        else:
+            yield found
+
+
 def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = output.float().mean()
     return loss, {"lm loss": loss.detach().clone()}
@@ -186,7 +205,7 @@ def token_loss(
     mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     total, count = (output.float() * mask).sum(), mask.sum().int()
-    return total, count, {"lm loss": total.detach() / count}
+    return total, count, {"lm loss": total.detach() / count, "sum": total.detach().clone()}
 
 
 class ForwardStep:
@@ -205,6 +224,8 @@ class ForwardStep:
             config.recompute_method = "uniform" if all_again else None
             config.recompute_num_layers = 1 if all_again else None
         tokens = next(iterator)
+        if isinstance(tokens, list):
+            return self.packed(model, tokens)
         tokens = tokens.cuda()
         inputs, labels = own_part(tokens[:, :-1]), own_part(tokens[:, 1:])
         every = torch.arange(tokens.shape[1] - 1, device="cuda").expand(MICRO_BATCH, -1)
@@ -212,6 +233,23 @@ class ForwardStep:
         if self.per_token:  # another number in each microbatch
             return output, partial(token_loss, labels % 3 > 0)
         return output, loss_func
+
+    def packed(self, model: Any, found: list[torch.Tensor]) -> Any:
+        """A microbatch of several documents, or of one without packing."""
+        inputs, labels = (
+            torch.cat([document[:, part] for document in found], dim=1).cuda()
+            for part in (slice(None, -1), slice(1, None))
+        )
+        if len(found) == 1:
+            places = torch.arange(inputs.shape[1], device="cuda")[None]
+            output = model(inputs, places, None, labels=labels)
+        else:
+            lengths = torch.tensor([0] + [document.shape[1] - 1 for document in found])
+            starts = lengths.cumsum(0).int().cuda()
+            places = positions(starts, inputs.shape[1])[None]
+            params = packed_params(starts, int(lengths.max()))
+            output = model(inputs, places, None, labels=labels, packed_seq_params=params)
+        return output, partial(token_loss, labels >= 0)
 
 
 def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
@@ -226,8 +264,8 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
     torch.manual_seed(1234 + parallel_state.get_pipeline_model_parallel_rank())
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     chunks, optimizer = build(case)
-    iterators = [batches(case) for _ in chunks]
-    losses, norms, out_of_order = [], [], 0
+    iterators = [documents(case) if "packed" in case else batches(case) for _ in chunks]
+    losses, norms, sums, gradients, out_of_order = [], [], [], [], 0
     forward_step = ForwardStep(case)
     steps = [False, True] * iterations if case.get("between") else [False] * iterations + [True]
     for evaluating in steps:
@@ -243,13 +281,16 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
         if case.get("everywhere") and not evaluating:
             check_reduced_everywhere(chunks)
         losses += [entry["lm loss"].item() for entry in out]
+        sums += [entry["sum"].item() for entry in out if "sum" in entry]
+        if not gradients:
+            gradients += [b.grad_data.clone() for chunk in chunks for b in chunk.buffers]
         if not evaluating:
             out_of_order += getattr(schedule, "num_out_of_order", 0)
             _, norm, _ = optimizer.step()
             norms.append(norm)
     weights = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
     return {"losses": losses, "norms": norms, "weights": weights, "told": forward_step.told,
-            "out of order": out_of_order}  # fmt: skip
+            "out of order": out_of_order, "sums": sums, "gradients": gradients}  # fmt: skip
 
 
 def check_reduced_everywhere(chunks: list[Any]) -> None:
@@ -270,6 +311,19 @@ def compare(expected: dict[str, Any], got: dict[str, Any], what: str) -> None:
         assert torch.equal(one, other), f"{what}: parameter {index} differs by up to {worst}"
 
 
+def compare_unpacked(case: dict[str, Any], packed: dict[str, Any]) -> None:
+    """The first step has the losses and gradients of the same documents without packing."""
+    alone = case | {"packed": "one by one", "m": DOCUMENTS * case["m"], "iterations": 1}
+    with StaticSchedule(DppConfig(), seed=1234) as schedule:
+        expected = train(alone, schedule)
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+    m = case["m"]
+    close(float(sum(packed["sums"][:m])), float(sum(expected["sums"][: DOCUMENTS * m])))
+    for got, wanted in zip(packed["gradients"], expected["gradients"], strict=True):
+        assert wanted.abs().max() > 1e-3
+        close(got, wanted)
+
+
 def run_case(case: dict[str, Any]) -> None:
     get_moe_layer_wise_logging_tracker().clear()  # its tensors are as long as a case's model
     parallel_state.initialize_model_parallel(
@@ -286,6 +340,8 @@ def run_case(case: dict[str, Any]) -> None:
     assert all(map(torch.isfinite, map(torch.tensor, expected["losses"])))
     if "partial" in case and parallel_state.is_pipeline_first_stage(ignore_virtual=True):
         assert set(expected["told"]) == {True, False}
+    if "packed" in case and not case.get("dropout"):
+        compare_unpacked(case, expected)
     for settings in case["runs"]:
         kind: Any = StaticSchedule if settings.pop("static", False) else DppSchedule
         replays: list[Rerun] = []

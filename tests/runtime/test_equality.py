@@ -72,6 +72,22 @@ def test_microbatches_of_unlike_length() -> None:
     )
 
 
+def test_packed_documents() -> None:
+    """Each document has the numbers that it has alone, to fp32's rounding."""
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    static = {"static": True, "transport": "shm"}
+    told = {"packed": "together", "per_token": True, "layers": 4}
+    rope, groups = {"positions": "rope"}, {"model": UNLIKE | {"num_query_groups": 2}}
+    check(
+        2,
+        case("v1", 2, 3, fused, late, static, **told, **groups),
+        case("v2 full", 2, 4, late, v=2, **told, **rope, model=UNLIKE, recompute="full"),
+        case("core", 2, 4, late, v=2, **told, **rope, spec="megatron", **groups),
+        case("selective", 2, 3, late, **told, **rope, model=UNLIKE, recompute="selective",
+             dropout=0.1),
+    )  # fmt: skip
+
+
 def test_ten_seeds_of_delays_on_four_ranks() -> None:
     runs = [{"inject": f"delay:4ms,message-delay:{2 + seed}ms"} for seed in range(5)]
     runs += [{"inject": f"jitter:0.{3 + s},transient:2x:20%"} for s in range(5)]
@@ -185,6 +201,8 @@ def test_tensor_and_data_parallel() -> None:
         case("dp2", 2, 4, late, layers=4, between=True, per_token=True),
         case("tp2, unlike lengths", 2, 4, fused, late, v=2, tp=2, sp=True, layers=4, lengths=True,
              model=UNLIKE),
+        case("packed, tp2", 2, 4, fused, late, v=2, tp=2, sp=True, layers=4, packed="together",
+             per_token=True, positions="rope", model=UNLIKE),
         case("experts, tp2", 2, 4, late, v=2, tp=2, sp=True, layers=4, model=EXPERTS),
     )  # fmt: skip
 

@@ -22,6 +22,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_layer_specs,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -33,7 +35,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore import compat
+from megatron.dpp.mcore import compat, packed
 
 IMPLEMENTATIONS = ("torch", "megatron", "transformer_engine")
 
@@ -107,31 +109,41 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
         """Attend. ``attention_mask`` is Megatron's, True where a key must not be seen; causal
-        attention ignores it unless samples have masks of their own.
+        attention and packed sequences ignore it unless samples have masks of their own.
         """
-        if packed_seq_params is not None or attention_bias is not None:
+        if attention_bias is not None:
+            raise ConfigError("attention bias needs --transformer-impl transformer_engine")
+        if packed_seq_params is not None and self.own_masks:
             raise ConfigError(
-                "packed sequences and attention bias need --transformer-impl transformer_engine"
+                "--reset-attention-mask with packed sequences: packed documents have masks already"
             )
         mask_type = attn_mask_type or self.attn_mask_type
-        causal = mask_type == AttnMaskType.causal
-        causal &= attention_mask is None or not self.own_masks
-        allowed = None if causal or attention_mask is None else ~attention_mask
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         dropout = self.dropout if self.training else 0.0
-
-        def attend() -> torch.Tensor:
-            return F.scaled_dot_product_attention(
+        with self._random_draws(dropout):
+            if packed_seq_params is not None:
+                documents = packed.documents_of(packed_seq_params)
+                q, k, v = packed.as_packed(query, key, value)
+                return packed.attend(
+                    q, k, v, documents,
+                    scale=self.softmax_scale, dropout=dropout, mask_type=mask_type,
+                )  # fmt: skip
+            causal = mask_type == AttnMaskType.causal
+            causal &= attention_mask is None or not self.own_masks
+            allowed = None if causal or attention_mask is None else ~attention_mask
+            q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+            context = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal,
                 scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1],
             )  # fmt: skip
-
-        if dropout > 0.0 and not self.config.sequence_parallel:
-            with tensor_parallel.get_cuda_rng_tracker().fork():
-                context = attend()
-        else:
-            context = attend()
         return context.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+
+    def _random_draws(self, dropout: float) -> contextlib.AbstractContextManager[None]:
+        """The random state from which this attention draws."""
+        if dropout > 0.0 and not self.config.sequence_parallel:
+            fork: contextlib.AbstractContextManager[None]
+            fork = tensor_parallel.get_cuda_rng_tracker().fork()
+            return fork
+        return contextlib.nullcontext()
 
 
 def _check_sdpa_can(config: TransformerConfig) -> None:
@@ -269,8 +281,12 @@ def _local_layer(layer: ModuleSpec, implementation: str, own_masks: bool = False
     parts.input_layernorm = TorchNorm
     parts.pre_mlp_layernorm = TorchNorm
     attention = parts.self_attention.submodules
+    if parts.self_attention.module is SelfAttention:
+        parts.self_attention.module = packed.PackedSelfAttention
     if implementation == "torch":
         attention.core_attention = ModuleSpec(SdpaAttention, params={"own_masks": own_masks})
+    elif attention.core_attention is DotProductAttention:
+        attention.core_attention = packed.PackedDotProductAttention
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if getattr(attention, name, None) is WrappedTorchNorm:
             setattr(attention, name, TorchNorm)

@@ -22,6 +22,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_ran
 
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.mcore.layers import bert_head_norm, block_spec, prediction_spec
+from megatron.dpp.mcore.packed import packed_params
 from megatron.dpp.train.configs import dataset_values, sequences_per_dataset
 from megatron.dpp.train.data import next_of, tensor_parallel_batch
 from megatron.dpp.train.initialize import Run
@@ -186,13 +187,15 @@ def _sequence_batch(run: Run, microbatch: Microbatch, *, first: bool, last: bool
 
 
 def _gpt_forward(run: Run, model: Any, batch: Batch) -> tuple[torch.Tensor, Callable[..., Any]]:
-    mask = batch.get("loss_mask")
+    mask, starts = batch.get("loss_mask"), batch.get("cu_seqlens")
+    packed = None if starts is None else packed_params(starts, batch["max_seqlen"])
     output = model(
         batch.get("tokens"),
         batch.get("position_ids"),
         batch.get("attention_mask"),
         labels=batch.get("labels"),
         loss_mask=mask,
+        packed_seq_params=packed,
     )
     return output, partial(gpt_loss, run, mask, weights=batch.get("loss_weights"))
 
