@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 
@@ -16,10 +17,24 @@ def run(path: Path) -> int:
     for number, words in enumerate(json.loads(path.read_text())):
         os.environ["MASTER_PORT"] = _port(path.with_suffix(f".port{number}"))
         print(f"--- {' '.join(words)}", flush=True)
+        if PLAN_AS_DYNAMIC in words:
+            words.remove(PLAN_AS_DYNAMIC)
+            _plan_as_dynamic()
         if code := main("gpt", words):
             return code
         _forget()
     return 0
+
+
+PLAN_AS_DYNAMIC = "PLAN-AS-DYNAMIC"
+"""In place of a flag: ``--order planned`` plans for the dynamic schedule from here on."""
+
+
+def _plan_as_dynamic() -> None:
+    from megatron.dpp.train import sequences
+
+    model = sequences.pipeline_model
+    sequences.pipeline_model = lambda args: replace(model(args), policy="dynamic")
 
 
 def _port(path: Path) -> str:

@@ -139,6 +139,7 @@ FLAGS = (
     "--global-batch-size 16 --num-workers 1 --overlong cut"
 )
 PP2 = "--pipeline-model-parallel-size 2"
+PACKED = "--packing ffd --packing-budget 70 --calculate-per-token-loss"
 V2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 
 
@@ -157,7 +158,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         "static-chunks": f"{V2} --order ascending",
         "dynamic-chunks": f"{V2} --order ascending --use-dpp",
         "static-channels": f"{V2} --order ascending --dpp-transport shm",
+        "planned": f"{V2} --order planned --use-dpp",
+        "packed-dynamic": f"{PP2} {PACKED} --use-dpp",
+        "packed-static": f"{PP2} {PACKED}",
+        "packed-order": f"{V2} --packing even --packing-budget 70 --order planned --use-dpp",
         "replicas": "--calculate-per-token-loss --micro-batch-size 2",
+        "planned-static": f"{V2} --order planned PLAN-AS-DYNAMIC",
     }
     return train_each(folder, 2, {k: f"{FLAGS} {v}" for k, v in lines.items()}, data, timeout=170)
 
@@ -177,6 +183,26 @@ def test_an_order_equals_the_static_run_in_that_order(runs: dict[str, Result]) -
         assert _losses(runs[name]) == _losses(runs["static-chunks"])
         assert runs[name].hashes == runs["static-chunks"].hashes
     assert _losses(runs["static-chunks"]) != _losses(runs["static"])
+
+
+def test_a_planned_order_equals_the_static_run_in_that_order(runs: dict[str, Result]) -> None:
+    assert _losses(runs["planned"]) == _losses(runs["planned-static"])
+    assert runs["planned"].hashes == runs["planned-static"].hashes
+
+
+def test_a_packed_dynamic_run_equals_a_static_one(runs: dict[str, Result]) -> None:
+    assert _losses(runs["packed-dynamic"]) == _losses(runs["packed-static"])
+    assert runs["packed-dynamic"].hashes == runs["packed-static"].hashes
+
+
+def test_packing_changes_no_loss(runs: dict[str, Result]) -> None:
+    """With the same parameters the loss is the same, up to the order of sums."""
+    plain = runs["static"]
+    for name in ("packed-dynamic", "packed-order"):
+        assert _losses(runs[name])[0] == pytest.approx(_losses(plain)[0], rel=1e-6)
+    # Every sequence has the same weight, whatever it is packed with.
+    norms = [runs[name].column("grad norm")[0] for name in ("packed-order", "static")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
 def test_a_run_resumes_in_the_middle_of_an_epoch(runs: dict[str, Result]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.plan.lengths import balance, orders, pack
+from megatron.dpp.plan.orders import OrderPlanner, PlannedOrder
 from megatron.dpp.sim.lengths import LengthCosts
 
 ORDERS = ("drawn", "ascending", "small-big-small", "planned")
@@ -65,8 +66,6 @@ class BatchSettings:
         length_multiple: what sequence and context parallelism divide; rows are padded to it.
         order: a name of :data:`ORDERS`.
         costs: time of a microbatch.
-        planned: the order that ``planned`` stands for, from the lengths of each microbatch's
-            sequences.
     """
 
     num_replicas: int = 1
@@ -78,7 +77,6 @@ class BatchSettings:
     length_multiple: int = 1
     order: str = "drawn"
     costs: LengthCosts = LengthCosts()  # noqa: RUF009 - frozen
-    planned: Callable[[Sequence[Sequence[int]]], list[int]] | None = None
 
     def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
         """Rows of a microbatch, and their length."""
@@ -95,8 +93,8 @@ class BatchSettings:
         return self.costs.total(lengths)
 
 
-def plan_batch(lengths: Sequence[int], settings: BatchSettings) -> list[Microbatches]:
-    """The microbatches of each replica, in the order in which it runs them.
+def share_batch(lengths: Sequence[int], settings: BatchSettings) -> list[Microbatches]:
+    """The microbatches of each replica, in the drawn order.
 
     Args:
         lengths: of the global batch's sequences, in tokens.
@@ -106,11 +104,7 @@ def plan_batch(lengths: Sequence[int], settings: BatchSettings) -> list[Microbat
     """
     bins = _bins(lengths, settings)
     costs = [settings.cost([lengths[i] for i in each]) for each in bins]
-    planned = []
-    for given in balance(costs, settings.num_replicas):
-        order = _order([costs[i] for i in given], [bins[i] for i in given], lengths, settings)
-        planned.append([bins[given[i]] for i in order])
-    return planned
+    return [[bins[i] for i in given] for given in balance(costs, settings.num_replicas)]
 
 
 def _bins(lengths: Sequence[int], settings: BatchSettings) -> Microbatches:
@@ -159,25 +153,14 @@ def _split(bins: Microbatches, lengths: Sequence[int], step: int) -> Microbatche
     return bins
 
 
-def _order(
-    costs: Sequence[float],
-    bins: Microbatches,
-    lengths: Sequence[int],
-    settings: BatchSettings,
-) -> list[int]:
-    if settings.order == "planned":
-        if settings.planned is None:
-            raise ConfigError("--order planned: no planner was given")
-        return settings.planned([[lengths[i] for i in each] for each in bins])
-    return orders(costs, settings.num_ranks)[settings.order]
-
-
 class BatchPlans:
     """The plans of a data set's global batches, each computed once.
 
     Args:
-        lengths: gives the lengths of samples ``first`` to ``first + batch_size``.
+        lengths: gives the lengths of samples ``first`` to ``first + batch_size``; fewer at the end
+            of the data.
         replica: number of this data-parallel rank.
+        planner: plans the order ``planned``.
     """
 
     def __init__(
@@ -186,36 +169,66 @@ class BatchPlans:
         batch_size: int,
         replica: int,
         settings: BatchSettings,
+        planner: OrderPlanner | None = None,
     ) -> None:
-        self.batch_size, self.settings = batch_size, settings
-        self._lengths, self._replica = lengths, replica
-        self._planned = functools.lru_cache(maxsize=8)(self._plan)
-
-    def lengths(self, first: int) -> Sequence[int]:
-        """Lengths of the global batch that begins with this sample."""
-        return self._lengths(first, first + self.batch_size)
+        self.batch_size, self.settings, self.planner = batch_size, settings, planner
+        self._drawn_lengths, self._replica = lengths, replica
+        if settings.order == "planned" and planner is None:
+            raise ConfigError("--order planned needs a planner")
+        self.lengths = functools.lru_cache(maxsize=8)(self._lengths)
+        self._shared = functools.lru_cache(maxsize=8)(self._share)
+        self._ordered = functools.lru_cache(maxsize=8)(self._order)
 
     def microbatches(self, first: int) -> Microbatches:
         """This replica's microbatches of the global batch that begins with sample ``first``, as
         numbers of samples."""
-        mine = self._planned(first)[self._replica]
-        return [[first + index for index in each] for each in mine]
+        mine = self._shared(first)[self._replica]
+        return [[first + index for index in mine[i]] for i in self._ordered(first).order]
 
     def num_microbatches(self, first: int) -> int:
         """Microbatches of each replica in that global batch."""
-        return len(self._planned(first)[self._replica])
+        return len(self._shared(first)[self._replica])
 
-    def all_lengths(self, first: int) -> list[list[list[int]]]:
-        """Lengths of every replica's microbatches in that global batch, in their order."""
-        lengths = self.lengths(first)
-        return [[[lengths[i] for i in each] for each in mine] for mine in self._planned(first)]
+    def policy(self, first: int) -> str | None:
+        """The policy that runs that global batch; None for that of the run."""
+        return self._ordered(first).policy
+
+    def own_lengths(self, first: int) -> list[list[int]]:
+        """Lengths of this replica's microbatches of that global batch, in their order."""
+        mine = self._of_replica(first)
+        return [mine[i] for i in self._ordered(first).order]
 
     def tokens(self, first: int) -> BatchTokens:
         """Tokens of that global batch over all replicas."""
         lengths = self.lengths(first)
-        shapes = (self.settings.shape(one) for mine in self.all_lengths(first) for one in mine)
+        bins = (each for mine in self._shared(first) for each in mine)
+        shapes = (self.settings.shape([lengths[i] for i in each]) for each in bins)
         padded = sum(rows * width for rows, width in shapes)
         return BatchTokens(sum(lengths), padded, sum(length**2 for length in lengths))
 
-    def _plan(self, first: int) -> list[Microbatches]:
-        return plan_batch(self.lengths(first), self.settings)
+    def close(self) -> None:
+        """Ends the planner. May be called twice."""
+        if self.planner is not None:
+            self.planner.close()
+
+    def _lengths(self, first: int) -> Sequence[int]:
+        return self._drawn_lengths(first, first + self.batch_size)
+
+    def _share(self, first: int) -> list[Microbatches]:
+        return share_batch(self.lengths(first), self.settings)
+
+    def _of_replica(self, first: int) -> list[list[int]]:
+        lengths = self.lengths(first)
+        return [[lengths[i] for i in each] for each in self._shared(first)[self._replica]]
+
+    def _order(self, first: int) -> PlannedOrder:
+        mine = self._of_replica(first)
+        if self.planner is None:
+            costs = [self.settings.cost(each) for each in mine]
+            name = self.settings.order
+            return PlannedOrder(orders(costs, self.settings.num_ranks)[name], name)
+        found = self.planner.take(first, mine)
+        after = first + self.batch_size
+        if len(self.lengths(after)) == self.batch_size:
+            self.planner.ask(after, self._of_replica(after))
+        return found

@@ -47,7 +47,7 @@ class Decisions:
         decides: bool = True,
     ) -> None:
         self._config, self._log = config, log
-        self._schedulers: dict[tuple[Geometry, bool, int], Scheduler] = {}
+        self._schedulers: dict[tuple[Geometry, bool, int, str], Scheduler] = {}
         self._measured: Memory | None = None
         self._said: set[str] = set()
         self._record, self._replay = (
@@ -90,11 +90,14 @@ class Decisions:
             f"a deferred weight gradient keeps {measured.deferred_bytes / mib:.1f} MiB of it"
         )
 
-    def scheduler(self, geometry: Geometry, *, split: bool, largest: int = UNIT) -> Scheduler:
+    def scheduler(
+        self, geometry: Geometry, *, split: bool, largest: int = UNIT, policy: str | None = None
+    ) -> Scheduler:
         """A scheduler at its start, for one call.
 
         Args:
             largest: tokens of the longest microbatch.
+            policy: in the place of the configuration's.
 
         Raises:
             ConfigError: the cap is too small, the policy cannot work with it, or a recording cannot
@@ -106,11 +109,12 @@ class Decisions:
         if self._replay is not None:
             replay = self._next_replay(self._replay, geometry, split)
             return self._build(geometry, split, replay, largest)
-        key = (geometry, split, largest)
+        chosen = policy or self._config.policy
+        key = (geometry, split, largest, chosen)
         if key not in self._schedulers:
             while len(self._schedulers) >= _MOST_SCHEDULERS:
                 del self._schedulers[next(iter(self._schedulers))]
-            self._schedulers[key] = self._build(geometry, split, self._config.policy, largest)
+            self._schedulers[key] = self._build(geometry, split, chosen, largest)
         else:
             self._schedulers[key].restart()
         return self._schedulers[key]

@@ -73,6 +73,8 @@ class DppSchedule(PipelineSchedule):
     """Forwards and backwards of the last call that deviated from Megatron's order."""
     host_us_per_task = 0.0
     """Host microseconds per task of the last call, without PyTorch's launches."""
+    policy: str | None = None
+    """Policy of the next call, in the place of the configuration's."""
     _session: _Session | None = None
     _decisions: Decisions | None = None
     _injected_before = 0.0
@@ -154,7 +156,9 @@ class DppSchedule(PipelineSchedule):
         iteration: int,
     ) -> Scheduler:
         links, tokens = session.links, stage.call.tokens()
-        scheduler = decisions.scheduler(geometry, split=split, largest=tokens.largest)
+        scheduler = decisions.scheduler(
+            geometry, split=split, largest=tokens.largest, policy=self.policy
+        )
         decider = decider_for(scheduler, links.channels.receiving, links.transport.board)
         decider.start(links.consumed)
         executor = Executor(

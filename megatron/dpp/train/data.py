@@ -123,6 +123,8 @@ class Iterators(NamedTuple):
             for samples in use if isinstance(use, list) else [use]:
                 if samples is not None:
                     samples.close()
+        if self.plans is not None:
+            self.plans.close()
 
 
 class Samples:

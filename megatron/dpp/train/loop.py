@@ -43,6 +43,7 @@ from megatron.dpp.train.losses import (
 from megatron.dpp.train.measure import Comparison
 from megatron.dpp.train.metrics import MetricsFile, parameters_norm, peak_memory_bytes
 from megatron.dpp.train.model import Trainee
+from megatron.dpp.train.sequences import longest_microbatch
 
 
 @dataclass
@@ -220,12 +221,26 @@ class Trainer:
             data_iterator=iterator,
             model=self.trainee.chunks,
             num_microbatches=count,
-            seq_length=max(args.seq_length, args.packing_budget or 0),
+            seq_length=self._longest,
             micro_batch_size=args.micro_batch_size,
             decoder_seq_length=args.decoder_seq_length,
             forward_only=forward_only,
+            **self._policy(forward_only=forward_only),
         )
         return losses
+
+    @property
+    def _longest(self) -> int:
+        args = self.run.args
+        return longest_microbatch(args) if args.variable_lengths else int(args.seq_length)
+
+    def _policy(self, *, forward_only: bool) -> dict[str, str]:
+        """The policy of the next step as a keyword, where the planner chose one."""
+        plans = self.iterators.plans
+        found = (
+            None if plans is None or forward_only else plans.policy(self.run.consumed_train_samples)
+        )
+        return {"policy": found} if found else {}
 
     def _learning_rate(self) -> float:
         """The rate of parameters without one of their own; from other ranks where none are here."""

@@ -26,6 +26,7 @@ from megatron.dpp.cli.sequence_files import answers_prefix
 from megatron.dpp.errors import DataError
 from megatron.dpp.plan.batches import BatchPlans, BatchSettings
 from megatron.dpp.plan.flops import length_costs
+from megatron.dpp.plan.orders import OrderPlanner, PipelineModel
 from megatron.dpp.train.exits import outlive_sigterm
 
 Sample = dict[str, np.ndarray]
@@ -137,6 +138,28 @@ def lengths_of(dataset: Any, first: int, end: int) -> list[int]:
     return [dataset.length(i) for i in numbers]
 
 
+def longest_microbatch(args: RunConfig) -> int:
+    """Tokens of the longest row that a microbatch may have."""
+    if not args.packing_budget:
+        return int(args.seq_length)
+    return -(-args.packing_budget // args.length_multiple) * args.length_multiple
+
+
+def pipeline_model(args: RunConfig) -> PipelineModel:
+    """The pipeline as the planner of ``--order planned`` simulates it, equal on all ranks."""
+    cap = args.dpp_activation_cap
+    in_bytes = not args.use_dpp or cap[-1:] in "bB"
+    return PipelineModel(
+        num_ranks=args.pipeline_model_parallel_size,
+        num_chunks=args.virtual_pipeline_model_parallel_size or 1,
+        longest=longest_microbatch(args) * args.micro_batch_size,
+        policy=args.dpp_policy if args.use_dpp else None,
+        cap="auto" if in_bytes else cap,
+        split_backward=args.dpp_split_backward,
+        costs=length_costs(args),
+    )
+
+
 @dataclass(frozen=True)
 class Microbatch:
     """One microbatch of a replica.
@@ -228,6 +251,7 @@ class SequenceLoader:
             size,
             mpu.get_data_parallel_rank(),
             batch_settings(args, plain=plain),
+            None if plain or args.order != "planned" else OrderPlanner(pipeline_model(args)),
         )
 
     def __len__(self) -> int:
