@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.dpp.commands.common import ROOT, guarded, new_parser, progress_bar
 from megatron.dpp.errors import DataError, require
+from megatron.dpp.plan.length_report import length_lines, length_report
 from megatron.dpp.plan.whatif import (
     Recorded,
     WhatIf,
@@ -134,6 +135,8 @@ def build_report(options: argparse.Namespace) -> tuple[dict[str, Any], list[Reco
     report["timeline"] = timeline(shown, order)
     _set_aside_harmless(report)
     report["sentences"] = sentences(report)
+    folder = files[0].path.parent
+    report["lengths"] = length_report(analysis.works, analysis.shape, folder, number)
     report["cause_texts"] = cause_texts()
     if options.baseline:
         report["baseline"] = summary(_load(options.baseline, options.skip, options.threshold)[2])
@@ -162,7 +165,8 @@ def _run(options: argparse.Namespace, prog: str) -> int:
         hidden = ("timeline", "cause_texts")
         print(json.dumps({k: v for k, v in report.items() if k not in hidden}, indent=1))
     else:
-        print("\n".join([*report["sentences"], f"report: {output}"]))
+        more = length_lines(report["lengths"]) if report["lengths"] else []
+        print("\n".join([*report["sentences"], *more, f"report: {output}"]))
     broken = [text for limit in limits if (text := limit.broken(report["totals"]))]
     for text in broken:
         print(f"{prog}: limit broken: {text}", file=sys.stderr)

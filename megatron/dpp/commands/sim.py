@@ -21,21 +21,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.dpp.cli.files import check_index
+from megatron.dpp.cli.sequence_files import read_lengths
 from megatron.dpp.commands.common import new_parser
 from megatron.dpp.errors import ConfigError, DppError
+from megatron.dpp.plan.lengths import orders
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.schedule.policies import BUILT_IN
 from megatron.dpp.sim import conditions
 from megatron.dpp.sim.conditions import CONDITIONS, Change, chain, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Shape
 from megatron.dpp.sim.draw import NO_MATPLOTLIB, draw
-from megatron.dpp.sim.lengths import MIXES, LengthCosts, parse_lengths
+from megatron.dpp.sim.lengths import MIXES, LengthCosts, histogram, parse_lengths
 from megatron.dpp.sim.measured import MeasuredCosts, load_costs
 from megatron.dpp.sim.result import Result, format_grid
 from megatron.dpp.sim.schedules import STATIC, find_schedule, run_static
 
 _GRID_COLUMNS = 260
 """Wider grids are not printed unless asked for: they would wrap."""
+
+_LEAST_SHOWN = 16
+"""Lengths from which a histogram is printed."""
 
 _MOST_SIGMA = 5.0
 _MOST = {"lead": 1e6, "hop": 1e6, "head": 1e6, "jitter": _MOST_SIGMA}
@@ -109,7 +115,11 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     add("--hop", type=float, default=0.01, metavar="T", help="time of a hop (0.01 chunk forwards)")
     add("--head", type=float, metavar="T", help="add T to the last stage's F, B and W")
     add("--jitter", type=float, metavar="SIGMA", help="lognormal factor per task")
-    add("--lengths", metavar="WHAT", help="sft, long, LIST, FILE, or SIGMA of times")
+    add(
+        "--lengths",
+        metavar="WHAT",
+        help="sft, long, LIST, FILE (lengths, or .idx), or SIGMA of times",
+    )
     add("--longest", type=int, metavar="TOKENS", help="unit of --cap (default: of --lengths)")
     add("--slow-rank", metavar="RANK:FACTOR", help="as in 1:1.5")
     add("--slow-link", metavar="A-B:TIME", help="as in 0-1:2, in chunk forwards")
@@ -142,6 +152,9 @@ def _run(args: argparse.Namespace) -> None:
         runs |= _comparison(args, shape, measured)
         if lengths.source:
             runs["dynamic, cap by count"] = _by_count(_runner("dynamic", args))
+            static = "interleaved" if shape.num_chunks > 1 else "1f1b"
+            for name in (static, "dynamic"):
+                runs[f"{name}, best order"] = _in_best_order(_runner(name, args))
     unit = "s" if measured else ""
     results: dict[str, list[Result]] = {name: [] for name in runs}
     for seed in range(args.seed, args.seed + args.seeds):
@@ -187,12 +200,31 @@ class _Lengths:
                     f"--lengths {text}: a sigma must be a number from 0 to {_MOST_SIGMA:g}"
                 )
             return cls(sigma)
+        if text.endswith((".idx", ".bin")):
+            return cls._of_index(text[:-4], longest)
         given = parse_lengths(text if "," in text else _read(text))
+        if len(given) >= _LEAST_SHOWN:
+            print("\n".join(histogram(given)))
 
         def take(seed: int, number: int) -> Sequence[int]:
             return [given[(seed * number + i) % len(given)] for i in range(number)]
 
         return cls(None, take, longest or max(given), len(given))
+
+    @classmethod
+    def _of_index(cls, prefix: str, longest: int | None) -> _Lengths:
+        """Documents of token files, drawn at random as training draws them."""
+        check_index(prefix)
+        given = [max(1, int(length) - 1) for length in read_lengths(prefix)]
+        if longest:
+            given = [min(length, longest) for length in given]
+        print("\n".join(histogram(given)))
+
+        def draw(seed: int, number: int) -> Sequence[int]:
+            rng = random.Random(f"lengths {seed}")
+            return [rng.choice(given) for _ in range(number)]
+
+        return cls(None, draw, longest or max(given))
 
     def shape(self, shape: Shape, seed: int) -> Shape:
         """``shape`` with the sizes of one seed."""
@@ -332,6 +364,23 @@ def _runner(name: str, args: argparse.Namespace) -> _Run:
 def _by_count(run: _Run) -> _Run:
     """The same schedule with a cap that counts microbatches, whatever their size."""
     return lambda shape, costs: run(dataclasses.replace(shape, sizes=()), costs)
+
+
+def _in_best_order(run: _Run) -> _Run:
+    """The same schedule with the microbatches in the best of the planner's orders."""
+
+    def best(shape: Shape, costs: Costs) -> Result:
+        totals = [sum(row[0][i] for row in costs.durations) for i in range(shape.num_microbatches)]
+        found = [
+            run(
+                dataclasses.replace(shape, sizes=tuple(shape.sizes[i] for i in order)),
+                costs.permuted(order),
+            )
+            for order in orders(totals, shape.num_ranks).values()
+        ]
+        return min(found, key=lambda result: result.makespan)
+
+    return best
 
 
 def _comparison(

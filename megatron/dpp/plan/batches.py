@@ -206,6 +206,10 @@ class BatchPlans:
         padded = sum(rows * width for rows, width in shapes)
         return BatchTokens(sum(lengths), padded, sum(length**2 for length in lengths))
 
+    def drawn_places(self, first: int) -> list[int]:
+        """Place of each of this replica's microbatches in the drawn order."""
+        return list(self._ordered(first).order)
+
     def close(self) -> None:
         """Ends the planner. May be called twice."""
         if self.planner is not None:

@@ -174,8 +174,12 @@ def _write(stream: IO[str], value: Any) -> None:
 
 
 def _model_of(values: Mapping[str, Any]) -> PipelineModel:
-    costs = {n: tuple(v) if isinstance(v, list) else v for n, v in values["costs"].items()}
-    return PipelineModel(**{**values, "costs": LengthCosts(**costs)})
+    costs = LengthCosts(
+        fixed=values["costs"]["fixed"],
+        per_token=tuple(values["costs"]["per_token"]),  # JSON has lists
+        per_square=tuple(values["costs"]["per_square"]),
+    )
+    return PipelineModel(**{**values, "costs": costs})
 
 
 def _serve(source: IO[str], target: IO[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron.dpp.schedule import UNIT, Kind
 
@@ -109,6 +109,13 @@ class Costs:
     @property
     def num_microbatches(self) -> int:
         return len(self.durations[Kind.F][0])
+
+    def permuted(self, order: Sequence[int]) -> Costs:
+        """The same costs with the microbatches in another order."""
+        forward, backward, weight = (
+            [[row[i] for i in order] for row in rows] for rows in self.durations
+        )
+        return replace(self, durations=(forward, backward, weight))
 
 
 def even_costs(

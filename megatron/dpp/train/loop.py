@@ -43,7 +43,7 @@ from megatron.dpp.train.losses import (
 from megatron.dpp.train.measure import Comparison
 from megatron.dpp.train.metrics import MetricsFile, parameters_norm, peak_memory_bytes
 from megatron.dpp.train.model import Trainee
-from megatron.dpp.train.sequences import longest_microbatch
+from megatron.dpp.train.sequences import longest_microbatch, write_lengths
 
 
 @dataclass
@@ -105,6 +105,9 @@ class Trainer:
         self.diagnostics.before_step()
         start = time.perf_counter()
         run.recorder.begin_iteration(run.iteration)
+        plans = self.iterators.plans
+        if plans is not None:
+            write_lengths(run.args, plans, run.consumed_train_samples, run.iteration)
         step = self._step()
         run.recorder.end_iteration()
         hooks.after_step(step)

@@ -21,11 +21,13 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 
+from megatron.dpp.cli.files import trace_layout
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.sequence_files import answers_prefix
 from megatron.dpp.errors import DataError
 from megatron.dpp.plan.batches import BatchPlans, BatchSettings
 from megatron.dpp.plan.flops import length_costs
+from megatron.dpp.plan.length_report import FILE, StepLengths, write_step
 from megatron.dpp.plan.orders import OrderPlanner, PipelineModel
 from megatron.dpp.train.exits import outlive_sigterm
 
@@ -138,11 +140,39 @@ def lengths_of(dataset: Any, first: int, end: int) -> list[int]:
     return [dataset.length(i) for i in numbers]
 
 
+def write_lengths(args: RunConfig, plans: BatchPlans, first: int, iteration: int) -> None:
+    """Writes the lengths of a replica's step beside its trace, once per replica.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    place = (
+        mpu.get_pipeline_model_parallel_rank(),
+        mpu.get_tensor_model_parallel_rank(),
+        mpu.get_context_parallel_rank(),
+    )
+    if not args.trace or any(place):
+        return
+    own = plans.own_lengths(first)
+    shapes = [plans.settings.shape(each) for each in own]
+    padded = sum(rows * width for rows, width in shapes)
+    replica = mpu.get_data_parallel_rank()
+    folder = trace_layout(args).path(args.trace_dir).parent
+    try:
+        write_step(
+            folder / FILE.format(replica),
+            iteration,
+            StepLengths(own, plans.drawn_places(first), padded),
+        )
+    except OSError as error:
+        raise DataError(f"--trace-dir {folder}: {error.strerror}") from error
+
+
 def longest_microbatch(args: RunConfig) -> int:
     """Tokens of the longest row that a microbatch may have."""
     if not args.packing_budget:
         return int(args.seq_length)
-    return -(-args.packing_budget // args.length_multiple) * args.length_multiple
+    return int(-(-args.packing_budget // args.length_multiple) * args.length_multiple)
 
 
 def pipeline_model(args: RunConfig) -> PipelineModel:

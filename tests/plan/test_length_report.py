@@ -1,0 +1,92 @@
+"""The report's section on lengths, from made-up times with known costs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from megatron.dpp.errors import DataError
+from megatron.dpp.plan.length_report import (
+    FILE,
+    StepLengths,
+    fit,
+    length_lines,
+    length_report,
+    read_steps,
+    samples_of,
+    write_step,
+)
+from megatron.dpp.schedule import Kind
+from megatron.dpp.sim.lengths import LengthCosts, sft
+from megatron.dpp.trace.analysis.work import JobShape, Work
+
+COSTS = LengthCosts(fixed=1e-3, per_token=(2e-6, 3e-6, 2e-6), per_square=(1e-10, 2.5e-10, 0.0))
+SHAPE = JobShape(2, 2, {0: 0, 1: 1}, {0: (0, 0), 1: (0, 0)}, "dpp")
+
+
+def step(seed: int, count: int = 16) -> StepLengths:
+    rng = random.Random(seed)
+    microbatches = [[sft(rng)] for _ in range(count)]
+    order = sorted(range(count), key=lambda i: microbatches[i])
+    ran = [microbatches[i] for i in order]
+    return StepLengths(ran, order, sum(map(sum, ran)) + 100)
+
+
+def work(number: int, ran: StepLengths, *, split: bool = True) -> Work:
+    """Every rank's chunks take half of a task each."""
+    kinds = [Kind.F, Kind.B, Kind.W] if split else [Kind.F, Kind.B]
+    tasks = {
+        (rank, chunk): {
+            kind.name: {
+                place: round(COSTS.time(kind, lengths) / 2 * 1e9)
+                for place, lengths in enumerate(ran.microbatches)
+            }
+            for kind in kinds
+        }
+        for rank in (0, 1)
+        for chunk in (0, 1)
+    }
+    return Work(number, tasks)
+
+
+def test_costs_are_found_again() -> None:
+    steps = {n: step(n) for n in range(3)}
+    found = fit(samples_of([work(n, each) for n, each in steps.items()], SHAPE, steps))
+    assert found is not None
+    for lengths in ([100], [4000], [300, 7000]):
+        for kind in Kind:
+            assert found.time(kind, lengths) == pytest.approx(COSTS.time(kind, lengths), rel=0.01)
+    assert fit(samples_of([work(0, step(0, 4))], SHAPE, {0: step(0, 4)})) is None
+
+
+def test_a_fused_backward_is_taken_apart() -> None:
+    steps = {0: step(0)}
+    found = fit(samples_of([work(0, steps[0], split=False)], SHAPE, steps))
+    assert found is not None and found.per_token[Kind.W] > 0
+    both = found.per_token[Kind.B] + found.per_token[Kind.W]
+    assert both == pytest.approx(COSTS.per_token[Kind.B], rel=0.01)
+
+
+def test_the_section_has_classes_padding_and_gains(tmp_path: Path) -> None:
+    for number in (1, 2):
+        write_step(tmp_path / FILE.format(0), number, step(number))
+    assert read_steps(tmp_path) == {1: step(1), 2: step(2)}
+    works = [work(number, step(number)) for number in (1, 2)]
+    section = length_report(works, SHAPE, tmp_path, 2)
+    assert section is not None
+    assert 0 < section["padding"] < 0.05
+    assert sum(row["microbatches"] for row in section["size_classes"]) == 32
+    times = {(row["schedule"], row["plan"]): row["seconds"] for row in section["gains"]}
+    assert times["dynamic", "drawn"] < times["static", "drawn"]
+    assert min(s for (name, _), s in times.items() if name == "static") < times["static", "drawn"]
+    text = "\n".join(length_lines(section))
+    assert "dynamic" in text and "padding" in text
+
+
+def test_a_run_without_lengths_has_no_section(tmp_path: Path) -> None:
+    assert length_report([work(0, step(0))], SHAPE, tmp_path, 0) is None
+    (tmp_path / FILE.format(0)).write_text("{}\n")
+    with pytest.raises(DataError, match="line 1"):
+        read_steps(tmp_path)
