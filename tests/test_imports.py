@@ -49,8 +49,8 @@ MAY_IMPORT = {
     },
     "plugin": {"config", "errors", "mcore", "runtime", "schedule"},
     "commands": {
-        *("config", "errors", "hosts", "tokenizers", "schedule", "trace", "sim", "plan"),
-        *("transport", "mcore", "cli", "launch", "plugin"),
+        *("config", "errors", "hosts", "text_files", "tokenizers", "schedule", "trace", "sim"),
+        *("plan", "transport", "mcore", "cli", "launch", "plugin"),
     },
 }
 DOORS = {"__init__", "__main__", "doctor", "estimate", "run", "sim.__main__"}

@@ -7,6 +7,7 @@ import pytest
 from megatron.dpp.commands.sim import main
 from megatron.dpp.errors import DataError
 from megatron.dpp.sim import ScheduleConfig, Shape, even_costs, format_grid, load_costs, uniform
+from tests.cli.test_sequences import index
 
 
 def run(capsys, *arguments):
@@ -74,6 +75,25 @@ def test_lengths_count_under_the_cap(capsys, tmp_path):
     assert "2 chunks, 4 microbatches" in from_file
     assert from_file == run(capsys, "--pp", "2", "--lengths", "1000,8000,2000,1000")[1]
     assert "held" in run(capsys, "--lengths", "0.5", "--no-grid")[1]
+
+
+def test_ones_own_lengths_have_a_histogram_and_their_best_orders(capsys, tmp_path):
+    lengths = [100] * 20 + [3000] * 4
+    (tmp_path / "lengths").write_text("\n".join(map(str, lengths)))
+    shape = ["--pp", "2", "--no-grid", "--compare"]
+    out = run(capsys, *shape, "--lengths", str(tmp_path / "lengths"))[1]
+    assert "24 sequences, 14000 tokens; median 100, 90 % up to 3000, longest 3000" in out
+    found = ratios(out[out.index("2 ranks x") :])
+    assert found["dynamic, best order"] <= found["dynamic"]
+    assert found["interleaved, best order"] <= found["interleaved"]
+
+
+def test_lengths_come_from_token_files(capsys, tmp_path):
+    index(tmp_path / "x_text_document")
+    out = run(capsys, "--no-grid", "--lengths", str(tmp_path / "x_text_document.idx"))[1]
+    assert "4 sequences, 151 tokens" in out and "8 microbatches" in out
+    status, _, error = run(capsys, "--lengths", str(tmp_path / "nowhere.idx"))
+    assert status == 2 and "no such file" in error
 
 
 @pytest.mark.parametrize(

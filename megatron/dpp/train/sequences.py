@@ -207,8 +207,8 @@ class Microbatch:
     sample: dict[str, torch.Tensor] | None
 
     def packed(self, device: torch.device) -> dict[str, Any]:
-        """Where the sequences of the one row begin, as megatron-core's ``cu_seqlens``, and the
-        longest of them. Padding belongs to the last one."""
+        """Starts of the sequences in the one row, as megatron-core's ``cu_seqlens``, and the length
+        of the longest. Padding belongs to the last one."""
         starts = [0, *itertools.accumulate(self.lengths)]
         starts[-1] = self.shape[1]
         longest = max(end - start for start, end in itertools.pairwise(starts))
