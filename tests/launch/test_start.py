@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.launch.flags import ROOT, Flags
-from megatron.dpp.launch.start import prepare
+from megatron.dpp.launch.start import length_note, prepare
+from tests.cli.test_sequences import index
 
 BERT_VOCAB = {"--vocab-file": str(ROOT / "datasets_bert" / "vocab.txt")}
 
@@ -83,3 +84,11 @@ def test_chats_are_preprocessed_with_their_template(tmp_path: Path) -> None:
     template.write_text("{{ messages }}\n")
     other = prepare("gpt", str(chats), asked)
     assert len({each.flags["--data-path"] for each in (plain, own, other)}) == 3
+
+
+def test_a_note_compares_documents_with_the_longest(tmp_path: Path) -> None:
+    index(tmp_path / "x_chat_document")
+    flags = {"--sft": True, "--data-path": str(tmp_path / "x_chat_document"), "--seq-length": 100}
+    (line,) = length_note(flags)
+    assert "sequences of 100 tokens; these have 38 on average" in line and "38%" in line
+    assert length_note({"--data-path": "x", "--seq-length": 100}) == []

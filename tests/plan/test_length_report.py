@@ -80,6 +80,8 @@ def test_the_section_has_classes_padding_and_gains(tmp_path: Path) -> None:
     assert sum(row["microbatches"] for row in section["size_classes"]) == 32
     times = {(row["schedule"], row["plan"]): row["seconds"] for row in section["gains"]}
     assert times["dynamic", "drawn"] < times["static", "drawn"]
+    own = sum(COSTS.total(lengths) for lengths in step(2).microbatches)
+    assert own < times["dynamic", "drawn"] < 1.5 * own  # seconds of a rank's own work
     assert min(s for (name, _), s in times.items() if name == "static") < times["static", "drawn"]
     text = "\n".join(length_lines(section))
     assert "dynamic" in text and "padding" in text

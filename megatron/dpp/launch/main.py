@@ -34,6 +34,7 @@ from megatron.dpp.launch.settle import checked, settled, shape_from
 from megatron.dpp.launch.start import (
     describe_tokens,
     find_python,
+    length_note,
     prepare,
     require_tokenizer,
     run_preparation,
@@ -164,6 +165,8 @@ def plan(words: Sequence[str]) -> Plan:
         asked, resolved, found = _fitting(options, asked, flags, setting)
         heading, warnings = [f"mode {options.mode}{_planned(asked)}"], _warnings(found.shape)
     _check_files(resolved, setting, tokens_exist=data.preparation is None)
+    if data.preparation is None:
+        warnings = [*warnings, *length_note(resolved.flags)]
     return Plan(
         options=options,
         resolved=resolved,
@@ -228,7 +231,8 @@ def _start(found: Plan) -> None:
             run_preparation(preparation)
             if found.own_split:
                 resolved.flags.update(split_of(resolved.flags))
-            print(describe_tokens(resolved.flags), flush=True)
+            tokens = [describe_tokens(resolved.flags), *length_note(resolved.flags)]
+            print("\n".join(tokens), flush=True)
     script = f"pretrain_{resolved.arch}.py"
     print(f"\nflags of {script}:\n{show(resolved.argv)}\n", flush=True)
     if not found.setting.on_gpu:

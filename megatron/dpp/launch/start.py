@@ -144,6 +144,21 @@ def describe_tokens(flags: Flags) -> str:
     return text
 
 
+def length_note(flags: Flags) -> list[str]:
+    """A line on the lengths of documents, where the estimate is for the longest."""
+    path = flags.get("--data-path")
+    if not ({"--sft", "--variable-length"} & set(flags) and isinstance(path, str)):
+        return []
+    longest = int(flags["--seq-length"])
+    lengths = (read_lengths(path) - 1).clip(0, longest)
+    mean = float(lengths.mean())
+    return [
+        f"the estimate is for sequences of {longest} tokens; these have {mean:.0f} on average, so "
+        f"a step takes about {mean / longest:.0%} of its time or less "
+        f"(megatron-dpp sim --lengths {path}.idx --compare)"
+    ]
+
+
 _FILES = ("--vocab-file", "--merge-file")
 _LEVELS = {"gpt": "text_document", "bert": "text_sentence"}
 _PREPROCESSING = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -51,7 +52,7 @@ class PipelineModel:
     costs: LengthCosts = field(default_factory=LengthCosts)
 
     def seconds(self, microbatches: Lengths, policy: str | None = None) -> float:
-        """Time of a step with these microbatches in this order.
+        """Time of a step with these microbatches in this order, in the unit of ``costs``.
 
         Args:
             policy: in place of the model's; of a dynamic schedule.
@@ -61,13 +62,14 @@ class PipelineModel:
         )
         sizes = tuple(sum(lengths) for lengths in microbatches)
         shape = Shape(self.num_ranks, self.num_chunks, len(sizes), sizes, self.longest)
+        unit = statistics.fmean(self.costs.time(Kind.F, lengths) for lengths in microbatches)
         if self.policy is None:
             name = "1f1b" if self.num_chunks == 1 else "interleaved"
-            return run_static(name, shape, costs).makespan
+            return unit * run_static(name, shape, costs).makespan
         schedule = find_schedule(
             policy or self.policy, cap=self.cap, split_backward=self.split_backward
         )
-        return schedule.run(shape, costs).makespan
+        return unit * schedule.run(shape, costs).makespan
 
 
 @dataclass(frozen=True)
