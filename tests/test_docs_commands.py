@@ -213,8 +213,8 @@ def accepted(main: Callable[[list[str]], Any], given: list[str]) -> None:
 
 FOLDERS = "configs csrc datasets_bert datasets_gpt docs examples megatron profiling tests tools"
 PLACEHOLDER = re.compile(r"[A-Z]{4}")
-ABSENT = {"megatron/__init__.py"}
-"""The file that must not exist."""
+ABSENT = {"megatron/__init__.py", "examples/gpt3/train_gpt3_345m_distributed.sh"}
+"""The file that must not exist, and one of the earlier projects."""
 FILE = re.compile(rf"`((?:{FOLDERS.replace(' ', '|')})/[\w./*-]+)`")
 MODULE = re.compile(r"`(megatron\.dpp[\w.]*)`")
 FLAG = re.compile(r"`(--[a-z][\w-]*)")

@@ -147,7 +147,7 @@ def install(environment: Environment) -> list[str]:
 
 def _pip_install(environment: Environment, arguments: list[str]) -> None:
     command = [environment.python, "-m", "pip", "install", *arguments]
-    _run_logged(command, f"pip could not install {' '.join(arguments)}")
+    _run_shown(command, f"pip could not install {' '.join(arguments)}")
 
 
 def _write_constraints(environment: Environment) -> Path:
@@ -235,6 +235,13 @@ def _run_logged(command: list[str], complaint: str) -> None:
         raise SetupFailed(f"{complaint}; the end of {LOG}:\n{tail}")
 
 
+def _run_shown(command: list[str], complaint: str) -> None:
+    """Runs pip, which shows its progress on stderr and adds to the log by itself."""
+    result = subprocess.run([*command, "--log", str(LOG)], cwd=ROOT, stdout=sys.stderr)
+    if result.returncode != 0:
+        raise SetupFailed(f"{complaint}; pip says why above, and in {LOG}")
+
+
 def take_lock() -> IO[str]:
     """Waits until no other set-up of this clone runs. The lock goes away with its process.
 
@@ -311,6 +318,7 @@ def main() -> int:
     start = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--dev", action="store_true", help="install what the tests need too")
+    parser.add_argument("--quiet", action="store_true", help="say nothing if nothing was to do")
     parser.add_argument("--describe", nargs="+", metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.describe:
@@ -324,7 +332,8 @@ def main() -> int:
         return 2
     what = ", ".join(done) or "nothing to do"
     using = f"using {environment.python}, PyTorch {environment.torch}"
-    print(f"set-up: {what}; {using} ({time.monotonic() - start:.1f} s)", file=sys.stderr)
+    if done or not args.quiet:
+        print(f"set-up: {what}; {using} ({time.monotonic() - start:.1f} s)", file=sys.stderr)
     print(environment.python)
     return 0
 

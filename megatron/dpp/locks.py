@@ -40,6 +40,10 @@ class Lock:
         self.warning = warning
         self._file, self._own = file, own
 
+    def keep_over_exec(self) -> None:
+        """Let the program that replaces this process hold the lock until it ends."""
+        os.set_inheritable(self._file.fileno(), True)
+
     def close(self) -> None:
         """Release the lock; calling it twice is fine."""
         if self._file.closed:

@@ -41,7 +41,8 @@ def test_help_fits_a_screen(mode: str | None) -> None:
 
 def test_help_knows_every_option() -> None:
     names = {name for action in cli.build_parser()._actions for name in action.option_strings} - {
-        "--mode"
+        "--mode",
+        "--num-gpus",  # another name of --gpus
     }
     shown = "\n".join(cli.help_text(mode) for mode in cli.MODES)
     assert all(f"  {name}" in shown for name in names)

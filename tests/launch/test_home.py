@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron.dpp.launch.home import flags_of_home, make_home
+from megatron.dpp.locks import LOCK_NAME
+from megatron.dpp.train.job import _link_trace
 from tests.conftest import REPOSITORY
 
 ARGV = ["--num-layers", "4", "--hidden-size", "64", "--pipeline-model-parallel-size", "2"]
@@ -51,3 +56,75 @@ def test_the_log_holds_what_is_printed_and_streams_stay_apart(tmp_path: Path) ->
     assert ran.stdout.splitlines() == [str(number) for number in range(1, 20001)]
     assert ran.stderr == "wrong\n"
     assert sorted(log.read_text().split()) == sorted([*ran.stdout.split(), "wrong"])
+
+
+def test_checkpoints_go_into_the_directory_where_an_interval_asks_for_them(tmp_path: Path) -> None:
+    def saves(*words: str) -> list[str]:
+        flags = flags_of_home(tmp_path, [*ARGV, *words])
+        return flags[flags.index("--save") + 1 :][:1] if "--save" in flags else []
+
+    assert saves("--train-iters", "100", "--save-interval", "50") == [str(tmp_path / "checkpoints")]
+    assert not saves("--train-iters", "100", "--save-interval", "10000")
+    assert not saves("--train-iters", "100")
+    assert not saves("--train-iters", "100", "--save-interval", "50", "--save", "elsewhere")
+
+
+_START = """
+import os, sys
+from pathlib import Path
+from megatron.dpp.errors import DppError
+from megatron.dpp.launch.home import copy_output
+from megatron.dpp.locks import lock_directory
+home = Path(sys.argv[1])
+try:
+    lock = lock_directory(home, "RUN_DIR")
+except DppError as error:
+    sys.exit(f"error: {error}")
+lock.keep_over_exec()
+copy_output(home / "train.log", lock)
+os.execvp("sh", ["sh", "-c", "echo started; exec sleep 30"])
+"""
+
+
+def test_a_second_run_into_one_directory_is_refused_while_the_first_one_lasts(
+    tmp_path: Path,
+) -> None:
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", _START, str(tmp_path)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY,
+        )  # fmt: skip
+
+    first = start()
+    try:
+        assert first.stdout is not None and first.stdout.readline() == "started\n"
+        second = start()
+        said = second.communicate(timeout=60)[1]
+        who = f"process {first.pid} on host {socket.gethostname()}"
+        assert second.returncode == 1 and f"RUN_DIR {tmp_path}: {who} writes there" in said
+    finally:
+        first.kill()
+        first.communicate()
+    deadline = time.monotonic() + 20
+    while (tmp_path / LOCK_NAME).read_bytes():  # released by the process that copies the log
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_trace_in_the_directory_has_the_earlier_name_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = argparse.Namespace(trace=True)
+    name = "data-1-pipeline-2-tensor-2-dpp"
+    for home in ("one", "two"):
+        monkeypatch.setenv("RUN_DIR", str(tmp_path / home))
+        folder = tmp_path / home / "traces" / name
+        folder.mkdir(parents=True)
+        _link_trace(args, folder)
+        assert (tmp_path / "benchmark" / name).resolve() == folder
+    (tmp_path / "benchmark" / name).unlink()
+    (tmp_path / "benchmark" / name).mkdir()  # a trace that --trace-dir put there stays
+    _link_trace(args, folder)
+    assert not (tmp_path / "benchmark" / name).is_symlink()
+    assert [each.name for each in (tmp_path / "benchmark").iterdir()] == [name]

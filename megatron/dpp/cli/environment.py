@@ -121,7 +121,12 @@ _OTHERS = (
     ("GLOO_SOCKET_IFNAME", _FOUND, "network interface of gloo", "set between nodes, gloo"),
     ("NCCL_SOCKET_IFNAME", _FOUND, "network interface of NCCL", "set with NODE_IPS, NCCL"),
     ("NCCL_HOSTID", _FOUND, "tells groups of ranks on one GPU apart", "profiling/shared_gpus"),
-    ("NUM_GPUS", _UNSET, "GPUs that several ranks share", "profiling/shared_gpus"),
+    (
+        "NUM_GPUS",
+        _UNSET,
+        "GPUS_PER_NODE where that is unset; GPUs that several ranks share",
+        "launch scripts, profiling/shared_gpus",
+    ),
     ("PET_LOG_DIR", "temporary", "directory of torchrun's logs", "set by training, torchrun"),
     ("TORCHDYNAMO_DISABLE", _UNSET, "1 without a GPU or jit fusion", "set by training, PyTorch"),
     (

@@ -19,7 +19,7 @@ ABOUT = {
     "simple": "Data parallel: every device holds the whole model.",
     "3d": "Tensor x pipeline x data parallel, with a dynamic pipeline.",
     "megatron": "Flags of pretrain_gpt.py, or --config FILE, choose the layout.",
-    "zero": "Data parallel; replicas share out optimizer (1), gradients (2), parameters (3).",
+    "zero": "Replicas share optimizer (1), gradients (2), parameters (3) or nothing (0).",
     "auto": "Chooses layout and micro batch from the model and the devices, and says why.",
 }
 _OF_MODE = {
@@ -30,7 +30,6 @@ _OF_MODE = {
     "--recompute": ("simple", "3d", "zero"),
     "--zero-stage": ("zero",),
     "--engine": ("zero",),
-    "--memory": ("auto",),
     "--micro-batch-size": ("simple", "3d", "zero", "megatron"),
 }
 
@@ -50,21 +49,20 @@ _OPTIONS = (
     _Option("--arch", str, "family of models (default gpt)", choices=("gpt", "bert")),
     _Option("--model", str, "a file of configs/models: sample, small, medium, large", "NAME"),
     _Option("--config", str, "YAML file of Megatron's flags; wins over --model", "FILE"),
-    _Option("--gpus", int, "GPUs of each node (default: all)", "N"),
+    _Option("--gpus", int, "GPUs of each node (default: all); --num-gpus too", "N"),
     _Option("--procs", int, "processes of each node, on the CPU (default 2)", "N"),
     _Option("--tp", int, "tensor parallel size", "N"),
     _Option("--pp", int, "pipeline parallel size", "N"),
     _Option("--chunks", int, "model chunks (virtual stages) of a pipeline rank", "N"),
     _Option("--no-dpp", None, "megatron-core's static schedule, not the dynamic one"),
-    _Option("--zero-stage", int, "what is shared out (default 1)", choices=(1, 2, 3)),
+    _Option("--zero-stage", int, "what is shared out (default 1)", choices=(0, 1, 2, 3)),
     _Option("--engine", str, "who does it (default megatron)", choices=("megatron", "deepspeed")),
     _Option("--recompute", str, "activations", choices=("none", "selective", "full")),
-    _Option("--memory", float, "memory of one device, where it is not the device's own", "GiB"),
     _Option("--hidden-size", int, "width of the model", "N"),
     _Option("--num-layers", int, "depth of the model", "N"),
     _Option("--seq-length", int, "tokens of a sample", "N"),
-    _Option("--batch-size", int, "samples of an iteration, all devices together", "N"),
-    _Option("--micro-batch-size", int, "samples of one pass on one device", "N"),
+    _Option("--batch-size", int, "samples of an iteration over all devices", "N"),
+    _Option("--micro-batch-size", int, "samples of one device in one pass", "N"),
     _Option("--max-steps", int, "iterations (default 50)", "N"),
     _Option("--lr", float, "highest learning rate", "X"),
     _Option("--fp16", None, "16-bit floats with loss scaling (the default on V100, T4)"),
@@ -77,6 +75,8 @@ _OPTIONS = (
     _Option("--run-dir", str, "log, settings, metrics, traces (default runs/DATE-...)", "DIR"),
     _Option("--resume-from", str, "go on from the checkpoint in here", "DIR"),
     _Option("--tflops", float, "a device's rate in matrix products", "T"),
+    _Option("--memory", float, "memory of a device, where it is not its own", "GiB"),
+    _Option("--bandwidth", float, "rate of a device's memory", "GB/s"),
     _Option(
         "--gpu", str, "with --dry-run: plan for 8 (or --gpus) of these: H100, H200, ...", "NAME"
     ),
@@ -105,8 +105,9 @@ def build_parser() -> argparse.ArgumentParser:
         if option.kind is None:
             parser.add_argument(option.name, action="store_true", help=option.help)
         else:
+            names = [option.name, *(["--num-gpus"] if option.name == "--gpus" else [])]
             kind, choices = option.kind, option.choices
-            parser.add_argument(option.name, type=kind, choices=choices, help=option.help)
+            parser.add_argument(*names, type=kind, choices=choices, help=option.help)
     return parser
 
 
@@ -130,7 +131,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ConfigError("--gpu and --procs exclude each other: --procs is for the CPU")
     for option in _OPTIONS:
         value = getattr(options, option.name[2:].replace("-", "_"))
-        if option.kind is int and value is not None and value < 1:
+        if option.kind is int and not option.choices and value is not None and value < 1:
             raise ConfigError(f"{option.name} {value}: nearest possible: 1")
         if option.kind is str and value == "":
             raise ConfigError(f"{option.name} is empty: give a value, or leave the option out")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.errors import DataError
+from megatron.dpp.locks import Lock
 
 LOG_NAME = "train.log"
 _RUNS = Path("runs")
@@ -61,6 +62,8 @@ def flags_of_home(home: Path, argv: Sequence[str]) -> list[str]:
         flags += ["--tensorboard-dir", str(home / "tensorboard")]
     if args.trace and "trace_dir" not in args.given:
         flags += ["--trace-dir", str(home / "traces")]
+    if not args.save and 0 < (args.save_interval or 0) <= (args.train_iters or 0):
+        flags += ["--save", str(home / "checkpoints")]
     return flags
 
 
@@ -82,11 +85,14 @@ def _new_directory(path: Path) -> Path:
     raise FileExistsError(17, "File exists", str(path))
 
 
-def copy_output(log: Path) -> None:
+def copy_output(log: Path, lock: Lock | None = None) -> None:
     """Copy what this process and its children print from now on into ``log`` as well.
 
     A child process copies until all writers have closed. When the reader of the output has left, it
     ends, and the next line ends the run as without it.
+
+    Args:
+        lock: of the run's directory; the child releases it at its end.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -106,6 +112,8 @@ def copy_output(log: Path) -> None:
         _copy({read_end: stream for (read_end, _), stream in streams.items()}, log)
         status = 0
     finally:
+        if lock is not None:
+            lock.close()
         os._exit(status)
 
 

@@ -19,6 +19,7 @@ from megatron.dpp.errors import ConfigError, require
 from megatron.dpp.hosts import own_interface
 from megatron.dpp.launch.flags import ROOT
 from megatron.dpp.launch.home import LOG_NAME, copy_output, flags_of_home, make_home
+from megatron.dpp.locks import lock_directory
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -167,9 +168,12 @@ def launch(
     arch = Path(script).stem.removeprefix("pretrain_")
     parse_args(argv)  # ends here with --help
     check(arch, argv, python, job)
-    home = None
+    home = lock = None
     if os.environ.get("RUN_DIR") or job.num_nodes == 1:  # several nodes cannot agree on a date
         home = make_home(arch, argv, job.world_size, os.environ)
+        if job.node_rank == 0:
+            lock = lock_directory(home, "RUN_DIR")
+            lock.keep_over_exec()
         argv = [*argv, *flags_of_home(home, argv)]
     defaults = {
         "CUDA_DEVICE_MAX_CONNECTIONS": hardware_queues(argv),
@@ -183,7 +187,7 @@ def launch(
     if home is not None:
         env["RUN_DIR"] = str(home)
         node = f"-node{job.node_rank}" if job.num_nodes > 1 else ""
-        copy_output((home / LOG_NAME).with_stem(f"train{node}"))
+        copy_output((home / LOG_NAME).with_stem(f"train{node}"), lock)
         print(f"run: {home}", flush=True)
     sys.stdout.flush()
     os.execvpe(python, [*command, *argv], env)

@@ -47,6 +47,7 @@ from megatron.dpp.plan import (
     cpu_device,
     estimate,
     find_machine,
+    gpu_device,
     known_gpu,
     least_bytes,
     lines,
@@ -254,7 +255,8 @@ def find_setting(options: argparse.Namespace, nodes: Nodes) -> Setting:
     if options.procs is not None:
         device = cpu_device(options.procs)
         return _setting(options, nodes, per_node=options.procs, on_gpu=False, device=device)
-    if options.gpu is not None:
+    figures = (options.tflops, options.memory, options.bandwidth)
+    if options.gpu is not None or (options.dry_run and None not in figures):
         return _imagined(options, nodes)
     machine = find_machine(_DEFAULT_PROCS)
     asked = options.gpus
@@ -270,10 +272,10 @@ def find_setting(options: argparse.Namespace, nodes: Nodes) -> Setting:
 
 
 def _imagined(options: argparse.Namespace, nodes: Nodes) -> Setting:
-    """GPUs that this machine need not have, for a dry run."""
+    """GPUs that this machine need not have, for a dry run: of a known kind, or of given figures."""
     if not options.dry_run:
         raise ConfigError(f"--gpu {options.gpu}: only a plan can be made for it; add --dry-run")
-    device = known_gpu(options.gpu)
+    device = known_gpu(options.gpu) if options.gpu else gpu_device("GPU of given figures", 0)
     return _setting(options, nodes, per_node=options.gpus or 8, on_gpu=True, device=device)
 
 
@@ -282,6 +284,8 @@ def _setting(options: argparse.Namespace, nodes: Nodes, **found: object) -> Sett
     device = setting.device
     if options.tflops is not None:
         device = dataclasses.replace(device, flops=options.tflops * 1e12, source="given")
+    if options.bandwidth is not None:
+        device = dataclasses.replace(device, bytes_per_second=options.bandwidth * 1e9)
     if options.memory is not None:
         device = dataclasses.replace(device, memory_bytes=options.memory * 2**30)
     return dataclasses.replace(setting, device=device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -28,7 +29,7 @@ from megatron.dpp.launch.flags import (
 )
 from megatron.dpp.launch.layout import Layout, check_layout, nearest_multiple
 from megatron.dpp.plan import Device
-from megatron.dpp.text_files import read_text
+from megatron.dpp.text_files import read_mapping, read_text
 
 _DEFAULT_STEPS = 50
 _STAGES = ("optimizer", "gradients", "parameters")
@@ -84,11 +85,12 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Settin
         DataError: a file that is not there.
     """
     name = options.model or ("small" if setting.on_gpu else "sample")
-    flags = {**_common(setting.on_gpu), **model_flags(name)}
+    flags = {**_common(on_gpu=setting.on_gpu), **model_flags(name)}
     if options.arch == "bert":
         flags["--seq-length"] = min(512, whole(flags, "--seq-length"))
+    file = {}
     if options.config and options.mode != "megatron":
-        flags |= read_flags(Path(options.config))
+        file = read_flags(Path(options.config))
     given = {
         "--hidden-size": options.hidden_size,
         "--num-layers": options.num_layers,
@@ -99,7 +101,7 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Settin
         "--lr": options.lr,
     }
     spelled = {name: value for name, value in given.items() if value is not None}
-    flags |= spelled
+    flags |= file | spelled | _heads(file | spelled | from_argv(rest))
     if _asked_precision(options):
         flags = {name: value for name, value in flags.items() if name not in _HALF}
     flags |= _precision(options, flags, setting)
@@ -114,6 +116,28 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Settin
     else:
         _refuse_layout(options.mode, flags)
     return _derived(flags)
+
+
+_NARROW, _WIDE = 64, 128
+"""Widths of an attention head."""
+_WIDE_FROM = 2048
+"""Hidden size from which heads are wide, as in GPT-3."""
+
+
+def _heads(given: Flags) -> Flags:
+    """Attention heads of a hidden size that is given without them. Small models keep those of the
+    named model.
+
+    >>> _heads({"--hidden-size": 1024})
+    {'--num-attention-heads': 16}
+    """
+    if "--hidden-size" not in given or {"--num-attention-heads", "--kv-channels"} & set(given):
+        return {}
+    hidden = whole(given, "--hidden-size")
+    width = _WIDE if hidden >= _WIDE_FROM and hidden % _WIDE == 0 else _NARROW
+    return (
+        {} if hidden % width or hidden < 4 * width else {"--num-attention-heads": hidden // width}
+    )
 
 
 _OF_TRAIN = {
@@ -162,7 +186,7 @@ def _refuse_layout(mode: str, flags: Flags) -> None:
             raise ConfigError(f"{name}: --mode auto decides about that; nearest: --mode megatron")
 
 
-def _common(on_gpu: bool) -> Flags:
+def _common(*, on_gpu: bool) -> Flags:
     return {
         "--transformer-impl": "local",
         "--hidden-dropout": 0,
@@ -193,7 +217,24 @@ def _above_file(options: argparse.Namespace, spelled: Flags, setting: Setting) -
                 )
         spelled |= _precision(options, spelled, setting)
     device = {"--device": "cuda" if setting.on_gpu else "cpu", "--estimate": True}
-    return {"--yaml-cfg": options.config} | device | spelled
+    return {"--yaml-cfg": options.config} | device | _missing_in(options.config, spelled) | spelled
+
+
+def _missing_in(config: str, spelled: Flags) -> Flags:
+    """Flags that a run needs, for a file that describes a model only, as those of ``configs/``."""
+    args = parse_args(to_argv({"--yaml-cfg": config} | spelled))
+    flags: Flags = {}
+    if args.max_position_embeddings is None and args.seq_length is not None:
+        flags["--max-position-embeddings"] = args.seq_length
+    if not (args.train_iters or args.train_samples):
+        flags["--train-iters"] = _DEFAULT_STEPS
+    if args.eval_interval is None and args.eval_iters != 0:
+        flags["--eval-interval"] = _common(on_gpu=False)["--eval-interval"]
+    loaded = read_mapping(Path(config))
+    groups = [loaded, *(each for each in loaded.values() if isinstance(each, dict))]
+    if not {"transformer_impl", "spec"} & {str(key).replace("-", "_") for g in groups for key in g}:
+        flags["--transformer-impl"] = _common(on_gpu=False)["--transformer-impl"]
+    return flags
 
 
 _HALF = ("--fp16", "--bf16")
@@ -292,6 +333,13 @@ def shard_of(options: argparse.Namespace) -> str:
         ConfigError: a combination that cannot be.
     """
     if options.mode != "zero":
+        return "none"
+    if options.zero_stage == 0:
+        if options.engine == "deepspeed":
+            raise ConfigError(
+                "--zero-stage 0 shares nothing out, and DeepSpeed's engine does: nearest: "
+                "--zero-stage 1, or --engine megatron"
+            )
         return "none"
     if options.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
@@ -404,11 +452,19 @@ def _recompute(kind: str | None) -> Flags:
     return {"--recompute-activations": True} if kind == "selective" else {}
 
 
+_STEP = re.compile(r"(?:iter_|checkpoint-)(\d+)")
+"""Directory of one iteration's checkpoint."""
+
+
 def _resume(folder: str) -> Flags:
-    """Flags of a resumed run; the folder must hold a checkpoint."""
+    """Flags of a resumed run. The folder holds checkpoints, or is that of one iteration:
+    ``iter_0001000``, or ``checkpoint-1000`` in its place."""
     from megatron.dpp.cli.checkpoint_files import TRACKER
 
-    path = Path(folder)
+    path, step = Path(folder), _STEP.fullmatch(Path(folder).name)
+    own = path.parent / f"iter_{int(step[1]):07d}" if step else path
+    if step and not (path / TRACKER).is_file() and own.is_dir():
+        return _resume(str(path.parent)) | {"--ckpt-step": int(step[1])}
     if not (path / TRACKER).is_file():
         below, beside = sorted(path.glob(f"*/{TRACKER}")), sorted(path.parent.glob(f"*/{TRACKER}"))
         near = [each for each in (path.parent / TRACKER,) if each.is_file()] + below + beside

@@ -56,7 +56,8 @@ RECIPES: dict[str, Settings] = {
 SAMPLES: dict[tuple[str, bool], Settings] = {
     ("gpt", False): {
         "HIDDEN_SIZE": "128", "NUM_ATTENTION_HEADS": "4", "SEQ_LENGTH": "128",
-        "TRAIN_ITERS": "50", "LR": "2.0e-3", "MIN_LR": "2.0e-4", "INIT_METHOD_STD": "0.02",
+        "TRAIN_ITERS": "50", "LR": "2.0e-3", "MIN_LR": "2.0e-4", "INIT_METHOD_STD": "0.04",
+        "LR_WARMUP_FRACTION": "0.1",
     },
     ("gpt", True): {
         "HIDDEN_SIZE": "2048", "NUM_ATTENTION_HEADS": "16", "SEQ_LENGTH": "1024",
@@ -234,6 +235,8 @@ def settings_of(model: str, role: str, env: Mapping[str, str], *, sample: bool) 
         roles["MASTER_ADDR"] = (own or ["localhost"])[0]
     gpus = environment.count_gpus(env)
     given = {**roles, **given}
+    if "NUM_GPUS" in given:  # the earlier scripts' name
+        given.setdefault("GPUS_PER_NODE", given["NUM_GPUS"])
     if sample:
         given = sample_settings(model, given, gpus)
     defaults = {**environment.DEFAULTS, "GPUS_PER_NODE": str(gpus), **RECIPES[model]}

@@ -86,7 +86,7 @@ def find_machine(processes: int = 1, env: dict[str, str] | None = None) -> Machi
 
 
 def _known_name(name: str) -> str | None:
-    return next((each for each in KNOWN_GPUS if re.search(rf"{each}(?!\d)", name)), None)
+    return next((each for each in KNOWN_GPUS if re.search(rf"{each}(?![\dG])", name)), None)
 
 
 def gpu_device(name: str, memory_bytes: float) -> Device:
@@ -116,9 +116,14 @@ def known_gpu(name: str) -> Device:
     Raises:
         ConfigError: it is not in the table.
     """
-    known = name.upper()
-    if known not in KNOWN_GPUS:
-        raise ConfigError(f"--gpu {name}: known are {', '.join(KNOWN_GPUS)}")
+    plain = re.sub(r"[ _-]", "", name.upper())
+    names = {each.replace(" ", ""): each for each in KNOWN_GPUS}
+    known = names.get(plain) or names.get(f"RTX{plain}") or names.get(plain.removeprefix("RTX"))
+    if known is None:
+        raise ConfigError(
+            f"--gpu {name}: known are {', '.join(KNOWN_GPUS)}; for another one give --tflops, "
+            "--memory and --bandwidth in the place of --gpu"
+        )
     return gpu_device(known, constants.GPUS[known].memory_gib * 2**30)
 
 

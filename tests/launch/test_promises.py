@@ -1,0 +1,119 @@
+"""Spellings of the earlier projects that ``train`` and the launch scripts accept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.dpp.cli.checkpoint_files import TRACKER
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.launch.cli import MODES
+from megatron.dpp.launch.main import plan
+from megatron.dpp.launch.resolve import _heads, _resume
+from megatron.dpp.launch.scripts import settings_of
+from megatron.dpp.plan import known_gpu
+from tests.conftest import REPOSITORY
+
+CONFIGS = sorted((REPOSITORY / "configs" / "models").glob("*.yaml"))
+DRY = ["--dry-run", "--gpu", "H100", "--gpus", "8"]
+
+
+def flags(*words: str) -> dict[str, object]:
+    return plan([*words, *DRY]).resolved.flags
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads"), [(256, 4), (1024, 16), (1600, 25), (2048, 16), (4096, 32), (5120, 40)]
+)
+def test_heads_follow_from_the_hidden_size(hidden: int, heads: int) -> None:
+    assert _heads({"--hidden-size": hidden}) == {"--num-attention-heads": heads}
+    assert not _heads({"--hidden-size": hidden, "--num-attention-heads": 2})
+
+
+def test_the_command_line_gets_them_and_small_models_keep_theirs() -> None:
+    words = ["--mode", "3d", "--num-layers", "24", "--hidden-size"]
+    assert flags(*words, "1024")["--num-attention-heads"] == 16
+    assert flags(*words, "1024", "--num-attention-heads", "8")["--num-attention-heads"] == "8"
+    assert flags(*words, "64", "--model", "sample")["--num-attention-heads"] == 4
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_goes_with_megatrons_mode(config: Path) -> None:
+    found = plan(["--mode", "megatron", "--config", str(config), *DRY])
+    assert found.resolved.flags["--yaml-cfg"] == str(config)
+    assert found.estimate.peak_bytes > 0
+
+
+def test_a_complete_file_of_megatrons_stays_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    named = "max-position-embeddings: 1024\ntrain-iters: 7\neval-iters: 0\nspec: local\n"
+    file.write_text((REPOSITORY / "configs" / "models" / "small.yaml").read_text() + named)
+    found = plan(["--mode", "megatron", "--config", str(file), *DRY]).resolved.flags
+    own = {"--max-position-embeddings", "--train-iters", "--eval-interval", "--transformer-impl"}
+    assert not own & set(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_goes_with_every_mode(mode: str, config: Path) -> None:
+    assert plan(["--mode", mode, "--config", str(config), *DRY]).estimate.peak_bytes > 0
+
+
+def test_stage_0_of_zero_shares_nothing() -> None:
+    found = plan(["--mode", "zero", "--zero-stage", "0", *DRY]).resolved
+    assert found.shard == "none" and "--use-distributed-optimizer" not in found.flags
+    with pytest.raises(ConfigError, match="--zero-stage 0 shares nothing out"):
+        flags("--mode", "zero", "--zero-stage", "0", "--engine", "deepspeed")
+
+
+@pytest.mark.parametrize("name", ["iter_0001000", "checkpoint-1000", "."])
+def test_a_run_resumes_from_one_iterations_directory(tmp_path: Path, name: str) -> None:
+    (tmp_path / "iter_0001000").mkdir()
+    (tmp_path / TRACKER).write_text("2000")
+    found = _resume(f"{tmp_path}/{name}")
+    assert Path(str(found["--load"])) == tmp_path
+    assert found.get("--ckpt-step") == (None if name == "." else 1000)
+    with pytest.raises(DataError, match="no checkpoint is there"):
+        _resume(str(tmp_path / "checkpoint-7"))
+
+
+@pytest.mark.parametrize("name", ["RTX 4090", "rtx-3090", "4090", "A6000", "L40S", "a10", "MI300X"])
+def test_a_gpu_of_the_table(name: str) -> None:
+    assert known_gpu(name).memory_bytes > 20 * 2**30
+
+
+def test_a_gpu_of_given_figures() -> None:
+    figures = "--tflops 300 --memory 80 --bandwidth 2000"
+    setting = plan(f"--dry-run --gpus 4 --mode 3d --pp 4 {figures}".split()).setting
+    assert (setting.on_gpu, setting.world_size) == (True, 4)
+    device = setting.device
+    assert (device.flops, device.memory_bytes) == (3e14, 80 * 2**30)
+    assert device.bytes_per_second == 2e12
+    with pytest.raises(ConfigError, match="--tflops, --memory and --bandwidth"):
+        known_gpu("GTX 1")
+
+
+def test_num_gpus_counts_processes() -> None:
+    assert plan(["--num-gpus", "4", "--gpu", "H100", "--dry-run"]).setting.world_size == 4
+    settings = settings_of("gpt", "node", {"NUM_GPUS": "4"}, sample=True)
+    assert settings["GPUS_PER_NODE"] == "4"
+    both = settings_of("gpt", "node", {"NUM_GPUS": "4", "GPUS_PER_NODE": "2"}, sample=True)
+    assert both["GPUS_PER_NODE"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("folder", "script"),
+    [("datasets_gpt", "../tools/preprocess_data.py"), ("profiling", "aggregate.py")],
+)
+def test_a_script_runs_from_another_directory(folder: str, script: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(
+        [sys.executable, script, "--help"], cwd=REPOSITORY / folder, env=environment,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ran.returncode == 0 and Path(script).name in ran.stdout, ran.stderr
