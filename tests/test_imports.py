@@ -28,9 +28,10 @@ MAY_IMPORT = {
     "text_files": {"errors"},
     "tokenizers": {"errors", "text_files"},
     "inject": {"errors"},
+    "pictures": {"errors"},
     "schedule": {"config", "direction", "errors"},
-    "trace": {"config", "direction", "errors", "locks", "schedule"},
-    "sim": {"config", "direction", "errors", "schedule", "trace"},
+    "trace": {"config", "direction", "errors", "locks", "pictures", "schedule"},
+    "sim": {"config", "direction", "errors", "pictures", "schedule", "trace"},
     "plan": {"config", "errors", "schedule", "sim", "trace"},
     "transport": {"config", "direction", "errors", "hosts"},
     "mcore": {"config", "direction", "errors", "trace", "transport"},
@@ -49,8 +50,8 @@ MAY_IMPORT = {
     },
     "plugin": {"config", "errors", "mcore", "runtime", "schedule"},
     "commands": {
-        *("config", "errors", "hosts", "tokenizers", "schedule", "trace", "sim", "plan"),
-        *("transport", "mcore", "cli", "launch", "plugin"),
+        *("config", "errors", "hosts", "pictures", "tokenizers", "schedule", "trace", "sim"),
+        *("plan", "transport", "mcore", "cli", "launch", "plugin"),
     },
 }
 DOORS = {"__init__", "__main__", "doctor", "estimate", "run", "sim.__main__"}
@@ -65,6 +66,7 @@ WITHOUT_TORCH = {
         "text_files",
         "tokenizers",
         "inject",
+        "pictures",
         "schedule",
     ),
     *("sim", "plan", "cli"),
