@@ -177,6 +177,8 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 def serve(options: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C or SIGTERM; returns 0."""
+    require(options.interval > 0, f"--interval {options.interval:g}: must be above 0")
+    require(not options.once, "--once prints into the terminal: leave it out with --web")
     directory = find_directory(options.benchmark_dir, ROOT)
     server = open_server(LivePage(options, options.interval), options.host, options.port)
     with server, _ended_by_sigterm():

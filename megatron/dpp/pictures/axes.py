@@ -18,9 +18,9 @@ _LINE_HEIGHT = 15.0
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over iterations, labelled at its end."""
+    """Values over iterations; its name, if it has one, and its last value stand at its end."""
 
-    label: str
+    name: str
     colour: str
     x: Sequence[float]
     y: Sequence[float]
@@ -79,13 +79,15 @@ def draw_curves(
     curves: Sequence[Curve],
     form: Format = number,
     *,
+    tick: Format = number,
     zero: bool = False,
     log: bool = False,
 ) -> None:
     """Lines over iterations: values thin and pale, their running mean strong.
 
     Args:
-        form: of the axis' numbers.
+        form: of the last values.
+        tick: of the axis' numbers.
         zero: let the axis begin at 0.
         log: logarithmic axis; values at or below 0 are left out.
     """
@@ -101,8 +103,9 @@ def draw_curves(
     first, last = min(c.x[0] for c in curves), max(c.x[-1] for c in curves)
     last = max(last, first + 1)
     ticks = _ticks(low, high, log=log)
-    left = max((text_width(form(t)) for t in ticks), default=20) + 8
-    right = picture.width - max(text_width(c.label, bold=True) for c in curves) - 8
+    labels = [f"{c.name} {form(c.y[-1])}".strip() for c in curves]
+    left = max((text_width(tick(t)) for t in ticks), default=20) + 8
+    right = picture.width - max(text_width(label, bold=True) for label in labels) - 8
     scale: Callable[[float], float] = math.log10 if log else float
     height = picture.width * 0.42
 
@@ -110,13 +113,13 @@ def draw_curves(
         up = (scale(y) - scale(low)) / (scale(high) - scale(low))
         return left + (right - left) * (x - first) / (last - first), height * (1 - up) + 6
 
-    for tick in ticks:
-        y = place(first, tick)[1]
+    for value in ticks:
+        y = place(first, value)[1]
         picture.add(Line(((left, y), (right, y)), "line"))
-        picture.add(Text(left - 6, y, form(tick), "dim", anchor="end"))
+        picture.add(Text(left - 6, y, tick(value), "dim", anchor="end"))
     _draw_iterations(picture, first, last, place, place(first, low)[1])
     ends = []
-    for curve in reversed(curves):
+    for curve, label in reversed(list(zip(curves, labels, strict=True))):
         strong = smoothed([scale(y) for y in curve.y])
         strong = [10**y for y in strong] if log else strong
         raw, mean = (
@@ -126,13 +129,13 @@ def draw_curves(
         if raw != mean:
             picture.add(Line(raw, curve.colour, 1, 0.35))
         picture.add(Line(mean, curve.colour, 2.2))
-        ends.append((mean[-1][1], curve))
+        ends.append((mean[-1][1], label, curve.colour))
     _draw_labels(picture, ends, right + 6)
 
 
 def _positive(curve: Curve) -> Curve:
     kept = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y > 0]
-    return Curve(curve.label, curve.colour, [x for x, _ in kept], [y for _, y in kept])
+    return Curve(curve.name, curve.colour, [x for x, _ in kept], [y for _, y in kept])
 
 
 def _draw_iterations(
@@ -152,13 +155,12 @@ def _draw_iterations(
     picture.add(Text(x, bottom + 31, "iteration", "dim", anchor="middle"))
 
 
-def _draw_labels(picture: Picture, ends: list[tuple[float, Curve]], x: float) -> None:
-    """The curves' names at their ends, moved apart where they would overlap."""
+def _draw_labels(picture: Picture, ends: list[tuple[float, str, str]], x: float) -> None:
+    """Labels (height, text, colour), moved apart where they would overlap."""
     lowest = -math.inf
-    for y, curve in sorted(ends, key=lambda end: end[0]):
-        y = max(y, lowest + _LINE_HEIGHT)
-        picture.add(Text(x, y, curve.label, curve.colour, bold=True))
-        lowest = y
+    for y, text, colour in sorted(ends):
+        lowest = max(y, lowest + _LINE_HEIGHT)
+        picture.add(Text(x, lowest, text, colour, bold=True))
 
 
 def draw_legend(picture: Picture, names: Sequence[str], top: float = 8) -> float:

@@ -61,11 +61,6 @@ def _metric_curves(report: Report, metric: str | None) -> list[Curve]:
     return curves
 
 
-def _label(curve: Curve, value: float) -> Curve:
-    text = f"{curve.label} {number(value)}".strip()
-    return Curve(text, curve.colour, curve.x, curve.y)
-
-
 def plot_loss(report: Report, width: float) -> Picture | None:
     """Training loss, and the difference of two runs."""
     curves = _metric_curves(report, None)
@@ -83,7 +78,7 @@ def plot_loss(report: Report, width: float) -> Picture | None:
         if apart == 0 and len(one) == len(two):
             curves = [Curve("both", "this", curves[0].x, curves[0].y)]
     picture = Picture(title, width, "thin: each iteration; thick: mean of neighbours")
-    draw_curves(picture, [_label(c, c.y[-1]) for c in curves])
+    draw_curves(picture, curves)
     return picture
 
 
@@ -99,7 +94,7 @@ def plot_grad_norm(report: Report, width: float) -> Picture | None:
     log = highest > 10 * middle and middle > 0
     note = "thin: each iteration; thick: mean of neighbours" + ("; logarithmic axis" if log else "")
     picture = Picture(title, width, note)
-    draw_curves(picture, [_label(c, c.y[-1]) for c in curves], log=log)
+    draw_curves(picture, curves, log=log)
     return picture
 
 
@@ -112,13 +107,10 @@ def plot_speed(report: Report, width: float) -> Picture | None:
     title = f"{number(middle[0])} tokens/s in the median"
     if len(curves) > 1:
         title = (
-            f"{curves[0].label.capitalize()}: {title}, {_more(middle[0] / middle[1] - 1)} "
-            f"than {curves[1].label}"
+            f"{curves[0].name.capitalize()}: {title}, {_more(middle[0] / middle[1] - 1)} "
+            f"than {curves[1].name}"
         )
-    picture = Picture(
-        title, width, "thin: each iteration; thick: mean of neighbours; label: median"
-    )
-    curves = [_label(c, m) for c, m in zip(curves, middle, strict=True)]
+    picture = Picture(title, width, "thin: each iteration; thick: mean of neighbours")
     draw_curves(picture, curves, zero=True)
     return picture
 
@@ -132,21 +124,20 @@ def plot_iterations(report: Report, width: float) -> Picture:
     curves = []
     for name, colour, run in runs_of(report):
         rows = run["iterations"]
-        label = (
-            f"{name if report.get('baseline') else ''} {duration(run['totals']['iteration_ms'])}"
-        )
         x, y = [row["iteration"] for row in rows], [row["total_ms"] for row in rows]
-        curves.append(Curve(label.strip(), colour, x, y))
+        curves.append(Curve(name if report.get("baseline") else "", colour, x, y))
     times = curves[0].y
     title = (
         f"An iteration takes {duration(report['totals']['iteration_ms'])} in the median, "
         f"{duration(min(times))} to {duration(max(times))}"
     )
-    picture = Picture(
-        title, width, "thin: each traced iteration; thick: mean of neighbours; label: median"
-    )
+    picture = Picture(title, width, "thin: each traced iteration; thick: mean of neighbours")
     long = max(max(c.y) for c in curves) >= 1000
-    draw_curves(picture, curves, lambda t: f"{t / 1e3:g} s" if long else f"{t:g} ms", zero=True)
+
+    def tick(ms: float) -> str:
+        return f"{ms / 1e3:g} s" if long else f"{ms:g} ms"
+
+    draw_curves(picture, curves, duration, tick=tick, zero=True)
     return picture
 
 
@@ -202,7 +193,7 @@ def _draw_slice(
         picture.add(task._replace(colour="card", alpha=1.0, hint=""))
     picture.add(task)
     if wide > text_width(number_text, 10) + 3:
-        on = "on" if int(chunk) < 2 else "ink"
+        on = "ink" if int(chunk) else "on"
         picture.add(Text(x + wide / 2, y + 14, number_text, on, 10, "middle"))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from megatron.dpp.pictures.axes import draw_legend, nice_step
 from megatron.dpp.pictures.picture import Line, Picture, Rect, Text, text_width
-from megatron.dpp.pictures.style import chunk_alpha
+from megatron.dpp.pictures.style import chunk_alpha, percent
 from megatron.dpp.sim.result import Result
 
 _WIDTH, _ROW = 1200.0, 32.0
@@ -34,7 +34,7 @@ def draw(results: Mapping[str, Result], unit: str = "") -> Picture:
             _WIDTH,
         )
         _draw_panel(panel, result, longest)
-        picture.stack(panel, gap=12)
+        picture.stack(panel, gap=16)
     return picture
 
 
@@ -46,7 +46,8 @@ def _title(results: Mapping[str, Result], unit: str) -> str:
             f"One step takes {best:.4g}{unit}, {results[ordered[0]].ratio:.3f} x the least possible"
         )
     worst = results[ordered[-1]].makespan
-    return f"{ordered[0]} takes {1 - best / worst:.1%} less time per step than {ordered[-1]}"
+    name = ordered[0][0].upper() + ordered[0][1:]
+    return f"{name} takes {percent(1 - best / worst)} less time per step than {ordered[-1]}"
 
 
 def _kinds(results: Mapping[str, Result]) -> list[str]:
@@ -88,5 +89,5 @@ def _draw_panel(panel: Picture, result: Result, longest: float) -> None:
             panel.add(task._replace(alpha=chunk_alpha(chunk)))
             text = str(slot.action.microbatch)
             if wide > text_width(text, 11) + 3:
-                on = "on" if chunk < 2 else "ink"
+                on = "ink" if chunk else "on"
                 panel.add(Text(x + wide / 2, y + _ROW / 2, text, on, 11, "middle"))
