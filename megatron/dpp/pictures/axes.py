@@ -130,7 +130,7 @@ def draw_curves(
             picture.add(Line(raw, curve.colour, 1, 0.35))
         picture.add(Line(mean, curve.colour, 2.2))
         ends.append((mean[-1][1], label, curve.colour))
-    _draw_labels(picture, ends, right + 6)
+    _draw_labels(picture, ends, right + 6, place(first, low)[1])
 
 
 def _positive(curve: Curve) -> Curve:
@@ -155,12 +155,16 @@ def _draw_iterations(
     picture.add(Text(x, bottom + 31, "iteration", "dim", anchor="middle"))
 
 
-def _draw_labels(picture: Picture, ends: list[tuple[float, str, str]], x: float) -> None:
-    """Labels (height, text, colour), moved apart where they would overlap."""
-    lowest = -math.inf
-    for y, text, colour in sorted(ends):
-        lowest = max(y, lowest + _LINE_HEIGHT)
-        picture.add(Text(x, lowest, text, colour, bold=True))
+def _draw_labels(
+    picture: Picture, ends: list[tuple[float, str, str]], x: float, bottom: float
+) -> None:
+    """Labels (height, text, colour), moved apart where they would overlap, all above ``bottom``."""
+    places = [-math.inf]
+    for y, _, _ in sorted(ends):
+        places.append(max(y, places[-1] + _LINE_HEIGHT))
+    up = max(0.0, places[-1] - bottom)
+    for y, (_, text, colour) in zip(places[1:], sorted(ends), strict=True):
+        picture.add(Text(x, y - up, text, colour, bold=True))
 
 
 def draw_legend(picture: Picture, names: Sequence[str], top: float = 8) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable
@@ -58,6 +59,8 @@ def _metric_curves(report: Report, metric: str | None) -> list[Curve]:
         x, y = series(run, metric or loss_name(run))
         if x:
             curves.append(Curve(name if report.get("baseline") else "", colour, x, y))
+    if len(curves) == 2 and (curves[0].x, curves[0].y) == (curves[1].x, curves[1].y):
+        return [dataclasses.replace(curves[0], name="both")]
     return curves
 
 
@@ -73,10 +76,11 @@ def plot_loss(report: Report, width: float) -> Picture | None:
         one, two = (dict(zip(c.x, c.y, strict=True)) for c in curves)
         common = one.keys() & two.keys()
         apart = max((abs(one[i] - two[i]) for i in common), default=math.nan)
-        title += "; both runs have the same, bit by bit" if apart == 0 else ""
+        same = "; the same in both runs, bit by bit, as far as both go"
+        title += same if apart == 0 else ""
         title += f"; the runs differ by at most {number(apart)}" if apart > 0 else ""
-        if apart == 0 and len(one) == len(two):
-            curves = [Curve("both", "this", curves[0].x, curves[0].y)]
+    elif curves[0].name == "both":
+        title += "; the same in both runs, bit by bit"
     picture = Picture(title, width, "thin: each iteration; thick: mean of neighbours")
     draw_curves(picture, curves)
     return picture

@@ -343,5 +343,8 @@ def _flags(report: Report) -> str:
     flags = report.get("flags")
     if not flags:
         return ""
-    columns: list[Column] = [("flag", lambda f: f[0], "text"), ("value", lambda f: f[1], "text")]
+    columns: list[Column] = [
+        ("flag", lambda f: f[0], "text"),
+        ("value", lambda f: f[1], "text path"),
+    ]
     return _details(f"{len(flags)} flags of the run", _table(columns, list(flags.items())))
