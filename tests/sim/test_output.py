@@ -176,7 +176,7 @@ def test_pictures(capsys, tmp_path):
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_simulation(
     capsys, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr("megatron.dpp.commands.sim.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("megatron.dpp.commands.sim._runner", lambda *_: pytest.fail("simulated"))
     status, out, err = run(capsys, "--png", str(tmp_path / "step.png"))
     assert status == 2 and not out and "--png needs matplotlib" in err

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from megatron.dpp.pictures.style import COLOURS, duration
 from megatron.dpp.trace.scalars import IterationScalars
 from tests.trace.injected import inject
 from tests.trace.synthetic import Channel, Run, write
@@ -49,6 +53,136 @@ def test_the_numbers_are_json_and_a_broken_limit_is_status_2(made):
     assert numbers["what_if"][0]["name"].startswith("without slow-rank")
     assert numbers["baseline"]["run"]["schedule"] == "pp"
     assert numbers["fidelity"] == pytest.approx(1.0, abs=0.03)
+
+
+def elements(text):
+    """All elements of a page by name; fails where one is not closed in its place."""
+
+    class Reader(HTMLParser):
+        def __init__(self):
+            super().__init__()
+            self.open, self.found = [], []
+
+        def handle_starttag(self, tag, attributes):
+            above = [name for name, _ in self.open]
+            self.found.append((tag, dict(attributes), above))
+            if tag not in ("meta", "input", "br"):
+                self.open.append((tag, self.getpos()))
+
+        def handle_startendtag(self, tag, attributes):
+            self.found.append((tag, dict(attributes), [name for name, _ in self.open]))
+
+        def handle_endtag(self, tag):
+            name, at = self.open.pop()
+            assert name == tag, f"<{name}> of line {at} ended by </{tag}> of {self.getpos()}"
+
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert not reader.open
+    return reader.found
+
+
+def test_the_page_is_well_formed_and_compares_first(made):
+    text = (made[1] / "report.html").read_text()
+    found = elements(text)
+    headings = re.findall(r"<h2>(.*?)</h2>", text)
+    assert headings[0] == "Two runs compared"
+    assert text.index("<h1>") < text.index("Two runs compared") < text.index("In words")
+    assert {"F: forward", "B: backward", "W: weight gradient"} <= set(re.findall(">([^<]+)<", text))
+    tables = [(attributes, above) for tag, attributes, above in found if tag == "table"]
+    assert len(tables) == 7 and all(above[-1] == "div" for _, above in tables)
+    assert text.count('<div class="scroll"><table') == len(tables)
+    drawn = [attributes for tag, attributes, above in found if tag == "svg"]
+    assert len(drawn) == 6 and all(one["aria-label"] for one in drawn)
+
+
+def test_a_narrow_screen_shows_every_column_of_a_long_table_as_a_labelled_row(made):
+    text = (made[1] / "report.html").read_text()
+    for table in re.findall(r"<table.*?</table>", text):
+        titles = re.findall(r"<th(?: [^>]*)?>(.*?)</th>", table)
+        for row in re.findall(r"<tr>(<td.*?)</tr>", table):
+            assert re.findall(r'data-label="(.*?)"', row) == titles
+        assert ('class="many"' in table) == (len(titles) > 5)
+
+
+def test_the_page_says_model_date_hosts_flags_loss_and_speed(tmp_path):
+    home = tmp_path / "home"
+    directory = write(Run(ranks=2), home / "traces")
+    lines = [
+        {"iteration": i, "lm loss": 9.0 / i, "grad norm": 1.5, "tokens/s": 4200.0} for i in (1, 2)
+    ]
+    lines += [
+        {"iteration": 2, "parameters_sha256": {}},
+        {"iteration": 2, "set": "valid", "lm loss": 1},
+    ]
+    (home / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"it')
+    (home / "settings.yaml").write_text(
+        "num_layers: 8\nhidden_size: 128\nuse_dpp: true\n\n# Derived:\n# padded_vocab_size: 1536\n"
+    )
+    done = report("--benchmark_dir", str(home), "--json")
+    assert done.returncode == 0, done.stderr
+    text = (directory / "report.html").read_text()
+    facts = dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", text))
+    assert facts["model"] == "8 layers of 128, vocabulary 1536"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", facts["started"])
+    assert "2 ranks" in facts["hosts"]
+    assert "Loss falls from 9 to 4.5 in 2 iterations" in text
+    assert "<b>4,200</b>" in text and ">--hidden-size<" in text
+    assert json.loads(done.stdout)["flags"]["--num-layers"] == 8
+
+
+def test_the_page_and_svg_files_need_no_matplotlib(made, tmp_path):
+    _, directory, _ = made
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['matplotlib'] = None\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    for command in (
+        ["report", "--output", str(tmp_path / "report.html")],
+        ["plots", "--format", "svg", "--output", str(tmp_path / "svg")],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron.dpp", *command, "--benchmark_dir", str(directory)],
+            capture_output=True, text=True, timeout=120, env=environment,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    pictures = list((tmp_path / "svg").iterdir())
+    assert len(pictures) == 9
+    for picture in pictures:
+        root = ElementTree.parse(picture).getroot()
+        assert root.find("{*}title").text
+        assert "prefers-color-scheme:dark" in root.find("{*}style").text
+
+
+def test_every_colour_comes_from_one_table(made):
+    text = (made[1] / "report.html").read_text()
+    known = {colour for pair in COLOURS.values() for colour in pair}
+    body = text[text.index("<main>") : text.index("</main>")]
+    assert set(re.findall("#[0-9a-f]{6}", text)) <= known
+    for kind in "FBW":
+        assert f"--{kind}:{COLOURS[kind][0]};" in text
+        assert f'class="f-{kind}" fill="{COLOURS[kind][0]}"' in body
+    others = [
+        path
+        for path in (ROOT / "megatron/dpp").rglob("*")
+        if path.suffix in (".py", ".html") and path.name not in ("style.py", "page.html")
+        if re.search(r"[\"']#[0-9a-fA-F]{6}[\"']", path.read_text(encoding="utf-8"))
+    ]
+    assert others == []
+
+
+def test_times_are_short():
+    shown = [duration(ms) for ms in (13_049.9, 999.96, 930.7, 4.2151, 0.0312, 0, 125_000, -0.5)]
+    expected = [
+        "13.05 s",
+        "1.00 s",
+        "930.7 ms",
+        "4.215 ms",
+        "31.2 us",
+        "0.000 ms",
+        "125 s",
+        "-0.500 ms",
+    ]
+    assert shown == expected
 
 
 def test_plots_without_matplotlib_are_refused_in_a_line(made, tmp_path):
@@ -96,7 +230,7 @@ def test_two_ranks_that_are_equally_slow_are_both_named(tmp_path):
 
 def test_every_plot_is_a_png(made):
     pictures = list((made[0] / "png").iterdir())
-    assert len(pictures) == 9
+    assert len(pictures) == 10
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
 
 
@@ -133,14 +267,16 @@ addEventListener("load", () => {
   Object.defineProperty(event, "offsetY", {value: top + height / 2});
   canvas.dispatchEvent(event);
   const tip = document.getElementById("tip").textContent;
+  const cut = [...document.querySelectorAll("td, th, svg, h3")].filter(node =>
+    node.offsetParent !== null && node.getBoundingClientRect().right > innerWidth).length;
+  const overflow = document.documentElement.scrollWidth > innerWidth;
   const before = view[1] - view[0];
   zoom(0.5, 300);
   const zoomed = (view[1] - view[0]) / before;
   document.querySelector("#filters input[type=checkbox]").click();
   const filtered = shown.length;
-  const bars = document.querySelectorAll("#bars .bar").length;
   const rows = [...document.querySelectorAll("table")].map(t => t.rows.length);
-  const found = {colours: colours.size, all, tip, zoomed, filtered, bars, rows};
+  const found = {colours: colours.size, all, tip, zoomed, filtered, rows, cut, overflow};
   document.body.dataset.probe = JSON.stringify(found);
 });
 </script>
@@ -148,14 +284,16 @@ addEventListener("load", () => {
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
-def test_a_browser_draws_hovers_zooms_and_filters_without_errors(made, tmp_path):
+@pytest.mark.parametrize("width", [500, 1280])  # a headless window is 500 wide at least
+def test_a_browser_draws_hovers_zooms_and_filters_without_errors(made, tmp_path, width):
     text = (made[1] / "report.html").read_text()
-    assert "http" not in text.replace("http-equiv", "")
+    assert "http" not in text
     page = tmp_path / "page.html"
     page.write_text(text.replace("</body>", PROBE + "</body>"))
     done = subprocess.run(
         [
             *(BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+            f"--window-size={width},1000",
             *("--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()),
         ],
         capture_output=True,
@@ -172,8 +310,8 @@ def test_a_browser_draws_hovers_zooms_and_filters_without_errors(made, tmp_path)
     assert "F of chunk 0, microbatch 0" in found["tip"]
     assert found["zoomed"] == pytest.approx(0.5)
     assert 0 < found["filtered"] < found["all"]
-    assert found["bars"] == 4
-    assert len(found["rows"]) == 6
+    assert (found["cut"], found["overflow"]) == (0, False)
+    assert len(found["rows"]) == 7
     assert min(found["rows"]) >= 2
 
 

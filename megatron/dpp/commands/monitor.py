@@ -1,16 +1,15 @@
 """``megatron-dpp monitor``: a live view of a traced run.
 
-    megatron-dpp monitor --benchmark_dir benchmark [--metrics-file metrics.jsonl] [--once]
+    megatron-dpp monitor --benchmark_dir runs/latest [--once | --web]
 
-Shows iteration, loss and tokens/s, and per rank its state, its work and its idle time. Reads only
-files: it may start and stop at any time, run on another machine, and outlive ranks.
+Shows iteration, loss and tokens/s, and per rank its state, its work and its idle time; with --web
+the report as a page. Reads only files: it may start and stop at any time, run on another machine,
+and outlive ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import statistics
 import sys
 import time
@@ -19,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.commands.common import ROOT, guarded, new_parser
+from megatron.dpp.commands.web import serve
 from megatron.dpp.trace.analysis.model import Iteration
 from megatron.dpp.trace.analysis.sentences import straggler_text
 from megatron.dpp.trace.analysis.stragglers import StragglerSearch
 from megatron.dpp.trace.analysis.times import IterationTimes, iteration_times
 from megatron.dpp.trace.analysis.work import JobShape, work_of
-from megatron.dpp.trace.follow import FollowedFile, FollowedRun
+from megatron.dpp.trace.follow import FollowedFile, FollowedRun, alive
 from megatron.dpp.trace.reader import find_directory
+from megatron.dpp.trace.run_files import METRICS, home_of, read_metrics
 
-_TAIL_BYTES = 1 << 16
 _BAR = 20
 
 
@@ -37,10 +37,17 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--benchmark_dir", "--benchmark-dir", default="benchmark", metavar="DIR",
         help="trace directory (default: benchmark)")  # fmt: skip
-    add("--metrics-file", metavar="FILE", help="the run's --metrics-file, for loss and tokens/s")
+    add("--metrics-file", metavar="FILE", help="loss and tokens/s (default: of the run's home)")
     add("--once", action="store_true", help="print once and end; exit status 3 when a rank is dead")
     add("--interval", type=float, default=2.0, metavar="S", help="seconds between updates (2)")
     add("--iterations", type=int, default=10, metavar="N", help="average over N iterations (10)")
+    add = parser.add_argument_group("live page").add_argument
+    add("--web", action="store_true", help="serve the report as a page, until Ctrl-C")
+    add("--port", type=int, default=8765, metavar="N", help="of the page (8765); 0: any free one")
+    add("--host", default="127.0.0.1", metavar="ADDRESS",
+        help="of the page (127.0.0.1: this machine alone; 0.0.0.0: everybody)")  # fmt: skip
+    add("--baseline", metavar="DIR", help="another run beside it on the page")
+    parser.set_defaults(skip=None, iteration=None, threshold=1.15)
     return parser
 
 
@@ -49,27 +56,15 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp monitor
     died without ending its trace."""
     options = _parser(prog).parse_args(argv)
     try:
-        return guarded(prog, lambda: _watch(options))
+        return guarded(prog, lambda: serve(options) if options.web else _watch(options))
     except KeyboardInterrupt:
         return 0
 
 
-def last_metrics(path: Path) -> dict[str, Any]:
-    """The last training line of a metrics file; empty while there is none."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        for line in reversed(file.read().split(b"\n")):
-            with contextlib.suppress(ValueError):
-                values = json.loads(line)
-                if isinstance(values, dict) and "iteration" in values and "set" not in values:
-                    return values
-    return {}
-
-
 def _headline(metrics: dict[str, Any], times: list[IterationTimes]) -> str:
     parts = [f"iteration {metrics.get('iteration', times[-1].number if times else '-')}"]
-    for name, form in (("lm loss", "{:.4f}"), ("tokens_per_second", "{:.0f} tokens/s")):
-        value = metrics.get(name, metrics.get(name.replace("_", " ")))
+    for name, form in (("lm loss", "{:.4f}"), ("tokens/s", "{:.0f} tokens/s")):
+        value = metrics.get(name)
         if isinstance(value, (int, float)):
             parts.append(("loss " if "loss" in name else "") + form.format(value))
     if times:
@@ -81,7 +76,7 @@ def _headline(metrics: dict[str, Any], times: list[IterationTimes]) -> str:
 def _state(file: FollowedFile) -> str:
     if file.ended:
         return "ended"
-    return {True: "runs", False: "DEAD", None: "remote"}[file.alive]
+    return {True: "runs", False: "DEAD", None: "remote"}[alive(file.header)]
 
 
 def _rank_line(file: FollowedFile, times: list[IterationTimes]) -> str:
@@ -133,10 +128,11 @@ def view(run: FollowedRun, metrics: dict[str, Any]) -> str:
 
 def _watch(options: argparse.Namespace) -> int:
     run = FollowedRun(find_directory(options.benchmark_dir, ROOT), options.iterations)
+    metrics_file = Path(options.metrics_file or home_of(run.directory) / METRICS)
     while True:
         run.poll()
-        metrics = last_metrics(Path(options.metrics_file)) if options.metrics_file else {}
-        text = view(run, metrics)
+        metrics = read_metrics(metrics_file, last_only=True)[-1:]
+        text = view(run, metrics[0] if metrics else {})
         states = {_state(file) for file in run.files.values()}
         erase = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not options.once else ""
         print(erase + text, flush=True)

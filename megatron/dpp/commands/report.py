@@ -9,6 +9,7 @@ Writes ``report.html`` (one file, no network needed) into that directory and pri
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from typing import Any
 
 from megatron.dpp.commands.common import ROOT, guarded, new_parser, progress_bar
 from megatron.dpp.errors import DataError, require
+from megatron.dpp.pictures.charts import write_plots
+from megatron.dpp.pictures.page import page
 from megatron.dpp.plan.length_report import length_lines, length_report
 from megatron.dpp.plan.whatif import (
     Recorded,
@@ -30,15 +33,14 @@ from megatron.dpp.plan.whatif import (
 from megatron.dpp.trace.align import Alignment, align
 from megatron.dpp.trace.analysis.limits import Limit
 from megatron.dpp.trace.analysis.model import read_iterations
-from megatron.dpp.trace.analysis.plots import write_plots
-from megatron.dpp.trace.analysis.sentences import cause_texts, sentences, straggler_text
+from megatron.dpp.trace.analysis.sentences import sentences, straggler_text
 from megatron.dpp.trace.analysis.summary import Analysis, analyse, summary
 from megatron.dpp.trace.analysis.timeline import timeline
 from megatron.dpp.trace.reader import TraceFile, find_directory, open_run
+from megatron.dpp.trace.run_files import run_facts
 
 _LEAST = 0.01
 """A cause that costs a smaller share of an iteration is no straggler."""
-_TEMPLATE = Path(__file__).with_name("report_template.html")
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +51,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--baseline", metavar="DIR", help="another run beside it, such as the static schedule")
     add("--skip", type=int, metavar="N", help="leave out N leading iterations (default: 1 of >= 3)")
     add("--iteration", type=int, metavar="N", help="timeline of iteration N (default: the median)")
+    add("--metrics-file", metavar="FILE", help="loss and tokens/s (default: of the run's home)")
     add("--threshold", type=float, default=1.15, metavar="X", help="X times slower is a straggler")
 
 
@@ -58,7 +61,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add_run_options(parser)
     add = parser.add_argument
     add("--output", metavar="FILE", help="the HTML (default: report.html in the run's directory)")
-    add("--plots", metavar="DIR", help="also write PNG files there (needs matplotlib)")
+    add("--plots", metavar="DIR", help="also write pictures there (needs matplotlib)")
     add("--json", action="store_true", help="print the numbers as JSON instead of sentences")
     add("--costs", metavar="FILE", help="also write the recorded costs, for megatron-dpp sim")
     add("--fail-if", action="append", default=[], metavar="LIMIT",
@@ -73,10 +76,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp report"
 
 
 def _load(
-    name: str, skip: int | None, threshold: float
+    name: str, skip: int | None, threshold: float, *, quiet: bool
 ) -> tuple[list[TraceFile], Alignment, Analysis]:
     files = open_run(find_directory(name, ROOT))
-    with progress_bar(sum(file.size for file in files)) as bar:
+    settings = {"disable": True} if quiet else {}
+    with progress_bar(sum(file.size for file in files), **settings) as bar:
         alignment = align(files, lambda file: bar.update(file.size))
     analysis = analyse(files, alignment, skip=skip, threshold=threshold)
     return files, alignment, analysis
@@ -116,15 +120,19 @@ def _set_aside_harmless(report: dict[str, Any]) -> None:
     report["totals"]["stragglers"] = len(report["stragglers"])
 
 
-def build_report(options: argparse.Namespace) -> tuple[dict[str, Any], list[Recorded]]:
-    """All numbers, sentences and the timeline of a run, as the template wants them.
+def build_report(
+    options: argparse.Namespace, *, quiet: bool = False
+) -> tuple[dict[str, Any], list[Recorded]]:
+    """All numbers, sentences and the timeline of a run, for pictures and page; ``quiet`` without a
+    progress bar.
 
     Raises:
         DppError: an option that cannot be, or a run that cannot be read.
     """
     require(options.threshold > 1, f"--threshold {options.threshold:g}: must be above 1")
     require((options.skip or 0) >= 0, f"--skip {options.skip}: must be at least 0")
-    files, alignment, analysis = _load(options.benchmark_dir, options.skip, options.threshold)
+    load = functools.partial(_load, skip=options.skip, threshold=options.threshold, quiet=quiet)
+    files, alignment, analysis = load(options.benchmark_dir)
     runs = _recorded(analysis)
     report = summary(analysis) | _what_if(analysis, runs)
     number = analysis.typical().number if options.iteration is None else options.iteration
@@ -137,33 +145,35 @@ def build_report(options: argparse.Namespace) -> tuple[dict[str, Any], list[Reco
     report["sentences"] = sentences(report)
     folder = files[0].path.parent
     report["lengths"] = length_report(analysis.works, analysis.shape, folder, number)
-    report["cause_texts"] = cause_texts()
+    report |= run_facts(folder, options.metrics_file)
     if options.baseline:
-        report["baseline"] = summary(_load(options.baseline, options.skip, options.threshold)[2])
+        other, _, beside = load(options.baseline)
+        report["baseline"] = summary(beside) | run_facts(other[0].path.parent)
     return report, runs
 
 
-def write_html(report: dict[str, Any], path: Path) -> None:
-    """Put the report into the template; ``<`` is escaped so that no text can end the script."""
-    data = json.dumps(report, separators=(",", ":")).replace("<", "\\u003c")
-    text = _TEMPLATE.read_text(encoding="utf-8").replace("/*DATA*/", data, 1)
-    path.write_text(text, encoding="utf-8")
+def _numbers(report: dict[str, Any]) -> dict[str, Any]:
+    """The report without its series, for JSON."""
+    hidden = ("timeline", "metrics")
+    numbers = {name: value for name, value in report.items() if name not in hidden}
+    if "baseline" in numbers:
+        numbers["baseline"] = _numbers(numbers["baseline"])
+    return numbers
 
 
 def _run(options: argparse.Namespace, prog: str) -> int:
     limits = [Limit.parse(text) for text in options.fail_if]
     report, runs = build_report(options)
     output = Path(options.output or Path(report["run"]["directory"]) / "report.html")
-    write_html(report, output)
+    output.write_text(page(report), encoding="utf-8")
     if options.costs:
         if not runs:
             raise DataError("--costs: no iteration was recorded in full")
         Path(options.costs).write_text(json.dumps(cost_file(runs)) + "\n", encoding="utf-8")
     if options.plots:
-        write_plots(report, Path(options.plots), flag="--plots")
+        write_plots(report, Path(options.plots))
     if options.json:
-        hidden = ("timeline", "cause_texts")
-        print(json.dumps({k: v for k, v in report.items() if k not in hidden}, indent=1))
+        print(json.dumps(_numbers(report), indent=1))
     else:
         more = length_lines(report["lengths"]) if report["lengths"] else []
         print("\n".join([*report["sentences"], *more, f"report: {output}"]))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import random
 import re
 import statistics
@@ -25,13 +24,14 @@ from megatron.dpp.cli.files import check_index
 from megatron.dpp.cli.sequence_files import read_lengths
 from megatron.dpp.commands.common import new_parser
 from megatron.dpp.errors import ConfigError, DppError
+from megatron.dpp.pictures.picture import check_png
 from megatron.dpp.plan.lengths import orders
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.schedule.policies import BUILT_IN
 from megatron.dpp.sim import conditions
 from megatron.dpp.sim.conditions import CONDITIONS, Change, chain, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Shape
-from megatron.dpp.sim.draw import NO_MATPLOTLIB, draw
+from megatron.dpp.sim.draw import draw
 from megatron.dpp.sim.lengths import MIXES, LengthCosts, histogram, parse_lengths
 from megatron.dpp.sim.measured import MeasuredCosts, load_costs
 from megatron.dpp.sim.result import Result, format_grid
@@ -80,7 +80,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--microbatches", type=int, metavar="M", help="default 8, or a list's")
     add("--group", type=int, metavar="N", help="microbatch group size (default: P)")
     add("--grid", action=argparse.BooleanOptionalAction, help="print the grid (default: if narrow)")
-    add("--png", metavar="FILE", help="draw the schedules of the first seed")
+    add("--png", metavar="FILE", help="draw the schedules of the first seed (FILE.svg: SVG)")
     _add_schedule_flags(parser)
     _add_cost_flags(parser)
     return parser
@@ -129,8 +129,8 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    if args.png and importlib.util.find_spec("matplotlib") is None:  # before minutes of simulation
-        raise ConfigError(NO_MATPLOTLIB)
+    if args.png and not args.png.endswith(".svg"):
+        check_png("--png")  # before minutes of simulation
     measured = load_costs(args.costs) if args.costs else None
     lengths = _Lengths.parse(args.lengths, args.longest)
     if args.microbatches is None:
@@ -421,7 +421,7 @@ def _report(
             print(f"\n{name}\n{grid}")
     if args.png:
         try:
-            draw({name: runs[0] for name, runs in results.items()}, args.png, unit)
+            draw({name: runs[0] for name, runs in results.items()}, unit).write(Path(args.png))
         except OSError as error:
             raise ConfigError(f"--png {args.png}: {error.strerror}") from error
         print(f"drawn: {args.png}")

@@ -1,79 +1,93 @@
-"""Schedules as pictures (PNG). Needs matplotlib, which is imported on the first drawing."""
+"""Schedules as pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
-from megatron.dpp.errors import ConfigError
-from megatron.dpp.schedule import Kind
+from megatron.dpp.pictures.axes import draw_legend, nice_step
+from megatron.dpp.pictures.picture import Line, Picture, Rect, Text, text_width
+from megatron.dpp.pictures.style import chunk_alpha, percent
 from megatron.dpp.sim.result import Result
 
-NO_MATPLOTLIB = "--png needs matplotlib: pip install matplotlib"
-_COLOURS = {
-    Kind.F: ("#1f5fa8", "#6fa8dc", "#a9cdf0", "#d3e6f8"),
-    Kind.B: ("#2c7a3f", "#7bbf86", "#aedbb5", "#d6efd9"),
-    Kind.W: ("#b5651d", "#e0a365", "#f0cba3", "#f8e4d0"),
-}
-"""One hue per kind; later chunks are lighter."""
+_WIDTH, _ROW = 1200.0, 32.0
 
 
-def draw(results: Mapping[str, Result], path: str | Path, unit: str = "") -> None:
+def draw(results: Mapping[str, Result], unit: str = "") -> Picture:
     """One panel per schedule over a common time axis, ranks from top to bottom.
 
     Args:
-        results: schedules by title.
-        path: of the PNG.
-        unit: of the times, for the axis.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
+        results: schedules by name.
+        unit: of the times.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(NO_MATPLOTLIB) from error
-    ranks = max(len(result.slots) for result in results.values())
-    figure = Figure(figsize=(14, (0.8 + 0.32 * ranks) * len(results) + 0.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
-    for panel, (title, result) in zip(panels, results.items(), strict=True):
-        _draw_panel(panel, result)
-        panel.set_title(
-            f"{title}: {result.makespan:.4g}{unit and ' ' + unit}, "
+    unit = f" {unit}" if unit else ""
+    longest = max(result.makespan for result in results.values())
+    picture = Picture(
+        _title(results, unit),
+        _WIDTH,
+        "the number in a task is its microbatch; later chunks are paler",
+    )
+    picture.height = draw_legend(picture, _kinds(results)) - 8
+    for name, result in results.items():
+        panel = Picture(
+            f"{name}: {result.makespan:.4g}{unit}, "
             f"{result.ratio:.3f} x the busiest rank's own work",
-            fontsize=9,
-            loc="left",
+            _WIDTH,
         )
-    panels[-1].set_xlim(0, max(result.makespan for result in results.values()))
-    panels[-1].set_xlabel(
-        f"time{unit and f' ({unit})'}; F blue, B green, W orange, later chunks lighter, numbers "
-        "are microbatches"
-    )
-    figure.savefig(path, dpi=110, format="png")
+        _draw_panel(panel, result, longest)
+        picture.stack(panel, gap=16)
+    return picture
 
 
-def _draw_panel(panel: Any, result: Result) -> None:
-    narrowest = result.makespan / 150
+def _title(results: Mapping[str, Result], unit: str) -> str:
+    ordered = sorted(results, key=lambda name: results[name].makespan)
+    best = results[ordered[0]].makespan
+    if len(ordered) == 1:
+        return (
+            f"One step takes {best:.4g}{unit}, {results[ordered[0]].ratio:.3f} x the least possible"
+        )
+    worst = results[ordered[-1]].makespan
+    name = ordered[0][0].upper() + ordered[0][1:]
+    return f"{name} takes {percent(1 - best / worst)} less time per step than {ordered[-1]}"
+
+
+def _kinds(results: Mapping[str, Result]) -> list[str]:
+    present = {
+        slot.action.kind.name
+        for result in results.values()
+        for slots in result.slots
+        for slot in slots
+    }
+    return [kind for kind in "FBW" if kind in present]
+
+
+def _draw_panel(panel: Picture, result: Result, longest: float) -> None:
+    left = text_width(f"rank {len(result.slots) - 1}") + 8
+    scale = (panel.width - left) / longest
+    bottom = _ROW * len(result.slots)
+    step = nice_step(longest, 10)
+    for index in range(int(longest / step) + 1):
+        x = left + index * step * scale
+        panel.add(Line(((x, 0), (x, bottom)), "line"))
+        if x < panel.width - 12:
+            panel.add(Text(x, bottom + 9, f"{index * step:g}", "dim", 11, "middle"))
     for rank, slots in enumerate(result.slots):
-        bars = [(slot.start, slot.end - slot.start) for slot in slots]
-        colours = [_colour(slot.action.kind, slot.action.chunk) for slot in slots]
-        panel.broken_barh(
-            bars, (rank - 0.45, 0.9), facecolors=colours, edgecolor="white", linewidth=0.2
-        )
+        y = _ROW * rank
+        panel.add(Text(left - 8, y + _ROW / 2, f"rank {rank}", anchor="end"))
         for slot in slots:
-            if slot.end - slot.start > narrowest:
-                middle = (slot.start + slot.end) / 2
-                number = str(slot.action.microbatch)
-                panel.text(middle, rank, number, fontsize=5, ha="center", va="center")
-    panel.set_ylim(len(result.slots) - 0.5, -0.5)
-    panel.set_yticks(
-        range(len(result.slots)), [f"rank {r}" for r in range(len(result.slots))], fontsize=7
-    )
-
-
-def _colour(kind: Kind, chunk: int) -> str:
-    shades = _COLOURS[kind]
-    return shades[min(chunk, len(shades) - 1)]
+            kind, chunk = slot.action.kind.name, slot.action.chunk
+            x, wide = left + slot.start * scale, (slot.end - slot.start) * scale
+            task = Rect(
+                x,
+                y + 2,
+                max(wide - 0.8, 0.3),
+                _ROW - 4,
+                kind,
+                1.0,
+                f"{chunk}{kind}{slot.action.microbatch}",
+            )
+            panel.add(task._replace(colour="card", hint=""))
+            panel.add(task._replace(alpha=chunk_alpha(chunk)))
+            text = str(slot.action.microbatch)
+            if wide > text_width(text, 11) + 3:
+                on = "ink" if chunk else "on"
+                panel.add(Text(x + wide / 2, y + _ROW / 2, text, on, 11, "middle"))

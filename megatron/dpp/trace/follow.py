@@ -39,13 +39,6 @@ class FollowedFile:
         except (DataError, OSError):
             return True
 
-    @property
-    def alive(self) -> bool | None:
-        """True while the rank's process exists; None when it runs on another host."""
-        if self.header.host != socket.gethostname():
-            return None
-        return Path(f"/proc/{self.header.process}").exists()
-
     def poll(self) -> None:
         """Read what has been added."""
         with self.header.path.open("rb") as file:
@@ -67,6 +60,13 @@ class FollowedFile:
         whole = self._builder.feed(event)
         if whole is not None:
             self.iterations.append(_from_own_start(whole))
+
+
+def alive(file: TraceFile) -> bool | None:
+    """True while the process of a rank exists; None when it runs on another host."""
+    if file.host != socket.gethostname():
+        return None
+    return Path(f"/proc/{file.process}").exists()
 
 
 def _began(file: TraceFile) -> tuple[int, int, int]:
@@ -96,7 +96,7 @@ class FollowedRun:
     """
 
     def __init__(self, directory: Path, keep: int = 10) -> None:
-        self.directory = _newest_run(directory)
+        self.directory = newest_run(directory)
         self.files: dict[Path, FollowedFile] = {}
         self._keep = keep
 
@@ -121,7 +121,12 @@ class FollowedRun:
         ]
 
 
-def _newest_run(directory: Path) -> Path:
+def newest_run(directory: Path) -> Path:
+    """``directory`` or the one in it that holds the traces written last.
+
+    Raises:
+        DataError: there are none.
+    """
     paths = [*directory.glob(FILE_PATTERN), *directory.glob(f"*/{FILE_PATTERN}")]
     if not paths:
         raise DataError(f"{directory}: no trace (files are called {FILE_PATTERN})")

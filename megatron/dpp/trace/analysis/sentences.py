@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.dpp.pictures.style import duration
+
 EVEN_LAYERS = "layers laid out evenly"
 """Name of the what-if that moves layers until every stage has the same work."""
 
@@ -59,10 +61,10 @@ def sentences(report: dict[str, Any]) -> list[str]:
     """The summary, most important first."""
     totals, run = report["totals"], report["run"]
     lines = [
-        f"An iteration takes {totals['mean_ms']:.1f} ms on average (median "
-        f"{totals['iteration_ms']:.1f}): {totals['window_ms']:.1f} ms for the "
-        f"pipeline, {totals['tail_ms']:.1f} ms for gradient reduction, optimizer and the like.",
-        f"The busiest rank needs {totals['ideal_ms']:.1f} ms for its own tasks, so the pipeline "
+        f"An iteration takes {duration(totals['mean_ms'])} on average (median "
+        f"{duration(totals['iteration_ms'])}): {duration(totals['window_ms'])} for the pipeline, "
+        f"{duration(totals['tail_ms'])} for gradient reduction, optimizer and the like.",
+        f"The busiest rank needs {duration(totals['ideal_ms'])} for its own tasks, so the pipeline "
         f"takes {totals['ideal_ratio']:.3f} times the least possible.",
         f"On average {totals['bubble']:.1%} of the pipeline's time is idle: "
         + ", ".join(

@@ -7,6 +7,7 @@ otherwise, so that a total is the mean times the number of iterations.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -193,6 +194,10 @@ def summary(analysis: Analysis) -> dict[str, Any]:
             "pipeline": first.layout.pipeline_size,
             "tensor": first.layout.tensor_size,
             "chunks": first.layout.num_chunks,
+            "microbatches": max(
+                len(m) for k in analysis.works[0].tasks.values() for m in k.values()
+            ),
+            "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(first.start_unix_ns / 1e9)),
             "device": first.device,
             "hosts": sorted({file.host for file in analysis.files}),
             "skipped": analysis.skipped,

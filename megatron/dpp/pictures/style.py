@@ -1,0 +1,105 @@
+"""Colours, number formats and style sheet that all pictures and pages share."""
+
+from __future__ import annotations
+
+THEMES = ("light", "dark")
+
+COLOURS = {
+    "bg": ("#f6f7f9", "#14171b"),
+    "card": ("#ffffff", "#1c2026"),
+    "ink": ("#1b1f24", "#e7eaee"),
+    "dim": ("#5d6670", "#9da6b1"),
+    "line": ("#dfe3e8", "#343b45"),
+    "on": ("#ffffff", "#ffffff"),
+    "this": ("#6a3fb5", "#b49af0"),
+    "other": ("#7d8792", "#8d97a3"),
+    "good": ("#1f7a46", "#5fc78a"),
+    "bad": ("#b3403a", "#ee8a80"),
+    "F": ("#2b6cb8", "#3f83d1"),
+    "B": ("#2c8450", "#3b9c63"),
+    "W": ("#d07a1c", "#d98a35"),
+    "span": ("#a99fc4", "#6f648f"),
+    "tail": ("#a99fc4", "#6f648f"),
+    "warm-up": ("#dde1e6", "#3a414a"),
+    "drain": ("#ccd2d9", "#474f59"),
+    "message": ("#eeb4b0", "#8d4c4a"),
+    "memory-cap": ("#e3cf7c", "#85742f"),
+    "tp-agreement": ("#d9a9cf", "#7d4a73"),
+    "lookahead": ("#a6d2cd", "#3d716c"),
+    "host": ("#b9a28f", "#6d5947"),
+    "send": ("#e0b8d6", "#7a5571"),
+}
+"""Name -> colour on a light and on a dark page. F, B and W mean forward, backward and weight
+gradient; ``this`` and ``other`` are two runs; the last rows are causes of idle time."""
+
+CHUNK_ALPHA = (1.0, 0.68, 0.46, 0.32)
+"""Opacity of a task by its chunk: later chunks are paler."""
+
+LABELS = {
+    "F": "F: forward",
+    "B": "B: backward",
+    "W": "W: weight gradient",
+    "span": "other work",
+    "tail": "after the pipeline",
+    "warm-up": "warm-up",
+    "drain": "drain",
+    "message": "waits for a message",
+    "memory-cap": "waits for memory",
+    "tp-agreement": "waits for its TP leader",
+    "lookahead": "waits for the device",
+    "host": "host",
+    "send": "waits for the receiver",
+}
+"""Class of a slice or bar -> its label in a legend."""
+
+FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
+
+
+def colour(name: str, theme: str = "light") -> str:
+    """The hexadecimal colour of a name."""
+    return COLOURS[name][THEMES.index(theme)]
+
+
+def chunk_alpha(chunk: int) -> float:
+    """Opacity of a task of a chunk."""
+    return CHUNK_ALPHA[min(chunk, len(CHUNK_ALPHA) - 1)]
+
+
+def style_sheet() -> str:
+    """CSS of a page with inline pictures: a variable per colour, light or dark as the reader has
+    it, and the classes ``f-NAME`` (fill) and ``s-NAME`` (stroke) of the shapes."""
+    light, dark = (
+        "".join(f"--{name}:{colour(name, theme)};" for name in COLOURS) for theme in THEMES
+    )
+    classes = "\n".join(
+        f".f-{name}{{fill:var(--{name})}}.s-{name}{{stroke:var(--{name})}}" for name in COLOURS
+    )
+    return (
+        f":root{{color-scheme:light dark;{light}}}\n"
+        f"@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n{classes}\n"
+    )
+
+
+def duration(ms: float) -> str:
+    """A time with four digits: ``13.05 s``, ``930.7 ms``, ``4.215 ms``, ``31.2 us``."""
+    size = abs(ms)
+    if size >= 999.95:
+        return f"{ms / 1e3:.2f} s" if size < 99_995 else f"{ms / 1e3:.0f} s"
+    if size >= 9.9995:
+        return f"{ms:.1f} ms"
+    return f"{ms:.3f} ms" if size >= 0.1 or not ms else f"{ms * 1e3:.1f} us"
+
+
+def percent(share: float) -> str:
+    """A share: ``12.3 %``."""
+    return f"{share * 100:.1f} %"
+
+
+def number(value: float) -> str:
+    """A plain number, as short as its size allows: ``4,218``, ``62.1``, ``4.83``, ``0.0213``."""
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size >= 100 or value == int(value):
+        return f"{value:.0f}"
+    return f"{value:.1f}" if size >= 20 else f"{value:.3g}"
