@@ -335,7 +335,7 @@ class DppSchedule(PipelineSchedule):
                 self._seed,
                 num_chunks=topology.num_chunks,
             )
-        group = stage_group_of(call, has_links=topology.num_stages > 1)
+        group = stage_group_of(call)
         links = _open_links(topology, boundaries, group.ranks, self.config, injector)
         for link in links.transport.links():
             self._log(
