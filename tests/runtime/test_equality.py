@@ -301,6 +301,7 @@ def test_settings_with_expert_parallelism() -> None:
         case("fused weight gradients", 2, 4, late, **two, model=EXPERTS, fusion=True, overlap=True),
         case("one stage", 1, 4, fused, late, ep=4, layers=2, model=EXPERTS, dropout=0.1),
         case("cp2, ep2", 2, 4, late, cp=2, **two, model=EXPERTS),
+        case("unlike lengths", 2, 4, fused, late, **two, model=EXPERTS | UNLIKE, lengths=True),
     )
 
 

@@ -83,6 +83,8 @@ class Executor:
         launch_ahead: launch a task before its input has arrived, if nothing else may run.
         count_tokens: the tokens of a microbatch by the content of one of its boundaries, or None
             where it cannot tell.
+        sizes_agree: all ranks that run this order have microbatches of the same sizes. If not,
+            each counts as the longest.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Executor:
         timeout: float,
         launch_ahead: bool = True,
         count_tokens: Callable[[Tensors], int | None] = lambda _: None,
+        sizes_agree: bool = True,
     ) -> None:
         self._split_backward = split_backward
         self._runner, self._decider, self._recorder = runner, decider, recorder
@@ -114,7 +117,9 @@ class Executor:
         self._sources = {spec.source for spec in links.transport.incoming}
         self._timer, self._injector = timer, injector
         self._iteration, self._timeout, self._launch_ahead = iteration, timeout, launch_ahead
-        self._count_tokens = count_tokens
+        self._count_tokens, self._sizes_agree = count_tokens, sizes_agree
+        self.first_size: int | None = None
+        """Tokens of microbatch 0; None where they cannot be counted."""
         self._num_puts = self._put_bytes = 0
         self._gap_start = 0
         self._gap_cause = ""
@@ -235,7 +240,9 @@ class Executor:
         of the stage learn it between the same two tasks.
         """
         tokens = self._count_tokens(tensors)
-        if tokens is not None:
+        if microbatch == 0:
+            self.first_size = tokens
+        if tokens is not None and self._sizes_agree:
             self._scheduler.learn(microbatch, tokens)
 
     def _backward(self, action: Action) -> None:

@@ -25,10 +25,12 @@ class StageGroup:
     Args:
         ranks: their global ranks, leader first; empty if this rank decides alone.
         group: a process group of all of them, perhaps with further ranks of the stage.
+        one_replica: they are of one data-parallel replica, so their microbatches are the same.
     """
 
     ranks: tuple[int, ...] = ()
     group: ProcessGroup | None = None
+    one_replica: bool = True
 
     def largest(self, *values: float, device: torch.device) -> list[float]:
         """The largest of each value over the group; a collective."""
@@ -54,7 +56,8 @@ def stage_group_of(call: StepCall) -> StageGroup:
     mine = [get_process_group_ranks(group) for group in (*groups, *crossing)]
     torch.distributed.all_gather_object(found, mine, group=everyone)
     ranks_of = joined((ranks for theirs in found for ranks in theirs), own)
-    return StageGroup(ranks_of if len(ranks_of) > 1 else (), everyone)
+    one_replica = len(ranks_of) <= collection.tp.size() * collection.cp.size()
+    return StageGroup(ranks_of if len(ranks_of) > 1 else (), everyone, one_replica)
 
 
 def joined(groups: Iterable[Collection[int]], rank: int) -> tuple[int, ...]:
