@@ -263,6 +263,40 @@ def test_five_seeds_of_delays_with_expert_parallelism() -> None:
     check(4, case("ep2 v2", 2, 6, *runs, v=2, ep=2, layers=4, model=jitter, dropout=0.1))
 
 
+def seeds(count: int) -> list[dict[str, Any]]:
+    """Runs of different delays."""
+    late = [f"delay:4ms,message-delay:{2 + seed}ms" for seed in range(count // 2)]
+    slow = [f"jitter:0.{3 + seed % 6},transient:{2 + seed // 6}x:20%" for seed in range(count // 2)]
+    return [{"inject": how} for how in late + slow]
+
+
+TWENTY = {
+    "alltoall": {"ep": 2, "layers": 2, "model": EXPERTS},
+    "allgather": {"ep": 2, "layers": 2, "model": EXPERTS | ALLGATHER},
+    "v2 jitter": {"v": 2, "ep": 2, "layers": 4, "model": EXPERTS | {"moe_input_jitter_eps": 0.1}},
+    "shared, optimizer": {"v": 2, "ep": 2, "layers": 4, "model": EXPERTS | SHARED, **OPTIMIZED},
+    "global loss": {"layers": 2, "model": EXPERTS | GLOBAL},
+    "sinkhorn": {
+        "ep": 2,
+        "layers": 2,
+        "model": EXPERTS
+        | {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
+    },
+    "further tokens": {"ep": 2, "layers": 2, "model": EXPERTS | {"mtp_num_layers": 1}},
+    "recompute": {"ep": 2, "layers": 2, "recompute": "full", "model": EXPERTS},
+    "expert-tensor 2": {"etp": 2, "layers": 2, "model": EXPERTS},
+    "cp2": {"v": 2, "cp": 2, "layers": 4},
+    "cp2 ep2": {"cp": 2, "ep": 2, "layers": 2, "model": EXPERTS},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWENTY)
+def test_twenty_seeds_of_delays(name: str) -> None:
+    """Every run is bitwise equal, and takes another order than Megatron's."""
+    check(4, case(name, 2, 4, *seeds(20), **TWENTY[name], iterations=1, deviates=True))
+
+
 @pytest.mark.slow
 def test_every_kind_of_expert_group() -> None:
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}

@@ -18,9 +18,7 @@ class Choice:
     reason: str
 
 
-def choose(
-    own: Facts, peer: Facts, kinds: Sequence[TransportKind], wanted: str = AUTO
-) -> Choice:
+def choose(own: Facts, peer: Facts, kinds: Sequence[TransportKind], wanted: str = AUTO) -> Choice:
     """The first of ``kinds`` that can link two ranks; equal on both.
 
     Args:

@@ -185,9 +185,7 @@ class _Opening:
         board = self._board
         if board is not None and board.is_head:
             leader = -1 if board.upstream is None else board.upstream
-            board_fd = native.make_board(
-                self._board_counters, board.followers, board.hosts, leader
-            )
+            board_fd = native.make_board(self._board_counters, board.followers, board.hosts, leader)
         for link in links.values():
             self._send_offer(link, board_fd)
         for link in links.values():
