@@ -78,7 +78,7 @@ def _member(rank: int, port: int, microbatches: int, pauses: list[float]) -> lis
     spec = ChannelSpec(0, 1, 0, Direction.FORWARD, 64)
     found: list[list[Sample]] = []
     with open_transport(
-        [spec], rank=rank, store=store, board_ranks=[0, 1], board_counters=len(_CHANNELS)
+        [spec], rank=rank, store=store, board_ranks=[0, 1], board_counters=2 * len(_CHANNELS)
     ) as transport:
         for round_, pause in enumerate(pauses):
             decider = decider_for(_scheduler(microbatches), _CHANNELS, transport.board)

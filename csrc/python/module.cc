@@ -180,10 +180,9 @@ bool wait(Transport& self, double seconds) {
 }
 
 void board_post(Transport& self, const std::vector<uint64_t>& counters) {
-  dpp::Board& board = self.board();
-  if (counters.size() != board.num_counters())
+  if (counters.size() != self.board().num_counters())
     throw py::value_error("wrong number of board counters");
-  board.post(counters.data());
+  self.board_post(counters.data());
 }
 
 std::vector<uint64_t> board_common(Transport& self) {
@@ -195,7 +194,7 @@ std::vector<uint64_t> board_common(Transport& self) {
 
 std::optional<uint64_t> board_next(Transport& self) {
   uint64_t word = 0;
-  if (!self.board().next(word)) return std::nullopt;
+  if (!self.board_next(word)) return std::nullopt;
   return word;
 }
 
@@ -238,8 +237,10 @@ PYBIND11_MODULE(_native, module) {
           "Owns the sockets from here on.")
       .def("make_board", &Transport::make_board)
       .def("use_board",
-           [](Transport& self, int fd, uint32_t index, uint32_t members, uint32_t counters,
-              int leader) { self.use_board(UniqueFd(fd), index, members, counters, leader); })
+           [](Transport& self, int fd, uint32_t index, uint32_t lines, uint32_t counters, int head,
+              bool relayed) {
+             self.use_board(UniqueFd(fd), index, lines, counters, head, relayed);
+           })
       .def("start", &Transport::start)
       .def("put", &put)
       .def("done", &Transport::done)

@@ -106,7 +106,7 @@ void Peer::parse(const OnNote& on_note) {
     const size_t length =
         static_cast<unsigned char>(inbox_[0]) + 256u * static_cast<unsigned char>(inbox_[1]);
     const auto note = static_cast<Note>(inbox_[2]);
-    if (length > kMaxNote || note < Note::kCredit || note > Note::kFailed) {
+    if (length > kMaxNote || note < Note::kCredit || note > Note::kLook) {
       throw Error(Fault::kProtocol, description_ + " sent a note of kind " +
                                         std::to_string(static_cast<int>(note)) + " and " +
                                         std::to_string(length) +

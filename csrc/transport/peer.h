@@ -1,8 +1,8 @@
 // One other process that passed authentication: its socket, its life, its bell, and the notes it
 // sends.
 //
-// Notes are small and rare (credit for a starving sender, a reason for leaving); payloads never
-// pass here. On one host the socket is SOCK_SEQPACKET, across hosts it is TCP; framing is the same:
+// Notes are small (credit for a starving sender, a reason for leaving, the words of a board between
+// hosts); payloads never pass here. On one host the socket is SOCK_SEQPACKET, across hosts it is TCP; framing is the same:
 // u16 length, u8 kind, body.
 #pragma once
 
@@ -23,7 +23,15 @@ void wait_until_received(int socket, uint64_t deadline_ns);
 
 class Peer {
  public:
-  enum class Note : uint8_t { kCredit = 1, kBye = 2, kFailed = 3 };
+  // kArrivals, kWord, kLook: of the board, see board.h.
+  enum class Note : uint8_t {
+    kCredit = 1,
+    kBye = 2,
+    kFailed = 3,
+    kArrivals = 4,
+    kWord = 5,
+    kLook = 6
+  };
   using OnNote = std::function<void(Note, std::string_view)>;
 
   static constexpr size_t kMaxNote = 1024;

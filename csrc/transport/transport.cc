@@ -243,7 +243,8 @@ Board& Transport::board() {
 
 void Transport::board_append(uint64_t word) {
   const uint64_t deadline = monotonic_ns() + settings_.timeout_ns;
-  while (!board().append(word)) {
+  Board::Append result;
+  while ((result = board().append(word)) == Board::Append::kFull) {
     if (monotonic_ns() > deadline) {
       break_off(Fault::kTimeout, "a member of the stage's board has not read the last " +
                                      std::to_string(Board::kWords) +
@@ -252,6 +253,18 @@ void Transport::board_append(uint64_t word) {
     const timespec nap = {0, static_cast<long>(kRoomNapNs)};
     ::nanosleep(&nap, nullptr);
   }
+  if (result == Board::Append::kUnsent) watch_.kick();
+}
+
+void Transport::board_post(const uint64_t* counters) {
+  if (board().post(counters)) watch_.kick();
+}
+
+bool Transport::board_next(uint64_t& word) {
+  bool relay = false;
+  const bool found = board().next(word, relay);
+  if (relay) watch_.kick();
+  return found;
 }
 
 // ---- failures and closing

@@ -63,8 +63,14 @@ class Transport {
   // Channels with one peer over authenticated TCP connections, which it owns from here on.
   void add_tcp_link(int peer, const std::vector<size_t>& incoming,
                     const std::vector<size_t>& outgoing, std::vector<UniqueFd> sockets);
-  int make_board(uint32_t members, uint32_t counters, const std::vector<int>& followers);
-  void use_board(UniqueFd fd, uint32_t index, uint32_t members, uint32_t counters, int leader);
+  // The block of this host's members, whose head this rank is. hosts: the heads of the other hosts,
+  // if it leads them all; else leader is the rank that does, or -1 on one host. The descriptor (not
+  // owned) is for the followers.
+  int make_board(uint32_t counters, const std::vector<int>& followers,
+                 const std::vector<int>& hosts, int leader);
+  // relayed: the leader is on another host than the head.
+  void use_board(UniqueFd fd, uint32_t index, uint32_t lines, uint32_t counters, int head,
+                 bool relayed);
   void start();
 
   // Hot calls, caller's thread only.
@@ -88,7 +94,9 @@ class Transport {
   bool wait(uint64_t nanoseconds);
   void ring() { bell_.ring(); }
 
+  void board_post(const uint64_t* counters);
   void board_append(uint64_t word);
+  bool board_next(uint64_t& word);
   Board& board();  // throws where there is none
 
   // Whether a peer has closed, and nothing that it sent is still under way.

@@ -64,6 +64,7 @@ void Transport::progress() {
       if (polling_since == 0) polling_since = now;
       nap((now - polling_since) / kNapShare);
     }
+    if (board_) board_->relay();
     const bool unsent = flush_notes(), doubtful = links_in_doubt();
     const int patience = active ? 0 : unsent || doubtful ? kNotesMs : -1;
     for (const Watch::Ready& ready : watch_.wait(patience)) handle(ready);
@@ -124,6 +125,14 @@ void Transport::on_note(const Peer& peer, Peer::Note note, std::string_view body
     for (const auto& [rank, link] : links_) {
       if (rank == peer.rank()) link->on_credit(body);
     }
+  }
+  if (note >= Peer::Note::kArrivals) {
+    if (!board_) {
+      throw Error(Fault::kProtocol,
+                  peer.description() + " sent a note of a board, which this rank does not have");
+    }
+    board_->accept(peer, note, body);
+    bell_.ring();
   }
   if (note != Peer::Note::kFailed || body.empty()) return;
   const auto fault = static_cast<Fault>(body[0]);

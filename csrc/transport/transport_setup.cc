@@ -65,16 +65,21 @@ void Transport::add_tcp_link(int peer, const std::vector<size_t>& incoming,
   add_link(peer, std::move(link));
 }
 
-int Transport::make_board(uint32_t members, uint32_t counters, const std::vector<int>& followers) {
-  board_ = Board::create(members, counters);
+int Transport::make_board(uint32_t counters, const std::vector<int>& followers,
+                          const std::vector<int>& hosts, int leader) {
+  const auto lines = static_cast<uint32_t>(1 + followers.size() + hosts.size());
+  board_ = Board::create(lines, counters, !hosts.empty() || leader >= 0);
   for (const int follower : followers) board_->connect(find_peer(follower));
+  for (const int host : hosts) board_->connect_host(find_peer(host));
+  if (leader >= 0) board_->connect_upstream(find_peer(leader));
   return board_->fd();
 }
 
-void Transport::use_board(UniqueFd fd, uint32_t index, uint32_t members, uint32_t counters,
-                          int leader) {
-  board_ = Board::adopt(std::move(fd), index, members, counters);
-  board_->connect(find_peer(leader));
+void Transport::use_board(UniqueFd fd, uint32_t index, uint32_t lines, uint32_t counters, int head,
+                          bool relayed) {
+  board_ = Board::adopt(std::move(fd), index, lines, counters);
+  board_->connect(find_peer(head));
+  if (relayed) board_->connect_upstream(find_peer(head));
 }
 
 void Transport::start() {

@@ -158,17 +158,6 @@ def test_replicas_that_share_experts_replay_one_recording(
     run_in_process(f"{EXPERTS} --dpp-replay {order}", "4", monkeypatch)
 
 
-def test_expert_groups_stay_within_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_in_process(EXPERTS, "2", monkeypatch)
-    for flags, local in (
-        (EXPERTS, "1"),
-        (f"{EXPERTS} --moe-router-load-balancing-type global_aux_loss", "1"),
-    ):
-        with pytest.raises(ConfigError, match="expert groups within a host: 2 ranks of a stage"):
-            run_in_process(flags, local, monkeypatch)
-    run_in_process(EXPERTS.replace("--use-dpp ", ""), "1", monkeypatch)
-
-
 def test_several_nodes_are_not_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--multi-node: all 4 processes are on this node"):
         run_in_process("--multi-node", "4", monkeypatch)

@@ -21,7 +21,7 @@ from megatron.dpp.cli.preflight import build_vocabulary
 from megatron.dpp.errors import ConfigError, DppError
 from megatron.dpp.launch import cli
 from megatron.dpp.launch.flags import MODELS, model_flags, to_argv
-from megatron.dpp.launch.layout import Layout, nearest_layout, possible_layouts
+from megatron.dpp.launch.layout import Divisible, Layout, nearest_layout, possible_layouts
 from megatron.dpp.launch.main import main, plan
 from megatron.dpp.launch.nodes import find_nodes
 from megatron.dpp.launch.resolve import Setting, base_flags, resolve
@@ -267,7 +267,14 @@ def test_dry_run_prints_flags_and_command_without_importing_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("small", 124.5), ("medium", 354.9), ("large", 1315.8)]
+    ("name", "millions"),
+    [
+        ("small", 124.5),
+        ("medium", 354.9),
+        ("large", 1315.8),
+        ("mixtral-8x7b", 46852.5),  # 46,702.8 with its own 32,000 tokens
+        ("qwen3-30b-a3b", 30115.2),
+    ],
 )
 def test_models_have_the_sizes_that_they_are_named_for(name: str, millions: float) -> None:
     options, rest = cli.parse(f"--mode simple --procs 1 --model {name}".split())
@@ -412,8 +419,9 @@ def test_gpus_train_in_the_16_bits_that_they_are_built_for(
 def test_nearest_layout_is_possible_and_near() -> None:
     for tensor, pipeline in itertools.product(range(1, 9), repeat=2):
         asked = Layout(tensor=tensor, pipeline=pipeline)
-        near = nearest_layout(asked, 8, 24, 16)
-        possible = list(possible_layouts(8, 24, 16))
+        model = Divisible(num_layers=24, num_heads=16)
+        near = nearest_layout(asked, 8, model)
+        possible = list(possible_layouts(8, model))
         assert near in possible
         assert near == asked or asked not in possible
 

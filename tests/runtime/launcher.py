@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(script: Path, num_ranks: int, arguments: list[str]) -> list[subprocess.Popen[str]]:
+Place = Callable[[int], tuple[list[str], dict[str, str]]]
+"""By rank: the words before its command, and environment variables of its own."""
+
+
+def _here(rank: int) -> tuple[list[str], dict[str, str]]:
+    return [], {}
+
+
+def start(
+    script: Path, num_ranks: int, arguments: list[str], place: Place = _here
+) -> list[subprocess.Popen[str]]:
     """Start ``num_ranks`` processes of ``script`` with torchrun's environment variables."""
     port = str(free_port())
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
@@ -43,10 +54,11 @@ def start(script: Path, num_ranks: int, arguments: list[str]) -> list[subprocess
             **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore",
+            **place(rank)[1],
         }  # fmt: skip
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", str(script), *arguments],
+                [*place(rank)[0], sys.executable, "-X", "faulthandler", str(script), *arguments],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -82,9 +94,15 @@ def _collect(process: subprocess.Popen[str]) -> Finished:
     return Finished(process.returncode, output)
 
 
-def run_ranks(script: Path, num_ranks: int, arguments: list[str], timeout: float = 120.0) -> str:
+def run_ranks(
+    script: Path,
+    num_ranks: int,
+    arguments: list[str],
+    timeout: float = 120.0,
+    place: Place = _here,
+) -> str:
     """All ranks' output; an AssertionError with all of it when a rank fails or hangs."""
-    finished = wait(start(script, num_ranks, arguments), timeout)
+    finished = wait(start(script, num_ranks, arguments, place), timeout)
     everything = "\n".join(
         f"--- rank {rank}: exit status {one.returncode}\n{one.output}"
         for rank, one in enumerate(finished)

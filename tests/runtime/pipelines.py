@@ -130,7 +130,7 @@ def run_pipeline(
         first = index - index % members
         board = range(first, first + members) if members > 1 else None
         transport = network.transport(
-            index, board_ranks=board, board_counters=channels.num_incoming
+            index, board_ranks=board, board_counters=2 * channels.num_incoming
         )
         links = Links(transport, channels)
         w_pieces = tuple(pieces or (2,) * v) if split else None

@@ -88,7 +88,7 @@ def test_only_this_iterations_messages_are_believed_to_come() -> None:
 
 def test_a_stage_counts_what_its_last_member_has_of_this_iteration() -> None:
     network = FakeNetwork(list(LAST.channels([64], [64], 2).specs))
-    boards = [network.transport(r, board_ranks=[1, 0], board_counters=1).board for r in (1, 0)]
+    boards = [network.transport(r, board_ranks=[1, 0], board_counters=2).board for r in (1, 0)]
     leader, follower = (
         decider_for(Scheduler(GEOMETRY, split_backward=False), [(0, 0)], board) for board in boards
     )

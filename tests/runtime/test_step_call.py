@@ -10,7 +10,6 @@ import torch
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore.steps import StepCall
 from megatron.dpp.mcore.wgrad.linear import WeightGradients
-from megatron.dpp.runtime.stage_group import _check_hosts
 
 
 class FakeGroup:
@@ -57,15 +56,6 @@ def test_expert_parallelism_is_not_refused() -> None:
     name = "num_microbatches_with_partial_activation_checkpoints"
     with pytest.raises(ConfigError, match="global_aux_loss with partial checkpoints needs"):
         call_with(**settings, **{name: 1}).refuse_ordered()
-
-
-def test_a_group_on_several_hosts_is_refused() -> None:
-    """``_check_hosts`` sees what each rank of a stage has told: rank, host, groups."""
-    told = [(rank, "ab"[rank // 4], [[rank ^ 1, rank]]) for rank in range(8)]
-    _check_hosts(told)
-    told[2] = (2, "a", [[2, 3], [2, 6]])
-    with pytest.raises(ConfigError, match=r"ranks \[2, 6\] share .* on 2 hosts.*--expert-model-pa"):
-        _check_hosts(told)
 
 
 def test_weight_gradients_outside_of_autocast_are_refused_by_name() -> None:

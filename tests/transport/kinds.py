@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,9 @@ from megatron.dpp.transport import (
     native,
     open_transport,
     opening,
+    rendezvous,
 )
+from megatron.dpp.transport.kinds import find
 
 GPU_KINDS = ("cuda_ipc", "staged")
 """Over a double of the CUDA driver, whose device memory is shared host memory."""
@@ -137,24 +140,37 @@ def prepared(kind: str) -> Iterator[None]:
         yield
 
 
+_own_host = threading.local()
+
+
+@contextlib.contextmanager
+def several_hosts() -> Iterator[Callable[[str], None]]:
+    """Lets each thread name the host that its transport takes itself to be on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "host_identity", lambda: _own_host.name)
+        yield lambda name: setattr(_own_host, "name", name)
+
+
 @contextlib.contextmanager
 def opened(
     kind: str, channels: Sequence[ChannelSpec], *, counters: int = 0, **options: Any
 ) -> Iterator[list[Transport]]:
-    """All ranks' transports in this process. With ``counters``, all ranks share a board."""
+    """All ranks' transports in this process. With ``counters``, all ranks share a board. Each rank
+    of a kind between hosts takes itself to be on a host of its own.
+    """
     ranks = sorted({spec.source for spec in channels} | {spec.destination for spec in channels})
     board: dict[str, Any] = {"board_ranks": ranks, "board_counters": counters} if counters else {}
-    with prepared(kind), contextlib.ExitStack() as stack:
+    with prepared(kind), several_hosts() as name_host, contextlib.ExitStack() as stack:
         if kind == "fake":
             network = FakeNetwork(channels, seed=1, delay=0.001)
             transports: list[Transport] = [network.transport(rank, **board) for rank in ranks]
         else:
-            store, settings = (
-                HashStore(),
-                TransportOptions(**{"setup_timeout": PATIENCE, **options}),
-            )
+            store, apart = HashStore(), find(kind).between_hosts
+            address = {"node_ips": "127.0.0.1"} if apart else {}
+            settings = TransportOptions(**{"setup_timeout": PATIENCE, **address, **options})
 
             def open_one(rank: int) -> Transport:
+                name_host(f"host {rank}" if apart else rendezvous.host_identity())
                 mine = of_rank(channels, rank)
                 return open_transport(
                     mine, rank=rank, store=store, kind=kind, options=settings, **board

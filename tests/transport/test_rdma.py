@@ -23,6 +23,7 @@ from megatron.dpp.errors import (
 from megatron.dpp.transport import TransportOptions
 from megatron.dpp.transport.choose import choose
 from megatron.dpp.transport.joining import Facts
+from megatron.dpp.transport.kinds import kinds_of_links
 from megatron.dpp.transport.kinds.rdma import choose_place, find_place
 from megatron.dpp.transport.native import load_native
 from tests.transport.kinds import PATIENCE, REPOSITORY, fake_verbs, opened, pair, take_next
@@ -240,9 +241,9 @@ def facts(rank: int, network: str, missing: str = "") -> Facts:
 
 
 def test_hosts_with_rdma_use_it_and_others_say_why_not() -> None:
-    assert choose(facts(0, "RoCE v2"), facts(1, "RoCE v2")).kind.name == "rdma"
-    choice = choose(facts(0, "RoCE v2"), facts(1, "", "no RDMA device"))
+    assert choose(facts(0, "RoCE v2"), facts(1, "RoCE v2"), kinds_of_links()).kind.name == "rdma"
+    choice = choose(facts(0, "RoCE v2"), facts(1, "", "no RDMA device"), kinds_of_links())
     assert choice.kind.name == "tcp"
     assert "rdma: rank 1 on node1: no RDMA device" in choice.reason
     with pytest.raises(TransportUnavailable, match="rank 0 is on RoCE v2, rank 1 on InfiniBand"):
-        choose(facts(0, "RoCE v2"), facts(1, "InfiniBand"), "rdma")
+        choose(facts(0, "RoCE v2"), facts(1, "InfiniBand"), kinds_of_links("rdma"), "rdma")

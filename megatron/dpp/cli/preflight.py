@@ -67,7 +67,6 @@ def check(
     check_values(args)
     if args.use_dpp:
         _check_addresses(args.dpp, world_size)
-        _check_hosts_of_experts(args, world_size)
     check_files(args, task_name)
     args, tokenizer = build_vocabulary(args)
     if arguments.rank_and_world()[0] == 0:
@@ -146,21 +145,6 @@ def _check_addresses(config: DppConfig, world_size: int) -> None:
                 f"--node-ips {config.node_ips}: {address} stands for node {nodes[address]} and "
                 f"node {node}"
             )
-
-
-def _check_hosts_of_experts(args: RunConfig, world_size: int) -> None:
-    """Refuse groups of experts on several hosts: their ranks agree through shared memory."""
-    together = replicas_in_step(args)
-    ranks = together * args.tensor_model_parallel_size * args.context_parallel_size
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    pipelined = args.pipeline_model_parallel_size > 1
-    if pipelined and together > 1 and per_node < world_size and per_node % ranks:
-        raise ConfigError(
-            f"--use-dpp needs expert groups within a host: {ranks} ranks of a stage run their "
-            f"tasks together, and a host has {per_node} processes; lower "
-            "--expert-model-parallel-size (or leave out global_aux_loss), or train without "
-            "--use-dpp"
-        )
 
 
 def build_vocabulary(args: RunConfig) -> tuple[RunConfig, Tokenizer]:

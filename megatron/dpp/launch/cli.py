@@ -26,6 +26,8 @@ _OF_MODE = {
     "--tp": ("3d",),
     "--pp": ("3d",),
     "--chunks": ("3d",),
+    "--cp": ("3d",),
+    "--ep": ("3d",),
     "--no-dpp": ("3d", "auto"),
     "--recompute": ("simple", "3d", "zero"),
     "--zero-stage": ("zero",),
@@ -47,13 +49,17 @@ class _Option:
 
 _OPTIONS = (
     _Option("--arch", str, "family of models (default gpt)", choices=("gpt", "bert")),
-    _Option("--model", str, "a file of configs/models: sample, small, medium, large", "NAME"),
+    _Option(
+        "--model", str, "a file of configs/models: sample, small, medium, mixtral-8x7b, ...", "NAME"
+    ),
     _Option("--config", str, "YAML file of Megatron's flags; wins over --model", "FILE"),
     _Option("--gpus", int, "GPUs of each node (default: all); --num-gpus too", "N"),
     _Option("--procs", int, "processes of each node, on the CPU (default 2)", "N"),
     _Option("--tp", int, "tensor parallel size", "N"),
     _Option("--pp", int, "pipeline parallel size", "N"),
     _Option("--chunks", int, "model chunks (virtual stages) of a pipeline rank", "N"),
+    _Option("--cp", int, "context parallel size: ranks that share a sequence", "N"),
+    _Option("--ep", int, "expert parallel size: ranks that share a layer's experts", "N"),
     _Option("--no-dpp", None, "megatron-core's static schedule, not the dynamic one"),
     _Option("--zero-stage", int, "what is shared out (default 1)", choices=(0, 1, 2, 3)),
     _Option("--engine", str, "who does it (default megatron)", choices=("megatron", "deepspeed")),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.dpp.schedule import Action, Scheduler
+from megatron.dpp.schedule import DIRECTION_OF, Action, Scheduler
 from megatron.dpp.transport.base import Board
 
 
@@ -27,6 +27,16 @@ class Decider:
         self._told = [0] * len(channels)
         self._index_of = {channel: index for index, channel in enumerate(channels)}
         self._seen: Sequence[int] = ()
+
+    @property
+    def done(self) -> bool:
+        """No task is left to run."""
+        return self.scheduler.done
+
+    def look_ahead(self) -> None:
+        """Decide the next task early, if the other members get to know of it late. Called before a
+        task runs, when its input and the size of its microbatch are known.
+        """
 
     def start(self, arrived_before: Sequence[int]) -> None:
         """Begin an iteration; later counts are relative to these, per incoming channel."""
@@ -79,7 +89,9 @@ class Decider:
 
 
 class _Member(Decider):
-    """One of several ranks of a stage; it posts its arrivals on their board."""
+    """One of several ranks of a stage; it posts on their board what has arrived, and what has
+    arrived or is in flight.
+    """
 
     def __init__(
         self, scheduler: Scheduler, channels: Sequence[tuple[int, int]], board: Board
@@ -87,23 +99,57 @@ class _Member(Decider):
         super().__init__(scheduler, channels)
         self._board = board
         self._posted: Sequence[int] = ()
-
-    def next_coming(self, coming: Sequence[int]) -> Action | None:
-        """None: the other members may not get the same message."""
-        return None
+        self._coming: Sequence[int] = [0] * len(channels)
 
     def _post(self, arrived: Sequence[int]) -> None:
         if arrived != self._posted:
             self._posted = arrived
-            self._board.post(arrived)
+            self._board.post([*arrived, *map(max, arrived, self._coming)])
+
+    def _post_coming(self, coming: Sequence[int]) -> None:
+        # Of this iteration alone, so that no later one posts less.
+        last = self.scheduler.geometry.num_microbatches
+        bounded = [min(c, base + last) for c, base in zip(coming, self._base, strict=False)]
+        if bounded and bounded != self._coming:
+            self._coming = bounded
+            self._board.post([*self._posted, *map(max, self._posted, bounded)])
 
 
 class Leader(_Member):
-    """Member 0 of a stage: decides for all, by the arrivals that all have."""
+    """Member 0 of a stage: decides for all, by the arrivals that all have.
+
+    A word to another host takes longer than a look at shared memory. If the board spans hosts, the
+    leader therefore decides the next task before it runs the current one.
+    """
+
+    _published: Action | None = None
+    """The task that was decided ahead."""
+
+    @property
+    def done(self) -> bool:
+        return super().done and self._published is None
 
     def next(self, arrived: Sequence[int]) -> Action | None:
         self._post(arrived)
-        action = super().next(self._board.common())
+        if self._published is not None:
+            action, self._published = self._published, None
+            return action
+        return self._decide()
+
+    def next_coming(self, coming: Sequence[int]) -> Action | None:
+        self._post_coming(coming)
+        if not coming:
+            return None
+        return self._publish(super().next_coming(self._board.common()[len(self._channels) :]))
+
+    def look_ahead(self) -> None:
+        if self._board.spans_hosts and self._published is None:
+            self._published = self._decide()
+
+    def _decide(self) -> Action | None:
+        return self._publish(super().next(self._board.common()[: len(self._channels)]))
+
+    def _publish(self, action: Action | None) -> Action | None:
         if action is not None:
             self._board.append(action.word())
         return action
@@ -121,8 +167,24 @@ class Follower(_Member):
             return None
         self._tell(arrived)
         action = Action.from_word(word)
+        self._tell_coming(action)
         self.scheduler.run(action)
         return action
+
+    def next_coming(self, coming: Sequence[int]) -> Action | None:
+        """None: the leader decides, when all members have posted the message."""
+        self._post_coming(coming)
+        return None
+
+    def _tell_coming(self, action: Action) -> None:
+        """Count the input of a task as arrived if this member has posted that it is in flight."""
+        if action.kind not in DIRECTION_OF:
+            return
+        index = self._index_of.get((DIRECTION_OF[action.kind], action.chunk))
+        if index is None or self._told[index] != action.microbatch:
+            return
+        if self._counted(self._coming, index) > action.microbatch:
+            self._tell_one(index, action.microbatch + 1)
 
 
 def decider_for(

@@ -39,7 +39,7 @@ from megatron.dpp.runtime.links import Links, open_links, why_not_ahead
 from megatron.dpp.runtime.stage_group import StageGroup, stage_group_of
 from megatron.dpp.runtime.timer import TaskTimer, timer_for
 from megatron.dpp.runtime.topology import Topology, pipeline_of
-from megatron.dpp.schedule import Geometry, Memory, Scheduler, Sizes, head_room
+from megatron.dpp.schedule import Geometry, Memory, head_room
 from megatron.dpp.schedule.reference import num_warmup
 from megatron.dpp.transport.base import Transport
 
@@ -112,9 +112,11 @@ class DppSchedule(PipelineSchedule):
             stage.measure()
         stage.open()
         with self._bound(call):
-            scheduler = self._execute(session, self._decisions, stage, geometry, split, iteration)
+            largest, first = self._execute(
+                session, self._decisions, stage, geometry, split, iteration
+            )
         if not call.forward_only:
-            self._account(call, scheduler.sizes, self._decisions, stage if measure else None)
+            self._account(call, largest / first, self._decisions, stage if measure else None)
         with self._recorder.span("grad-sync"):
             return stage.finish()
 
@@ -154,7 +156,8 @@ class DppSchedule(PipelineSchedule):
         geometry: Geometry,
         split: bool,
         iteration: int,
-    ) -> Scheduler:
+    ) -> tuple[int, int]:
+        """Run the tasks; returns the tokens of the longest microbatch and of the first."""
         links, tokens = session.links, stage.call.tokens()
         scheduler = decisions.scheduler(
             geometry, split=split, largest=tokens.largest, policy=self.policy
@@ -173,6 +176,7 @@ class DppSchedule(PipelineSchedule):
             timeout=self.config.timeout,
             launch_ahead=session.launch_ahead,
             count_tokens=tokens.count,
+            sizes_agree=session.group.one_replica,
         )
         executor.run()
         links.consume(geometry)
@@ -180,16 +184,16 @@ class DppSchedule(PipelineSchedule):
         self.peak_held = max(self.peak_held, scheduler.peak_held)
         self.num_out_of_order = scheduler.num_out_of_order
         self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
-        return scheduler
+        return tokens.largest, max(executor.first_size or tokens.largest, 1)
 
     def _account(
-        self, call: StepCall, sizes: Sizes, decisions: Decisions, measured: Stage | None
+        self, call: StepCall, longest: float, decisions: Decisions, measured: Stage | None
     ) -> None:
         """Pass on the measured memory of an activation: the eager one first, a graph's slot later.
         The ranks of a stage use their largest, as one of them decides for all. Microbatch 0 is
-        measured, and the cap counts in activations of the longest.
+        measured, and the cap counts in activations of the longest, which is ``longest`` times as
+        long.
         """
-        longest = sizes.largest / max(sizes[0], 1)
         if measured is not None:
             activation, deferred, head = self._stage_max(
                 call,
@@ -339,7 +343,7 @@ class DppSchedule(PipelineSchedule):
                 self._seed,
                 num_chunks=topology.num_chunks,
             )
-        group = stage_group_of(call, has_links=topology.num_stages > 1)
+        group = stage_group_of(call)
         links = _open_links(topology, boundaries, group.ranks, self.config, injector)
         for link in links.transport.links():
             self._log(

@@ -83,6 +83,8 @@ class Executor:
         launch_ahead: launch a task before its input has arrived, if nothing else may run.
         count_tokens: the tokens of a microbatch by the content of one of its boundaries, or None
             where it cannot tell.
+        sizes_agree: all ranks that run this order have microbatches of the same sizes. If not,
+            each counts as the longest.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Executor:
         timeout: float,
         launch_ahead: bool = True,
         count_tokens: Callable[[Tensors], int | None] = lambda _: None,
+        sizes_agree: bool = True,
     ) -> None:
         self._split_backward = split_backward
         self._runner, self._decider, self._recorder = runner, decider, recorder
@@ -114,7 +117,9 @@ class Executor:
         self._sources = {spec.source for spec in links.transport.incoming}
         self._timer, self._injector = timer, injector
         self._iteration, self._timeout, self._launch_ahead = iteration, timeout, launch_ahead
-        self._count_tokens = count_tokens
+        self._count_tokens, self._sizes_agree = count_tokens, sizes_agree
+        self.first_size: int | None = None
+        """Tokens of microbatch 0; None where they cannot be counted."""
         self._num_puts = self._put_bytes = 0
         self._gap_start = 0
         self._gap_cause = ""
@@ -140,9 +145,14 @@ class Executor:
             TransferTimeout: nothing could run for ``timeout`` seconds; names what is missing.
             TransportError: a peer died or a link failed.
         """
-        scheduler, timer, poll = self._scheduler, self._timer, self._links.poll
-        bounded = self._geometry.forward_only and not self._decider.followed
-        while not scheduler.done:
+        scheduler, decider, timer, poll = (
+            self._scheduler,
+            self._decider,
+            self._timer,
+            self._links.poll,
+        )
+        bounded = self._geometry.forward_only and not decider.followed
+        while not decider.done:
             self._arrived = poll()
             if bounded:
                 scheduler.hold_back(held=self._is_full())
@@ -154,7 +164,7 @@ class Executor:
                 self._rest(pause - _WAKE_SECONDS)
                 continue
             begin = time.perf_counter_ns()
-            action = self._decider.next(self._arrived) or self._next_coming()
+            action = decider.next(self._arrived) or self._next_coming()
             if action is None:
                 self._sleep()
                 continue
@@ -213,26 +223,32 @@ class Executor:
     def _forward(self, action: Action) -> None:
         _, chunk, microbatch, _ = action
         received = self._receive(action, Direction.FORWARD)
+        if chunk == 0 and received is not None:
+            self._learn(microbatch, received)
+        self._decider.look_ahead()
         begin = time.perf_counter_ns()
         output = self._runner.forward(chunk, microbatch, received)
         self._runner_ns = time.perf_counter_ns() - begin
-        if chunk == 0:
-            self._learn(microbatch, output if received is None else received)
+        if chunk == 0 and received is None:
+            self._learn(microbatch, output)
         self._finish_task("F", chunk, microbatch)
         if self._put(Direction.FORWARD, chunk, microbatch, output):
             self._runner.free_output(chunk, microbatch)
 
     def _learn(self, microbatch: int, tensors: Tensors) -> None:
-        """Tell the scheduler the microbatch's size: its first forward on this rank has run, so all
-        ranks of the stage learn it after the same task.
+        """Tell the scheduler the microbatch's size at its first forward on this rank, so all ranks
+        of the stage learn it between the same two tasks.
         """
         tokens = self._count_tokens(tensors)
-        if tokens is not None:
+        if microbatch == 0:
+            self.first_size = tokens
+        if tokens is not None and self._sizes_agree:
             self._scheduler.learn(microbatch, tokens)
 
     def _backward(self, action: Action) -> None:
         _, chunk, microbatch, _ = action
         received = self._receive(action, Direction.BACKWARD)
+        self._decider.look_ahead()
         begin = time.perf_counter_ns()
         gradient = self._runner.backward(chunk, microbatch, received)
         self._runner_ns = time.perf_counter_ns() - begin
@@ -244,6 +260,7 @@ class Executor:
     def _weight(self, action: Action) -> None:
         _, chunk, microbatch, piece = action
         self._begin(action)
+        self._decider.look_ahead()
         begin = time.perf_counter_ns()
         self._runner.weight(chunk, microbatch, piece)
         self._runner_ns = time.perf_counter_ns() - begin

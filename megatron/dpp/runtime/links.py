@@ -101,7 +101,8 @@ def open_links(
             abandon_after=_ABANDON_SECONDS,
         ),
         board_ranks=(stage_ranks or None) if specs else None,
-        board_counters=sum(spec.destination == rank for spec in specs),
+        # Two per channel: what has arrived, and what has arrived or is in flight.
+        board_counters=2 * sum(spec.destination == rank for spec in specs),
     )
 
 
@@ -109,8 +110,7 @@ def why_not_ahead(config: DppConfig, transport: Transport) -> str | None:
     """The reason why tasks are not launched ahead of their inputs although ``config`` asks for it;
     None if they are, or if it makes no difference.
     """
-    announced = any(kinds.find(link.kind).announces for link in transport.links())
-    waits = announced and transport.board is None
+    waits = any(kinds.find(link.kind).announces for link in transport.links())
     if config.launch_ahead and waits and os.environ.get(_CONNECTIONS) == "1":
         return f"with {_CONNECTIONS}=1 a GPU that waits would hold up what it has to send"
     return None

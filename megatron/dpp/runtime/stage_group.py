@@ -15,9 +15,7 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
-from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore.steps import StepCall
-from megatron.dpp.transport.rendezvous import host_identity
 
 
 @dataclass(frozen=True)
@@ -27,10 +25,12 @@ class StageGroup:
     Args:
         ranks: their global ranks, leader first; empty if this rank decides alone.
         group: a process group of all of them, perhaps with further ranks of the stage.
+        one_replica: they are of one data-parallel replica, so their microbatches are the same.
     """
 
     ranks: tuple[int, ...] = ()
     group: ProcessGroup | None = None
+    one_replica: bool = True
 
     def largest(self, *values: float, device: torch.device) -> list[float]:
         """The largest of each value over the group; a collective."""
@@ -41,15 +41,8 @@ class StageGroup:
         return [float(value) for value in most]
 
 
-def stage_group_of(call: StepCall, *, has_links: bool) -> StageGroup:
-    """Find the ranks that follow one leader; with experts a collective of the stage's replicas.
-
-    Args:
-        has_links: the pipeline has more than one stage, so that the ranks need a board.
-
-    Raises:
-        ConfigError: the ranks of a group are on several hosts.
-    """
+def stage_group_of(call: StepCall) -> StageGroup:
+    """Find the ranks that follow one leader; with experts a collective of the stage's replicas."""
     own = torch.distributed.get_rank()
     collection, groups = call.pg_collection, []
     if collection.tp.size() * collection.cp.size() > 1:
@@ -61,11 +54,10 @@ def stage_group_of(call: StepCall, *, has_links: bool) -> StageGroup:
     everyone = _all_replicas(call)
     found: list[Any] = [None] * everyone.size()
     mine = [get_process_group_ranks(group) for group in (*groups, *crossing)]
-    torch.distributed.all_gather_object(found, (own, host_identity(), mine), group=everyone)
-    if has_links:
-        _check_hosts(found)
-    ranks_of = joined((ranks for _, _, theirs in found for ranks in theirs), own)
-    return StageGroup(ranks_of if len(ranks_of) > 1 else (), everyone)
+    torch.distributed.all_gather_object(found, mine, group=everyone)
+    ranks_of = joined((ranks for theirs in found for ranks in theirs), own)
+    one_replica = len(ranks_of) <= collection.tp.size() * collection.cp.size()
+    return StageGroup(ranks_of if len(ranks_of) > 1 else (), everyone, one_replica)
 
 
 def joined(groups: Iterable[Collection[int]], rank: int) -> tuple[int, ...]:
@@ -104,20 +96,3 @@ def _all_replicas(call: StepCall) -> ProcessGroup:
 
 def _group(call: StepCall, name: str, default: Callable[[], ProcessGroup]) -> ProcessGroup:
     return getattr(call.pg_collection, name, None) or default()
-
-
-def _check_hosts(found: Iterable[tuple[int, str, list[list[int]]]]) -> None:
-    """Refuse a group on several hosts, on all ranks alike: the leader's decisions travel through
-    shared memory.
-    """
-    host_of = {rank: host for rank, host, _ in found}
-    for _, _, groups in found:
-        for ranks in groups:
-            num_hosts = len({host_of[rank] for rank in ranks})
-            if num_hosts > 1:
-                raise ConfigError(
-                    f"ranks {sorted(ranks)} share collectives inside of tasks and are on "
-                    f"{num_hosts} hosts: --use-dpp needs tensor, context and expert groups within "
-                    "a host; lower --expert-model-parallel-size (or leave out global_aux_loss), "
-                    "or train without --use-dpp"
-                )

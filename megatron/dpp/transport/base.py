@@ -87,15 +87,18 @@ class LinkInfo:
 
 
 class Board(abc.ABC):
-    """A block of memory through which the ranks of one pipeline stage agree on one order of tasks.
+    """The means by which the ranks of one pipeline stage agree on one order of tasks.
 
     Member 0 is the leader. Each member posts its own counters, which only grow. The leader reads
     their element-wise minimum and appends words; the other members read these in the same order.
-    No collective, no lock. A change by any member ends the ``wait`` of the transport.
+    No collective, no lock. A change by any member ends the ``wait`` of the transport. Members on
+    one host share memory; other hosts get the words, and the leader their counters, over the
+    control connections.
     """
 
     index: int
     size: int
+    spans_hosts: bool = False
 
     @abc.abstractmethod
     def post(self, counters: Sequence[int]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.dpp.errors import TransportUnavailable
 from megatron.dpp.transport.joining import Facts
-from megatron.dpp.transport.kinds import AUTO, TransportKind, kinds_of_links
+from megatron.dpp.transport.kinds import AUTO, TransportKind
 
 
 @dataclass(frozen=True)
@@ -17,16 +18,19 @@ class Choice:
     reason: str
 
 
-def choose(own: Facts, peer: Facts, wanted: str = AUTO) -> Choice:
-    """The kind of the link between two ranks; equal on both.
+def choose(own: Facts, peer: Facts, kinds: Sequence[TransportKind], wanted: str = AUTO) -> Choice:
+    """The first of ``kinds`` that can link two ranks; equal on both.
+
+    Args:
+        wanted: ``--dpp-transport``.
 
     Raises:
-        TransportUnavailable: ``wanted`` (or, for ``auto``, every kind) is not possible; says why.
+        TransportUnavailable: none of them can; says why.
     """
     one, other = sorted((own, peer), key=lambda facts: facts.rank)
     obstacles: list[str] = []
     passed_over = ""  # why a better kind for other hosts is not possible
-    for kind in kinds_of_links(wanted):
+    for kind in kinds:
         assert kind.obstacle is not None
         against = kind.obstacle(one, other)
         if against is None:

@@ -50,11 +50,12 @@ def load_native() -> Any:
 
 
 class NativeBoard(Board):
-    """A board in shared memory."""
+    """A board in shared memory, which notes connect with those of other hosts."""
 
-    def __init__(self, native: Any, index: int, size: int) -> None:
+    def __init__(self, native: Any, *, index: int, size: int, spans_hosts: bool) -> None:
         self.index = index
         self.size = size
+        self.spans_hosts = spans_hosts
         self._native = native
 
     def post(self, counters: Sequence[int]) -> None:

@@ -36,7 +36,7 @@ def open_transport(
         kind: ``auto`` chooses per link and says why in ``links()``; any other kind is used or is an
             error.
         options: see :class:`TransportOptions`; equal on all ranks.
-        board_ranks: the global ranks of one pipeline stage, leader first, all on one host; gives
+        board_ranks: the global ranks of one pipeline stage, leader first; gives
             ``transport.board``.
         board_counters: how many counters each member of the board posts.
 

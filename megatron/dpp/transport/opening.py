@@ -17,10 +17,11 @@ from torch._C._distributed_c10d import Store
 from megatron.dpp.errors import ConfigError, VersionMismatch
 from megatron.dpp.transport.admission import Connection
 from megatron.dpp.transport.base import ChannelSpec, LinkInfo
+from megatron.dpp.transport.board_hosts import BoardHosts, hosts_of
 from megatron.dpp.transport.choose import Choice, choose
 from megatron.dpp.transport.gpu import device_index, gpu_facts
 from megatron.dpp.transport.joining import Facts, PeerLink, Request, Setup
-from megatron.dpp.transport.kinds import AUTO, find, kind_of_boards, kinds_of_links
+from megatron.dpp.transport.kinds import AUTO, find, kinds_of_boards, kinds_of_links
 from megatron.dpp.transport.native import NativeBoard, NativeTransport, load_native
 from megatron.dpp.transport.rendezvous import CONTROL, Rendezvous, host_identity
 
@@ -42,16 +43,19 @@ class _Opening:
         self._board_counters = request.board_counters
         self._incoming, self._outgoing = request.incoming, request.outgoing
         self._library = load_native()
-        self._facts: dict[int, Facts] = {}  # the peers'
+        self._facts: dict[int, Facts] = {}  # of the peers, and of all members of the board
+        self._board: BoardHosts | None = None
         self._choices: dict[int, Choice] = {}
         self._notes: dict[int, str] = {}  # appended to the reasons of links
 
     def run(self, store: Store) -> NativeTransport:
         """Open the transport, or leave nothing behind."""
-        peers = self._peers()
+        others = self._channel_peers() | set(self._board_ranks) - {self._rank}
         with Rendezvous(store, self._rank, self._options, self._tcp_host()) as rendezvous:
             own = self._own_facts(rendezvous)
-            self._facts = rendezvous.exchange(own, peers)
+            self._facts = rendezvous.exchange(own, sorted(others))
+            self._board = self._find_board(own)
+            peers = self._peers()
             self._choices = {peer: self._choose(own, peer) for peer in peers}
             connections = rendezvous.connect(self._wanted_connections())
         native = self._make_native(len(peers))
@@ -70,9 +74,13 @@ class _Opening:
 
     def _wrap(self, native: Any, own: Facts) -> NativeTransport:
         board = None
-        if self._board_ranks:
-            index = self._board_ranks.index(self._rank)
-            board = NativeBoard(native, index, len(self._board_ranks))
+        if self._board is not None:
+            board = NativeBoard(
+                native,
+                index=self._board_ranks.index(self._rank),
+                size=len(self._board_ranks),
+                spans_hosts=len(self._board.heads) > 1,
+            )
         links = [
             LinkInfo(peer, how.kind.name, how.reason + self._notes.get(peer, ""))
             for peer, how in self._choices.items()
@@ -91,19 +99,21 @@ class _Opening:
             abandon_after=self._options.abandon_after,
         )
 
-    def _peers(self) -> list[int]:
+    def _channel_peers(self) -> set[int]:
         peers = {spec.source for spec in self._incoming}
         peers |= {spec.destination for spec in self._outgoing}
         if self._rank in peers:
             raise ConfigError(f"rank {self._rank} has a channel to itself beside others")
-        return sorted(peers | set(self._board_partners()))
+        return peers
 
-    def _board_partners(self) -> list[int]:
-        """The members of the board that this rank talks with: all, or the leader."""
+    def _peers(self) -> list[int]:
+        return sorted(self._channel_peers() | set(self._board.partners if self._board else ()))
+
+    def _find_board(self, own: Facts) -> BoardHosts | None:
         if not self._board_ranks:
-            return []
-        leader, *followers = self._board_ranks
-        return followers if self._rank == leader else [leader]
+            return None
+        host_of = {rank: facts.host for rank, facts in self._facts.items()} | {self._rank: own.host}
+        return hosts_of(self._rank, self._board_ranks, host_of)
 
     def _tcp_host(self) -> str | None:
         """The address to listen on for other hosts; None for no address."""
@@ -133,13 +143,9 @@ class _Opening:
         )
 
     def _choose(self, own: Facts, peer: int) -> Choice:
-        board_only = peer in self._board_partners() and not self._carries_channels(peer)
-        wanted = kind_of_boards().name if board_only else self._kind
-        return choose(own, self._facts[peer], wanted)
-
-    def _carries_channels(self, peer: int) -> bool:
-        specs = (*self._incoming, *self._outgoing)
-        return any(peer in (spec.source, spec.destination) for spec in specs)
+        if peer in self._channel_peers():
+            return choose(own, self._facts[peer], kinds_of_links(self._kind), self._kind)
+        return choose(own, self._facts[peer], kinds_of_boards())
 
     def _wanted_connections(self) -> list[tuple[Facts, str, bool]]:
         return [
@@ -176,9 +182,10 @@ class _Opening:
             _, fds = link.receive(1)
             self._add_peer(native, connections[peer, CONTROL], fds)
         board_fd = -1
-        if self._board_ranks and self._rank == self._board_ranks[0]:
-            size, followers = len(self._board_ranks), self._board_ranks[1:]
-            board_fd = native.make_board(size, self._board_counters, followers)
+        board = self._board
+        if board is not None and board.is_head:
+            leader = -1 if board.upstream is None else board.upstream
+            board_fd = native.make_board(self._board_counters, board.followers, board.hosts, leader)
         for link in links.values():
             self._send_offer(link, board_fd)
         for link in links.values():
@@ -219,26 +226,29 @@ class _Opening:
     def _send_offer(self, link: PeerLink, board_fd: int) -> None:
         message: dict[str, Any] = {"channels": _digest(self._incoming, link.incoming)}
         fds = []
-        if board_fd >= 0 and link.peer in self._board_ranks:
-            message["board"] = [len(self._board_ranks), self._board_counters]
-            fds.append(board_fd)
+        if self._board is not None and link.peer in self._board.partners:
+            message["board"] = self._board_shape()
+            if link.peer in self._board.followers:
+                fds.append(board_fd)
         link.send(message, fds)
 
     def _receive_offer(self, native: Any, link: PeerLink) -> None:
         message, fds = link.receive(1)
         try:
             self._compare_offer(message, link)
-            if self._follows(link.peer):
+            board = self._board
+            if board is not None and not board.is_head and link.peer == board.upstream:
                 link.require_fds(fds, 1)
-                index, size = self._board_ranks.index(self._rank), len(self._board_ranks)
-                native.use_board(fds.pop(), index, size, self._board_counters, link.peer)
+                index, lines = board.members.index(self._rank), board.num_lines
+                native.use_board(
+                    fds.pop(), index, lines, self._board_counters, link.peer, board.is_relayed
+                )
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def _follows(self, peer: int) -> bool:
-        """True if ``peer`` leads the board of this rank."""
-        return bool(self._board_ranks) and peer == self._board_ranks[0]
+    def _board_shape(self) -> list[int]:
+        return [len(self._board_ranks), self._board_counters]
 
     def _compare_offer(self, message: dict[str, Any], link: PeerLink) -> None:
         ours = _digest(self._outgoing, link.outgoing)
@@ -249,11 +259,11 @@ class _Opening:
                 f"opened {theirs} (chunk, direction, slot bytes, depth); start both with equal "
                 "settings"
             )
-        board = [len(self._board_ranks), self._board_counters]
-        if self._follows(link.peer) and message.get("board") != board:
+        partner = self._board is not None and link.peer in self._board.partners
+        if partner and message.get("board") != self._board_shape():
             raise VersionMismatch(
-                f"rank {self._rank} expects a board of {board} (members, counters), rank "
-                f"{link.peer} has {message.get('board')}"
+                f"rank {self._rank} expects a board of {self._board_shape()} (members, counters), "
+                f"rank {link.peer} has {message.get('board')}"
             )
 
 

@@ -42,7 +42,7 @@ class TransportKind:
             connection of such a link is TCP.
         announces: a message may be taken before it has arrived; the GPU waits for it.
         device_memory: reads and writes CUDA tensors in place, where the rank has a GPU of NVIDIA.
-        carries_board: links the members of a board (one kind does).
+        carries_board: links members of a board that have no channels with each other.
         connections: purposes of the connections that a link needs besides the control connection.
     """
 
@@ -89,6 +89,6 @@ def kinds_of_links(wanted: str = AUTO) -> list[TransportKind]:
     return sorted((kind for kind in kinds if kind.join), key=lambda kind: kind.preference)
 
 
-def kind_of_boards() -> TransportKind:
-    """The kind that links the members of a board."""
-    return next(kind for kind in kinds_of_links() if kind.carries_board)
+def kinds_of_boards() -> list[TransportKind]:
+    """The kinds that link the members of a board: within a host, and between hosts."""
+    return [kind for kind in kinds_of_links() if kind.carries_board]

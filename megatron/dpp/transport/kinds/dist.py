@@ -38,7 +38,7 @@ from megatron.dpp.transport.base import (
     check_payload,
 )
 from megatron.dpp.transport.joining import Request
-from megatron.dpp.transport.kinds import TransportKind, kind_of_boards, register
+from megatron.dpp.transport.kinds import AUTO, TransportKind, register
 from megatron.dpp.transport.options import TransportOptions
 
 _HEADER_BYTES = 512
@@ -128,7 +128,7 @@ class DistTransport(Transport):
             from megatron.dpp.transport.opening import open_native
 
             without_channels = dataclasses.replace(request, channels=())
-            self._bell = open_native(without_channels, kind_of_boards().name)
+            self._bell = open_native(without_channels, AUTO)
             self.board = self._bell.board
         try:
             self._groups = self._connect(request.store, request.options)

@@ -38,6 +38,7 @@ register(
         obstacle=obstacle,
         join=join,
         between_hosts=True,
+        carries_board=True,
         connections=("data 0", "data 1"),
     )
 )
