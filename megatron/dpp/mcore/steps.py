@@ -85,7 +85,7 @@ class StepCall:
                 f"{', '.join(unknown)}: megatron-core {compat.VERSION} passes this to its "
                 "schedule; the dynamic pipeline does not have it"
             )
-        groups = pg_collection or _default_groups()
+        groups = pg_collection or default_groups()
         return cls(data_iterator=iterators, model=chunks, pg_collection=groups, **rest)
 
     @property
@@ -178,7 +178,7 @@ class StepCall:
         return shape, dtype or config.params_dtype
 
 
-def _default_groups() -> ProcessGroupCollection:
+def default_groups() -> ProcessGroupCollection:
     """megatron-core's global groups, those of ``_GROUPS`` that this version has."""
     known = {field.name for field in dataclasses.fields(ProcessGroupCollection)}
     groups: ProcessGroupCollection = ProcessGroupCollection.use_mpu_process_groups(

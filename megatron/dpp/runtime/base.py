@@ -51,7 +51,8 @@ class PipelineSchedule(abc.ABC):
         """Number of the next call; set it after resuming from a checkpoint, so that random states
         continue.
         """
-        self._recorder = recorder or NullRecorder()
+        self.recorder = recorder or NullRecorder()
+        """Where a trace of the next calls goes."""
         self._seed = torch.initial_seed() if seed is None else seed
         self._log = log or logger.info
         self._capture = capture

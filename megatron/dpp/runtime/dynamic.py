@@ -113,7 +113,7 @@ class DppSchedule(PipelineSchedule):
             scheduler = self._execute(session, self._decisions, stage, geometry, split, iteration)
         if not call.forward_only:
             self._account(call, scheduler.sizes, self._decisions, stage if measure else None)
-        with self._recorder.span("grad-sync"):
+        with self.recorder.span("grad-sync"):
             return stage.finish()
 
     def check(self, **keywords: Any) -> None:
@@ -161,7 +161,7 @@ class DppSchedule(PipelineSchedule):
             runner=stage,
             decider=decider,
             links=links,
-            recorder=self._recorder,
+            recorder=self.recorder,
             timer=session.timer,
             injector=session.injector,
             split_backward=split,

@@ -95,7 +95,7 @@ class StaticSchedule(PipelineSchedule):
         if self._wants_graphs() and not keywords.get("forward_only"):
             call = StepCall.checked(**keywords)
             around.enter_context(self._graphs_of(call).bound(call.boundary_example()))
-        around.enter_context(traced(self._recorder))
+        around.enter_context(traced(self.recorder))
 
     @cached_property
     def _timer(self) -> TaskTimer:
