@@ -22,6 +22,7 @@ from typing import Any
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, one_line
 from megatron.dpp.mcore import compat
+from megatron.dpp.mcore.rng import needs_task_rng
 from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.runtime.host_trace import StepTrace
 from megatron.dpp.schedule import find_policy
@@ -33,6 +34,15 @@ _MULTIMODULE = "its process groups are those of several modules"
 _NO_COMMUNICATOR = (
     "dynamic pipeline: p2p_communicator is not used: ranks exchange tensors over links of their "
     "own (--dpp-transport)"
+)
+
+_TASK_RNG = (
+    "dynamic pipeline: the model draws random numbers, and each task derives its own from seed, "
+    "step, microbatch and stage. A run repeats itself; megatron-core's schedule draws others"
+)
+_NO_TASK_RNG = (
+    "dynamic pipeline: --no-dpp-task-rng: the model draws random numbers in the order of tasks, "
+    "which is not the same in every run. No run can be repeated"
 )
 
 _installed: Plugin | None = None
@@ -86,6 +96,8 @@ class Plugin:
         assert schedule is not None
         if not keywords.get("forward_only"):
             schedule.iteration = compat.host_iteration(schedule.iteration)
+            if needs_task_rng(_as_list(keywords["model"])):
+                self._say(_TASK_RNG if self._config.task_rng else _NO_TASK_RNG)
         with self._trace.step(self._step_number(keywords), keywords, "dpp") as schedule.recorder:
             return schedule(**keywords)
 
@@ -108,7 +120,7 @@ class Plugin:
         if compat.pipeline_size(keywords.get("pg_collection")) == 1:
             return "there is one pipeline rank (--pipeline-model-parallel-size 1)"
         if self._schedule is None:
-            self._schedule = DppSchedule(self._config)
+            self._schedule = DppSchedule(self._config, warn=self._say)
         try:
             self._schedule.check(**keywords)
         except ConfigError as error:
@@ -137,6 +149,10 @@ class Plugin:
         """Put ``get_forward_backward_func`` back everywhere."""
         for module in compat.importers(self.get):
             module.get_forward_backward_func = self._original
+
+
+def _as_list(chunks: Any) -> list[Any]:
+    return list(chunks) if isinstance(chunks, list) else [chunks]
 
 
 def install(
