@@ -129,6 +129,25 @@ def test_a_pipeline_runs_dynamically(
     assert len(lines) == 1 and "p2p_communicator is not used" in lines[0]
 
 
+def test_the_calls_of_nemo_and_verl_are_covered(dynamic_calls: list[dict[str, Any]]) -> None:
+    """NeMo 2.4.0 imports at each step, verl 0.9.1 by name at the start; neither gives sizes."""
+    verl = ModuleType("verl.workers.engine.megatron.transformer_impl")
+    exec("from megatron.core.pipeline_parallel import get_forward_backward_func", verl.__dict__)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, verl.__name__, verl)
+        plugin.install(DppConfig(split_backward=False, max_tokens=64), strict=True)
+    namespace: dict[str, Any] = {}
+    exec(
+        "from megatron.core.pipeline_parallel.schedules import get_forward_backward_func", namespace
+    )
+    nemo = keywords(decoder_seq_length=None, adjust_tensor_shapes_fn=None, forward_only=False)
+    for get, asked in (
+        (namespace["get_forward_backward_func"], nemo),
+        (verl.get_forward_backward_func, keywords(seq_length=1, forward_only=True)),
+    ):
+        assert get()(**asked) == ["dynamic"] and dynamic_calls[-1] == asked
+
+
 @pytest.mark.parametrize(
     ("task_rng", "line"), [(True, "A run repeats itself"), (False, "No run can be repeated")]
 )
