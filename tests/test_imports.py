@@ -48,7 +48,7 @@ MAY_IMPORT = {
         *("config", "errors", "locks", "text_files", "tokenizers", "schedule", "trace", "plan"),
         *("transport", "mcore", "runtime", "cli"),
     },
-    "plugin": {"config", "errors", "mcore", "runtime", "schedule"},
+    "plugin": {"config", "errors", "mcore", "runtime", "schedule", "trace"},
     "commands": {
         *("config", "errors", "hosts", "text_files", "pictures", "tokenizers", "schedule"),
         *("trace", "sim"),

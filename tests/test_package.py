@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import shutil
 import subprocess
@@ -54,10 +55,11 @@ def test_the_launcher_of_the_source_tree_runs_from_anywhere(tmp_path: Path) -> N
     assert shown == f"megatron-dpp {PROJECT['version']}\n"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_wheel_of_the_source_distribution_runs_from_any_directory(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the source distribution of the tracked files."""
+    folder = tmp_path_factory.mktemp("wheel")
+    tree = folder / "tree"
     files = run("git", "ls-files", cwd=ROOT).splitlines()
     for name in files:
         if (ROOT / name).is_file():
@@ -66,17 +68,51 @@ def test_wheel_of_the_source_distribution_runs_from_any_directory(tmp_path: Path
     build = "import setuptools.build_meta as b; print(b.build_sdist('dist'))"
     source = run(sys.executable, "-c", build, cwd=tree).splitlines()[-1]
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    run(*pip, "--wheel-dir", tmp_path, tree / "dist" / source, cwd=tmp_path)
-    (wheel,) = tmp_path.glob("*.whl")
+    run(*pip, "--wheel-dir", folder, tree / "dist" / source, cwd=folder)
+    (built,) = folder.glob("*.whl")
+    return built
 
-    venv.create(tmp_path / "fresh", with_pip=True)
-    python = tmp_path / "fresh" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--no-deps", wheel, cwd=tmp_path)
+
+def fresh_environment(folder: Path) -> Path:
+    """The Python of an environment that also sees the packages of the tests' environment."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
     purelib = run(
-        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder
     )
-    # What the wheel requires comes from the environment of the tests.
     (Path(purelib.strip()) / "tests.pth").write_text(sysconfig.get_path("purelib"))
+    return python
+
+
+def versions(python: Path) -> dict[str, str]:
+    """Name and version of each package that ``python`` finds."""
+    listed = run(python, "-m", "pip", "list", "--format", "json", cwd=python.parent)
+    return {each["name"]: each["version"] for each in json.loads(listed)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_installing_the_wheel_changes_no_installed_version(wheel: Path, tmp_path: Path) -> None:
+    python = fresh_environment(tmp_path / "fresh")
+    before = versions(python)
+    assert {"megatron-core", "torch"} <= before.keys()
+    said = run(python, "-m", "pip", "install", "--no-index", wheel, cwd=tmp_path)
+    assert "Uninstalling" not in said
+    own = PROJECT["name"]
+    assert versions(python) == {**before, own: PROJECT["version"]}
+    where = "import megatron.dpp as d, megatron.core as c, torch; print(d.__file__, c.__file__)"
+    ours, theirs = run(python, "-c", where, cwd=tmp_path).split()
+    assert ours.startswith(str(tmp_path)) and not theirs.startswith(str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_wheel_of_the_source_distribution_runs_from_any_directory(
+    wheel: Path, tmp_path: Path
+) -> None:
+    # What the wheel requires comes from the environment of the tests.
+    python = fresh_environment(tmp_path / "fresh")
+    run(python, "-m", "pip", "install", "--no-deps", wheel, cwd=tmp_path)
 
     command = tmp_path / "fresh" / "bin" / "megatron-dpp"
     assert "usage: megatron-dpp" in run(command, "--help", cwd=tmp_path)

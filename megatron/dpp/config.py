@@ -71,6 +71,11 @@ class DppConfig:
         needs="stages",
     )
     slots: int = _option(2, "messages each channel can hold at the receiver", needs="links")
+    max_tokens: int = _option(
+        0,
+        "tokens of the longest microbatch to come, for which links have room from the start; 0: as "
+        "many as the longest sequence known has",
+    )
     workload: int = _option(
         1 << 20, "elements per chunk where tensors are staged through host memory", needs="links"
     )
@@ -150,6 +155,7 @@ class DppConfig:
             )
         for name, least in (
             ("slots", 1),
+            ("max_tokens", 0),
             ("workload", 1),
             ("timeout", 0.001),
             ("peer_timeout", 1.0),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -21,8 +22,11 @@ from typing import Any
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, one_line
 from megatron.dpp.mcore import compat
+from megatron.dpp.mcore.rng import needs_task_rng
 from megatron.dpp.runtime.dynamic import DppSchedule
+from megatron.dpp.runtime.host_trace import StepTrace
 from megatron.dpp.schedule import find_policy
+from megatron.dpp.trace.host import HostTrace
 
 logger = logging.getLogger("megatron.dpp")
 
@@ -30,6 +34,15 @@ _MULTIMODULE = "its process groups are those of several modules"
 _NO_COMMUNICATOR = (
     "dynamic pipeline: p2p_communicator is not used: ranks exchange tensors over links of their "
     "own (--dpp-transport)"
+)
+
+_TASK_RNG = (
+    "dynamic pipeline: the model draws random numbers, and each task derives its own from seed, "
+    "step, microbatch and stage. A run repeats itself; megatron-core's schedule draws others"
+)
+_NO_TASK_RNG = (
+    "dynamic pipeline: --no-dpp-task-rng: the model draws random numbers in the order of tasks, "
+    "which is not the same in every run. No run can be repeated"
 )
 
 _installed: Plugin | None = None
@@ -41,10 +54,14 @@ class Plugin:
     Args:
         config: settings of the dynamic pipeline.
         strict: raise where a step would go to megatron-core's own schedule.
+        trace: what is recorded, or None.
     """
 
-    def __init__(self, config: DppConfig, *, strict: bool) -> None:
+    def __init__(self, config: DppConfig, *, strict: bool, trace: HostTrace | None) -> None:
         self._config, self._strict = config, strict
+        self._traces_only = trace is not None and trace.only
+        self._trace = StepTrace(trace, self._say)
+        self._num_steps = 0
         self._original: Callable[..., Any] = compat.lookup(compat.GET_SCHEDULE)
         self._schedule: DppSchedule | None = None
         self._said: set[str] = set()
@@ -57,6 +74,10 @@ class Plugin:
         if compat.is_multimodule(schedule_pg_collection):
             self._pass_through(_MULTIMODULE)
             return self._original(*args, schedule_pg_collection=schedule_pg_collection, **sizes)
+        if self._traces_only:
+            if schedule_pg_collection is not None:
+                sizes["schedule_pg_collection"] = schedule_pg_collection
+            return functools.partial(self._run_own, self._original(*args, **sizes))
         return self._run
 
     def run(self, **keywords: Any) -> list[Any]:
@@ -68,15 +89,29 @@ class Plugin:
         reason = self._why_not(keywords)
         if reason is not None:
             self._pass_through(reason)
-            losses: list[Any] = compat.static_schedule(self._original, keywords)(**keywords)
-            return losses
+            return self._run_own(compat.static_schedule(self._original, keywords), **keywords)
         if keywords.get("p2p_communicator") is not None:
             self._say(_NO_COMMUNICATOR)
         schedule = self._schedule
         assert schedule is not None
         if not keywords.get("forward_only"):
             schedule.iteration = compat.host_iteration(schedule.iteration)
-        return schedule(**keywords)
+            if needs_task_rng(_as_list(keywords["model"])):
+                self._say(_TASK_RNG if self._config.task_rng else _NO_TASK_RNG)
+        with self._trace.step(self._step_number(keywords), keywords, "dpp") as schedule.recorder:
+            return schedule(**keywords)
+
+    def _run_own(self, schedule: Callable[..., Any], **keywords: Any) -> list[Any]:
+        """Run one step with megatron-core's own schedule."""
+        with self._trace.static_step(self._step_number(keywords), keywords):
+            losses: list[Any] = schedule(**keywords)
+            return losses
+
+    def _step_number(self, keywords: dict[str, Any]) -> int:
+        """The number of a training step in the trace: the host's, or else a count."""
+        number = compat.host_iteration(self._num_steps)
+        self._num_steps += not keywords.get("forward_only")
+        return number
 
     def _why_not(self, keywords: dict[str, Any]) -> str | None:
         """The reason why a step goes to megatron-core's own schedule; None if it does not."""
@@ -85,7 +120,7 @@ class Plugin:
         if compat.pipeline_size(keywords.get("pg_collection")) == 1:
             return "there is one pipeline rank (--pipeline-model-parallel-size 1)"
         if self._schedule is None:
-            self._schedule = DppSchedule(self._config)
+            self._schedule = DppSchedule(self._config, warn=self._say)
         try:
             self._schedule.check(**keywords)
         except ConfigError as error:
@@ -105,6 +140,7 @@ class Plugin:
 
     def leave(self, error: BaseException | None) -> None:
         """Close the schedule; with an error, tell the other ranks and raise what explains it."""
+        self._trace.close()
         schedule, self._schedule = self._schedule, None
         if schedule is not None:
             schedule.__exit__(type(error) if error else None, error, None)
@@ -115,13 +151,21 @@ class Plugin:
             module.get_forward_backward_func = self._original
 
 
-def install(config: DppConfig | None = None, *, strict: bool = False) -> None:
+def _as_list(chunks: Any) -> list[Any]:
+    return list(chunks) if isinstance(chunks, list) else [chunks]
+
+
+def install(
+    config: DppConfig | None = None, *, strict: bool = False, trace: HostTrace | None = None
+) -> None:
     """Let ``get_forward_backward_func`` return the dynamic pipeline, until :func:`uninstall` or the
     end of the process.
 
     Args:
         config: its settings; None takes the defaults.
         strict: raise a :class:`ConfigError` where a step would go to megatron-core's own schedule.
+        trace: what is recorded, and where; None records nothing. With ``only`` megatron-core's own
+            schedule stays, and is recorded.
 
     Raises:
         ConfigError: it is installed already, megatron-core is too old, or the policy is unknown.
@@ -134,7 +178,7 @@ def install(config: DppConfig | None = None, *, strict: bool = False) -> None:
             "the dynamic pipeline is installed already: call megatron.dpp.plugin.uninstall() "
             "before installing it with other settings"
         )
-    _installed = Plugin(config, strict=strict)
+    _installed = Plugin(config, strict=strict, trace=trace)
     atexit.register(uninstall)
 
 
@@ -153,11 +197,13 @@ def _remove(error: BaseException | None) -> None:
 
 
 @contextlib.contextmanager
-def installed(config: DppConfig | None = None, *, strict: bool = False) -> Iterator[None]:
+def installed(
+    config: DppConfig | None = None, *, strict: bool = False, trace: HostTrace | None = None
+) -> Iterator[None]:
     """:func:`install` for a block. An error that ends the block is told to the other ranks, and
     becomes the :class:`~megatron.dpp.errors.TransportError` that explains it, if there is one.
     """
-    install(config, strict=strict)
+    install(config, strict=strict, trace=trace)
     try:
         yield
     except BaseException as error:

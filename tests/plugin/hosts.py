@@ -33,6 +33,8 @@ MODEL = (
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion "
     "--no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm"
 )
+PP2X2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+DYNAMIC = "--use-dpp --dpp-strict"
 _FOR_OLD_PYTHON = """
 import typing, typing_extensions
 if not hasattr(typing, "override"):  # newer versions of Megatron-LM want Python 3.12

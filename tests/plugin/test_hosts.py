@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.plugin.hosts import NEWEST, VERSIONS, Hosts, records
+from tests.plugin.hosts import DYNAMIC, NEWEST, PP2X2, VERSIONS, Hosts, records
 
-PP2X2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
-DYNAMIC = "--use-dpp --dpp-strict"
 CASES = {
     "pp2": (2, "--pipeline-model-parallel-size 2", ""),
     "pp2-x2": (2, PP2X2, ""),
@@ -39,11 +37,6 @@ CASES = {
     "delays": (2, PP2X2, "--dpp-inject jitter:0.5,slow-rank:1:1.5,slow-link:0-1:2ms"),
 }
 """Name -> ranks, flags of both runs, and flags of the dynamic one."""
-
-
-@pytest.fixture(scope="session")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Hosts:
-    return Hosts(tmp_path_factory.mktemp("megatron-lm"))
 
 
 def compare(hosts: Hosts, version: str, case: str, folder: Path) -> None:

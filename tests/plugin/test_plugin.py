@@ -45,7 +45,9 @@ def keywords(pipeline: int = 2, **changes: Any) -> dict[str, Any]:
     config = {
         "virtual_pipeline_model_parallel_size": None, "sequence_parallel": False,
         "fp32_residual_connection": False, "pipeline_dtype": torch.float32, "hidden_size": 4,
-        "enable_autocast": False, **changes.pop("config", {}),
+        "enable_autocast": False, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "moe_input_jitter_eps": None, "moe_router_force_load_balancing": False,
+        **changes.pop("config", {}),
     }  # fmt: skip
     chunk = torch.nn.Linear(4, 4)
     chunk.config = SimpleNamespace(**config)  # type: ignore[assignment]
@@ -125,6 +127,65 @@ def test_a_pipeline_runs_dynamically(
     assert dynamic_calls == [asked, asked] and not static_calls
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1 and "p2p_communicator is not used" in lines[0]
+
+
+def test_the_calls_of_nemo_and_verl_are_covered(dynamic_calls: list[dict[str, Any]]) -> None:
+    """NeMo 2.4.0 imports at each step, verl 0.9.1 by name at the start; neither gives sizes."""
+    verl = ModuleType("verl.workers.engine.megatron.transformer_impl")
+    exec("from megatron.core.pipeline_parallel import get_forward_backward_func", verl.__dict__)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, verl.__name__, verl)
+        plugin.install(DppConfig(split_backward=False, max_tokens=64), strict=True)
+    namespace: dict[str, Any] = {}
+    exec(
+        "from megatron.core.pipeline_parallel.schedules import get_forward_backward_func", namespace
+    )
+    nemo = keywords(decoder_seq_length=None, adjust_tensor_shapes_fn=None, forward_only=False)
+    for get, asked in (
+        (namespace["get_forward_backward_func"], nemo),
+        (verl.get_forward_backward_func, keywords(seq_length=1, forward_only=True)),
+    ):
+        assert get()(**asked) == ["dynamic"] and dynamic_calls[-1] == asked
+
+
+@pytest.mark.parametrize(
+    ("task_rng", "line"), [(True, "A run repeats itself"), (False, "No run can be repeated")]
+)
+def test_dropout_is_named_once(
+    dynamic_calls: list[Any], caplog: pytest.LogCaptureFixture, task_rng: bool, line: str
+) -> None:
+    plugin.install(DppConfig(split_backward=False, task_rng=task_rng))
+    run = schedules.get_forward_backward_func()
+    run(**keywords())
+    assert not caplog.records
+    asked = keywords(config={"hidden_dropout": 0.1})
+    assert run(**asked) == run(**asked) == ["dynamic"]
+    (record,) = caplog.records
+    assert line in record.getMessage()
+
+
+def test_a_nominal_length_needs_the_most_tokens(
+    dynamic_calls: list[Any], static_calls: list[Any]
+) -> None:
+    """verl passes ``seq_length`` 1 and ``micro_batch_size`` 1, and no pipeline sizes."""
+    asked = keywords(config={"variable_seq_lengths": True}, seq_length=1)
+    plugin.install(DppConfig(split_backward=False, max_tokens=4096))
+    assert schedules.get_forward_backward_func()(**asked) == ["dynamic"]
+
+
+def test_a_length_of_the_host_is_enough(
+    dynamic_calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron-LM's argument, or the field of Megatron-Bridge's model."""
+    plugin.install(DppConfig(split_backward=False), strict=True)
+    run = schedules.get_forward_backward_func()
+    config = {"variable_seq_lengths": True}
+    run(**keywords(config={**config, "seq_length": 64}, seq_length=1))
+    variables = ModuleType("megatron.training.global_vars")
+    variables._GLOBAL_ARGS = SimpleNamespace(seq_length=64)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, variables.__name__, variables)
+    run(**keywords(config=config, seq_length=1))
+    assert len(dynamic_calls) == 2
 
 
 class MultiModuleProcessGroupCollection(SimpleNamespace):

@@ -111,3 +111,40 @@ def test_a_script_runs_as_it_would_by_itself(tmp_path: Path, words: list[str]) -
     )  # fmt: skip
     name = "Plugin.get" if words else "get_forward_backward_func"
     assert (done.returncode, done.stdout) == (7, f"['--own'] __main__ {name}\n"), done.stderr
+
+
+def test_a_trace_has_flags_and_variables() -> None:
+    asked = ["--dpp-trace-dir", "here"]
+    given, rest = take_flags([*asked, "--trace", "1"], {"DPP_TRACE": "1", "USE_DPP": "1"})
+    assert given.dpp_trace and given.dpp_trace_dir == "here" and rest == ["--trace", "1"]
+    given, _ = take_flags([], {"DPP_TRACE_ONLY": "on", "DPP_TRACE_INTERVAL": "3"})
+    assert given.dpp_trace_only and given.dpp_trace_interval == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--use-dpp", "--dpp-trace-only"], "--dpp-trace-only records the script's own schedule"),
+        (["--dpp-trace-only", "--dpp-trace-interval", "0"], "--dpp-trace-interval 0: must be at"),
+        (["--dpp-trace-only", "--dpp-trace-iterations", "x"], "--dpp-trace-iterations: iterations"),
+    ],
+)
+def test_a_bad_trace_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(0)")
+    assert main([str(script), *words]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_a_trace_without_the_dynamic_pipeline_names_the_other_flag(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    take_flags(["--dpp-trace-only", "--dpp-trace-dir", "here"], {})
+    assert capsys.readouterr().err == ""
+    take_flags(["--dpp-trace"], {})
+    assert capsys.readouterr().err == (
+        "megatron-dpp: without --use-dpp no effect: --dpp-trace "
+        "(--dpp-trace-only records the script's own schedule)\n"
+    )

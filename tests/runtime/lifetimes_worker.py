@@ -44,8 +44,8 @@ def step(schedule: Any, chunks: list[Any], length: int = 8, **options: Any) -> l
         chunk.zero_grad_buffer()
     return schedule(
         forward_step_func=partial(forward_step, length), model=chunks, num_microbatches=4,
-        data_iterator=[worker.batches({}) for _ in chunks], seq_length=length,
-        micro_batch_size=worker.MICRO_BATCH, **options,
+        data_iterator=[worker.batches({}) for _ in chunks],
+        micro_batch_size=worker.MICRO_BATCH, **{"seq_length": length, **options},
     )  # fmt: skip
 
 
@@ -64,6 +64,32 @@ def static_links_are_opened_anew(folder: Path) -> None:
     with StaticSchedule(DppConfig(transport="shm", timeout=20), seed=1) as schedule:
         for length in LENGTHS:
             step(schedule, chunks, length)
+
+
+def lengths_that_grow_open_few_links(folder: Path) -> None:
+    """In four growing steps once more, to twice the length; with the most tokens given, never."""
+    chunks = build()
+    for max_tokens, openings in ((0, 2), (16 * worker.MICRO_BATCH, 1)):
+        said: list[str] = []
+        config = DppConfig(timeout=20, max_tokens=max_tokens)
+        with DppSchedule(config, seed=1, log=said.append) as schedule:
+            for length in (8, 10, 12, 16):
+                step(schedule, chunks, length)
+        opened = [line for line in said if " -> " in line]
+        assert len(opened) == openings, (max_tokens, opened)
+
+
+def a_nominal_length_takes_the_most_tokens(folder: Path) -> None:
+    """Microbatches of unlike length, where the caller names none: losses as with the longest."""
+    chunks = build()
+    for chunk in chunks:
+        worker.get_model_config(chunk).variable_seq_lengths = True
+    found = []
+    for given, max_tokens in ((16, 0), (1, 16 * worker.MICRO_BATCH)):
+        with DppSchedule(DppConfig(timeout=20, max_tokens=max_tokens), seed=1) as schedule:
+            losses = step(schedule, chunks, 16, seq_length=given)
+            found.append([value for loss in losses for value in loss.values()])
+    assert repr(found[0]) == repr(found[1])
 
 
 def another_number_of_chunks(folder: Path) -> None:
@@ -116,6 +142,8 @@ def a_script_may_end_by_exit(folder: Path) -> None:
 CHECKS = [
     recording_goes_on_when_links_are_opened_anew,
     static_links_are_opened_anew,
+    lengths_that_grow_open_few_links,
+    a_nominal_length_takes_the_most_tokens,
     another_number_of_chunks,
     another_model_is_measured_anew,
     graphs_of_the_model_before_are_closed,

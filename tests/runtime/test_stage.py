@@ -212,3 +212,25 @@ def test_offloaded_activations_are_not_measured() -> None:
         stage = stage_of([Chunk(config_with(**{name: True}))])
         stage.measure()
         assert not stage._measuring
+
+
+class Timers:
+    """Notes the timers that are started and stopped."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def __call__(self, name: str, log_level: int | None = None) -> Any:
+        told = self.told.append
+        return SimpleNamespace(
+            start=lambda: told(f"start {name}"), stop=lambda: told(f"stop {name}")
+        )
+
+
+def test_weight_gradients_have_a_timer_of_their_own() -> None:
+    timers, run = Timers(), []
+    stage = stage_of([Chunk(config_with(timers=timers))])
+    stage._weight_gradients = SimpleNamespace(run=lambda *task: run.append((task, *timers.told)))  # type: ignore[assignment]
+    stage.weight(0, 3, 1)
+    assert run == [((0, 3, 1), "start weight-compute")]
+    assert timers.told == ["start weight-compute", "stop weight-compute"]

@@ -16,6 +16,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.dpp.cli.arguments import (
     Parser,
@@ -27,9 +28,12 @@ from megatron.dpp.cli.run_config import dpp_config
 from megatron.dpp.config import DppConfig, flag_of, option_fields
 from megatron.dpp.errors import ConfigError, require
 from megatron.dpp.schedule import find_policy
+from megatron.dpp.trace.host import HostTrace, trace_fields
 
 _BAD_INPUT = 2
-_SWITCHES = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+_SWITCHES = ("--use-dpp", "--dpp-strict", "--dpp-trace", "--dpp-trace-only")
+_TRACE_VALUES = [field for field in trace_fields() if field.name != "only"]
+_STATES = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 
 def usage() -> str:
@@ -43,6 +47,9 @@ Run a training script of Megatron-LM, unmodified, with a dynamic pipeline.
 
   --use-dpp      run the dynamic pipeline, not megatron-core's (USE_DPP=1)
   --dpp-strict   end with an error where megatron-core's schedule would run
+  --dpp-trace    record what every rank does
+                 (--dpp-trace-dir, --dpp-trace-interval, --dpp-trace-iterations)
+  --dpp-trace-only  the same for the script's own schedule, without --use-dpp
 
 Settings, each also a variable (--dpp-policy: DPP_POLICY):
 {textwrap.fill(names, 79, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)}
@@ -51,8 +58,11 @@ A flag wins over its variable. docs/plugin.md describes what is honoured."""
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--use-dpp", action="store_true")
-    parser.add_argument("--dpp-strict", action="store_true")
+    for flag in _SWITCHES:
+        parser.add_argument(flag, action="store_true")
+    for field in _TRACE_VALUES:
+        kind = type(field.default or "")
+        parser.add_argument(f"--dpp-trace-{field.name}", type=kind, default=field.default)
     add_dpp_flags(parser)
     return parser
 
@@ -64,20 +74,25 @@ def flags_of(environment: Mapping[str, str]) -> Iterator[str]:
         ConfigError: a switch is neither on nor off.
     """
     switches: dict[str, tuple[str, str | None]] = {
-        "USE_DPP": ("--use-dpp", None),
-        "DPP_STRICT": ("--dpp-strict", None),
+        flag.strip("-").replace("-", "_").upper(): (flag, None) for flag in _SWITCHES
+    }
+    values = {
+        f"DPP_TRACE_{field.name.upper()}": f"--dpp-trace-{field.name}" for field in _TRACE_VALUES
     }
     for field in option_fields():
         name, flag = f"DPP_{field.name.upper()}", flag_of(field.name)
         if isinstance(field.default, bool):
             switches[name] = (flag, flag.replace("--", "--no-", 1))
-        elif environment.get(name):
-            yield f"{flag}={environment[name]}"
+        else:
+            values[name] = flag
+    yield from (
+        f"{flag}={environment[name]}" for name, flag in values.items() if environment.get(name)
+    )
     for name, (on, off) in switches.items():
         value = environment.get(name, "")
         if value:
-            require(value.lower() in _SWITCHES, f"{name}={value}: expected 1 or 0")
-            chosen = on if _SWITCHES[value.lower()] else off
+            require(value.lower() in _STATES, f"{name}={value}: expected 1 or 0")
+            chosen = on if _STATES[value.lower()] else off
             yield from [chosen] if chosen else []
 
 
@@ -92,10 +107,23 @@ def take_flags(
     parser, words = _parser(), [*flags_of(environment), *words]
     given, rest = parser.parse_known_args(words)
     refuse_unknown(parser, [word for word in rest if word.startswith(("--dpp-", "--no-dpp-"))])
-    idle = given_flags(parser, words).values()
-    if idle and not given.use_dpp and environment.get("RANK", "0") == "0":
-        print(f"megatron-dpp: without --use-dpp no effect: {', '.join(idle)}", file=sys.stderr)
+    if given.use_dpp and given.dpp_trace_only:
+        raise ConfigError(
+            "--dpp-trace-only records the script's own schedule: give --dpp-trace with --use-dpp"
+        )
+    spelled = given_flags(parser, words)
+    if not given.use_dpp and environment.get("RANK", "0") == "0":
+        _warn_of_idle(spelled, traces=given.dpp_trace_only)
     return given, rest
+
+
+def _warn_of_idle(spelled: Mapping[str, str], *, traces: bool) -> None:
+    """Name the flags that have no effect without the dynamic pipeline."""
+    idle = [flag for name, flag in spelled.items() if not (traces and name.startswith("dpp_trace"))]
+    hint = " (--dpp-trace-only records the script's own schedule)" if "dpp_trace" in spelled else ""
+    if idle:
+        names = ", ".join(idle)
+        print(f"megatron-dpp: without --use-dpp no effect: {names}{hint}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,16 +142,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         given, rest = take_flags(flags, os.environ)
         config = dpp_config(given)
         find_policy(config.policy)
-        _run(script, rest, config if given.use_dpp else None, strict=given.dpp_strict)
+        _run(script, rest, _plugin(given, config))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return _BAD_INPUT
     return 0
 
 
-def _run(script: str, flags: Sequence[str], config: DppConfig | None, *, strict: bool) -> None:
-    """Run ``script`` as ``python SCRIPT FLAGS`` does, with the dynamic pipeline if ``config`` is
-    given. On a machine without a GPU megatron-core runs on the CPU.
+def _plugin(given: argparse.Namespace, config: DppConfig) -> dict[str, Any] | None:
+    """The arguments of :func:`megatron.dpp.plugin.installed`; None where it is not wanted."""
+    if not (given.use_dpp or given.dpp_trace_only):
+        return None
+    traces = {field.name: getattr(given, f"dpp_trace_{field.name}") for field in trace_fields()}
+    trace = HostTrace(**traces) if given.dpp_trace or given.dpp_trace_only else None
+    return {"config": config, "strict": given.dpp_strict, "trace": trace}
+
+
+def _run(script: str, flags: Sequence[str], plugin_arguments: dict[str, Any] | None) -> None:
+    """Run ``script`` as ``python SCRIPT FLAGS`` does, with the plugin if it has arguments. On a
+    machine without a GPU megatron-core runs on the CPU.
     """
     sys.argv = [script, *flags]
     # Before anything of megatron-core is imported: the script's checkout comes first.
@@ -135,8 +172,8 @@ def _run(script: str, flags: Sequence[str], config: DppConfig | None, *, strict:
 
         cpu.install(host=True)
     with contextlib.ExitStack() as around:
-        if config is not None:
+        if plugin_arguments is not None:
             from megatron.dpp import plugin
 
-            around.enter_context(plugin.installed(config, strict=strict))
+            around.enter_context(plugin.installed(**plugin_arguments))
         runpy.run_path(script, run_name="__main__")

@@ -412,10 +412,23 @@ def static_schedule(original: Callable[..., Any], keywords: dict[str, Any]) -> C
     return own
 
 
+def _host_argument(name: str) -> int:
+    """An argument of Megatron-LM's training code; 0 where the host is another or has none."""
+    variables = sys.modules.get("megatron.training.global_vars")
+    args = getattr(variables, "_GLOBAL_ARGS", None)
+    return int(getattr(args, name, None) or 0)
+
+
+def longest_length(config: Any) -> int:
+    """The sequence length that the host was started with: Megatron-LM's ``--seq-length``, or the
+    ``seq_length`` of Megatron-Bridge's model; 0 where neither is known.
+    """
+    of_model = getattr(config, "seq_length", None)
+    return max(_host_argument("seq_length"), of_model if isinstance(of_model, int) else 0)
+
+
 def host_iteration(otherwise: int) -> int:
     """The number of the host's training step, which a resumed run continues; ``otherwise`` where
     the host is not Megatron-LM's training loop.
     """
-    variables = sys.modules.get("megatron.training.global_vars")
-    args = getattr(variables, "_GLOBAL_ARGS", None)
-    return int(getattr(args, "curr_iteration", None) or otherwise)
+    return _host_argument("curr_iteration") or otherwise

@@ -85,13 +85,25 @@ class StepCall:
                 f"{', '.join(unknown)}: megatron-core {compat.VERSION} passes this to its "
                 "schedule; the dynamic pipeline does not have it"
             )
-        groups = pg_collection or _default_groups()
+        groups = pg_collection or default_groups()
         return cls(data_iterator=iterators, model=chunks, pg_collection=groups, **rest)
 
     @property
     def config(self) -> Any:
         """megatron-core's config of the model."""
         return get_model_config(self.model[0])
+
+    @property
+    def length(self) -> int:
+        """The sequence length between stages. It may be nominal: 1 where stages exchange shapes."""
+        return self.decoder_seq_length or self.seq_length
+
+    def longest(self, max_tokens: int) -> int:
+        """The greatest sequence length that is known: of this call, of the host's settings, or that
+        of a microbatch of ``max_tokens``.
+        """
+        by_tokens = -(-max_tokens // self.micro_batch_size)
+        return max(self.length, compat.longest_length(self.config), by_tokens)
 
     @property
     def has_global_aux_loss(self) -> bool:
@@ -131,20 +143,28 @@ class StepCall:
             value = getattr(config, name, usual)
             if value != usual:
                 raise ConfigError(f"{name} is {value}: --use-dpp supports {usual} only")
-        if getattr(config, "variable_seq_lengths", False) and self.seq_length <= 1:
+
+    def check_length(self, longest: int) -> None:
+        """Refuse a nominal sequence length where no other is known.
+
+        Raises:
+            ConfigError: names the settings that tell.
+        """
+        if getattr(self.config, "variable_seq_lengths", False) and longest <= 1:
             raise ConfigError(
                 f"variable_seq_lengths with seq_length {self.seq_length}: slots and the memory cap "
-                "need the longest length; pass it as seq_length"
+                "need the longest length; give --dpp-max-tokens, or pass it as seq_length"
             )
 
-    def boundaries(self) -> Boundaries:
-        """The boundaries between this rank's stages and their neighbours.
+    def boundaries(self, length: int) -> Boundaries:
+        """The boundaries between this rank's stages and their neighbours, for tensors of a sequence
+        length.
 
         Raises:
             ConfigError: ``adjust_tensor_shapes_fn`` returns no shapes, or several tensors meet a
             model whose losses megatron-core scales by the one tensor of a stage.
         """
-        shape, dtype = self._boundary()
+        shape, dtype = self._boundary(length)
         found = boundary.boundaries(tuple(shape), dtype.itemsize, self.adjust_tensor_shapes_fn)
         scaled = {"--num-experts": "num_moe_experts", "--mtp-num-layers": "mtp_num_layers"}
         for flag, name in scaled.items():
@@ -156,21 +176,24 @@ class StepCall:
                 )
         return found
 
-    def tokens(self) -> Tokens:
-        """Counts the tokens of this call's microbatches."""
-        shape, _ = self._boundary()
+    def tokens(self, longest: int) -> Tokens:
+        """Counts the tokens of this call's microbatches, of which those of unlike length have at
+        most ``longest`` per sequence.
+        """
+        varies = getattr(self.config, "variable_seq_lengths", False)
+        shape, _ = self._boundary(longest if varies else self.length)
         hidden = 0 if self.adjust_tensor_shapes_fn else shape[-1]
         return Tokens(max(1, shape[0] * shape[1]), hidden)
 
     def boundary_example(self) -> torch.Tensor:
         """An uninitialised tensor like those between stages, on the device of the model."""
-        shape, dtype = self._boundary()
+        shape, dtype = self._boundary(self.length)
         return torch.empty(shape, dtype=dtype, device=_device())
 
-    def _boundary(self) -> tuple[torch.Size, torch.dtype]:
+    def _boundary(self, length: int) -> tuple[torch.Size, torch.dtype]:
         """[s / (cp * tp if sequence parallel), b, h] in the pipeline's dtype."""
         config = self.config
-        length = (self.decoder_seq_length or self.seq_length) // self.pg_collection.cp.size()
+        length //= self.pg_collection.cp.size()
         if config.sequence_parallel:
             length //= self.pg_collection.tp.size()
         dtype = torch.float32 if config.fp32_residual_connection else config.pipeline_dtype
@@ -178,7 +201,7 @@ class StepCall:
         return shape, dtype or config.params_dtype
 
 
-def _default_groups() -> ProcessGroupCollection:
+def default_groups() -> ProcessGroupCollection:
     """megatron-core's global groups, those of ``_GROUPS`` that this version has."""
     known = {field.name for field in dataclasses.fields(ProcessGroupCollection)}
     groups: ProcessGroupCollection = ProcessGroupCollection.use_mpu_process_groups(
@@ -327,7 +350,12 @@ class Stage:
     def weight(self, chunk: int, microbatch: int, piece: int) -> None:
         """Run one piece of W: the deferred weight gradients of one transformer layer."""
         assert self._weight_gradients is not None
+        timers = self._config.timers
+        if timers is not None:
+            timers("weight-compute", log_level=2).start()
         self._weight_gradients.run(chunk, microbatch, piece)
+        if timers is not None:
+            timers("weight-compute").stop()
 
     def chunk_complete(self, chunk: int) -> None:
         """Start the reduction of a chunk's complete gradients, if it overlaps.

@@ -30,6 +30,7 @@ class PipelineSchedule(abc.ABC):
         recorder: where a trace goes, or None.
         seed: seed of the tasks' random states; None takes PyTorch's initial seed.
         log: called with each line about links and caps; None uses the ``megatron.dpp`` logger.
+        warn: called with each line about a setting that costs time; None takes ``log``.
         capture: what ``config.cuda_graphs`` captures with; None captures CUDA graphs, on GPUs.
 
     Use it as a context manager, or call :meth:`close`, to free links and captured graphs. An error
@@ -44,6 +45,7 @@ class PipelineSchedule(abc.ABC):
         recorder: Recorder | None = None,
         seed: int | None = None,
         log: Callable[[str], None] | None = None,
+        warn: Callable[[str], None] | None = None,
         capture: Capture | None = None,
     ) -> None:
         self.config = config or DppConfig()
@@ -51,9 +53,11 @@ class PipelineSchedule(abc.ABC):
         """Number of the next call; set it after resuming from a checkpoint, so that random states
         continue.
         """
-        self._recorder = recorder or NullRecorder()
+        self.recorder = recorder or NullRecorder()
+        """Where a trace of the next calls goes."""
         self._seed = torch.initial_seed() if seed is None else seed
         self._log = log or logger.info
+        self._warn = warn or self._log
         self._capture = capture
 
     @abc.abstractmethod

@@ -43,6 +43,8 @@ from megatron.dpp.schedule import Geometry, Memory, head_room
 from megatron.dpp.schedule.reference import num_warmup
 from megatron.dpp.transport.base import Transport
 
+_GROWTH = 2
+"""Factor of the length that links have room for when they are opened anew for a longer one."""
 _GRAPH_POOL = 2.0
 """Largest measured ratio of an activation's memory with graphs to that without."""
 
@@ -76,6 +78,8 @@ class DppSchedule(PipelineSchedule):
     policy: str | None = None
     """Policy of the next call, in the place of the configuration's."""
     _session: _Session | None = None
+    _length = 0
+    """The sequence length that the links have room for."""
     _decisions: Decisions | None = None
     _injected_before = 0.0
     _weight_gradients: WeightGradients | None = None
@@ -93,8 +97,7 @@ class DppSchedule(PipelineSchedule):
             ConfigError: an argument or a model setting that cannot be honoured, by name.
             TransportError: a peer died, or a message did not arrive in time.
         """
-        call = StepCall.checked(**keywords)
-        call.refuse_ordered()
+        call = self._checked(**keywords)
         session = self._open_session(call)
         split = not call.forward_only and self._prepare(call)
         topology, iteration = session.topology, self.iteration
@@ -117,7 +120,7 @@ class DppSchedule(PipelineSchedule):
             )
         if not call.forward_only:
             self._account(call, largest / first, self._decisions, stage if measure else None)
-        with self._recorder.span("grad-sync"):
+        with self.recorder.span("grad-sync"):
             return stage.finish()
 
     def check(self, **keywords: Any) -> None:
@@ -126,12 +129,17 @@ class DppSchedule(PipelineSchedule):
         Raises:
             ConfigError: as the call itself.
         """
-        call = StepCall.checked(**keywords)
-        call.refuse_ordered()
-        call.boundaries()
+        call = self._checked(**keywords)
+        call.boundaries(call.length)
         self._check_chunks(call)
         if not call.forward_only:
             self._prepare(call)
+
+    def _checked(self, **keywords: Any) -> StepCall:
+        call = StepCall.checked(**keywords)
+        call.refuse_ordered()
+        call.check_length(call.longest(self.config.max_tokens))
+        return call
 
     def own_work_seconds(self, num_microbatches: int) -> float:
         """Seconds of this rank's own tasks in one step, by the durations measured so far."""
@@ -158,7 +166,7 @@ class DppSchedule(PipelineSchedule):
         iteration: int,
     ) -> tuple[int, int]:
         """Run the tasks; returns the tokens of the longest microbatch and of the first."""
-        links, tokens = session.links, stage.call.tokens()
+        links, tokens = session.links, stage.call.tokens(stage.call.longest(self.config.max_tokens))
         scheduler = decisions.scheduler(
             geometry, split=split, largest=tokens.largest, policy=self.policy
         )
@@ -168,7 +176,7 @@ class DppSchedule(PipelineSchedule):
             runner=stage,
             decider=decider,
             links=links,
-            recorder=self._recorder,
+            recorder=self.recorder,
             timer=session.timer,
             injector=session.injector,
             split_backward=split,
@@ -265,7 +273,7 @@ class DppSchedule(PipelineSchedule):
             )
 
     def _make_graphs(self, call: StepCall) -> ChunkGraphs | None:
-        found = call.boundaries()
+        found = call.boundaries(call.length)
         if found.several:
             self._log(
                 "CUDA graphs: not used, as a stage boundary carries several tensors "
@@ -320,16 +328,21 @@ class DppSchedule(PipelineSchedule):
             graphs.close()
 
     def _open_session(self, call: StepCall) -> _Session:
-        wanted = call.boundaries()
+        longest = call.longest(self.config.max_tokens)
+        wanted = call.boundaries(call.length)
         topology = pipeline_of(call.model, call.pg_collection)
         self._check_chunks(call)
         if self._session is not None:
             opened = self._session.boundaries
-            if topology == self._session.topology and wanted.usual_bytes <= opened.usual_bytes:
+            same = topology == self._session.topology
+            if same and wanted.usual_bytes <= opened.usual_bytes:
                 wanted.check_fits(opened)
                 return self._session
+            if same:  # lengths that grow in many steps open links in few
+                longest = max(longest, _GROWTH * self._length)
             self._close_links()  # longer sequences or another model, on all ranks alike
-        self._session = self._connect(call, topology, wanted)
+        self._length = longest
+        self._session = self._connect(call, topology, call.boundaries(longest))
         return self._session
 
     def _connect(self, call: StepCall, topology: Topology, boundaries: Boundaries) -> _Session:
@@ -351,7 +364,7 @@ class DppSchedule(PipelineSchedule):
             )
         reason = why_not_ahead(self.config, links.transport)
         if reason is not None:
-            self._log(f"dynamic pipeline: no task is launched ahead of its input: {reason}")
+            self._warn(f"dynamic pipeline: no task is launched ahead of its input: {reason}")
         board = links.transport.board
         follow = board is not None and board.index > 0
         if self._decisions is None:  # recordings and replays go on when links are opened anew

@@ -95,7 +95,7 @@ class StaticSchedule(PipelineSchedule):
         if self._wants_graphs() and not keywords.get("forward_only"):
             call = StepCall.checked(**keywords)
             around.enter_context(self._graphs_of(call).bound(call.boundary_example()))
-        around.enter_context(traced(self._recorder))
+        around.enter_context(traced(self.recorder))
 
     @cached_property
     def _timer(self) -> TaskTimer:
@@ -142,7 +142,8 @@ class StaticSchedule(PipelineSchedule):
         return self._injector
 
     def _open(self, keywords: dict[str, Any], topology: Topology) -> ChannelExchange:
-        found = StepCall.checked(**keywords).boundaries()
+        call = StepCall.checked(**keywords)
+        found = call.boundaries(call.length)
         slot_bytes = max(*found.receives, *found.sends)
         if slot_bytes > self._slot_bytes:
             self._close_links()  # longer sequences, on all ranks alike
@@ -181,7 +182,8 @@ def _refuse_several_tensors(keywords: dict[str, Any], topology: Topology) -> Non
     """Refuse several tensors per boundary, of which megatron-core's static schedules send one."""
     if keywords.get("adjust_tensor_shapes_fn") is None or topology.num_ranks == 1:
         return
-    found = StepCall.checked(**keywords).boundaries()
+    call = StepCall.checked(**keywords)
+    found = call.boundaries(call.length)
     if found.several:
         raise ConfigError(
             f"adjust_tensor_shapes_fn: {len(found.receives)} tensors received and "

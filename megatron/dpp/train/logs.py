@@ -21,7 +21,7 @@ from megatron.dpp.plan.flops import flops_of_lengths, flops_per_iteration
 from megatron.dpp.train.initialize import Run
 
 _TIMERS = (
-    "forward-backward", "forward-compute", "backward-compute", "batch-generator",
+    "forward-backward", "forward-compute", "backward-compute", "weight-compute", "batch-generator",
     "forward-recv", "forward-send", "backward-recv", "backward-send",
     "forward-send-forward-recv", "forward-send-backward-recv",
     "backward-send-forward-recv", "backward-send-backward-recv",

@@ -290,5 +290,6 @@ def check_payload(tensor: torch.Tensor, spec: ChannelSpec) -> None:
     if tensor.nbytes > spec.slot_bytes:
         raise ValueError(
             f"{spec}: a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} has "
-            f"{tensor.nbytes} bytes, the channel's slots have {spec.slot_bytes}"
+            f"{tensor.nbytes} bytes, the channel's slots have {spec.slot_bytes}: give the longest "
+            "length (--seq-length), or the most tokens of a microbatch (--dpp-max-tokens)"
         )

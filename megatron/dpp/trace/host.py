@@ -1,0 +1,43 @@
+"""Settings of a trace that the plugin records inside a host's training program."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.trace.schema import parse_iterations
+
+
+def _option(default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTrace:
+    """What is recorded, and where. Each field ``x`` is also the flag ``--dpp-trace-x``.
+
+    Raises:
+        ConfigError: an interval or iterations that cannot be.
+    """
+
+    dir: str = _option("benchmark", "directory of the traces")
+    interval: int = _option(1, "record every n-th step")
+    iterations: str | None = _option(None, "record these steps only, like 3,10-12 (from 0)")
+    only: bool = _option(
+        False, "record the host's own schedule, which runs as it would without the plugin"
+    )
+
+    def __post_init__(self) -> None:
+        if self.interval < 1:
+            raise ConfigError(f"--dpp-trace-interval {self.interval}: must be at least 1")
+        try:
+            parse_iterations(self.iterations or "0")
+        except ValueError as error:
+            raise ConfigError(f"--dpp-trace-iterations: {error}") from error
+
+
+def trace_fields() -> tuple[dataclasses.Field[Any], ...]:
+    """The fields of :class:`HostTrace`."""
+    return dataclasses.fields(HostTrace)

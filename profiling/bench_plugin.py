@@ -1,0 +1,199 @@
+"""Steps of an unmodified Megatron-LM, under its own schedule and through ``megatron-dpp run``.
+
+    python profiling/bench_plugin.py --sources DIR [--json FILE]
+
+DIR holds archives ``NAME.tar.xz`` of Megatron-LM, or folders NAME. Each version runs on two ranks,
+with sequences of one length and of unlike lengths, both schedules in turns. Every run is a process
+group of its own; its first steps are not timed. No run begins after ``--seconds``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+
+ARMS = {"static": [], "dynamic": ["--use-dpp", "--dpp-strict"]}
+"""Name of a schedule -> its flags."""
+ROWS = ("equal", "unlike")
+_ENTRY = Path(__file__).with_name("plugin_entry.py")
+_STEP = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+)")
+_RUN_SECONDS = 150.0
+
+
+def main() -> int:
+    """Measure and print the table; 1 if a run failed."""
+    args = parse_arguments()
+    end = time.monotonic() + args.seconds
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        cells = [(v, row, arm) for v in args.versions for row in ROWS for arm in ARMS]
+        for turn in range(args.rounds):
+            for cell in cells:
+                if time.monotonic() > end or "/".join(cell[:2]) in failed:
+                    continue
+                result = run(args, *cell, Path(folder))
+                print(f"turn {turn + 1}: {' '.join(cell)}: {result.get('error') or result['ms']}")
+                sys.stdout.flush()
+                if "error" in result:
+                    failed.append("/".join(cell[:2]))
+                else:
+                    found.setdefault(cell, []).append(result)
+    report(args, found)
+    return 1 if failed else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = harness.new_parser(
+        __doc__, sources=(".wheels", "folder of archives or folders of Megatron-LM"),
+        versions=("core_v0.16.1,main-2026-08-22", "names in it, separated by commas"),
+        rounds=(2, "turns of all arms"), iterations=(12, "steps of a run"),
+        untimed=(5, "first steps, which are not timed"),
+        seconds=(330.0, "no run begins later than this"), json=("", "file for the results"),
+        hidden=4096, layers=8, heads=32, sequence=(2048, "longest sequence"),
+        microbatches=16, chunks=(2, "model chunks per rank"), vocabulary=8191, seed=1,
+        median=(600.0, "median of the unlike lengths, which are lognormal with sigma 1"),
+    )  # fmt: skip
+    args = parser.parse_args()
+    args.versions = args.versions.split(",")
+    if args.untimed >= args.iterations:
+        parser.error(f"--untimed {args.untimed}: must be below --iterations {args.iterations}")
+    for version in args.versions:
+        if not (Path(args.sources) / version).is_dir() and not _archive(args, version).is_file():
+            parser.error(
+                f"--sources {args.sources}: neither {version} nor {version}.tar.xz is there"
+            )
+    return args
+
+
+def _archive(args: argparse.Namespace, version: str) -> Path:
+    return Path(args.sources) / f"{version}.tar.xz"
+
+
+def unpacked(args: argparse.Namespace, version: str, folder: Path) -> Path:
+    """The folder of a version's sources; an archive is unpacked below ``folder``."""
+    given = Path(args.sources) / version
+    if given.is_dir():
+        return given.resolve()
+    if not (folder / version).is_dir():
+        with tarfile.open(_archive(args, version)) as tar:
+            tar.extractall(folder, filter="data")
+    return folder / version
+
+
+def lengths(args: argparse.Namespace) -> list[int]:
+    """Unlike lengths of all microbatches of a run; each step has the same ones."""
+    rng = random.Random(args.seed)
+    drawn = [rng.lognormvariate(0.0, 1.0) * args.median for _ in range(args.microbatches)]
+    return [max(16, min(args.sequence, round(length / 16) * 16)) for length in drawn]
+
+
+def flags(args: argparse.Namespace) -> list[str]:
+    """The script's flags."""
+    import torch
+
+    layers = args.layers // (2 * args.chunks)
+    words = (
+        f"--num-layers {args.layers} --hidden-size {args.hidden} --seq-length {args.sequence} "
+        f"--num-attention-heads {args.heads} --max-position-embeddings {args.sequence} "
+        f"--micro-batch-size 1 --global-batch-size {args.microbatches} --lr 1e-4 "
+        f"--seed {args.seed} --train-iters {args.iterations} --log-interval 1 "
+        "--eval-iters 1 --eval-interval 1000 "
+        f"--mock-data --tokenizer-type NullTokenizer --vocab-size {args.vocabulary} "
+        "--num-workers 0 --attention-dropout 0 --hidden-dropout 0 --transformer-impl local "
+        "--pipeline-model-parallel-size 2 --no-gradient-accumulation-fusion "
+        "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion "
+        "--no-rope-fusion --no-persist-layer-norm"
+    )
+    if args.chunks > 1:
+        words += f" --num-layers-per-virtual-pipeline-stage {layers}"
+    if torch.cuda.is_available():
+        return [*words.split(), "--bf16"]
+    return [*words.split(), "--distributed-backend", "gloo", "--use-cpu-initialization"]
+
+
+def run(args: argparse.Namespace, version: str, row: str, arm: str, folder: Path) -> dict[str, Any]:
+    """One training run: times and losses of its timed steps and its peak memory, or an error."""
+    root, record = unpacked(args, version, folder), folder / "peak"
+    own = (str(root), str(harness.ROOT), os.environ.get("PYTHONPATH", ""))
+    path = os.pathsep.join(filter(None, own))
+    drawn = lengths(args) if row == "unlike" else []
+    environment = {
+        **os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1",
+        "BENCH_SCRIPT": str(root / "pretrain_gpt.py"), "BENCH_RECORD": str(record),
+        "BENCH_LENGTHS": ",".join(map(str, drawn)),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", "2", "-m", "megatron.dpp.run", str(_ENTRY)]
+    try:
+        done = subprocess.run(
+            [*command, *flags(args), *ARMS[arm]], env=environment, capture_output=True, text=True,
+            cwd=folder, timeout=_RUN_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"error": f"no end within {_RUN_SECONDS:g} s"}
+    steps = _STEP.findall(done.stdout)[args.untimed :]
+    if done.returncode or not steps:
+        told = done.stderr.split("torch.distributed.elastic.multiprocessing.errors")[0]
+        return {"error": f"status {done.returncode}\n{done.stdout[-1500:]}\n{told[-4000:]}"}
+    peaks = [Path(f"{record}.{rank}").read_text(encoding="utf-8") for rank in range(2)]
+    return {
+        "ms": [float(took) for took, _ in steps],
+        "losses": [loss for _, loss in steps],
+        "peaks": [json.loads(peak) for peak in peaks],
+    }
+
+
+def report(
+    args: argparse.Namespace, found: dict[tuple[str, str, str], list[dict[str, Any]]]
+) -> None:
+    """Print the medians of all steps, the larger peak of the two ranks, and the last loss."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(
+        f"\nhidden {args.hidden}, {args.layers} layers, PP2 x {args.chunks}, {args.microbatches} "
+        f"microbatches of {args.sequence} tokens, or {sum(lengths(args))} tokens in all, "
+        f"{args.iterations - args.untimed} timed steps of each run, {device}, torch "
+        f"{torch.__version__}\n"
+    )
+    medians = {
+        cell: statistics.median(ms for result in results for ms in result["ms"])
+        for cell, results in found.items()
+    }
+    rows = []
+    for cell, results in found.items():
+        of_runs = [statistics.median(result["ms"]) for result in results]
+        ratio = medians[cell] / medians.get((*cell[:2], "static"), float("nan"))
+        peak = max(peak["allocated"] for result in results for peak in result["peaks"])
+        losses = sorted({result["losses"][-1] for result in results})
+        rows.append(
+            (cell[0], cell[1], cell[2], f"{medians[cell]:.1f}",
+             " ".join(f"{ms:.1f}" for ms in of_runs), f"{ratio:.3f}", f"{peak / 1e9:.2f}",
+             " ".join(losses))
+        )  # fmt: skip
+    harness.print_table(
+        "version | lengths | schedule | median ms | of each run | / static | peak GB | last loss",
+        rows,
+    )
+    facts = {"settings": vars(args), "device": device, "lengths": lengths(args)}
+    named = {" ".join(cell): results for cell, results in found.items()}
+    harness.write_json(args.json, {**facts, "runs": named})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
