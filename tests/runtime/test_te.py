@@ -49,7 +49,7 @@ def test_equal_to_the_static_schedule_bit_by_bit() -> None:
         {"name": "graphs, main_grad", "p": 2, "v": 2, "m": 4, "fused_wgrad": True, "overlap": True,
          "runs": graphed(), "layers": 4, "iterations": 4},
     ]  # fmt: skip
-    output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=240)
+    output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=240, fresh=True)
     for case in cases:
         assert f"CASE {case['name']} ok" in output
 
@@ -76,7 +76,7 @@ def test_the_package_itself_is_equal_to_the_static_schedule_bit_by_bit() -> None
         {"name": "graphs, recompute", "p": 2, "m": 4, "runs": graphed(), "recompute": "selective",
          "dropout": 0.1, "iterations": 4},
     ]  # fmt: skip
-    output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=400)
+    output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=400, fresh=True)
     for case in cases:
         assert f"CASE {case['name']} ok" in output
 
