@@ -22,7 +22,14 @@ import bench_lengths_gpu
 import harness
 import torch
 import torch.distributed as dist
-from bench_sleeping import SleepingChunk, SleepingRunner, _sleep_exactly, _SleepForward, cpu_rank
+from bench_sleeping import (
+    SleepingChunk,
+    SleepingRunner,
+    _sleep_exactly,
+    _SleepForward,
+    cpu_rank,
+    megatron_step,
+)
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.plan.lengths import best_order, orders
@@ -76,12 +83,14 @@ class Naps:
 class Chunk(SleepingChunk):
     """A chunk of megatron-core's schedule whose tensors have their microbatch's length."""
 
-    lengths: Sequence[int] = ()
+    def __init__(self, config: Any, naps: Any, chunk: int, lengths: Sequence[int]) -> None:
+        super().__init__(config, naps, chunk)
+        self._lengths = lengths
 
     def forward(self) -> torch.Tensor:
         given = self._given
         if given is None:
-            given = self.start[:1].expand(self.lengths[self._counts["F"]], 1, _HIDDEN)
+            given = self.start[:1].expand(self._lengths[self._counts["F"]], 1, _HIDDEN)
         return _SleepForward.apply(given, self._nap)  # type: ignore[no-any-return]
 
 
@@ -103,39 +112,12 @@ class Runner(SleepingRunner):
 
 def static_step(args: argparse.Namespace, batch: Batch) -> None:
     """One step of megatron-core's own schedule."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer import TransformerConfig
-
-    v, longest = args.chunks, batch.shape.largest
-    config = TransformerConfig(
-        num_layers=args.ranks * v,
-        hidden_size=_HIDDEN,
-        num_attention_heads=1,
-        pipeline_model_parallel_size=args.ranks,
-        virtual_pipeline_model_parallel_size=v if v > 1 else None,
-        pipeline_dtype=torch.float32,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
-        deallocate_pipeline_outputs=True,
-        overlap_p2p_comm=v > 1,
-        batch_p2p_comm=v == 1,
-    )
     naps = Naps(batch, fused=True)
-    model = [Chunk(config, naps, chunk) for chunk in range(v)]
-    for chunk in model:
-        chunk.lengths = batch.lengths
-
-    def forward_step(iterator: Any, chunk: Chunk) -> Any:
-        return chunk(), lambda output: (output.sum(), {})
-
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[None] * v if v > 1 else None,
-        model=model if v > 1 else model[0],
-        num_microbatches=len(batch.lengths),
-        seq_length=longest,
-        micro_batch_size=1,
-    )
+    megatron_step(
+        args.ranks, args.chunks, len(batch.lengths), batch.shape.largest,
+        lambda config, chunk: Chunk(config, naps, chunk, batch.lengths),
+        variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",
+    )  # fmt: skip
 
 
 class Ours:

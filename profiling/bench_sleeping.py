@@ -13,6 +13,7 @@ import contextlib
 import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import harness
@@ -127,24 +128,40 @@ def _injector(args: argparse.Namespace, v: int) -> Injector | None:
 
 def run_static(args: argparse.Namespace, v: int, m: int, iteration: int) -> float:
     """One step of megatron-core's own schedule; seconds this rank's tasks slept."""
+    naps = Naps(args, v, iteration, fused=True)
+    megatron_step(args.ranks, v, m, _SEQUENCE, lambda config, c: SleepingChunk(config, naps, c))
+    return naps.total
+
+
+def megatron_step(
+    num_ranks: int, v: int, m: int, sequence: int, chunk: Callable[[Any, int], torch.nn.Module],
+    **more: Any,
+) -> None:  # fmt: skip
+    """Runs one step of megatron-core's own schedule.
+
+    Args:
+        sequence: the longest sequence.
+        chunk: makes a model chunk from the configuration and its number.
+        more: settings of the configuration.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer import TransformerConfig
 
     config = TransformerConfig(
-        num_layers=args.ranks * v,
+        num_layers=num_ranks * v,
         hidden_size=_HIDDEN,
         num_attention_heads=1,
-        pipeline_model_parallel_size=args.ranks,
+        pipeline_model_parallel_size=num_ranks,
         virtual_pipeline_model_parallel_size=v if v > 1 else None,
         pipeline_dtype=torch.float32,
         deallocate_pipeline_outputs=True,
         overlap_p2p_comm=v > 1,
         batch_p2p_comm=v == 1,
+        **more,
     )
-    naps = Naps(args, v, iteration, fused=True)
-    model = [SleepingChunk(config, naps, chunk) for chunk in range(v)]
+    model = [chunk(config, number) for number in range(v)]
 
-    def forward_step(iterator: Any, chunk: SleepingChunk) -> Any:
+    def forward_step(iterator: Any, chunk: torch.nn.Module) -> Any:
         return chunk(), lambda output: (output.sum(), {})
 
     get_forward_backward_func()(
@@ -152,10 +169,9 @@ def run_static(args: argparse.Namespace, v: int, m: int, iteration: int) -> floa
         data_iterator=[None] * v if v > 1 else None,
         model=model if v > 1 else model[0],
         num_microbatches=m,
-        seq_length=_SEQUENCE,
+        seq_length=sequence,
         micro_batch_size=1,
     )
-    return naps.total
 
 
 class DynamicPipeline:

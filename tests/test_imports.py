@@ -74,21 +74,10 @@ WITHOUT_TORCH = {
     "launch",
 }
 PUBLIC = {
-    "Action",
-    "ConfigError",
-    "DataError",
-    "DppConfig",
-    "DppError",
-    "DppSchedule",
-    "Geometry",
-    "Kind",
-    "ScheduleError",
-    "Scheduler",
-    "TransportError",
-    "__version__",
-    "open_recorder",
+    "Action", "ConfigError", "DataError", "DppConfig", "DppError", "DppSchedule", "Geometry",
+    "Kind", "ScheduleError", "Scheduler", "TransportError", "__version__", "open_recorder",
     "open_transport",
-}
+}  # fmt: skip
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:

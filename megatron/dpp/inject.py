@@ -44,9 +44,6 @@ class Task:
     cost: float = 0.0
 
 
-Slowdown = Callable[[int, int, Task], float]
-
-
 class Injector:
     """The delays of one rank's tasks and messages.
 

@@ -15,7 +15,6 @@ import re
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from megatron.dpp.errors import DataError
@@ -56,12 +55,7 @@ class Lock:
     def __enter__(self) -> Lock:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -1,22 +1,31 @@
 """Start a script once per rank, wait with a deadline, and show every rank's stacks when it passes.
 
-What is started is always killed: the ranks form one session of their own.
+What is started is always killed: each rank has a session of its own.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+
+from tests.runtime.fork_server import MAX_REQUEST
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+_READ_AT_START = ("PYTHON", "TORCH", "LD_", "OMP_", "CUDA")
+"""Beginnings of variables that Python and PyTorch read when they start."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,56 @@ class Finished:
 
     returncode: int
     output: str
+
+
+class Rank:
+    """A started rank, with the methods of ``Popen``. Its output is kept in a file."""
+
+    def __init__(self, status: socket.socket, output: IO[bytes]) -> None:
+        self._status, self._output = status, output
+        self._said = ""
+        self.returncode: int | None = None
+        self.pid = int(self._told(60.0))
+
+    def _told(self, timeout: float) -> bytes:
+        self._status.settimeout(timeout)
+        told = self._status.recv(64)
+        assert told, "the server of forked ranks has ended"
+        return told
+
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Its exit status, once it has ended."""
+        if self.returncode is None:
+            try:
+                self.returncode = int(self._told(timeout))
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired(str(self.pid), timeout) from None
+            self._status.close()
+        return self.returncode
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        """All its output, once it has ended."""
+        self.wait(timeout)
+        if not self._output.closed:
+            with self._output as output:
+                output.seek(0)
+                self._said = output.read().decode(errors="replace")
+        return self._said, None
+
+    def send_signal(self, number: int) -> None:
+        """Sends it a signal if it has not ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self.send_signal(signal.SIGKILL)
 
 
 def free_port() -> int:
@@ -38,38 +97,88 @@ Place = Callable[[int], tuple[list[str], dict[str, str]]]
 """By rank: the words before its command, and environment variables of its own."""
 
 
-def _here(rank: int) -> tuple[list[str], dict[str, str]]:
-    return [], {}
+@functools.lru_cache(maxsize=1)
+def _server() -> tuple[socket.socket, dict[str, str]]:
+    """The connection to a server of forked ranks, which ends with it, and its environment.
+
+    A process that has met CUDA cannot be forked: with GPUs the server imports nothing, and each
+    rank begins anew.
+    """
+    control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST)
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+    environment = _environment()
+    with other:
+        server = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", str(Path(__file__).with_name("fork_server.py")),
+             str(other.fileno()), "nothing" if has_gpu else "preload"],
+            env=environment, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def end() -> None:
+        control.close()
+        server.wait(10)
+
+    atexit.register(end)
+    return control, {} if has_gpu else environment
+
+
+def _environment(**more: str) -> dict[str, str]:
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    return {
+        **os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
+        "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", **more,
+    }  # fmt: skip
+
+
+def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: environment[name] for name in environment if name.startswith(_READ_AT_START)}
 
 
 def start(
-    script: Path, num_ranks: int, arguments: list[str], place: Place = _here
-) -> list[subprocess.Popen[str]]:
-    """Start ``num_ranks`` processes of ``script`` with torchrun's environment variables."""
+    script: Path, num_ranks: int, arguments: Sequence[str], place: Place | None = None,
+    *, fresh: bool = False,
+) -> list[Rank | subprocess.Popen[str]]:  # fmt: skip
+    """Start ``num_ranks`` processes of ``script`` with torchrun's environment variables.
+
+    Args:
+        place: the hosts of the ranks, which then start Python anew.
+        fresh: start Python anew; otherwise PyTorch and megatron-core are imported already.
+    """
     port = str(free_port())
-    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    processes = []
+    control, servers = _server()
+    ranks: list[Rank | subprocess.Popen[str]] = []
     for rank in range(num_ranks):
-        environment = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore",
-            **place(rank)[1],
+        environment = _environment(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        )  # fmt: skip
+        if place is not None:
+            words, more = place(rank)
+            command = [*words, sys.executable, "-X", "faulthandler", str(script), *arguments]
+            ranks.append(
+                subprocess.Popen(
+                    command, env=environment | more, stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT, text=True, start_new_session=True,
+                )
+            )  # fmt: skip
+            continue
+        request = {
+            "script": str(script), "arguments": list(arguments), "folder": os.getcwd(),
+            "environment": environment,
+            "fresh": fresh or _at_start(environment) != _at_start(servers),
         }  # fmt: skip
-        processes.append(
-            subprocess.Popen(
-                [*place(rank)[0], sys.executable, "-X", "faulthandler", str(script), *arguments],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        )
-    return processes
+        output = tempfile.TemporaryFile()  # noqa: SIM115 - the rank's owner closes it
+        status, told = socket.socketpair()
+        with told:
+            message = json.dumps(request).encode()
+            socket.send_fds(control, [message], [output.fileno(), told.fileno()])
+        ranks.append(Rank(status, output))
+    return ranks
 
 
-def wait(processes: list[subprocess.Popen[str]], timeout: float) -> list[Finished]:
+def wait(processes: Sequence[Rank | subprocess.Popen[str]], timeout: float) -> list[Finished]:
     """Wait for all; after ``timeout`` seconds make the rest print their stacks and kill them."""
     deadline = time.monotonic() + timeout
     try:
@@ -85,24 +194,21 @@ def wait(processes: list[subprocess.Popen[str]], timeout: float) -> list[Finishe
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _collect(process: subprocess.Popen[str]) -> Finished:
+def _collect(process: Rank | subprocess.Popen[str]) -> Finished:
     try:
         output, _ = process.communicate(timeout=20)
     except subprocess.TimeoutExpired:
         process.kill()
-        output, _ = process.communicate()
-    return Finished(process.returncode, output)
+        output, _ = process.communicate(timeout=20)
+    return Finished(int(process.returncode or 0), output)
 
 
 def run_ranks(
-    script: Path,
-    num_ranks: int,
-    arguments: list[str],
-    timeout: float = 120.0,
-    place: Place = _here,
-) -> str:
+    script: Path, num_ranks: int, arguments: Sequence[str], timeout: float = 120.0,
+    place: Place | None = None, *, fresh: bool = False,
+) -> str:  # fmt: skip
     """All ranks' output; an AssertionError with all of it when a rank fails or hangs."""
-    finished = wait(start(script, num_ranks, arguments, place), timeout)
+    finished = wait(start(script, num_ranks, arguments, place, fresh=fresh), timeout)
     everything = "\n".join(
         f"--- rank {rank}: exit status {one.returncode}\n{one.output}"
         for rank, one in enumerate(finished)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore.wgrad.te import DelayedModules, adding, why_fused
 from tests.runtime import te_double
-from tests.runtime.launcher import REPOSITORY, run_ranks
+from tests.runtime.launcher import run_ranks
 
 WORKER = Path(__file__).with_name("te_worker.py")
 LATE = "delay:4ms,message-delay:6ms"
@@ -49,7 +47,7 @@ def test_equal_to_the_static_schedule_bit_by_bit() -> None:
         {"name": "graphs, main_grad", "p": 2, "v": 2, "m": 4, "fused_wgrad": True, "overlap": True,
          "runs": graphed(), "layers": 4, "iterations": 4},
     ]  # fmt: skip
-    output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=240)
+    output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=240, fresh=True)
     for case in cases:
         assert f"CASE {case['name']} ok" in output
 
@@ -76,7 +74,7 @@ def test_the_package_itself_is_equal_to_the_static_schedule_bit_by_bit() -> None
         {"name": "graphs, recompute", "p": 2, "m": 4, "runs": graphed(), "recompute": "selective",
          "dropout": 0.1, "iterations": 4},
     ]  # fmt: skip
-    output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=400)
+    output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=400, fresh=True)
     for case in cases:
         assert f"CASE {case['name']} ok" in output
 
@@ -181,13 +179,16 @@ def test_without_transformer_engine_the_reason_says_so() -> None:
         ),
     ],
 )
-def test_what_stays_fused(version: str, cases: list[tuple[dict[str, Any], str]]) -> None:
+def test_what_stays_fused(
+    version: str, cases: list[tuple[dict[str, Any], str]], tmp_path: Path
+) -> None:
     names = ("fp8", "fp4", "tp_comm_overlap", "num_moe_experts", "cpu_offloading",
              "fine_grained_activation_offloading")  # fmt: skip
     configs = [
         {**dict.fromkeys(names), **values, "delay_wgrad_compute": False} for values, _ in cases
     ]
-    code = (
+    script = tmp_path / "print_reasons.py"
+    script.write_text(
         "from tests.runtime import te_double\n"
         f"te_double.install({version!r})\n"
         "from types import SimpleNamespace\n"
@@ -196,12 +197,8 @@ def test_what_stays_fused(version: str, cases: list[tuple[dict[str, Any], str]])
         "    config = SimpleNamespace(**values)\n"
         "    print(delay_weight_gradients(config), config.delay_wgrad_compute)\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    for (_, reason), line in zip(cases, result.stdout.splitlines(), strict=True):
+    _, *lines = run_ranks(script, 1, []).splitlines()
+    for (_, reason), line in zip(cases, lines, strict=True):
         assert reason in line
         assert line.split()[-1] == str(reason == "None")
 

@@ -8,13 +8,12 @@ import json
 import os
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.runtime.launcher import REPOSITORY, start, wait
+from tests.runtime.launcher import REPOSITORY, Rank, start, wait
 
 ITERATIONS = 400
 FLAGS = (
@@ -26,7 +25,7 @@ FLAGS = (
 )  # --save-retain-interval: as few files as possible
 
 
-def _start(folder: Path, ranks: int, more: str) -> list[subprocess.Popen[str]]:
+def _start(folder: Path, ranks: int, more: str) -> list[Rank]:
     data = REPOSITORY / "datasets_gpt"
     checkpoints = str(folder / "checkpoints")
     words = [
@@ -39,7 +38,7 @@ def _start(folder: Path, ranks: int, more: str) -> list[subprocess.Popen[str]]:
     return start(REPOSITORY / "pretrain_gpt.py", ranks, words)
 
 
-def _kill_in_a_save(job: list[subprocess.Popen[str]], checkpoints: Path, delay: float) -> None:
+def _kill_in_a_save(job: list[Rank], checkpoints: Path, delay: float) -> None:
     """Let two saves pass, then kill all ranks ``delay`` seconds into the next one."""
     deadline = time.monotonic() + 120
     for _ in range(3):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -12,11 +11,11 @@ import psutil
 
 from megatron.dpp.cli import checkpoint_files as files
 from tests.nodes import running
-from tests.runtime.launcher import REPOSITORY, start, wait
+from tests.runtime.launcher import REPOSITORY, Rank, start, wait
 from tests.train.several import FLAGS
 
 
-def _start(folder: Path) -> subprocess.Popen[str]:
+def _start(folder: Path) -> Rank:
     """A rank with workers of its loaders and, after a first save, megatron-core's manager."""
     flags = (
         f"{FLAGS} --mock-data --num-workers 1 --train-iters 100000 --save {folder} "
@@ -25,7 +24,7 @@ def _start(folder: Path) -> subprocess.Popen[str]:
     return start(REPOSITORY / "pretrain_gpt.py", 1, flags.split())[0]
 
 
-def _children(rank: subprocess.Popen[str], metrics: Path) -> list[psutil.Process]:
+def _children(rank: Rank, metrics: Path) -> list[psutil.Process]:
     """Waits until the rank has saved once; returns its child processes."""
     deadline = time.monotonic() + 60
     while not metrics.exists() or metrics.read_text().count("\n") < 3:

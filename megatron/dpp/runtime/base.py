@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -91,12 +90,7 @@ class PipelineSchedule(abc.ABC):
     def __enter__(self: _Schedule) -> _Schedule:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is not None and not _is_clean_exit(error):
                 self._leave_by(error)

@@ -216,9 +216,6 @@ CONDITIONS: Mapping[str, Change] = MappingProxyType(
 )
 """The named conditions, as changes of :func:`uniform`."""
 
-FIXED_CONDITIONS = frozenset({"unif", "com10", "head"})
-"""Conditions that draw nothing, so one seed suffices."""
-
 
 def condition_costs(name: str, shape: Shape, seed: int) -> Costs:
     """Costs of ``shape`` under the condition ``name``."""

@@ -14,7 +14,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
-from types import TracebackType
 from typing import Any, Protocol
 
 from megatron.dpp.trace.clock import DeviceClock, HostClock, clock_for
@@ -107,12 +106,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -135,15 +134,9 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def put(
-        self,
-        channel: int,
-        tensor: torch.Tensor,
-        *,
-        iteration: int,
-        microbatch: int,
-        part: int = 0,
-        num_parts: int = 1,
-    ) -> None:
+        self, channel: int, tensor: torch.Tensor, *, iteration: int, microbatch: int,
+        part: int = 0, num_parts: int = 1,
+    ) -> None:  # fmt: skip
         """Send ``tensor`` (contiguous, any dtype and shape up to ``slot_bytes``). Never blocks.
 
         Without a free slot the message stays pending and is progressed later. The transport keeps
@@ -268,12 +261,7 @@ class Transport(abc.ABC):
     def __enter__(self) -> Transport:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is not None:
                 self.abort(f"{type(error).__name__}: {error}")

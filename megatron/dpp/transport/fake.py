@@ -269,15 +269,9 @@ class FakeTransport(Transport):
             raise self._network._failures[self.rank]
 
     def put(
-        self,
-        channel: int,
-        tensor: torch.Tensor,
-        *,
-        iteration: int,
-        microbatch: int,
-        part: int = 0,
-        num_parts: int = 1,
-    ) -> None:
+        self, channel: int, tensor: torch.Tensor, *, iteration: int, microbatch: int,
+        part: int = 0, num_parts: int = 1,
+    ) -> None:  # fmt: skip
         target = self._outgoing[channel]
         check_payload(tensor, target.spec)
         with self._network._changed:

@@ -116,15 +116,9 @@ class NativeTransport(Transport):
         os.register_at_fork(after_in_child=functools.partial(_disown, weakref.ref(self)))
 
     def put(
-        self,
-        channel: int,
-        tensor: torch.Tensor,
-        *,
-        iteration: int,
-        microbatch: int,
-        part: int = 0,
-        num_parts: int = 1,
-    ) -> None:
+        self, channel: int, tensor: torch.Tensor, *, iteration: int, microbatch: int,
+        part: int = 0, num_parts: int = 1,
+    ) -> None:  # fmt: skip
         spec = self.outgoing[channel]
         check_payload(tensor, spec)
         stream = 0

@@ -201,15 +201,9 @@ class DistTransport(Transport):
             raise TransportUnavailable(f"rank {self.rank}: the transport is closed")
 
     def put(
-        self,
-        channel: int,
-        tensor: torch.Tensor,
-        *,
-        iteration: int,
-        microbatch: int,
-        part: int = 0,
-        num_parts: int = 1,
-    ) -> None:
+        self, channel: int, tensor: torch.Tensor, *, iteration: int, microbatch: int,
+        part: int = 0, num_parts: int = 1,
+    ) -> None:  # fmt: skip
         self._check()
         out = self._outgoing[channel]
         check_payload(tensor, out.spec)
