@@ -27,8 +27,8 @@ from tests.runtime.pipelines import Arithmetic, check_values, run_pipeline
 def rank_of(
     network: FakeNetwork, geometry: Geometry, runner: Arithmetic | None = None, **more: Any
 ) -> Executor:
-    """The executor of one rank of two; ``more`` replaces its arguments."""
-    topology = Topology((0, 1), geometry.rank, geometry.num_chunks)
+    """The executor of one rank of two, or of ``topology``; ``more`` replaces its arguments."""
+    topology = more.pop("topology", Topology((0, 1), geometry.rank, geometry.num_chunks))
     channels = topology.channels([4], [4], 2)
     links = Links(network.transport(geometry.rank), channels)
     links.consumed = more.pop("consumed", links.consumed)

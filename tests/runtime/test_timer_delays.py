@@ -247,3 +247,11 @@ def test_a_task_without_a_size_has_no_growth(device: Device) -> None:
         left = timer.pause()
         device.now += 10.0
     assert left == pytest.approx(2.0)
+
+
+def test_before_anything_is_known_the_next_task_is_chosen_at_once(device: Device) -> None:
+    timer = DeviceTimer(None)
+    timer.begin()
+    device.queue(5.0)
+    timer.launched(KEY)
+    assert timer.pause() == 0.0
