@@ -1,22 +1,25 @@
 #!/usr/bin/env bash
 # Set-up, checks and tests in one: what CI runs, and what should pass before a commit.
 #
-#   tools/test.sh [--long] [--gpu] [--rdma] [further arguments of pytest]
+#   tools/test.sh [--long] [--gpu] [--rdma] [--coverage] [further arguments of pytest]
 #
 # --long runs the tests marked slow too; --gpu turns the skips of tests that find no GPU into
 # failures. --rdma boots an emulated machine with soft-RoCE devices and tests RDMA in it (about 8
-# minutes where two cores are free; installs missing Debian packages). The last line is pytest's.
+# minutes where two cores are free; installs missing Debian packages). --coverage prints the lines of
+# megatron/dpp that ran, in sub-processes too. Without it the last line is pytest's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 required=()
 arguments=()
+coverage=
 for argument in "$@"; do
   case $argument in
     --gpu) required+=(gpu multigpu) ;;
     --rdma) required+=(rdma) ;;
+    --coverage) coverage=yes ;;
     -h | --help)
-      sed -n '2,8s/^# \{0,1\}//p' tools/test.sh
+      sed -n '2,9s/^# \{0,1\}//p' tools/test.sh
       exit 0
       ;;
     *) arguments+=("$argument") ;;
@@ -34,4 +37,11 @@ fi
 # Many processes share few cores in these tests; more threads in each only get in each other's way.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TOKENIZERS_PARALLELISM=false
-exec "$PYTHON" -m pytest "${arguments[@]}"
+if [[ ! $coverage ]]; then
+  exec "$PYTHON" -m pytest "${arguments[@]}"
+fi
+rm -rf build/coverage && mkdir -p build/coverage
+status=0
+"$PYTHON" -m coverage run -m pytest "${arguments[@]}" || status=$?
+"$PYTHON" -m coverage combine --quiet && "$PYTHON" -m coverage report
+exit "$status"

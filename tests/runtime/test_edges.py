@@ -1,0 +1,162 @@
+"""Edges of the runtime's rules: what is counted, waited for and logged."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.config import DppConfig
+from megatron.dpp.direction import Direction
+from megatron.dpp.errors import ConfigError, PeerDead
+from megatron.dpp.inject import Injector
+from megatron.dpp.mcore import rng
+from megatron.dpp.mcore.boundary import Tokens
+from megatron.dpp.runtime.decisions import Decisions
+from megatron.dpp.runtime.delayed import DelayedTransport
+from megatron.dpp.schedule import Action, Geometry, Memory
+from megatron.dpp.transport import TransportOptions
+from megatron.dpp.transport.base import LinkInfo, Message
+from megatron.dpp.transport.fake import FakeNetwork
+from tests.runtime.pipelines import Topology
+from tests.runtime.test_executor_contract import rank_of
+
+
+def test_a_rank_between_a_live_and_a_gone_neighbour_names_the_gone_one() -> None:
+    """It waits for an input and for a gradient; only the gradient's sender has left."""
+    topology = Topology((0, 1, 2), 1, 1)
+    network = FakeNetwork(list(topology.channels([4], [4], 2).specs))
+    network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=0)
+    network.transport(2).close()
+    executor = rank_of(network, Geometry(3, 1, 1, 4), topology=topology, timeout=2.0)
+    with pytest.raises(PeerDead, match=r"microbatch 0 of iteration 0 \(backward of chunk 0"):
+        executor.run()
+    assert [str(action) for action in executor.actions] == ["0F0"]
+    assert len(executor._scheduler.stall().channels) == 2, "both messages are missing"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "hidden", "tokens"),
+    [
+        (torch.zeros(6, 2, 8), 8, 12),
+        (torch.zeros(6, 8), 8, 6),
+        (torch.zeros(8), 8, None),
+        (torch.zeros(6, 2, 4), 8, None),
+        (torch.zeros(6, 2, 8), 0, None),
+        ([torch.zeros(6, 2, 8)], 8, None),
+    ],
+)
+def test_tokens_are_counted_in_hidden_states_alone(
+    tensors: Any, hidden: int, tokens: int | None
+) -> None:
+    assert Tokens(16, hidden).count(tensors) == tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "forward_only", "needed"),
+    [
+        ({}, False, False),
+        ({"hidden_dropout": 0.1}, False, True),
+        ({"attention_dropout": 0.1}, False, True),
+        ({"hidden_dropout": 0.1}, True, False),
+        ({"moe_input_jitter_eps": 0.1}, True, True),
+        ({"moe_router_force_load_balancing": True}, True, True),
+    ],
+)
+def test_tasks_are_seeded_where_a_forward_draws(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], forward_only: bool, needed: bool
+) -> None:
+    given = {
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_input_jitter_eps": None,
+        "moe_router_force_load_balancing": False,
+    }  # fmt: skip
+    monkeypatch.setattr(rng, "get_model_config", lambda _: SimpleNamespace(**given | settings))
+    assert rng.needs_task_rng([torch.nn.Identity()], forward_only=forward_only) is needed
+
+
+def decisions(said: list[str]) -> Decisions:
+    return Decisions(DppConfig(), said.append, 0, decides=True)
+
+
+def test_measured_memory_is_logged_in_mebibytes() -> None:
+    said: list[str] = []
+    made = decisions(said)
+    made.measured(Memory(activation_bytes=3 << 20, deferred_bytes=1 << 20))
+    assert "an activation takes 3.0 MiB" in said[0] and "keeps 1.0 MiB" in said[0]
+    made.measured(Memory(activation_bytes=0, deferred_bytes=0))
+    assert len(said) == 1, "nothing was measured"
+
+
+def test_schedulers_are_built_anew_with_what_was_measured() -> None:
+    """A scheduler that is kept would go on with the beta of the first step."""
+    made = decisions([])
+    geometry = Geometry(2, 0, 1, 4, w_pieces=(2,))
+    first = made.scheduler(geometry, split=True)
+    assert made.scheduler(geometry, split=True) is first
+    made.measured(Memory(activation_bytes=100, deferred_bytes=60))
+    second = made.scheduler(geometry, split=True)
+    assert second is not first and made.scheduler(geometry, split=True) is second
+    held = []
+    for scheduler in (first, second):
+        scheduler.run(Action.parse("0F0"))
+        scheduler.arrived(Direction.BACKWARD, 0, 1)
+        scheduler.run(Action.parse("0B0"))
+        held.append(scheduler.held)
+    assert held[1] == pytest.approx(0.6) and held[0] != held[1]
+
+
+class Inner:
+    """A transport of which a test says what has arrived; it notes how long it is waited on."""
+
+    rank, board, outgoing = 1, None, ()
+
+    def __init__(self, spec: Any) -> None:
+        self.incoming = [spec]
+        self.waits: list[float] = []
+        self.arrived: list[Message] = []
+        self.taken = 0
+
+    def links(self) -> list[LinkInfo]:
+        return [LinkInfo(0, "shm", "")]
+
+    def poll(self) -> list[int]:
+        return [len(self.arrived)]
+
+    def take(self, channel: int) -> Message:
+        self.taken += 1
+        return self.arrived[self.taken - 1]
+
+    def wait(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        return False
+
+
+def test_a_wait_ends_when_a_delayed_message_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10**9]
+    clock = SimpleNamespace(monotonic_ns=lambda: now[0])
+    monkeypatch.setattr("megatron.dpp.runtime.delayed.time", clock)
+    spec = Topology((0, 1), 1, 1).channels([4], [4], 2).specs[0]
+    inner: Any = Inner(spec)
+    transport = DelayedTransport(inner, Injector("slow-link:0-1:50ms", 1, 2), (0, 1))
+    assert transport.wait(3.0) is False and inner.waits == [3.0], "nothing is under way"
+    sent, arrived = now[0], now[0] + 10**7
+    inner.arrived.append(Message(torch.zeros(1), 0, 0, 0, 1, sent, arrived))
+    now[0] += 2 * 10**7
+    assert transport.poll() == (0,)
+    assert transport.wait(3.0) is True
+    assert inner.waits[1:] == [pytest.approx(0.03)], "50 ms after it was sent"
+    assert transport.wait(0.01) is False and inner.waits[2:] == [0.01]
+    now[0] += 3 * 10**7
+    assert transport.wait(3.0) is True and len(inner.waits) == 3, "it is due"
+    assert transport.poll() == (1,)
+    assert transport.take(0).arrived_ns == sent + 5 * 10**7
+
+
+@pytest.mark.parametrize("number", [0, -1, 3, 6])
+def test_the_most_pending_messages_are_a_power_of_two(number: int) -> None:
+    for allowed in (1, 2, 64):
+        assert TransportOptions(max_pending=allowed).max_pending == allowed
+    with pytest.raises(ConfigError, match=f"max_pending is {number}"):
+        TransportOptions(max_pending=number)

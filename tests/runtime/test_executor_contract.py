@@ -1,0 +1,381 @@
+"""The executor's contract with runners, transports, recorders and clocks, one rank at a time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.errors import PeerDead, ProtocolError, TransferTimeout
+from megatron.dpp.inject import Task
+from megatron.dpp.runtime.agreement import decider_for
+from megatron.dpp.runtime.executor import Executor, Links, Tensors
+from megatron.dpp.runtime.timer import HostTimer
+from megatron.dpp.runtime.topology import Topology
+from megatron.dpp.schedule import Action, Geometry, Scheduler
+from megatron.dpp.trace import NullRecorder, Recorder
+from megatron.dpp.transport.base import Direction
+from megatron.dpp.transport.fake import Delay, FakeNetwork, FakeTransport, VirtualClock
+from tests.runtime import pipelines
+from tests.runtime.pipelines import Arithmetic, check_values, run_pipeline
+
+
+def rank_of(
+    network: FakeNetwork, geometry: Geometry, runner: Arithmetic | None = None, **more: Any
+) -> Executor:
+    """The executor of one rank of two, or of ``topology``; ``more`` replaces its arguments."""
+    topology = more.pop("topology", Topology((0, 1), geometry.rank, geometry.num_chunks))
+    channels = topology.channels([4], [4], 2)
+    links = Links(network.transport(geometry.rank), channels)
+    links.consumed = more.pop("consumed", links.consumed)
+    scheduler = Scheduler(geometry, cap=8, split_backward=False)
+    decider = decider_for(scheduler, channels.receiving, None)
+    decider.start(links.consumed)
+    given: dict[str, Any] = {
+        "runner": runner or Arithmetic(topology), "decider": decider, "links": links,
+        "recorder": NullRecorder(), "timer": HostTimer(), "injector": None,
+        "split_backward": False, "iteration": 0, "timeout": 20.0,
+    }  # fmt: skip
+    return Executor(**given | more)
+
+
+def network_of(rank: int, chunks: int = 1, delay: Delay = 0.0, **more: Any) -> FakeNetwork:
+    specs = Topology((0, 1), rank, chunks).channels([4], [4], 2).specs
+    return FakeNetwork(list(specs), delay=delay, **more)
+
+
+LAST = Geometry(2, 1, 1, 2, forward_only=True)
+"""The second of two ranks in an evaluation of two microbatches."""
+
+
+# Tensors ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Freed(Arithmetic):
+    """Results are every second element of a buffer. An output's storage is replaced when it is
+    freed, as megatron-core does.
+    """
+
+    outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def spread(self, tensor: torch.Tensor, sizes: Any) -> Tensors:
+        buffer = torch.full((2, 2), float("nan"))
+        buffer[:, 0] = tensor
+        assert not buffer[:, 0].is_contiguous()
+        return buffer[:, 0]
+
+    def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
+        output = super().forward(chunk, microbatch, received)
+        assert isinstance(output, torch.Tensor)
+        self.outputs[chunk, microbatch] = output
+        return output
+
+    def free_output(self, chunk: int, microbatch: int) -> None:
+        self.outputs.pop((chunk, microbatch)).data = torch.full((2,), float("nan"))
+
+
+def test_outputs_are_freed_once_they_are_put_and_may_lie_in_strides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipelines, "Arithmetic", Freed)
+    runners = run_pipeline(3, 2, 5, delay=0.002, sizes=[[8]] * 3, iterations=2)
+    check_values(runners, 5, iterations=2)
+    for runner in runners:
+        assert isinstance(runner, Freed)
+        last = runner.topology.stage(1) == 5
+        assert set(runner.outputs) == ({(1, i) for i in range(5)} if last else set())
+
+
+@pytest.mark.parametrize(
+    ("labels", "found"),
+    [
+        ((1, 0, 0, 1), "iteration 1, microbatch 0, tensor 0 of 1"),
+        ((0, 1, 0, 1), "iteration 0, microbatch 1, tensor 0 of 1"),
+        ((0, 0, 1, 1), "iteration 0, microbatch 0, tensor 1 of 1"),
+        ((0, 0, 0, 2), "iteration 0, microbatch 0, tensor 0 of 2"),
+    ],
+)
+def test_a_message_with_any_other_label_is_refused(labels: tuple[int, ...], found: str) -> None:
+    network = network_of(1)
+    iteration, microbatch, part, num_parts = labels
+    network.transport(0).put(
+        0, torch.zeros(1), iteration=iteration, microbatch=microbatch, part=part,
+        num_parts=num_parts,
+    )  # fmt: skip
+    expected = "expected iteration 0, microbatch 0, tensor 0 of 1"
+    with pytest.raises(ProtocolError, match=f"{expected}, got {found}; do all ranks"):
+        rank_of(network, LAST).run()
+
+
+@pytest.mark.parametrize(("rank", "value"), [(0, 0.0), (1, 7.0)])
+def test_the_first_chunk_tells_sizes_by_what_it_receives_or_first_sends(
+    rank: int, value: float
+) -> None:
+    """A later chunk's microbatches are known already."""
+    executor = rank_of(network_of(rank, 2), Geometry(2, rank, 2, 1, forward_only=True))
+    counted: list[float] = []
+    own: Any = executor
+    own._count_tokens = lambda tensors: counted.append(tensors.item())
+    own._receive = lambda *_: torch.tensor([7.0]) if rank else None
+    own._put = lambda *_: False
+    for chunk in range(2):
+        executor._forward(Action.parse(f"{chunk}F0"))
+    assert counted == [value]
+
+
+# Missing senders ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", [0, 1])
+def test_a_sender_that_left_in_a_later_iteration_is_named_with_the_message(sent: int) -> None:
+    """Messages of earlier iterations are no messages of this one."""
+    network = network_of(1)
+    sender = network.transport(0)
+    for microbatch in range(sent):
+        sender.put(0, torch.zeros(1), iteration=3, microbatch=microbatch)
+    sender.close()
+    executor = rank_of(network, LAST, iteration=3, consumed=[6], timeout=2.0)
+    poll = executor._links.poll
+    executor._links.poll = lambda: [6 + poll()[0]]  # type: ignore[method-assign]
+    executor._taken = [6]
+    with pytest.raises(PeerDead, match=f"microbatch {sent} of iteration 3 .*has closed"):
+        executor.run()
+    assert len(executor.actions) == sent
+
+
+def test_a_missing_message_of_a_later_chunk_is_named() -> None:
+    network = network_of(1, chunks=2)
+    sender = network.transport(0)
+    first = next(i for i, spec in enumerate(sender.outgoing) if spec.chunk == 0)
+    for microbatch in range(2):
+        sender.put(first, torch.zeros(1), iteration=0, microbatch=microbatch)
+    sender.close()
+    executor = rank_of(network, Geometry(2, 1, 2, 2, forward_only=True), timeout=2.0)
+    with pytest.raises(PeerDead, match=r"microbatch 0 of iteration 0 \(forward of chunk 1"):
+        executor.run()
+    assert [str(action) for action in executor.actions] == ["0F0", "0F1"]
+
+
+def test_the_last_message_of_a_sender_that_left_is_used() -> None:
+    """It is there although its sender is gone."""
+    network = network_of(1)
+    sender = network.transport(0)
+    for microbatch in range(2):
+        sender.put(0, torch.zeros(1), iteration=0, microbatch=microbatch)
+    sender.close()
+    executor = rank_of(network, LAST, timeout=2.0)
+    executor.run()
+    assert len(executor.actions) == 2
+
+
+# Time ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    """The executor's clock, and that of a network with ``stepping``."""
+    made = VirtualClock()
+    made.advance_to(1000.0)
+    fake = SimpleNamespace(
+        monotonic_ns=lambda: int(made.now() * 1e9), perf_counter_ns=time.perf_counter_ns
+    )
+    monkeypatch.setattr("megatron.dpp.runtime.executor.time", fake)
+    return made
+
+
+def put(network: FakeNetwork, number: int) -> None:
+    sender = network.transport(0)
+    for microbatch in range(number):
+        sender.put(0, torch.zeros(1), iteration=0, microbatch=microbatch)
+
+
+def test_the_deadline_is_the_timeout_after_the_last_task(
+    clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank sleeps at most 50 ms at a time, and no longer than its deadline."""
+    network = network_of(1, delay=lambda *_: 9.9, clock=clock, stepping=True)
+    put(network, 1)
+    naps: list[float] = []
+    wait = FakeTransport.wait
+
+    def noted(own: FakeTransport, seconds: float) -> bool:
+        naps.append(seconds)
+        return wait(own, seconds)
+
+    monkeypatch.setattr(FakeTransport, "wait", noted)
+    with pytest.raises(TransferTimeout, match="could run nothing for 10 s in iteration 0"):
+        rank_of(network, LAST, timeout=10.0).run()
+    assert 1019.9 < clock.now() <= 1019.9 + 0.0011
+    assert max(naps) == 0.05 and min(naps) > 0.0
+
+
+def test_a_message_just_in_time_is_no_timeout(clock: VirtualClock) -> None:
+    network = network_of(1, delay=lambda *_: 9.99, clock=clock, stepping=True)
+    put(network, 2)
+    rank_of(network, LAST, timeout=10.0).run()
+
+
+class NeverStarts(HostTimer):
+    """A device that never gets the input of the task that was launched ahead."""
+
+    def waiting(self) -> bool:
+        return True
+
+
+def test_the_deadline_of_a_device_is_the_timeout_too(clock: VirtualClock) -> None:
+    network = network_of(1, delay=lambda *_: 0.5, clock=clock, stepping=True, ahead=True)
+    put(network, 1)
+    with pytest.raises(TransferTimeout, match="has not arrived after 10 s"):
+        rank_of(network, LAST, timeout=10.0, timer=NeverStarts()).run()
+    assert 1010.0 < clock.now() < 1010.001
+
+
+def test_an_iteration_ends_when_its_outputs_have_left_within_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flushed: list[tuple[float, int]] = []
+    network = network_of(0)
+    executor = rank_of(network, Geometry(2, 0, 1, 3, forward_only=True), timeout=7.0)
+    monkeypatch.setattr(
+        FakeTransport, "flush", lambda _, seconds: flushed.append((seconds, len(executor.actions)))
+    )
+    executor.run()
+    assert flushed == [(7.0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("pending", "pending_bytes", "full"),
+    [(2, 800, False), (2, 801, True), (9, 801, True), (1, 10_000, False), (0, 0, False)],
+)
+def test_a_rank_is_full_above_eight_mean_messages(
+    pending: int, pending_bytes: int, full: bool
+) -> None:
+    executor = rank_of(network_of(0), Geometry(2, 0, 1, 3, forward_only=True))
+    executor._num_puts, executor._put_bytes = 4, 400
+    transport: Any = executor._transport
+    transport.pending, transport.pending_bytes = lambda: pending, lambda: pending_bytes
+    assert executor._is_full() == full
+
+
+# Records ------------------------------------------------------------------------------------------
+
+
+class Log(Recorder):
+    """Keeps what it is told."""
+
+    enabled = True
+
+    def __init__(self) -> None:
+        self.gaps: list[tuple[int, int, str, str]] = []
+        self.events: list[str] = []
+
+    def begin_task(self, kind: str, chunk: int, microbatch: int, piece: int = 0) -> None:
+        self.events.append(f"{chunk}{kind}{microbatch}")
+
+    def end_task(self) -> None:
+        self.events.append("end")
+
+    def gap(self, start: Any, end: Any, cause: str, detail: str = "") -> None:
+        self.gaps.append((start, end, cause, detail))
+        self.events.append("gap")
+
+    def put(self, channel: object, microbatch: int, num_bytes: int, kind: str) -> None:
+        self.events.append(f"put {microbatch} {num_bytes} {kind}")
+
+    def taken(self, channel: object, message: Any, *, ahead: bool = False) -> None:
+        self.events.append(f"taken {message.microbatch}{' ahead' * ahead}")
+
+    def counter(self, name: str, value: float) -> None:
+        if name == "held":
+            self.events.append(f"held {value:g}")
+
+
+def test_gaps_last_from_the_first_idle_look_to_the_task(clock: VirtualClock) -> None:
+    """One gap per wait, with the tasks that would have run; it ends before its task begins."""
+    network = network_of(1, delay=lambda _, __, n: 2.0 * (n + 1), clock=clock, stepping=True)
+    put(network, 2)
+    log = Log()
+    rank_of(network, LAST, recorder=log).run()
+    seconds = [(a * 1e-9 - 1000, b * 1e-9 - 1000, *rest) for a, b, *rest in log.gaps]
+    assert seconds == [
+        (pytest.approx(0.0, abs=1e-6), pytest.approx(2.0), "warm-up", "F0"),
+        (pytest.approx(2.0), pytest.approx(4.0), "message", "F0"),
+    ]
+    once = ["gap", "0F0", "taken 0", "end", "held 0"]
+    assert log.events == once + [e.replace("F0", "F1").replace("n 0", "n 1") for e in once]
+
+
+def test_a_message_is_recorded_before_it_is_put() -> None:
+    """A fast copy would arrive before it was sent."""
+    log, network = Log(), network_of(0)
+    executor = rank_of(network, Geometry(2, 0, 1, 1, forward_only=True), recorder=log)
+    transport: Any = executor._transport
+    real = transport.put
+
+    def noted(*given: Any, **more: Any) -> None:
+        log.events.append("really")
+        real(*given, **more)
+
+    transport.put = noted
+    executor.run()
+    assert log.events == ["0F0", "end", "held 0", "put 0 4 fake", "really"]
+
+
+class Injected:
+    """Injects nothing, and keeps what it is asked for."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def factor(self, task: Task) -> float:
+        self.tasks.append(task)
+        return 1.0
+
+    def seconds(self, task: Task) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("pieces", "costs"),
+    [
+        (None, {"0F": 0.5, "0B": 1.0, "1F": 0.5, "1B": 1.0}),
+        ((2, 0), {"0F": 0.5, "0B": 0.5, "0W": 0.25, "1F": 0.5, "1B": 1.0}),
+    ],
+)
+def test_the_work_of_a_rank_is_three_forwards_per_microbatch(
+    pieces: tuple[int, ...] | None, costs: dict[str, float]
+) -> None:
+    """Delays that depend on the work done so far are the same in all schedules."""
+    topology, injected = Topology((0,), 0, 2), Injected()
+    channels = topology.channels([4], [4], 2)
+    links = Links(FakeNetwork(list(channels.specs)).transport(0), channels)
+    split = pieces is not None
+    scheduler = Scheduler(Geometry(1, 0, 2, 2, w_pieces=pieces), cap=8, split_backward=split)
+    Executor(
+        runner=Arithmetic(topology), decider=decider_for(scheduler, channels.receiving, None),
+        links=links, recorder=NullRecorder(), timer=HostTimer(),
+        injector=injected, split_backward=split, iteration=5, timeout=20.0,
+    ).run()  # type: ignore[arg-type]  # fmt: skip
+    done = 0.0
+    for task in injected.tasks:
+        assert task.iteration == 5
+        assert task.cost == costs[f"{task.chunk}{task.kind}"]
+        assert task.begin == pytest.approx(done)
+        done += task.cost
+    assert done == pytest.approx(2 * 3)
+
+
+def test_a_rank_of_two_directions_counts_each_channel_for_itself() -> None:
+    """The message that a stalled gradient lacks is that of its own channel."""
+    network = network_of(0)
+    executor = rank_of(network, Geometry(2, 0, 1, 2))
+    network.transport(1).close()
+    with pytest.raises(PeerDead, match=r"microbatch 0 of iteration 0 \(backward of chunk 0"):
+        executor.run()
+    assert executor._channels.incoming(Direction.BACKWARD, 0) == 0
+    assert executor._channels.incoming(Direction.FORWARD, 0) is None

@@ -1,0 +1,55 @@
+"""Edges of the schedule's rules: units, chunks that are none, and caps between two numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.dpp.errors import ConfigError, ScheduleError
+from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler, parse_cap
+from megatron.dpp.schedule.reference import peak_in_flight
+
+
+@pytest.mark.parametrize(
+    ("unit", "size"),
+    [
+        ("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40), ("KB", 10**3),
+        ("MB", 10**6), ("GB", 10**9), ("TB", 10**12), ("gb", 10**9),
+    ],
+)  # fmt: skip
+def test_a_cap_in_bytes_has_any_usual_unit(unit: str, size: int) -> None:
+    cap = parse_cap(f"80{unit}", Geometry(2, 0, 1, 8), bytes_per_chunk_activation=8 * size)
+    assert cap.chunks == 10 and not cap.needs_measuring
+
+
+@pytest.mark.parametrize("chunk", [-1, 2])
+@pytest.mark.parametrize("direction", [0, 1])
+def test_arrivals_for_a_chunk_that_is_none_are_refused(direction: int, chunk: int) -> None:
+    """A negative index would count for the last chunk."""
+    scheduler = Scheduler(Geometry(2, 0, 2, 4))
+    with pytest.raises(ScheduleError, match=r"has 0 \.\. 1"):
+        scheduler.arrived(direction, chunk, 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize(
+    ("chunk", "microbatch", "piece"), [(0, 0, 0), (1, 2, 3), (2**16 - 1, 2**24 - 1, 2**16 - 1)]
+)
+def test_every_action_of_a_board_fits_one_word(
+    kind: Kind, chunk: int, microbatch: int, piece: int
+) -> None:
+    """The words of a board are below 2^63, and 0 is none."""
+    action = Action(kind, chunk, microbatch, piece)
+    word = action.word()
+    assert 0 < word < 1 << 63 and Action.from_word(word) == action
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 1, 4), (3, 2, 6), (4, 1, 2), (4, 2, 8)])
+def test_one_below_the_least_cap_is_refused_on_every_rank(p: int, v: int, m: int) -> None:
+    for rank in range(p):
+        geometry = Geometry(p, rank, v, m)
+        least = peak_in_flight(geometry)
+        Scheduler(geometry, cap=least)
+        with pytest.raises(ConfigError, match=f"needs {least}"):
+            Scheduler(geometry, cap=least - 1)
+        with pytest.raises(ConfigError, match=f"needs {least}"):
+            Scheduler(geometry, cap=least - 0.01)

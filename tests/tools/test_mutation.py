@@ -1,0 +1,110 @@
+"""Mutation testing: the choice of lines, and a run that notices one fault and misses another."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import mutation_test
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+SOURCE = """\
+def first(a, b):
+    if (
+        a
+        and b
+    ):
+        return 1
+    return [
+        2,
+        3,
+    ]
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [(1, {1}), (4, {2, 3, 4, 5}), (6, {6}), (8, {7, 8, 9, 10}), (99, {99})],
+)
+def test_a_fault_belongs_to_its_statement_and_in_a_compound_one_to_the_head(
+    line: int, expected: set[int]
+) -> None:
+    assert mutation_test.statement_lines(SOURCE, line) == expected
+
+
+def test_changed_lines_are_those_of_the_new_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "megatron" / "dpp" / "module.py"
+    module.parent.mkdir(parents=True)
+    monkeypatch.setattr(mutation_test, "REPOSITORY", tmp_path)
+
+    def git(*words: str) -> None:
+        named = ("-c", "user.name=a", "-c", "user.email=a@b", *words)
+        subprocess.run(["git", *named], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "-b", "main")
+    module.write_text("a = 1\nb = 2\nc = 3\nd = 4\n")
+    git("add", ".")
+    git("commit", "-m", "first")
+    module.write_text("a = 1\nb = 5\nnew = 6\nc = 3\n")
+    assert mutation_test.changed_lines("main") == {"megatron/dpp/module.py": {2, 3}}
+    with pytest.raises(SystemExit, match="git merge-base HEAD elsewhere"):
+        mutation_test.changed_lines("elsewhere")
+
+
+def test_the_table_counts_verdicts_and_shows_what_survived() -> None:
+    verdicts = ["killed", "timed out", "survived", "survived (no test executes it)", ""]
+    mutants = [
+        mutation_test.Mutant(f"m{i % 2}.py", i, "op", 0, (i, 0, i, 1), f"difference {i}", verdict)
+        for i, verdict in enumerate(verdicts)
+    ]
+    text = mutation_test.report(mutants)
+    assert [line.split() for line in text.splitlines()[1:4]] == [
+        ["m0.py", "3", "1", "0", "1", "1"],
+        ["m1.py", "2", "0", "1", "1", "0"],
+        ["all", "5", "1", "1", "2", "1"],
+    ]
+    assert "difference 2" in text and "difference 3" in text and "difference 1" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_notices_faults_and_leaves_the_tree_as_it_was(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    for name in ("tools/mutation_test.sh", "tools/mutation_test.py", "pyproject.toml"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, tree / name)
+    (tree / "tools" / "setup.sh").write_text(f"echo {sys.executable}\n")
+    module = tree / "megatron" / "dpp" / "small.py"
+    module.parent.mkdir(parents=True)
+    source = "def larger(a, b):\n    return a > b\n\n\ndef unseen(a):\n    return a + 1\n"
+    module.write_text(source)
+    (tree / "tests").mkdir()
+    (tree / "tests" / "test_small.py").write_text(
+        "import subprocess, sys\n\n\ndef test_larger():\n"
+        "    code = 'from megatron.dpp.small import larger as f; '\n"
+        "    code += 'assert f(2, 1) and not f(1, 1) and not f(1, 2)'\n"
+        "    subprocess.run([sys.executable, '-c', code], check=True)\n"
+    )
+    for words in (["init", "-b", "main"], ["add", "."]):
+        subprocess.run(["git", *words], cwd=tree, check=True, capture_output=True)
+    packages = REPOSITORY / "build" / "mutation" / "packages"
+    if packages.is_dir():
+        shutil.copytree(packages, tree / "build" / "mutation" / "packages")
+    done = subprocess.run(
+        ["bash", "tools/mutation_test.sh", "megatron/dpp/small.py"],
+        cwd=tree, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "."},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert module.read_text() == source
+    record = json.loads((tree / "build" / "mutation" / "results.json").read_text())["mutants"]
+    verdicts = {line: {m["verdict"] for m in record if m["line"] == line} for line in (2, 6)}
+    assert verdicts == {2: {"killed"}, 6: {"survived (no test executes it)"}}
+    assert "-    return a + 1" in done.stdout and "-    return a > b" not in done.stdout
