@@ -66,7 +66,7 @@ def find_place(
     if options.devices is None:
         behind = _infiniband_interfaces(addresses().get(address, ""))
         return choose_place(ports, address, behind, refused, gid_index=options.gid_index)
-    gpu = _pci_path(f"bus/pci/devices/{_pci_address(device)}") if device.type == "cuda" else None
+    gpu = _gpu_path(device)
     names = {port["device"] for port in ports}
     cards = {name: _pci_path(f"class/infiniband/{name}/device") for name in names}
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -208,9 +208,13 @@ def _name(port: Port) -> str:
     return f"{port['device']} port {port['port']}"
 
 
-def _pci_address(device: torch.device) -> str:
-    facts = torch.cuda.get_device_properties(device)
-    return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+def _gpu_path(device: torch.device) -> Path | None:
+    """Path of a GPU in the tree of PCI devices; None on a CPU, and where PyTorch does not say."""
+    facts: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    if not hasattr(facts, "pci_bus_id"):
+        return None
+    address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+    return _pci_path(f"bus/pci/devices/{address}")
 
 
 def _pci_path(entry: str) -> Path:
