@@ -25,7 +25,8 @@ def rows() -> dict[str, str]:
 def test_every_setting_is_in_the_flag_table(field: object) -> None:
     name: str = field.name  # type: ignore[attr-defined]
     default = getattr(DppConfig(), name)
-    shown = {True: "on", False: "off", None: ""}.get(default, str(default))
+    words = {"True": "on", "False": "off", "None": ""}
+    shown = words.get(str(default), str(default))
     cell = rows()[flag_of(name)]
     assert cell == shown or float(cell) == float(shown)
 

@@ -1,9 +1,12 @@
 #include "base/verbs.h"
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <sys/resource.h>
 
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "base/error.h"
 
@@ -12,6 +15,8 @@ namespace dpp::verbs {
 namespace {
 
 constexpr char kDigits[] = "0123456789abcdef";
+constexpr int kModifyTries = 4;
+constexpr auto kFirstPause = std::chrono::milliseconds(100);
 
 std::string locked_memory_limit() {
   rlimit limit = {};
@@ -173,6 +178,16 @@ PortAttributes query_port(const Api& api, Context* context, uint8_t port) {
     throw Error(Fault::kSetup, with_errno("querying port " + std::to_string(port), error));
   }
   return found;
+}
+
+int modify(const Api& api, QueuePair* pair, QueuePairAttributes& attributes, int mask) {
+  int error = api.modify_qp(pair, &attributes, mask);
+  auto pause = kFirstPause;
+  for (int tries = 1; error == ETIMEDOUT && tries < kModifyTries; ++tries, pause *= 2) {
+    std::this_thread::sleep_for(pause);
+    error = api.modify_qp(pair, &attributes, mask);
+  }
+  return error;
 }
 
 Owner<MemoryRegion> register_memory(const Api& api, Domain* domain, void* data, size_t bytes,

@@ -126,6 +126,7 @@ struct QueuePairAttributes {
   uint8_t timeout, retries, rnr_retries, other_port, other_timeout;
   uint32_t rate_limit;
 };
+constexpr uint8_t kNeedsRoute = 1;  // of PortAttributes::flags
 constexpr int kStateInit = 1, kStateReadyToReceive = 2, kStateReadyToSend = 3;
 enum AttributeMask : int {
   kHasState = 1 << 0,
@@ -313,6 +314,9 @@ class Owner {
 
 // A device by name; throws kUnavailable when it is not there, kSetup when it cannot be opened.
 Owner<Context> open_device(const Api& api, const std::string& name);
+// Moves a queue pair; 0 or an error number. Tried again after a time-out: the kernel looks the
+// peer's Ethernet address up meanwhile.
+int modify(const Api& api, QueuePair* pair, QueuePairAttributes& attributes, int mask);
 PortAttributes query_port(const Api& api, Context* context, uint8_t port);  // throws kSetup
 // Registers memory for writes by the device and, with `remote`, by the peer. Throws kSetup.
 Owner<MemoryRegion> register_memory(const Api& api, Domain* domain, void* data, size_t bytes,

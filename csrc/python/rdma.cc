@@ -100,6 +100,7 @@ void connect(const MadeLink& self, const py::dict& from) {
   peer.payload_rkey = from["payload_rkey"].cast<uint32_t>();
   peer.queue_pairs = from["queue_pairs"].cast<std::vector<uint32_t>>();
   peer.first_packets = from["first_packets"].cast<std::vector<uint32_t>>();
+  const py::gil_scoped_release others_run;
   self.link->connect(peer);
 }
 
@@ -115,15 +116,19 @@ void bind_rdma(py::module_& module) {
   py::class_<MadeLink>(module, "RdmaLink")
       .def(py::init([](Transport& transport, int peer, const std::vector<size_t>& incoming,
                        const std::vector<size_t>& outgoing, const std::string& device, uint8_t port,
-                       uint32_t gid_index, uint64_t piece_bytes, int gpu,
-                       const std::string& gpudirect, uint32_t max_pending) {
+                       uint32_t gid_index, uint8_t traffic_class, uint8_t service_level,
+                       uint16_t pkey_index, uint8_t timeout, uint8_t retries, uint64_t piece_bytes,
+                       int gpu, const std::string& gpudirect, uint32_t max_pending) {
              return make_link(transport, peer, incoming, outgoing,
-                              {device, port, gid_index, piece_bytes}, gpu, gpudirect, max_pending);
+                              {device, port, gid_index, traffic_class, service_level, pkey_index,
+                               timeout, retries, piece_bytes},
+                              gpu, gpudirect, max_pending);
            }),
            py::keep_alive<1, 2>(), py::arg("transport"), py::arg("peer"), py::arg("incoming"),
            py::arg("outgoing"), py::kw_only(), py::arg("device"), py::arg("port"),
-           py::arg("gid_index"), py::arg("piece_bytes"), py::arg("gpu"), py::arg("gpudirect"),
-           py::arg("max_pending"))
+           py::arg("gid_index"), py::arg("traffic_class"), py::arg("service_level"),
+           py::arg("pkey_index"), py::arg("timeout"), py::arg("retries"), py::arg("piece_bytes"),
+           py::arg("gpu"), py::arg("gpudirect"), py::arg("max_pending"))
       .def_property_readonly(
           "gpu_way", [](const MadeLink& self) { return self.on_gpu ? self.on_gpu->way() : ""; },
           "How GPU tensors travel, and why; empty without a GPU.")

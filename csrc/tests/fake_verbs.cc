@@ -83,6 +83,11 @@ bool waits(int fd) {
 
 extern "C" {
 
+// An attribute that the last queue pair was given.
+__attribute__((visibility("default"))) long fake_verbs_seen(const char* name) {
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  return fabric().seen[name];
+}
 __attribute__((visibility("default"))) void fake_verbs_set(const char* name, long value) {
   const std::lock_guard<std::mutex> lock(fabric().mutex);
   if (std::string(name) == "reset") {
@@ -265,7 +270,13 @@ int ibv_modify_qp(QueuePair* of, QueuePairAttributes* to, int mask) {
     const int needed = kHasPath | kHasMtu | kHasPeer | kHasReceivePsn;
     if ((mask & needed) != needed || to->path.has_route == 0) return EINVAL;
     pair->peer = to->peer_number;
+    fabric().seen["traffic-class"] = to->path.route.traffic_class;
+    fabric().seen["service-level"] = to->path.service_level;
+    fabric().seen["gid-index"] = to->path.route.source_gid_index;
   }
+  if ((mask & kHasPkey) != 0) fabric().seen["pkey-index"] = to->pkey_index;
+  if ((mask & kHasTimeout) != 0) fabric().seen["timeout"] = to->timeout;
+  if ((mask & kHasRetries) != 0) fabric().seen["retries"] = to->retries;
   pair->state = to->state;
   return 0;
 }

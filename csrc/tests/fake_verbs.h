@@ -84,7 +84,7 @@ class Fabric {
   std::map<uint32_t, Pair*> pairs;
   std::map<uint32_t, Region*> regions;
   std::vector<Late> late;
-  std::map<std::string, long> faults;
+  std::map<std::string, long> faults, seen;
   std::vector<Opened*> contexts;
   uint32_t next_number = 17, next_key = kFirstKey;
 

@@ -95,6 +95,7 @@ static_assert(kSignaled == IBV_SEND_SIGNALED && kReceivedImmediate == IBV_WC_REC
 static_assert(kFlushed == IBV_WC_WR_FLUSH_ERR && kRemoteInvalid == IBV_WC_REM_INV_REQ_ERR);
 static_assert(kRemoteAccess == IBV_WC_REM_ACCESS_ERR && kRemoteOperation == IBV_WC_REM_OP_ERR);
 static_assert(kRetriesExceeded == IBV_WC_RETRY_EXC_ERR);
+static_assert(kNeedsRoute == IBV_QPF_GRH_REQUIRED);
 static_assert(kReceiverNotReady == IBV_WC_RNR_RETRY_EXC_ERR);
 static_assert(kResponseTimeout == IBV_WC_RESP_TIMEOUT_ERR);
 static_assert(kPortActiveEvent == IBV_EVENT_PORT_ACTIVE && kPortErrorEvent == IBV_EVENT_PORT_ERR);

@@ -34,11 +34,14 @@
 
 namespace dpp {
 
-// Our side's port, and how much is copied at once.
+// Our side's port, the settings of its queue pairs, and how much is copied at once.
 struct RdmaPlace {
   std::string device;
   uint8_t port = 1;
   uint32_t gid_index = 0;
+  uint8_t traffic_class = 0, service_level = 0;
+  uint16_t pkey_index = 0;
+  uint8_t timeout = 20, retries = 7;
   uint64_t piece_bytes = 4 << 20;
 };
 

@@ -22,9 +22,8 @@ constexpr int kMostCompletions = 16;
 constexpr uint64_t kPatternBytes = 4096;  // every link's pieces are as large
 constexpr uint64_t kPatternNs = 5'000'000'000;
 
-// A lost path is named after 4.096 us x 2^16 x (7 + 1), 2.1 s; devices may take up to four times
-// that. A receiver is never short of receives, so that is not waited for long.
-constexpr uint8_t kTimeout = 16, kRetries = 7, kRnrRetries = 6, kMinRnrTimer = 12;
+// A receiver is never short of receives, so that is not waited for long.
+constexpr uint8_t kRnrRetries = 6, kMinRnrTimer = 12;
 constexpr uint8_t kHopLimit = 64;
 constexpr uint32_t kPacketMask = 0xffffff;
 
@@ -162,6 +161,7 @@ void RdmaLink::make_rail(uint32_t num_receives) {
   verbs::QueuePairAttributes attributes = {};
   attributes.state = verbs::kStateInit;
   attributes.port = place_.port;
+  attributes.pkey_index = place_.pkey_index;
   attributes.access = verbs::kRemoteWrite;
   modify(rail, attributes, verbs::kHasState | verbs::kHasPkey | verbs::kHasPort | verbs::kHasAccess,
          "INIT");
@@ -172,7 +172,7 @@ void RdmaLink::make_rail(uint32_t num_receives) {
 
 void RdmaLink::modify(size_t rail, verbs::QueuePairAttributes& attributes, int mask,
                       const char* what) {
-  const int error = api_->modify_qp(rails_[rail].pair.get(), &attributes, mask);
+  const int error = verbs::modify(*api_, rails_[rail].pair.get(), attributes, mask);
   if (error == 0) return;
   throw Error(Fault::kSetup,
               with_errno(std::string("moving a queue pair to ") + what + " on " + place_.device +
@@ -211,20 +211,24 @@ void RdmaLink::connect_rail(size_t rail, const RdmaOffer& peer) {
   attributes.min_rnr_timer = kMinRnrTimer;
   attributes.path.port = place_.port;
   attributes.path.lid = peer.lid;
-  // Within one InfiniBand subnet the LID is enough; RoCE and other subnets need the GID.
+  attributes.path.service_level = place_.service_level;
+  // Within one InfiniBand subnet the LID is enough unless the port asks for more; RoCE and other
+  // subnets need the GID.
   const bool one_subnet = peer.gid.substr(0, 16) == offer_.gid.substr(0, 16);
-  attributes.path.has_route = port_.link_layer == kLinkEthernet || !one_subnet || peer.lid == 0;
+  attributes.path.has_route = port_.link_layer == kLinkEthernet ||
+                              (port_.flags & kNeedsRoute) != 0 || !one_subnet || peer.lid == 0;
   attributes.path.route.gid = gid_from(peer.gid);
   attributes.path.route.source_gid_index = static_cast<uint8_t>(place_.gid_index);
   attributes.path.route.hop_limit = kHopLimit;
+  attributes.path.route.traffic_class = place_.traffic_class;
   modify(rail, attributes,
          kHasState | kHasPath | kHasMtu | kHasPeer | kHasReceivePsn | kHasMaxPeerReads |
              kHasMinRnrTimer,
          "ready to receive");
   attributes = {};
   attributes.state = kStateReadyToSend;
-  attributes.timeout = kTimeout;
-  attributes.retries = kRetries;
+  attributes.timeout = place_.timeout;
+  attributes.retries = place_.retries;
   attributes.rnr_retries = kRnrRetries;
   attributes.send_psn = offer_.first_packets[rail];
   attributes.max_reads = 1;

@@ -36,6 +36,16 @@ GRAPHS_PAY_FROM = 0.75
 GPUDIRECT = ("auto", "on", "off")
 """Values of ``--dpp-gpudirect``."""
 
+_RDMA_RANGES = (
+    ("rdma_traffic_class", 0, 255),
+    ("rdma_service_level", 0, 15),
+    ("rdma_pkey_index", 0, 65535),
+    ("rdma_gid_index", -1, 255),
+    ("rdma_timeout", 1, 31),
+    ("rdma_retries", 0, 7),
+)
+"""Field, least and greatest value; a timeout of 0 would wait for ever."""
+
 
 def _option(default: Any, help_text: str, needs: str = "dpp") -> Any:
     return field(default=default, metadata={"help": help_text, "needs": needs})
@@ -84,6 +94,30 @@ class DppConfig:
         "between hosts with RDMA: let the network card read and write GPU memory itself: auto "
         "(where it can), on (an error where it cannot), off (through the host's memory)",
         needs="links",
+    )
+    rdma_devices: str | None = _option(
+        None,
+        "over rdma: ports to use, like mlx5_0,mlx5_3:1, or nearest for all of them; a GPU takes "
+        "the nearest one on the PCI bus. By default the port with this host's address",
+        needs="links",
+    )
+    rdma_traffic_class: int = _option(
+        106, "over rdma: traffic class, 0 to 255, by which switches choose a queue", needs="links"
+    )
+    rdma_service_level: int = _option(
+        0, "over rdma: service level, 0 to 15 (the priority on Ethernet)", needs="links"
+    )
+    rdma_pkey_index: int = _option(
+        0, "over rdma: index of the partition key in the port's table", needs="links"
+    )
+    rdma_gid_index: int = _option(
+        -1, "over rdma: index of the address in the port's table; -1 chooses it", needs="links"
+    )
+    rdma_timeout: int = _option(
+        20, "over rdma: a packet is lost after 4.096 us times 2 to this power", needs="links"
+    )
+    rdma_retries: int = _option(
+        7, "over rdma: times that a lost packet is sent again, 0 to 7", needs="links"
     )
     timeout: float = _option(
         600.0, "seconds that a rank waits for a message before it gives up", needs="links"
@@ -164,6 +198,11 @@ class DppConfig:
             value = getattr(self, name)
             if not least <= value < math.inf:
                 raise ConfigError(f"{flag_of(name)} {value}: must be at least {least}, and finite")
+        for name, least, most in _RDMA_RANGES:
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(
+                    f"{flag_of(name)} {getattr(self, name)}: must be from {least} to {most}"
+                )
         for address in self.node_ips.split(",") if self.node_ips else ():
             if not _is_ipv4(address):
                 raise ConfigError(f"--node-ips {self.node_ips}: {address!r} is not an IPv4 address")

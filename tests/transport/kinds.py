@@ -81,6 +81,7 @@ def fake_verbs() -> ctypes.CDLL:
         pytest.skip("no g++ to build the double of libibverbs with")
     with tempfile.TemporaryDirectory() as folder:
         fake = ctypes.CDLL(str(build_fake_verbs(Path(folder))))
+    fake.fake_verbs_seen.argtypes, fake.fake_verbs_seen.restype = (ctypes.c_char_p,), ctypes.c_long
     fake.fake_verbs_set.argtypes = (ctypes.c_char_p, ctypes.c_long)
     assert native.load_native().rdma_ports()[0][0]["device"] == "fake0", (
         "another libibverbs was first"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import (
     ConfigError,
     PeerDead,
@@ -24,8 +25,14 @@ from megatron.dpp.transport import TransportOptions
 from megatron.dpp.transport.choose import choose
 from megatron.dpp.transport.joining import Facts
 from megatron.dpp.transport.kinds import kinds_of_links
-from megatron.dpp.transport.kinds.rdma import choose_place, find_place
 from megatron.dpp.transport.native import load_native
+from megatron.dpp.transport.options import RdmaOptions
+from megatron.dpp.transport.rdma_ports import (
+    choose_named,
+    choose_place,
+    find_place,
+    pci_distance,
+)
 from tests.transport.kinds import PATIENCE, REPOSITORY, fake_verbs, opened, pair, take_next
 
 Trouble = Callable[[str, int], None]
@@ -167,6 +174,41 @@ def test_what_the_device_refuses_at_set_up_is_said(trouble: Trouble, fault: str,
     assert text in str(caught.value)
 
 
+def test_a_queue_pair_that_times_out_once_is_moved_again(trouble: Trouble) -> None:
+    trouble("fail-connection", 2)
+    with opened("rdma", pair()) as (a, b):
+        a.put(0, torch.ones(3), iteration=0, microbatch=0)
+        assert take_next(b, 0, 0).microbatch == 0
+
+
+def test_queue_pairs_get_what_the_flags_say(trouble: Trouble) -> None:
+    wanted = {"traffic-class": 96, "service-level": 3, "pkey-index": 1, "timeout": 18, "retries": 5}
+    options = RdmaOptions(
+        devices="fake0:1", **{name.replace("-", "_"): value for name, value in wanted.items()}
+    )
+    with opened("rdma", pair(), rdma=options) as (a, b):
+        seen = {name: fake_verbs().fake_verbs_seen(name.encode()) for name in wanted}
+        reason = a.links()[0].reason
+        a.put(0, torch.ones(3), iteration=0, microbatch=0)
+        assert take_next(b, 0, 0).microbatch == 0
+    assert seen == wanted
+    assert "fake0 port 1, RoCE v2, GID index 2, traffic class 96" in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"rdma_traffic_class": 256}, "--dpp-rdma-traffic-class 256: must be from 0 to 255"),
+        ({"rdma_timeout": 0}, "--dpp-rdma-timeout 0: must be from 1 to 31"),
+        ({"rdma_retries": 8}, "--dpp-rdma-retries 8: must be from 0 to 7"),
+        ({"rdma_service_level": -1}, "--dpp-rdma-service-level -1: must be from 0 to 15"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes: dict[str, int], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        DppConfig(**changes)  # type: ignore[arg-type]
+
+
 def test_gpudirect_without_a_gpu_is_refused_when_it_is_asked_for() -> None:
     settings = {"gpudirect": "on", "setup_timeout": 5.0}
     with (
@@ -217,7 +259,7 @@ def test_a_device_that_cannot_be_opened_does_not_hide_the_others(trouble: Troubl
     with opened("rdma", pair()) as (a, b):
         a.put(0, torch.ones(3), iteration=0, microbatch=0)
         assert take_next(b, 0, 0).microbatch == 0
-    place, why = find_place(load_native(), "10.0.0.5")
+    place, why = find_place(load_native(), "10.0.0.5", RdmaOptions(), torch.device("cpu"))
     assert place is None
     assert "no RDMA port has the address 10.0.0.5 (there are fake0 port 1; opening RDMA" in why
     assert "opening RDMA device fake1: Operation not permitted" in why
@@ -228,6 +270,80 @@ def test_infiniband_is_found_by_its_ip_interface() -> None:
     ports = [port("mlx5_2", (0, LOCAL, "InfiniBand"), infiniband=True, lid=7)]
     assert choose_place(ports, "10.0.0.5")[0] is None
     place, _ = choose_place(ports, "10.0.0.5", [("mlx5_2", 1)])
+    assert place is not None and place.network == "InfiniBand"
+
+
+ROOT = Path("/sys/devices")
+SWITCH = ROOT / "pci0000:15/0000:15:01.0/0000:16:00.0"
+GPU = SWITCH / "0000:17:00.0/0000:18:00.0"
+
+
+def test_pci_distance_orders_as_nccl_does() -> None:
+    below_one_switch = SWITCH / "0000:17:01.0/0000:19:00.0"
+    below_one_port = ROOT / "pci0000:15/0000:15:01.0/0000:1a:00.0/0000:1b:00.0/0000:1c:00.0"
+    below_one_bridge = ROOT / "pci0000:15/0000:15:02.0/0000:20:00.0"
+    further = ROOT / "pci0000:97/0000:97:01.0/0000:98:00.0"
+    distances = [
+        pci_distance(GPU, card)
+        for card in (below_one_switch, below_one_port, below_one_bridge, further)
+    ]
+    assert distances == sorted(set(distances))
+    assert [kind for kind, _ in distances] == [0, 0, 1, 2]
+    assert pci_distance(GPU, further) == pci_distance(further, GPU)
+
+
+def test_a_gpu_takes_the_nearest_named_port_and_ranks_share_equal_ones() -> None:
+    ports = [port(f"mlx5_{i}", (0, LOCAL, "RoCE v1"), (3, MAPPED, "RoCE v2")) for i in range(3)]
+    cards = {
+        "mlx5_0": ROOT / "pci0000:97/0000:98:00.0",
+        "mlx5_1": SWITCH / "0000:17:01.0/0000:19:00.0",
+        "mlx5_2": SWITCH / "0000:17:02.0/0000:1a:00.0",
+    }
+
+    def chosen(devices: str, gpu: Path | None, local_rank: int) -> str:
+        options = RdmaOptions(devices=devices)
+        place, why = choose_named(ports, options, "10.0.0.5", gpu, cards, local_rank)
+        return why if place is None else f"{place.device}:{place.gid_index}"
+
+    assert [chosen("nearest", GPU, rank) for rank in range(3)] == [
+        "mlx5_1:3",
+        "mlx5_2:3",
+        "mlx5_1:3",
+    ]
+    assert [chosen("mlx5_0,mlx5_2:1", None, rank) for rank in range(2)] == ["mlx5_0:3", "mlx5_2:3"]
+    assert chosen("mlx5_0,mlx5_2:1", GPU, 0) == "mlx5_2:3"
+    missing = chosen("mlx5_2:2,mlx5_9", GPU, 0)
+    assert missing.startswith(
+        "--dpp-rdma-devices mlx5_2:2,mlx5_9: no such active port (there are mlx5_0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gids", "index"),
+    [
+        ([(0, LOCAL, "RoCE v2"), (1, "20010db8" + "0" * 24, "RoCE v2")], 1),
+        ([(0, LOCAL, "RoCE v1"), (1, LOCAL, "RoCE v2")], 1),
+        ([(2, MAPPED[:-2] + "09", "RoCE v2"), (3, MAPPED, "RoCE v2"), (4, MAPPED, "RoCE v1")], 3),
+    ],
+)
+def test_the_best_address_of_a_port(gids: list[tuple[int, str, str]], index: int) -> None:
+    named = RdmaOptions(devices="mlx5_0")
+    place, _ = choose_named([port("mlx5_0", *gids)], named, "10.0.0.5", None, {}, 0)
+    assert place is not None and place.gid_index == index
+
+
+def test_an_index_that_the_port_lacks_is_refused() -> None:
+    ports = [port("mlx5_0", (0, LOCAL, "RoCE v1"), (3, MAPPED, "RoCE v2"))]
+    for index in (0, 7):
+        options = RdmaOptions(devices="mlx5_0", gid_index=index)
+        place, why = choose_named(ports, options, "10.0.0.5", None, {}, 0)
+        assert place is None and f"no RoCE v2 address with index {index}" in why
+        assert "--dpp-rdma-gid-index" in why
+
+
+def test_an_infiniband_port_needs_no_ip_address() -> None:
+    ports = [port("mlx5_2", (0, LOCAL, "InfiniBand"), infiniband=True, lid=7)]
+    place, _ = choose_named(ports, RdmaOptions(devices="mlx5_2"), "10.0.0.5", None, {}, 0)
     assert place is not None and place.network == "InfiniBand"
 
 

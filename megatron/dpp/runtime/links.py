@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 
@@ -14,6 +15,7 @@ from megatron.dpp.runtime.topology import Channels
 from megatron.dpp.schedule import Geometry
 from megatron.dpp.transport import TransportOptions, kinds, open_transport
 from megatron.dpp.transport.base import ChannelSpec, Transport
+from megatron.dpp.transport.options import RdmaOptions
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ABANDON_SECONDS = 3.0
@@ -95,6 +97,9 @@ def open_links(
             checksum=config.checksum,
             workload=config.workload,
             gpudirect=config.gpudirect,
+            rdma=RdmaOptions(
+                **{f.name: getattr(config, f"rdma_{f.name}") for f in fields(RdmaOptions)}
+            ),
             node_ips=own_address(config),
             token_file=config.token_file,
             peer_timeout=config.peer_timeout,

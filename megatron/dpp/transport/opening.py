@@ -136,7 +136,9 @@ class _Opening:
             gpu=gpu,
             gpu_access=gpu_access,
             found={
-                kind.name: kind.look(self._library, self._tcp_host())
+                kind.name: kind.look(
+                    self._library, self._tcp_host(), self._options.rdma, self._device
+                )
                 for kind in kinds_of_links(self._kind)
                 if kind.look
             },

@@ -9,6 +9,31 @@ from megatron.dpp.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
+class RdmaOptions:
+    """Settings of queue pairs; ``DppConfig`` checks them (its fields ``rdma_*``).
+
+    Args:
+        devices: ports that may be used, as ``device`` or ``device:port`` with commas between, or
+            ``nearest`` for all; a GPU takes the one that is nearest to it on the PCI bus. None
+            takes the port with this host's address.
+        traffic_class: byte that switches choose a queue by; 106 is UCX's value for RoCE v2.
+        service_level: InfiniBand service level, Ethernet priority.
+        pkey_index: index of the partition key in the port's table.
+        gid_index: index of the port's address in its table; -1 chooses.
+        timeout: a packet counts as lost after 4.096 us x 2^timeout; 20 is NCCL's value.
+        retries: times that a lost packet is sent again; 7 is NCCL's value.
+    """
+
+    devices: str | None = None
+    traffic_class: int = 106
+    service_level: int = 0
+    pkey_index: int = 0
+    gid_index: int = -1
+    timeout: int = 20
+    retries: int = 7
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransportOptions:
     """Settings of one transport; equal on all ranks of a job.
 
@@ -20,6 +45,7 @@ class TransportOptions:
         workload: elements per chunk where a kind stages tensors through host memory.
         gpudirect: RDMA cards read and write GPU memory themselves: ``auto`` (where possible),
             ``on`` (else an error), ``off``.
+        rdma: settings of RDMA ports and queue pairs.
         node_ips: this host's address that links to other hosts are bound to; None lets no other
             host in.
         name: distinguishes the transports that one job opens over one store.
@@ -38,6 +64,7 @@ class TransportOptions:
     checksum: bool = False
     workload: int = 1 << 20
     gpudirect: str = "auto"
+    rdma: RdmaOptions = RdmaOptions()
     node_ips: str | None = None
     name: str = "main"
     token_file: str | None = None

@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron.dpp.config import TRANSPORT_KINDS
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.transport.base import Transport
 from megatron.dpp.transport.joining import Facts, PeerLink, Request, Setup
+from megatron.dpp.transport.options import RdmaOptions
 
 AUTO = TRANSPORT_KINDS[0]
 
@@ -33,8 +36,9 @@ class TransportKind:
         reason: text that explains why ``auto`` took it.
         obstacle: reason why two ranks cannot have such a link, or None. A pure function: both
             ranks call it with equal arguments, the lower rank's facts first.
-        look: takes the C++ extension and this host's address for other hosts (or None); returns
-            what ``obstacle`` and ``join`` need to know, as JSON (``Facts.found``).
+        look: takes the C++ extension, this host's address for other hosts (or None), the settings
+            of RDMA and the device of the rank's tensors; returns what ``obstacle`` and ``join``
+            need to know, as JSON (``Facts.found``).
         join: makes the slots of all such links of this rank and opens the peers'; returns, by
             peer, a text to append to the link's reason.
         open: opens a transport of its own.
@@ -50,7 +54,7 @@ class TransportKind:
     preference: int = 0
     reason: str = ""
     obstacle: Callable[[Facts, Facts], str | None] | None = None
-    look: Callable[[Any, str | None], dict[str, Any]] | None = None
+    look: Callable[[Any, str | None, RdmaOptions, torch.device], dict[str, Any]] | None = None
     join: Callable[[Setup, Sequence[PeerLink]], Mapping[int, str]] | None = None
     open: Callable[[Request], Transport] | None = None
     between_hosts: bool = False

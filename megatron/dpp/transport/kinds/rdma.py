@@ -6,40 +6,28 @@ is ``csrc/transport/rdma.h``.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
-from megatron.dpp.errors import ProtocolError, TransportError, TransportUnavailable
-from megatron.dpp.hosts import addresses
+import torch
+
+from megatron.dpp.errors import ProtocolError, TransportUnavailable
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup, check_links
 from megatron.dpp.transport.kinds import TransportKind, register, tcp
+from megatron.dpp.transport.options import RdmaOptions
+from megatron.dpp.transport.rdma_ports import Place, find_place
 
 _NAME = "rdma"
 _ELEMENT_BYTES = 4
 """Bytes of the widest usual element; --workload counts elements."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """A port of an RDMA device, and the index of this host's address there."""
-
-    device: str
-    port: int
-    gid_index: int
-    infiniband: bool
-
-    @property
-    def network(self) -> str:
-        """Name of the network; a port reaches only ports of an equal network."""
-        return "InfiniBand" if self.infiniband else "RoCE v2"
-
-
-def look(library: Any, address: str | None) -> dict[str, Any]:
+def look(
+    library: Any, address: str | None, options: RdmaOptions, device: torch.device
+) -> dict[str, Any]:
     """This rank's port, or the reason why there is none."""
-    place, missing = find_place(library, address)
+    place, missing = find_place(library, address, options, device)
     return {"missing": missing} if place is None else {"place": asdict(place)}
 
 
@@ -56,76 +44,6 @@ def obstacle(one: Facts, other: Facts) -> str | None:
             f"rank {one.rank} is on {places[0].network}, rank {other.rank} on {places[1].network}"
         )
     return tcp.obstacle(one, other)  # the control connection's
-
-
-def find_place(library: Any, address: str | None) -> tuple[Place | None, str]:
-    """The port that has ``address``, or None and the reason."""
-    if address is None:
-        return None, "this host's address is not known (--node-ips)"
-    try:
-        ports, refused = library.rdma_ports()
-    except TransportError as error:
-        return None, str(error)
-    infiniband = _infiniband_interfaces(addresses().get(address, ""))
-    return choose_place(ports, address, infiniband, refused)
-
-
-def choose_place(
-    ports: Sequence[Mapping[str, Any]],
-    address: str,
-    infiniband: Sequence[tuple[str, int]] = (),
-    refused: Sequence[str] = (),
-) -> tuple[Place | None, str]:
-    """The pure part of :func:`find_place`.
-
-    Args:
-        ports: the result of ``rdma_ports`` of the C++ extension.
-        address: IPv4 address of this host for links to other hosts.
-        infiniband: (device, port) pairs behind the interface that has ``address``, where it is an
-            IP-over-InfiniBand interface.
-        refused: reasons why some devices could not be opened.
-    """
-    if not ports:
-        return None, "; ".join(refused) or "no RDMA device"
-    wanted = "00000000000000000000ffff" + socket.inet_aton(address).hex()
-    seen = []
-    for port in ports:
-        name = f"{port['device']} port {port['port']}"
-        found = _index_on(port, wanted, (port["device"], port["port"]) in infiniband)
-        if found is None:
-            seen.append(name)
-        elif not port["active"]:
-            return None, f"{name}, which has {address}, is not active (cable, switch, ibv_devinfo)"
-        else:
-            return Place(port["device"], port["port"], found, port["infiniband"]), ""
-    there = "; ".join([", ".join(seen), *refused])
-    return None, (
-        f"no RDMA port has the address {address} (there are {there}): name the address of the "
-        "RDMA interface with --node-ips"
-    )
-
-
-def _index_on(port: Mapping[str, Any], wanted: str, behind_interface: bool) -> int | None:
-    """Index of the address to use in a port's table: RoCE v2 with our IPv4 address, or
-    InfiniBand's first.
-    """
-    if port["infiniband"]:
-        return 0 if behind_interface and port["addresses"] else None
-    kinds = {kind: index for index, gid, kind in port["addresses"] if gid == wanted}
-    return kinds.get("RoCE v2")
-
-
-def _infiniband_interfaces(interface: str) -> list[tuple[str, int]]:
-    """The InfiniBand device and port under an IP interface; empty for Ethernet."""
-    network = Path("/sys/class/net") / interface
-    devices = network / "device" / "infiniband"
-    if not interface or not devices.is_dir():
-        return []
-    try:
-        port = int((network / "dev_port").read_text()) + 1
-    except (OSError, ValueError):
-        port = 1
-    return [(device.name, port) for device in devices.iterdir()]
 
 
 def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
@@ -164,12 +82,19 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
         name="RDMA",
         instead="--dpp-gpudirect off",
     )
-    return {peer: f"; {made.gpu_way}" for peer, made in ours.items() if made.gpu_way}
+    port = f"; {_place(setup).text}, traffic class {setup.options.rdma.traffic_class}"
+    return {
+        peer: port + (f"; {made.gpu_way}" if made.gpu_way else "") for peer, made in ours.items()
+    }
+
+
+def _place(setup: Setup) -> Place:
+    return Place(**setup.facts.found[_NAME]["place"])
 
 
 def _make(setup: Setup, link: PeerLink) -> Any:
     """Our side of a link, which is offered to the peer."""
-    place = Place(**setup.facts.found[_NAME]["place"])
+    place, options = _place(setup), setup.options.rdma
     made = setup.extension.RdmaLink(
         setup.native,
         link.peer,
@@ -178,6 +103,11 @@ def _make(setup: Setup, link: PeerLink) -> Any:
         device=place.device,
         port=place.port,
         gid_index=place.gid_index,
+        traffic_class=options.traffic_class,
+        service_level=options.service_level,
+        pkey_index=options.pkey_index,
+        timeout=options.timeout,
+        retries=options.retries,
         piece_bytes=setup.options.workload * _ELEMENT_BYTES,
         gpu=setup.gpu,
         gpudirect=setup.options.gpudirect,
