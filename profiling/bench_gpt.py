@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -40,6 +41,7 @@ class Model:
         self.tokens = torch.randint(0, args.vocabulary, shape, generator=generator).cuda()
         self.positions = torch.arange(args.sequence, device="cuda").expand(args.micro_batch, -1)
         self.num_bytes = reserved()
+        self._packed: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _config(self, virtual: int | None, layout: str | None) -> Any:
         from megatron.core.distributed import finalize_model_grads
@@ -105,12 +107,16 @@ class Model:
         options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         return DistributedDataParallel(self.config, options, model)
 
-    def step(self, schedule: Any, num_microbatches: int, lengths: Sequence[int] = ()) -> list[Any]:
-        """One forward and backward of all microbatches, of these lengths if any are given."""
+    def step(
+        self, schedule: Any, num_microbatches: int, lengths: Sequence[tuple[int, ...]] = ()
+    ) -> list[Any]:
+        """One forward and backward of all microbatches, of sequences of these lengths if any are
+        given; several of one microbatch are packed.
+        """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         single = self.num_chunks == 1
-        whole = [self.args.sequence] * num_microbatches
+        whole = [(self.args.sequence,)] * num_microbatches
         iterators: list[Any] = [iter(list(enumerate(lengths or whole))) for _ in self.chunks]
         return schedule(
             forward_step_func=self._forward,
@@ -122,10 +128,26 @@ class Model:
         )
 
     def _forward(self, iterator: Any, model: Any) -> Any:
-        number, length = next(iterator)
+        from megatron.dpp.mcore.packed import packed_params
+
+        number, lengths = next(iterator)
+        length = sum(lengths)
         tokens = (self.tokens[:, : length + 1] + number) % self.args.vocabulary
-        output = model(tokens[:, :-1], self.positions[:, :length], None, labels=tokens[:, 1:])
+        places, packed = self.positions[:, :length], None
+        if len(lengths) > 1:
+            starts, places = self._documents(lengths)
+            packed = packed_params(starts, max(lengths))
+        output = model(tokens[:, :-1], places, None, labels=tokens[:, 1:], packed_seq_params=packed)
         return output, partial(_loss)
+
+    def _documents(self, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """First tokens and positions of packed sequences, made once."""
+        from megatron.dpp.mcore.packed import positions
+
+        if lengths not in self._packed:
+            starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).cuda()
+            self._packed[lengths] = starts, positions(starts, sum(lengths))[None]
+        return self._packed[lengths]
 
     def gradients(self) -> list[torch.Tensor]:
         """A copy of every gradient buffer."""

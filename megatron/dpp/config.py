@@ -66,9 +66,9 @@ class DppConfig:
     )
     activation_cap: str = _option(
         "auto",
-        "activations a rank may hold: auto, megatron (its worst rank's peak), strict (its peak "
-        "rank by rank), "
-        "a multiple of the pipeline size like 1.5p, or bytes like 20GiB",
+        "activations a rank may hold: auto, megatron (its worst rank's peak), static (and no more "
+        "than its batches so far needed), strict (its peak rank by rank), a multiple of the "
+        "pipeline size like 1.5p, or bytes like 20GiB",
     )
     split_backward: bool = _option(
         True, "run a layer's weight gradients apart from its input gradients, to fill waiting times"

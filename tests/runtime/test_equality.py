@@ -62,12 +62,13 @@ def test_microbatches_of_unlike_length() -> None:
     """megatron-core's own exchange tells the shapes first; our channels carry them."""
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
     static, tight = {"static": True, "transport": "shm"}, {"activation_cap": "strict"} | late
+    follows = {"activation_cap": "static"} | late
     drawn = {"lengths": True, "layers": 4, "iterations": 3}
     told = drawn | {"model": UNLIKE}
     check(
         2,
         case("v1", 2, 5, fused, late, tight, static, **told, dropout=0.1),
-        case("v2", 2, 6, fused, late, tight, static, v=2, **told),
+        case("v2", 2, 6, fused, late, tight, follows, static, v=2, **told),
         case("v2 dist", 2, 4, late, {"transport": "dist"}, v=2, expected_over="shm", **drawn),
         case("graphs", 2, 4, late | {"cuda_graphs": "on"}, v=2, **told | {"iterations": 5}),
     )

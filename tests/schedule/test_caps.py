@@ -7,13 +7,17 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import (
     BUILT_IN,
     Geometry,
+    Kind,
+    LastRank,
     Memory,
     Scheduler,
     beside_head,
-    head_room,
     parse_cap,
     peak_in_flight,
+    peak_size,
+    reference_order,
 )
+from megatron.dpp.sim import ScheduleConfig, Shape, even_costs
 
 
 def geometry(rank=0, num_chunks=2, num_microbatches=16):
@@ -69,42 +73,108 @@ def test_refusals(text, message):
 
 
 @pytest.mark.parametrize(("rank", "num_chunks", "chunks"), [(3, 2, 10), (2, 2, 11), (3, 1, 5)])
-def test_the_last_rank_leaves_room_for_the_head(rank, num_chunks, chunks):
-    """Simulator and training use the same cap."""
-    decisions = pytest.importorskip("megatron.dpp.runtime.decisions")
+def test_the_last_rank_leaves_room_for_a_head_of_unknown_size(rank, num_chunks, chunks):
     where = geometry(rank, num_chunks)
-    training = decisions.Decisions(DppConfig(), log=lambda line: None)
-    training.measured(Memory(activation_bytes=100, deferred_bytes=60))
-    view = training.scheduler(where, split=True).view
-    assert view.cap == beside_head(parse_cap("auto", where), where) == chunks
+    assert beside_head(parse_cap("auto", where), where).chunks == chunks
+
+
+SMALL, LARGE = 0.3, 3.0
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "cap", "room", "chunks"),
+    ("num_ranks", "cap", "room", "slots", "chunks"),
     [
-        (4, "auto", 2.4, 8),  # of 11, I_r is 5
-        (4, "auto", 9.0, 6),
-        (2, "auto", 3.0, 4),  # of 5, I_r is 3
-        (4, "1.5p", 2.4, 11),  # of 12: the user has sized it
+        (4, "auto", SMALL, False, 11),  # Megatron's worst rank holds 11, the last one 5 + 0.3
+        (4, "auto", LARGE, False, 11),
+        (4, "auto", 9.0, False, 14),  # 4 + 1 + 9: Megatron's own order needs as much here
+        (2, "auto", LARGE, False, 6),  # 2 + 1 + 3, rank 0 holds 5
+        (4, "1.5p", LARGE, False, 12),
+        (4, "auto", 2.4, True, 8),  # 11 - 3
+        (4, "auto", 9.0, True, 5),  # I_r
+        (2, "auto", LARGE, True, 3),  # I_r
+        (4, "1.5p", LARGE, True, 11),  # the user has sized it
     ],
 )
-def test_a_large_head_gets_the_room_that_it_takes(num_ranks, cap, room, chunks):
-    """With a vocabulary of 50,000 the last rank holds no more than Megatron's worst rank."""
+def test_the_head_counts_in_the_same_bytes(num_ranks, cap, room, slots, chunks):
+    """With a vocabulary of 50,000 the last rank holds no more than Megatron's worst rank.
+    Simulator and training use the same cap.
+    """
     decisions = pytest.importorskip("megatron.dpp.runtime.decisions")
     where = Geometry(num_ranks, num_ranks - 1, 2, 16)
     training = decisions.Decisions(DppConfig(activation_cap=cap), log=lambda line: None)
-    memory = Memory(activation_bytes=100, deferred_bytes=60, head_room=room)
+    memory = Memory(activation_bytes=100, deferred_bytes=60, head_room=room, slots=slots)
     training.measured(memory)
-    assert training.scheduler(where, split=True).view.cap == chunks
+    assert training.scheduler(where, split=True).view.cap == pytest.approx(chunks)
+    simulated = ScheduleConfig(cap=cap, memory=(memory,) * num_ranks)
+    assert simulated.caps(Shape(num_ranks, 2, 16))[-1] == pytest.approx(chunks)
     first = Geometry(num_ranks, 0, 2, 16)
-    assert beside_head(parse_cap("auto", first), first, memory) == parse_cap("auto", first).chunks
+    allowed = beside_head(parse_cap("auto", first), first, memory)
+    assert allowed.chunks == parse_cap("auto", first).chunks and not allowed.limits
+
+
+def worst_bytes(ranks, room):
+    """The most that any rank holds, in chunk activations: of the last chunk with its head."""
+    peaks = []
+    for rank, slots in enumerate(ranks):
+        held = peak = 0.0
+        for action in (slot.action for slot in slots):
+            if action.kind == Kind.W:
+                held -= 0.9
+                continue
+            head = room if rank == len(ranks) - 1 and action.chunk == 1 else 0.0
+            held += 1 + head if action.kind == Kind.F else -0.1 - head
+            peak = max(peak, held)
+        assert held == pytest.approx(0)
+        peaks.append(peak)
+    return max(peaks)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("room", [SMALL, 1.5, LARGE, 9.0])
+def test_no_rank_holds_more_bytes_than_the_static_schedule(num_ranks, room):
+    memory = Memory(activation_bytes=100, deferred_bytes=90, head_room=room)
+    shape, costs = Shape(num_ranks, 2, 16), even_costs(2 * num_ranks, 16, hop=0.05)
+    ours = ScheduleConfig(memory=(memory,) * num_ranks).run(shape, costs)
+    order = [reference_order(Geometry(num_ranks, rank, 2, 16)) for rank in range(num_ranks)]
+    weights = (1.0, 1.0 + room)
+    static = max(
+        peak_size(order[rank], [1000] * 16, weights if rank == num_ranks - 1 else ()) / 1000
+        for rank in range(num_ranks)
+    )
+    assert worst_bytes(ours.slots, room) <= static + 1e-6
+
+
+def test_the_logits_beside_slots_are_bounded():
+    """A slot is counted whole, and of logits as many as in Megatron's order."""
+    where = Geometry(2, 1, 2, 8)
+    memory = Memory(activation_bytes=100, deferred_bytes=100, head_room=0.5, slots=True)
+    found = beside_head(parse_cap("2p", where), where, memory)
+    scheduler = Scheduler(where, policy=of_the_last_chunk, cap=found.chunks, limits=found.limits)
+    scheduler.arrived(0, 0, 8)
+    scheduler.arrived(0, 1, 8)
+    assert [str(scheduler.next()) for _ in range(5)] == ["1F0", "1B0", "1F1", "1B1", "1F2"]
+    assert scheduler.held == 3, "weight gradients are still deferred"
+
+
+def of_the_last_chunk(view):
+    return view.forward(1) or view.backward(1) or view.weight()
 
 
 def test_what_the_head_takes_is_told_from_the_other_chunks():
-    assert head_room([100, 100, 250], (2, 2, 2)) == 3.0
-    assert head_room([100, 150, 200], (2, 3, 0)) == pytest.approx(400 / 150)
-    assert head_room([100, 110], (2, 2)) == 1.0
-    assert head_room([500], (4,)) == head_room([0, 500], (0, 4)) == 1.0
+    assert LastRank.of([100, 100, 250], (2, 2, 2)) == (100, 1.0, 3.0)
+    assert LastRank.of([100, 150, 200], (2, 3, 0)) == (150, 0.0, pytest.approx(400 / 150))
+    assert LastRank.of([100, 110], (2, 2)) == (100, 1.0, pytest.approx(0.2))
+    assert LastRank.of([500], (4,)) == LastRank.of([0, 500], (0, 4)) == (500, 1.0, 1.0)
+
+
+def test_slots_take_the_place_of_activations():
+    decisions = pytest.importorskip("megatron.dpp.runtime.decisions")
+    training = decisions.Decisions(DppConfig(), log=lambda line: None)
+    training.measured(Memory(activation_bytes=100, deferred_bytes=60, head_room=3.0))
+    training.measured_slots(150)
+    where = Geometry(4, 3, 2, 16)
+    assert training.activation_bytes == 150
+    assert training.scheduler(where, split=True).view.cap == 11 - 2, "2 slots hold the head"
 
 
 @pytest.mark.parametrize("p, v, m", [(3, 4, 6), (2, 1, 4), (3, 1, 7), (6, 3, 11)])
@@ -117,7 +187,7 @@ def test_what_a_refusal_advises_is_accepted(p, v, m):
     with pytest.raises(ConfigError, match="breadth-first") as refused:
         Scheduler(where, policy="breadth-first")
     advised = refused.value.args[0].split("--dpp-activation-cap ")[1].split()[0]
-    room = beside_head(parse_cap(advised, where), where)
+    room = beside_head(parse_cap(advised, where), where).chunks
     assert Scheduler(where, policy="breadth-first", cap=room)
 
 

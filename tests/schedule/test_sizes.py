@@ -12,11 +12,15 @@ from megatron.dpp.schedule import (
     FORWARD,
     GRADIENT,
     Action,
+    Allowance,
     Budget,
     Geometry,
     Kind,
+    Limit,
     Reference,
     Scheduler,
+    StaticSizes,
+    parse_cap,
     peak_size,
     reference_order,
 )
@@ -104,19 +108,35 @@ def schedulers(p, v, lengths, caps, **more):
 
 
 class Sized(Pipeline):
-    """A pipeline whose ranks learn sizes at the start, before a forward, or after it."""
+    """A pipeline whose ranks learn sizes at the start, before a forward, or after it.
 
-    def __init__(self, p, v, sizes, *, know, **settings):
-        self.sizes, self.know = sizes, know
+    Args:
+        weights: of each chunk.
+        counted: bound the number of activations, too, as in Megatron's order.
+        target: a soft limit in sizes.
+    """
+
+    def __init__(self, p, v, sizes, *, know, weights=(), counted=False, target=None, **settings):
+        self.sizes, self.know, self.target = sizes, know, target
+        self.weights, self.counted = tuple(weights), counted
         super().__init__(p, v, len(sizes), **settings)
 
     def scheduler(self, rank, **settings):
-        """At ``R_r`` where the sizes are known at the start, else at ``I_r`` of the largest."""
-        sizes, largest = None, max(self.sizes)
-        if self.know == "start":
-            sizes = self.sizes
-            settings["cap"] = peak_sizes(self.p, self.v, sizes)[rank] / largest
-        return super().scheduler(rank, largest=largest, sizes=sizes, **settings)
+        """At ``R_r`` of the sizes that are known or assumed at the start."""
+        largest, order = max(self.sizes), reference_order(Geometry(self.p, rank, self.v, self.m))
+        sizes = self.sizes if self.know == "start" else None
+        assumed = sizes or [largest] * self.m
+        settings["cap"] = peak_size(order, assumed, self.weights) / largest
+        limits = []
+        if self.counted:
+            limits.append(Limit(float(peak_size(order, [1] * self.m)), counts=True))
+        if self.target is not None:
+            limits.append(
+                Limit(self.target / largest, self.weights, assumed=1 + largest // 3, soft=True)
+            )
+        return super().scheduler(
+            rank, largest=largest, sizes=sizes, weights=self.weights, limits=limits, **settings
+        )
 
     def deliver(self, key):
         direction, stage = key
@@ -140,15 +160,22 @@ def sized_cases(data):
     rng = data.draw(st.randoms(use_true_random=False))
     p, v = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     sizes = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=8))
-    know = data.draw(st.sampled_from(["start", "arrival", "forward"]))
-    return rng, p, v, tuple(sizes), know
+    settings = {
+        "know": data.draw(st.sampled_from(["start", "arrival", "forward"])),
+        "weights": data.draw(
+            st.one_of(st.just(()), st.lists(st.floats(0, 4), min_size=v, max_size=v))
+        ),
+        "counted": data.draw(st.booleans()),
+        "target": data.draw(st.one_of(st.none(), st.integers(0, 200))),
+    }
+    return rng, p, v, tuple(sizes), settings
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_choice_at_any_time_ends(data):
     """Drawn sizes, shares, pieces and choices at the tightest cap; nothing is held at the end."""
-    rng, p, v, sizes, know = sized_cases(data)
+    rng, p, v, sizes, bounds = sized_cases(data)
     split = data.draw(st.booleans())
     pieces = tuple(data.draw(st.integers(0, 3)) for _ in range(v))
     beta = data.draw(st.floats(0, 1))
@@ -157,7 +184,7 @@ def test_any_choice_at_any_time_ends(data):
         options = allowed(view)
         return rng.choice(options) if options else None
 
-    pipeline = Sized(p, v, sizes, know=know, policy=wild, split=split, w_pieces=pieces, beta=beta)
+    pipeline = Sized(p, v, sizes, policy=wild, split=split, w_pieces=pieces, beta=beta, **bounds)
     pipeline.finish(rng.randrange)
     pipeline.check(pieces if split else (0,) * v)
 
@@ -165,8 +192,8 @@ def test_any_choice_at_any_time_ends(data):
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from(["dynamic", "depth-first", "megatron"]))
 def test_built_in_policies_end(data, policy):
-    rng, p, v, sizes, know = sized_cases(data)
-    pipeline = Sized(p, v, sizes, know=know, policy=policy)
+    rng, p, v, sizes, bounds = sized_cases(data)
+    pipeline = Sized(p, v, sizes, policy=policy, **bounds)
     pipeline.finish(rng.randrange)
     pipeline.check((1,) * v)
 
@@ -212,15 +239,27 @@ def test_every_state_of_small_pipelines():
     assert total > 10_000
 
 
-def count_states(p, v, sizes):
+@pytest.mark.parametrize("weights", [(1, 4), (2.5, 1), (0, 1)])
+@pytest.mark.parametrize("counted", [False, True])
+def test_every_state_with_chunks_of_unlike_weight(weights, counted):
+    """One budget in bytes, or another by count beside it."""
+    total = 0
+    for m in (2, 3):
+        for sizes in itertools.product((1, 3), repeat=m):
+            total += count_states(2, 2, sizes, weights, counted=counted)
+    assert total > 400
+
+
+def count_states(p, v, sizes, weights=(), *, counted=False):
     """Reachable states of a fused pipeline whose messages arrive at once."""
-    m, least = len(sizes), peak_sizes(p, v, sizes)
+    m = len(sizes)
     references = [Reference(Geometry(p, rank, v, m)) for rank in range(p)]
+    bounds = [(sizes, weights)] + [([1] * m, ())] * counted
     start = tuple((0,) * (2 * v) for _ in range(p))
     seen, todo = {start}, [start]
     while todo:
         state = todo.pop()
-        after = list(moves(state, references, least, sizes))
+        after = list(moves(state, references, bounds))
         assert after or all(count == m for rank in state for count in rank), (sizes, state)
         fresh = [one for one in after if one not in seen]
         seen.update(fresh)
@@ -228,15 +267,16 @@ def count_states(p, v, sizes):
     return len(seen)
 
 
-def moves(state, references, least, sizes):
+def moves(state, references, bounds):
     """The states after each task that may run; counts of a rank are F by chunk, then B."""
-    p, v, m = len(state), len(state[0]) // 2, len(sizes)
+    p, v, m = len(state), len(state[0]) // 2, len(bounds[0][0])
     for rank, counts in enumerate(state):
         for slot in range(2 * v):
             done, (backward, chunk) = counts[slot], divmod(slot, v)
             if done == m or not has_input(state, rank, chunk, backward, done, p, v):
                 continue
-            if not backward and not fits(references[rank], counts, chunk, least[rank], sizes):
+            reference = references[rank]
+            if not backward and not all(fits(reference, counts, chunk, *one) for one in bounds):
                 continue
             ran = (*counts[:slot], done + 1, *counts[slot + 1 :])
             yield (*state[:rank], ran, *state[rank + 1 :])
@@ -251,10 +291,11 @@ def has_input(state, rank, chunk, backward, done, p, v):
     return stage == p * v - 1 or state[(stage + 1) % p][v + (stage + 1) // p] > done
 
 
-def fits(reference, counts, chunk, least, sizes):
-    """The real budget, brought to the state of these counts."""
+def fits(reference, counts, chunk, sizes, weights):
+    """The real budget at its least cap, brought to the state of these counts."""
     v, end = len(counts) // 2, len(reference.order)
-    budget = Budget(reference, cap=least / max(sizes), largest=max(sizes))
+    least = peak_size(reference.order, sizes, weights)
+    budget = Budget(reference, cap=least / max(sizes), largest=max(sizes), weights=weights)
     for microbatch, size in enumerate(sizes):
         budget.learn(microbatch, size, [0] * v)
     unrun = []
@@ -327,3 +368,82 @@ def test_a_cap_below_megatrons_order_of_these_sizes_is_refused():
         scheduler.restart()
     with pytest.raises(ConfigError, match="3 sizes were given for 4"):
         scheduler.restart((1, 2, 3))
+
+
+def test_a_limit_below_megatrons_order_is_refused():
+    geometry = Geometry(2, 0, 2, 4)
+    with pytest.raises(ConfigError, match=r"may hold 4 .* needs 5;"):
+        Scheduler(geometry, limits=[Limit(4.0, counts=True)])
+    Scheduler(geometry, limits=[Limit(0.0, soft=True)])
+    for weights in ((1.0,), (1.0, -1.0)):
+        with pytest.raises(ConfigError, match="one of at least 0 is needed for each of 2 chunks"):
+            Scheduler(geometry, weights=weights)
+
+
+def test_chunks_count_with_their_weights():
+    scheduler = Scheduler(Geometry(2, 0, 2, 2), cap=9, largest=10, weights=(1, 2.5), beta=0.5)
+    scheduler.learn(0, 3)
+    assert str(scheduler.next()) == "0F0" and scheduler.held == pytest.approx(0.3)
+    scheduler.arrived(FORWARD, 1, 1)
+    scheduler.run(Action.parse("1F0"))
+    assert scheduler.held == pytest.approx(0.3 + 0.7), "2.5 * 3, rounded down"
+    scheduler.arrived(GRADIENT, 1, 1)
+    scheduler.run(Action.parse("1B0"))
+    assert scheduler.held == pytest.approx(0.3 + 0.2), "half of one activation is deferred"
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (3, 1)])
+def test_a_static_cap_holds_no_more_than_the_static_schedule(announced, p, v):
+    """Over several batches; where a size is told late, up to one microbatch more."""
+    rng = random.Random(p)
+    batches = [[min(40, max(1, int(rng.lognormvariate(2, 1)))) for _ in range(12)] for _ in "12345"]
+    so_far, least = [StaticSizes() for _ in range(p)], 0
+    for number, sizes in enumerate(batches):
+        least = max(least, *peak_sizes(p, v, sizes))
+        shape = Shape(p, v, 12, tuple(sizes), 40)
+        lanes = [static_cap(p, rank, v, sizes, so_far[rank], announced) for rank in range(p)]
+        rows = [[float(size) for size in sizes] for _ in range(p * v)]
+        costs = Costs((rows, rows, rows), [Hop(0.1, 0)] * (p * v - 1))
+        ours = simulate(lanes, costs, split_backward=True)
+        interleaved = run_static("interleaved" if v > 1 else "1f1b", shape, costs)
+        assert ours.makespan <= interleaved.makespan * 1.001
+        most = max(most_held(slots, sizes) for slots in ours.slots)
+        assert most <= least if announced else most <= least + 40
+        if number and announced:
+            assert ours.makespan < 0.97 * interleaved.makespan
+
+
+def static_cap(p, rank, v, sizes, so_far, announced):
+    """A scheduler with --dpp-activation-cap static, which knows all batches up to this one."""
+    geometry = Geometry(p, rank, v, len(sizes))
+    if announced:
+        so_far.add(geometry, sizes, ())
+    allowance = Allowance(parse_cap("static", geometry).chunks).with_static(so_far, 40)
+    make = Scheduler if announced else Late
+    scheduler = make(geometry, cap=allowance.chunks, limits=allowance.limits, largest=40)
+    if announced:
+        scheduler.restart(sizes)
+    scheduler.coming = sizes
+    so_far.add(geometry, sizes, ())
+    return scheduler
+
+
+class Late(Scheduler):
+    """Learns a size when the microbatch's first forward has begun."""
+
+    def next(self):
+        action = super().next()
+        if action is not None and action.kind is Kind.F and action.chunk == 0:
+            self.learn(action.microbatch, self.coming[action.microbatch])
+        return action
+
+
+def most_held(slots, sizes):
+    """The most that a rank holds where a W keeps the whole activation."""
+    held = peak = 0
+    for action, _, _ in slots:
+        change = {Kind.F: 1, Kind.B: 0, Kind.W: -1}[action.kind]
+        held += change * sizes[action.microbatch]
+        peak = max(peak, held)
+    return peak

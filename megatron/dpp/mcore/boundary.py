@@ -63,10 +63,16 @@ class Tokens:
     Args:
         largest: tokens of the longest microbatch on this rank.
         hidden: the last dimension; 0 where boundaries have shapes of their own.
+        parts: ranks among which a microbatch's tokens are divided.
     """
 
     largest: int
     hidden: int
+    parts: int = 1
+
+    def of_rank(self, sizes: Sequence[int]) -> list[int] | None:
+        """This rank's tokens of microbatches of these sizes; None where boundaries do not tell."""
+        return [size // self.parts for size in sizes] if self.hidden else None
 
     def count(self, tensors: Tensors) -> int | None:
         """The tokens of ``tensors``; None if they are no hidden states."""

@@ -249,7 +249,7 @@ def _bert_block(
 
         layer, norm = bert_layer_specs.get_bert_layer_with_transformer_engine_spec(), TENorm
     else:
-        layer = _local_layer(bert_layer_specs.bert_layer_local_spec, implementation)
+        layer = _local_layer(bert_layer_specs.bert_layer_local_spec, implementation, packs=False)
         norm = TorchNorm
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
@@ -275,17 +275,22 @@ def _name_missing_kernel() -> None:
         setattr(moe_utils, name, None)
 
 
-def _local_layer(layer: ModuleSpec, implementation: str, own_masks: bool = False) -> ModuleSpec:
+def _local_layer(
+    layer: ModuleSpec, implementation: str, own_masks: bool = False, *, packs: bool = True
+) -> ModuleSpec:
+    """A layer's spec with our norms and attention; ``packs``: for packed sequences, too. BERT's
+    must stay, as ``BertModel`` reads the shape of its masks from the attention's class.
+    """
     layer = copy.deepcopy(layer)
     parts = layer.submodules
     parts.input_layernorm = TorchNorm
     parts.pre_mlp_layernorm = TorchNorm
     attention = parts.self_attention.submodules
-    if parts.self_attention.module is SelfAttention:
+    if packs and parts.self_attention.module is SelfAttention:
         parts.self_attention.module = packed.PackedSelfAttention
     if implementation == "torch":
         attention.core_attention = ModuleSpec(SdpaAttention, params={"own_masks": own_masks})
-    elif attention.core_attention is DotProductAttention:
+    elif packs and attention.core_attention is DotProductAttention:
         attention.core_attention = packed.PackedDotProductAttention
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if getattr(attention, name, None) is WrappedTorchNorm:

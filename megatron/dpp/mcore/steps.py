@@ -183,19 +183,24 @@ class StepCall:
         varies = getattr(self.config, "variable_seq_lengths", False)
         shape, _ = self._boundary(longest if varies else self.length)
         hidden = 0 if self.adjust_tensor_shapes_fn else shape[-1]
-        return Tokens(max(1, shape[0] * shape[1]), hidden)
+        return Tokens(max(1, shape[0] * shape[1]), hidden, self._parts)
 
     def boundary_example(self) -> torch.Tensor:
         """An uninitialised tensor like those between stages, on the device of the model."""
         shape, dtype = self._boundary(self.length)
         return torch.empty(shape, dtype=dtype, device=_device())
 
+    @property
+    def _parts(self) -> int:
+        """Ranks among which a sequence is divided between stages."""
+        groups = self.pg_collection
+        tensor = groups.tp.size() if self.config.sequence_parallel else 1
+        return int(groups.cp.size() * tensor)
+
     def _boundary(self, length: int) -> tuple[torch.Size, torch.dtype]:
         """[s / (cp * tp if sequence parallel), b, h] in the pipeline's dtype."""
         config = self.config
-        length //= self.pg_collection.cp.size()
-        if config.sequence_parallel:
-            length //= self.pg_collection.tp.size()
+        length //= self._parts
         dtype = torch.float32 if config.fp32_residual_connection else config.pipeline_dtype
         shape = torch.Size((length, self.micro_batch_size, config.hidden_size))
         return shape, dtype or config.params_dtype

@@ -134,8 +134,9 @@ def shared_parameters(shape: RunShape, rank: int) -> float:
 
 def model_parameters(shape: RunShape) -> int:
     """Parameters of the whole model, each counted once."""
-    alone = {"tensor": 1, "pipeline": 1, "expert": 1, "expert_tensor": 1}
-    whole = dataclasses.replace(shape, layers=(shape.num_layers,), **alone)
+    whole = dataclasses.replace(
+        shape, layers=(shape.num_layers,), tensor=1, pipeline=1, expert=1, expert_tensor=1
+    )
     return rank_parameters(whole, 0)
 
 

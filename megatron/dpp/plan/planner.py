@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.plan.model_costs import ModelCosts, from_measured
 from megatron.dpp.plan.shape import LayerLayout
-from megatron.dpp.schedule import Kind, Memory, head_room
+from megatron.dpp.schedule import Kind, LastRank, Memory
 from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.measured import MeasuredCosts
 from megatron.dpp.sim.result import Result
@@ -290,15 +290,24 @@ class Planner:
 
     def _memory(self, layers: Sequence[int]) -> tuple[Memory, ...]:
         """Each rank's memory as training measures it. Slots are kept whole until the last ``W``."""
-        sizes, deferred = self.model.activation_bytes(layers), self.model.deferred_bytes(layers)
-        found = []
+        model, found = self.model, []
+        sizes, deferred = model.activation_bytes(layers), model.deferred_bytes(layers)
         for rank in range(self.num_ranks):
             own = slice(rank, None, self.num_ranks)
-            activation, kept = max(sizes[own]), max(deferred[own])
-            if self.model.slot_layers is not None:
-                activation = kept = self._slot_bytes(layers, rank)
-            room = head_room(sizes[own], layers[own])
-            found.append(Memory(activation_bytes=activation, deferred_bytes=kept, head_room=room))
+            last = LastRank.of(sizes[own], layers[own])
+            is_last = rank == self.num_ranks - 1
+            activation, kept = last.activation_bytes if is_last else max(sizes[own]), deferred[own]
+            slots = self.model.slot_layers is not None
+            whole = self._slot_bytes(layers, rank) if slots else 0.0
+            found.append(
+                Memory(
+                    activation_bytes=whole or activation,
+                    deferred_bytes=whole or max(kept),
+                    head_room=last.head_room,
+                    last_layers=last.layers,
+                    slots=slots,
+                )
+            )
         return tuple(found)
 
     def _slot_bytes(self, layers: Sequence[int], rank: int) -> float:

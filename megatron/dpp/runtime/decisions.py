@@ -13,12 +13,15 @@ from megatron.dpp.schedule import (
     HOLDS_ALL,
     UNIT,
     Action,
+    Allowance,
     DecisionRecorder,
     Geometry,
+    Limit,
     Memory,
     Policy,
     Recording,
     Scheduler,
+    StaticSizes,
     beside_head,
     parse_cap,
     replica_path,
@@ -47,8 +50,10 @@ class Decisions:
         decides: bool = True,
     ) -> None:
         self._config, self._log = config, log
-        self._schedulers: dict[tuple[Geometry, bool, int, str], Scheduler] = {}
+        self._schedulers: dict[tuple[Geometry, bool, int, str], tuple[Scheduler, Allowance]] = {}
         self._measured: Memory | None = None
+        self._as_static = config.activation_cap.strip() == "static"
+        self._static = StaticSizes()
         self._said: set[str] = set()
         self._record, self._replay = (
             replica_path(path, replica) if path and decides else None
@@ -68,11 +73,6 @@ class Decisions:
         """Measured bytes of one chunk's activation of a microbatch; 0 before that."""
         return self._measured.activation_bytes if self._measured else 0
 
-    @property
-    def head_room(self) -> float:
-        """Measured memory of the LM head on the last rank, in chunk activations."""
-        return self._measured.head_room if self._measured else 1.0
-
     def renew(self) -> None:
         """Forget measurements, for another model or longer sequences."""
         self._measured = None
@@ -90,13 +90,34 @@ class Decisions:
             f"a deferred weight gradient keeps {measured.deferred_bytes / mib:.1f} MiB of it"
         )
 
+    def measured_slots(self, slot_bytes: float) -> None:
+        """Take over the size of a CUDA graph's slot, which is held until the last W."""
+        eager = self._measured
+        assert eager is not None
+        self.measured(
+            Memory(
+                activation_bytes=slot_bytes,
+                deferred_bytes=slot_bytes,
+                head_room=eager.head_room * eager.activation_bytes / slot_bytes,
+                last_layers=eager.last_layers,
+                slots=True,
+            )
+        )
+
     def scheduler(
-        self, geometry: Geometry, *, split: bool, largest: int = UNIT, policy: str | None = None
+        self,
+        geometry: Geometry,
+        *,
+        split: bool,
+        largest: int = UNIT,
+        sizes: Sequence[int] | None = None,
+        policy: str | None = None,
     ) -> Scheduler:
         """A scheduler at its start, for one call.
 
         Args:
             largest: tokens of the longest microbatch.
+            sizes: tokens of each microbatch, where they are known beforehand.
             policy: in the place of the configuration's.
 
         Raises:
@@ -106,44 +127,89 @@ class Decisions:
         """
         if self._record is not None and self._recorder is None:
             self._recorder = DecisionRecorder(self._record, geometry)
+        if geometry.forward_only:
+            sizes = None  # no cap applies
         if self._replay is not None:
             replay = self._next_replay(self._replay, geometry, split)
-            return self._build(geometry, split, replay, largest)
+            allowance = self._allowance(geometry, split)
+            return self._build(geometry, split, replay, largest, allowance, sizes)
         chosen = policy or self._config.policy
         key = (geometry, split, largest, chosen)
-        if key not in self._schedulers:
+        known = self._schedulers.pop(key, None)
+        if known is None:
             while len(self._schedulers) >= _MOST_SCHEDULERS:
                 del self._schedulers[next(iter(self._schedulers))]
-            self._schedulers[key] = self._build(geometry, split, chosen, largest)
+            allowance = self._allowance(geometry, split)
+            scheduler = self._build(geometry, split, chosen, largest, allowance, sizes)
         else:
-            self._schedulers[key].restart()
-        return self._schedulers[key]
+            scheduler, allowance = known
+            scheduler.restart(sizes, self._limits(allowance, geometry, largest, sizes))
+        self._schedulers[key] = scheduler, allowance
+        return scheduler
+
+    def _allowance(self, geometry: Geometry, split: bool) -> Allowance:
+        """The allowance of this rank, which is logged when it changes."""
+        if geometry.forward_only:
+            return Allowance(0.0)
+        measured = self._measured
+        cap = parse_cap(
+            self._config.activation_cap, geometry, measured.activation_bytes if measured else None
+        )
+        found = beside_head(cap, geometry, measured) if split else Allowance(cap.chunks)
+        text = cap.text
+        if found.chunks < cap.chunks:
+            text += f", here {found.chunks:g} beside the LM head"
+        elif found.weights:
+            text += (
+                f", here {found.chunks:g}, of which the last chunk takes {found.weights[-1]:.2f} "
+                "with the LM head"
+            )
+        if text not in self._said:  # measuring may leave a cap as it was
+            self._said.add(text)
+            self._log(f"dynamic pipeline: {text}")
+        return found
+
+    def _limits(
+        self,
+        allowance: Allowance,
+        geometry: Geometry,
+        largest: int,
+        sizes: Sequence[int] | None,
+    ) -> tuple[Limit, ...]:
+        """The limits of the next call."""
+        if not self._as_static or geometry.forward_only:
+            return allowance.limits
+        if sizes is not None:
+            self._static.add(geometry, sizes, allowance.weights)
+        return allowance.with_static(self._static, largest).limits
 
     def _build(
-        self, geometry: Geometry, split: bool, policy: str | Policy, largest: int
+        self,
+        geometry: Geometry,
+        split: bool,
+        policy: str | Policy,
+        largest: int,
+        allowance: Allowance,
+        sizes: Sequence[int] | None,
     ) -> Scheduler:
         if geometry.forward_only:
             chosen = policy if self._replay else "depth-first"
             return Scheduler(geometry, policy=chosen, split_backward=False, largest=largest)
         measured = self._measured
-        cap = parse_cap(
-            self._config.activation_cap, geometry, measured.activation_bytes if measured else None
+        # Room for all microbatches is not known before a cap in bytes is.
+        waits = (
+            measured is None and parse_cap(self._config.activation_cap, geometry).needs_measuring
         )
-        chunks, text = cap.chunks, cap.text
-        if split:
-            chunks = beside_head(cap, geometry, measured)
-            text += f", here {chunks:g} beside the LM head" * (chunks < cap.chunks)
-        if text not in self._said:  # measuring may leave a cap as it was
-            self._said.add(text)
-            self._log(f"dynamic pipeline: {text}")
         return Scheduler(
             geometry,
-            # Room for all microbatches is not known yet.
-            policy="depth-first" if cap.needs_measuring and policy in HOLDS_ALL else policy,
-            cap=chunks,
+            policy="depth-first" if waits and policy in HOLDS_ALL else policy,
+            cap=allowance.chunks,
             split_backward=split,
             beta=measured.beta if measured else 0.0,
             largest=largest,
+            sizes=sizes,
+            weights=allowance.weights,
+            limits=self._limits(allowance, geometry, largest, sizes),
         )
 
     def _next_replay(self, path: str, geometry: Geometry, split: bool) -> Policy:
@@ -154,10 +220,12 @@ class Decisions:
     def ran(self, scheduler: Scheduler, actions: Sequence[Action], *, split: bool) -> None:
         """End a call; record its decisions if asked to."""
         self._num_calls += 1
+        geometry, sizes = scheduler.geometry, scheduler.sizes
+        if self._as_static and not geometry.forward_only:
+            found = [sizes[microbatch] for microbatch in range(geometry.num_microbatches)]
+            self._static.add(geometry, found, scheduler.weights)
         if self._recorder is not None:
-            self._recorder.write(
-                scheduler.geometry, actions, split_backward=split, sizes=scheduler.sizes.unlike()
-            )
+            self._recorder.write(geometry, actions, split_backward=split, sizes=sizes.unlike())
 
     def close(self) -> None:
         """Close the recording. May be called twice."""

@@ -39,7 +39,7 @@ from megatron.dpp.runtime.links import Links, open_links, why_not_ahead
 from megatron.dpp.runtime.stage_group import StageGroup, stage_group_of
 from megatron.dpp.runtime.timer import TaskTimer, timer_for
 from megatron.dpp.runtime.topology import Topology, pipeline_of
-from megatron.dpp.schedule import Geometry, Memory, head_room
+from megatron.dpp.schedule import Geometry, LastRank, Memory
 from megatron.dpp.schedule.reference import num_warmup
 from megatron.dpp.transport.base import Transport
 
@@ -77,6 +77,7 @@ class DppSchedule(PipelineSchedule):
     """Host microseconds per task of the last call, without PyTorch's launches."""
     policy: str | None = None
     """Policy of the next call, in the place of the configuration's."""
+    _announced: Sequence[int] | None = None
     _session: _Session | None = None
     _length = 0
     """The sequence length that the links have room for."""
@@ -135,6 +136,13 @@ class DppSchedule(PipelineSchedule):
         if not call.forward_only:
             self._prepare(call)
 
+    def announce(self, sizes: Sequence[int]) -> None:
+        """Tell the tokens of each microbatch of the next call, on all ranks alike.
+
+        Without this a rank learns a size when the microbatch's first forward begins there.
+        """
+        self._announced = list(sizes)
+
     def _checked(self, **keywords: Any) -> StepCall:
         call = StepCall.checked(**keywords)
         call.refuse_ordered()
@@ -167,8 +175,10 @@ class DppSchedule(PipelineSchedule):
     ) -> tuple[int, int]:
         """Run the tasks; returns the tokens of the longest microbatch and of the first."""
         links, tokens = session.links, stage.call.tokens(stage.call.longest(self.config.max_tokens))
+        sizes, self._announced = self._announced, None
+        known = tokens.of_rank(sizes) if sizes and session.group.one_replica else None
         scheduler = decisions.scheduler(
-            geometry, split=split, largest=tokens.largest, policy=self.policy
+            geometry, split=split, largest=tokens.largest, sizes=known, policy=self.policy
         )
         decider = decider_for(scheduler, links.channels.receiving, links.transport.board)
         decider.start(links.consumed)
@@ -203,14 +213,21 @@ class DppSchedule(PipelineSchedule):
         long.
         """
         if measured is not None:
-            activation, deferred, head = self._stage_max(
+            last = self._last_rank(measured)
+            activation, deferred, head, layers = self._stage_max(
                 call,
-                longest * max(measured.activation_bytes.values(), default=0),
+                longest * last.activation_bytes,
                 longest * max(measured.deferred_bytes.values(), default=0),
-                self._head_room(measured.activation_bytes),
+                last.head_room,
+                last.layers,
             )
             decisions.measured(
-                Memory(activation_bytes=activation, deferred_bytes=deferred, head_room=head)
+                Memory(
+                    activation_bytes=activation,
+                    deferred_bytes=deferred,
+                    head_room=head,
+                    last_layers=layers,
+                )
             )
         graphs = self._graphs
         if graphs is None or not graphs.awaits_size:
@@ -218,23 +235,20 @@ class DppSchedule(PipelineSchedule):
         (slot_bytes,) = self._stage_max(call, graphs.slot_bytes)
         if slot_bytes:
             graphs.keep_size(slot_bytes)
-            # A slot is held until the last W.
-            room = decisions.head_room
-            decisions.measured(
-                Memory(activation_bytes=slot_bytes, deferred_bytes=slot_bytes, head_room=room)
-            )
+            decisions.measured_slots(slot_bytes)
 
     def _stage_max(self, call: StepCall, *values: float) -> list[float]:
         """The largest of each value over the ranks that run the same tasks; a collective."""
         assert self._session is not None
         return self._session.group.largest(*values, device=call.boundary_example().device)
 
-    def _head_room(self, activation_bytes: dict[int, int]) -> float:
-        """The LM head's memory in chunk activations; it matters on the last rank only."""
-        if self._weight_gradients is None or not activation_bytes:
-            return 1.0
-        sizes = [activation_bytes[chunk] for chunk in range(len(activation_bytes))]
-        return head_room(sizes, self._weight_gradients.num_pieces)
+    def _last_rank(self, measured: Stage) -> LastRank:
+        """The measured activations, with the LM head apart on the last rank."""
+        found = measured.activation_bytes
+        sizes = [found[chunk] for chunk in range(len(found))]
+        if self._weight_gradients is None or not measured.is_last(len(sizes) - 1):
+            return LastRank(max(sizes, default=0))
+        return LastRank.of(sizes, self._weight_gradients.num_pieces)
 
     def _geometry(self, call: StepCall, topology: Topology, split: bool) -> Geometry:
         pieces = self._weight_gradients.num_pieces if split and self._weight_gradients else None

@@ -6,13 +6,15 @@ Read ``actions.py`` first, then ``state.py`` (tasks that may run) and ``policies
 """
 
 from megatron.dpp.schedule.actions import DIRECTION_OF, Action, Geometry, Kind
-from megatron.dpp.schedule.budget import UNIT, Budget, Sizes
+from megatron.dpp.schedule.budget import UNIT, Budget, Limit, Sizes
 from megatron.dpp.schedule.caps import (
+    Allowance,
     Cap,
+    LastRank,
     Memory,
+    StaticSizes,
     beside_head,
     default_cap,
-    head_room,
     parse_cap,
 )
 from megatron.dpp.schedule.policies import (
@@ -41,12 +43,15 @@ __all__ = [
     "HOLDS_ALL",
     "UNIT",
     "Action",
+    "Allowance",
     "Budget",
     "Cap",
     "Cause",
     "DecisionRecorder",
     "Geometry",
     "Kind",
+    "LastRank",
+    "Limit",
     "Memory",
     "Policy",
     "Recording",
@@ -55,13 +60,13 @@ __all__ = [
     "Scheduler",
     "Sizes",
     "Stall",
+    "StaticSizes",
     "View",
     "beside_head",
     "check_recording",
     "check_room",
     "default_cap",
     "find_policy",
-    "head_room",
     "parse_cap",
     "peak_in_flight",
     "peak_size",

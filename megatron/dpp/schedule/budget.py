@@ -6,8 +6,10 @@ Sizes are integers (tokens, for instance), so that what is held returns to exact
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule.actions import Geometry, Kind
@@ -19,29 +21,75 @@ ROUNDING = 1e-6
 """Tolerance of a cap in chunk activations: caps are products of fractions."""
 
 
+@dataclass(frozen=True)
+class Limit:
+    """A bound on what a rank holds, beside its cap.
+
+    Args:
+        cap: most that may be held, in chunk activations of the largest microbatch.
+        weights: the activation of each chunk, in chunk activations; empty where all are 1.
+        assumed: size of a microbatch whose size is not known; 0 for the largest.
+        soft: Megatron's next forward may pass the limit while no weight gradient is deferred. Such
+            a limit may be as low as one likes.
+        deferred: weight gradients keep their share; otherwise ``B`` frees all.
+        counts: every microbatch counts as the largest, whatever its size.
+    """
+
+    cap: float
+    weights: tuple[float, ...] = ()
+    assumed: int = 0
+    soft: bool = False
+    deferred: bool = True
+    counts: bool = False
+
+
 class Budget:
     """The sizes of one iteration's microbatches on one rank, and the sum of what is held.
-
-    A microbatch whose size is not known counts as ``largest``.
 
     Args:
         reference: Megatron's order of the rank.
         cap: most that may be held, in chunk activations of the largest microbatch.
         largest: size of the largest microbatch.
-        deferred: share of an activation that its deferred weight gradients keep.
+        deferred: share of an activation that its deferred weight gradients keep. A chunk's part
+            above one activation (the LM head's logits) is not deferred.
+        weights, assumed, soft: see :class:`Limit`.
     """
 
     def __init__(
-        self, reference: Reference, *, cap: float, largest: int = UNIT, deferred: float = 1.0
+        self,
+        reference: Reference,
+        *,
+        cap: float,
+        largest: int = UNIT,
+        deferred: float = 1.0,
+        weights: Sequence[float] = (),
+        assumed: int = 0,
+        soft: bool = False,
     ) -> None:
-        self.cap, self.largest = cap, largest
+        self.cap, self.largest, self.soft = cap, largest, soft
         self.limit = math.floor((cap + ROUNDING) * largest)
         self.in_flight = self.kept = self.peak = 0
-        self._deferred = deferred
-        self._places = reference.places
-        self._steps = [sign * largest for sign in reference.signs]
-        self.unrun = largest * reference.signs.count(1)
-        self.smallest = largest
+        chunks = range(len(reference.places[Kind.F]))
+        self._weights = tuple(weights) or (1,) * len(chunks)
+        self._deferred = [deferred / max(self._weights[chunk], 1.0) for chunk in chunks]
+        self._places, self._order = reference.places, reference.order
+        first = [self._sized(chunk, assumed or largest) for chunk in chunks]
+        self._steps = [
+            sign * first[action.chunk]
+            for action, sign in zip(reference.order, reference.signs, strict=True)
+        ]
+        self.unrun = sum(step for step in self._steps if step > 0)
+        self.smallest = min(first)
+
+    def _sized(self, chunk: int, size: int) -> int:
+        """The size of chunk ``chunk``'s activation of such a microbatch, rounded down."""
+        weight = self._weights[chunk]
+        return size if weight == 1 else int(weight * size)
+
+    @property
+    def least(self) -> float:
+        """The least cap under which Megatron's order of these sizes fits, in chunk activations."""
+        return max(itertools.accumulate(self._steps), default=0) / self.largest
 
     def fits(self, place: int, after: Sequence[int]) -> bool:
         """The forward at ``place`` of Megatron's order fits, and so does the rest of that order
@@ -54,6 +102,8 @@ class Budget:
             after: the next unrun place of each place; the last entry is the first unrun place.
         """
         limit, steps = self.limit, self._steps
+        if self.soft and place == after[-1] and not self.kept:
+            return True
         held = self.in_flight + steps[place]
         if held + self.kept > limit:
             return False
@@ -84,7 +134,7 @@ class Budget:
         self.in_flight -= size
         if not pieces:
             return 0
-        kept = math.ceil(self._deferred * size)
+        kept = math.ceil(self._deferred[self._order[place].chunk] * size)
         self.kept += kept
         return kept
 
@@ -99,14 +149,15 @@ class Budget:
         steps = self._steps
         for chunk, run in enumerate(forwards_run):
             place = self._places[Kind.F][chunk][microbatch]
-            less = steps[place] - size
+            held = self._sized(chunk, size)
+            less = steps[place] - held
             if microbatch < run:
                 self.in_flight -= less
             else:
                 self.unrun -= less
-            steps[place] = size
-            steps[self._places[Kind.B][chunk][microbatch]] = -size
-        self.smallest = min(self.smallest, size)
+            steps[place] = held
+            steps[self._places[Kind.B][chunk][microbatch]] = -held
+            self.smallest = min(self.smallest, held)
 
 
 class Sizes:
@@ -121,7 +172,7 @@ class Sizes:
         self.known: list[int | None] = [None] * geometry.num_microbatches
 
     def learn(self, microbatch: int, size: int) -> bool:
-        """Note a size; True if it is smaller than what was assumed.
+        """Note a size; True if it was not known before.
 
         Raises:
             ScheduleError: there is no such microbatch, it is larger than the largest, or it was
@@ -139,7 +190,7 @@ class Sizes:
         if before is not None and before != size:
             raise ScheduleError(f"{what}, but had size {before} before")
         self.known[microbatch] = size
-        return before is None and size < self.largest
+        return before is None
 
     def __getitem__(self, microbatch: int) -> int:
         """Size of a microbatch; the largest where it is not known."""

@@ -11,11 +11,17 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule.actions import Geometry
-from megatron.dpp.schedule.budget import ROUNDING
-from megatron.dpp.schedule.reference import peak_in_flight
+from megatron.dpp.schedule.budget import ROUNDING, UNIT, Limit
+from megatron.dpp.schedule.reference import (
+    peak_in_flight,
+    peak_size,
+    reference_order,
+    static_peak,
+)
 
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -32,12 +38,56 @@ class Cap:
         needs_measuring: the cap was given in bytes and an activation's size is not known yet;
             ``chunks`` is the default cap until :func:`parse_cap` is called again with the size.
         by_order: it equals the peak of Megatron's own order on its worst rank.
+        as_static: beside it, what the static schedule would have held so far is a soft limit.
     """
 
     chunks: float
     text: str
     needs_measuring: bool = False
     by_order: bool = False
+    as_static: bool = False
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """The cap of one rank, with the weights of its chunks and further limits.
+
+    Args:
+        chunks: the cap, in chunk activations.
+        weights: the activation of each chunk, in chunk activations; empty where all are 1.
+        limits: further bounds.
+    """
+
+    chunks: float
+    weights: tuple[float, ...] = ()
+    limits: tuple[Limit, ...] = ()
+
+    def with_static(self, sizes: StaticSizes, largest: int) -> Allowance:
+        """Adds the soft limit of what the static schedule would have held so far."""
+        limit = Limit(sizes.peak(self.weights) / largest, self.weights, sizes.mean, soft=True)
+        return dataclasses.replace(self, limits=(*self.limits, limit))
+
+
+class StaticSizes:
+    """The peaks of Megatron's own order over the batches so far, in sizes."""
+
+    def __init__(self) -> None:
+        self.mean = 0
+        """Mean size of the last batch's microbatches, rounded up."""
+        self._worst = 0
+        self._own: dict[tuple[float, ...], int] = {}
+
+    def add(self, geometry: Geometry, sizes: Sequence[int], weights: tuple[float, ...]) -> None:
+        """Count a batch; ``weights`` are those of the rank's chunks."""
+        self.mean = -(-sum(sizes) // len(sizes))
+        self._worst = max(self._worst, static_peak(geometry, sizes))
+        if weights:
+            own = peak_size(reference_order(geometry), sizes, weights)
+            self._own[weights] = max(self._own.get(weights, 0), own)
+
+    def peak(self, weights: tuple[float, ...]) -> int:
+        """The most on any rank, or on this one with the weights of its chunks."""
+        return max(self._worst, self._own.get(weights, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +95,19 @@ class Memory:
     """Measurements of a rank's chunks in the first training step.
 
     Args:
-        activation_bytes: bytes of one microbatch's activation in the rank's largest chunk.
+        activation_bytes: bytes of one microbatch's activation in the rank's largest chunk without
+            the LM head.
         deferred_bytes: bytes of it that weight gradients keep from ``B`` to ``W``.
         head_room: memory of the LM head on the last rank, in chunk activations.
+        last_layers: layers of the last rank's last chunk, likewise.
+        slots: activations are kept in the slots of CUDA graphs, which are never freed.
     """
 
     activation_bytes: float
     deferred_bytes: float
     head_room: float = 1.0
+    last_layers: float = 1.0
+    slots: bool = False
 
     @property
     def beta(self) -> float:
@@ -65,8 +120,8 @@ class Memory:
 def parse_cap(
     text: str, geometry: Geometry, bytes_per_chunk_activation: float | None = None
 ) -> Cap:
-    """Read a cap (``auto``, ``megatron``, ``strict``, ``1.5p`` or ``20GiB``) for ``geometry``'s
-    rank.
+    """Read a cap (``auto``, ``megatron``, ``static``, ``strict``, ``1.5p`` or ``20GiB``) for
+    ``geometry``'s rank.
 
     Args:
         bytes_per_chunk_activation: measured bytes of one microbatch's activation in the largest
@@ -91,35 +146,68 @@ def default_cap(geometry: Geometry) -> Cap:
     return parse_cap("auto", geometry)
 
 
-def beside_head(cap: Cap, geometry: Geometry, memory: Memory | None = None) -> float:
-    """The cap of a rank with a split backward, in chunk activations.
+def beside_head(cap: Cap, geometry: Geometry, memory: Memory | None = None) -> Allowance:
+    """The allowance of a rank with a split backward.
 
-    On the last rank it leaves room for the LM head's logits and their gradient: for one activation,
-    or as measured where ``cap`` follows Megatron's order. It stays one activation above what that
-    order needs there, if ``cap`` allows: without it a step takes 1 to 13 % longer. Down to that cap
-    the room costs under 1 % on four and more ranks (simulated).
+    On the last rank the LM head's logits and their gradient count like activations of the last
+    chunk, from its F to its B. The cap follows from the bytes that Megatron's own order holds on
+    its worst rank, and is at least what that order needs on this one.
     """
     if not geometry.is_last or geometry.num_ranks == 1:
-        return cap.chunks
+        return Allowance(cap.chunks)
+    if memory is None or geometry.num_chunks == 1 or memory.slots:
+        return _fewer_activations(cap, geometry, memory)
+    last = memory.last_layers + memory.head_room
+    weights = (*[1.0] * (geometry.num_chunks - 1), last)
+    order, sizes = reference_order(geometry), [UNIT] * geometry.num_microbatches
+    least = peak_size(order, sizes, weights) / UNIT
+    return Allowance(max(cap.chunks, least), weights)
+
+
+def _fewer_activations(cap: Cap, geometry: Geometry, memory: Memory | None) -> Allowance:
+    """A lower cap for the LM head's sake, where its memory cannot be counted by microbatch: it is
+    not known, or slots keep the memory of activations that are gone.
+
+    It leaves room for one activation, or as measured where ``cap`` follows Megatron's order. The
+    logits of as many microbatches may be kept as in Megatron's order.
+    """
     room = math.ceil(memory.head_room) if memory is not None and cap.by_order else 1
-    least = peak_in_flight(geometry)
-    return max(cap.chunks - room, min(cap.chunks - 1, least + 1), least)
+    chunks = max(cap.chunks - max(room, 1), peak_in_flight(geometry))
+    if memory is None or geometry.num_chunks == 1:
+        return Allowance(chunks)
+    of_head = (*[0.0] * (geometry.num_chunks - 1), 1.0)
+    heads = peak_size(reference_order(geometry), [1] * geometry.num_microbatches, of_head)
+    return Allowance(chunks, limits=(Limit(heads, of_head, deferred=False),))
 
 
-def head_room(chunk_bytes: Sequence[float], layers: Sequence[int]) -> float:
-    """Memory of the LM head on the last rank, in activations of its largest other chunk: the bytes
-    that the last chunk keeps beside its layers, twice (for the gradient). At least 1, and 1 where
-    there is no other chunk.
+class LastRank(NamedTuple):
+    """Activations of the last rank's chunks, with the LM head apart.
 
     Args:
-        chunk_bytes: of one microbatch's activation in each of the rank's chunks.
-        layers: transformer layers of each chunk.
+        activation_bytes: of the largest chunk but the last; of the last where there is no other.
+        layers: the last chunk's layers, in such activations.
+        head_room: the LM head's logits and their gradient, likewise.
     """
-    others = [(size, count) for size, count in zip(chunk_bytes[:-1], layers, strict=False) if size]
-    if not others:
-        return 1.0
-    of_layers = layers[-1] * max(size / max(count, 1) for size, count in others)
-    return max(1.0, 2 * (chunk_bytes[-1] - of_layers) / max(others)[0])
+
+    activation_bytes: float
+    layers: float = 1.0
+    head_room: float = 1.0
+
+    @classmethod
+    def of(cls, chunk_bytes: Sequence[float], layers: Sequence[int]) -> LastRank:
+        """Tells the head from the layers by the other chunks.
+
+        Args:
+            chunk_bytes: of one microbatch's activation in each of the rank's chunks.
+            layers: transformer layers of each chunk.
+        """
+        others = [(n, count) for n, count in zip(chunk_bytes[:-1], layers, strict=False) if n]
+        if not others:
+            return cls(max(chunk_bytes, default=0.0))
+        largest = max(others)[0]
+        of_layers = layers[-1] * max(n / max(count, 1) for n, count in others)
+        head = max(0.0, 2 * (chunk_bytes[-1] - of_layers))
+        return cls(largest, of_layers / largest, head / largest)
 
 
 def times_p(chunks: float, geometry: Geometry) -> str:
@@ -141,14 +229,18 @@ def _named_cap(word: str, geometry: Geometry) -> Cap:
     if word == "megatron":
         cap = _checked(worst_peak(geometry), geometry, "as Megatron's worst rank does")
         return dataclasses.replace(cap, by_order=True)
+    if word == "static":
+        why = "as Megatron's worst rank does, and as its own schedule did so far"
+        cap = _checked(worst_peak(geometry), geometry, why)
+        return dataclasses.replace(cap, by_order=True, as_static=True)
     if word == "strict":
         return _checked(peak_in_flight(geometry), geometry, "as in Megatron's own schedule")
     if per_p:
         chunks = _number(per_p[1], word) * geometry.num_ranks * geometry.num_chunks
         return _checked(chunks, geometry, f"{word} whole-model activations")
     raise ConfigError(
-        f"{_FLAG} {word}: expected auto, megatron, strict, a multiple of the pipeline size like "
-        "1.5p, or bytes like 20GiB"
+        f"{_FLAG} {word}: expected auto, megatron, static, strict, a multiple of the pipeline size "
+        "like 1.5p, or bytes like 20GiB"
     )
 
 

@@ -10,6 +10,8 @@ an order free of deadlocks and adds no memory.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
@@ -79,13 +81,33 @@ def peak_in_flight(geometry: Geometry) -> int:
     return peak_size(reference_order(geometry), [1] * geometry.num_microbatches)
 
 
-def peak_size(order: Sequence[Action], sizes: Sequence[int]) -> int:
-    """Peak of ``order`` if each activation of microbatch ``i`` has ``sizes[i]`` (``R_r``)."""
+def peak_size(order: Sequence[Action], sizes: Sequence[int], weights: Sequence[float] = ()) -> int:
+    """Peak of ``order`` if each activation of microbatch ``i`` has ``sizes[i]`` (``R_r``), times
+    its chunk's weight if there are ``weights``.
+    """
     held = peak = 0
     for action in order:
-        held += sizes[action.microbatch] if action.kind is Kind.F else -sizes[action.microbatch]
+        size = sizes[action.microbatch]
+        size = int(weights[action.chunk] * size) if weights else size
+        held += size if action.kind is Kind.F else -size
         peak = max(peak, held)
     return peak
+
+
+def static_peak(geometry: Geometry, sizes: Sequence[int]) -> int:
+    """The most that Megatron's own order of these microbatches holds on any rank
+    (``max_r R_r``).
+    """
+    bare = dataclasses.replace(geometry, w_pieces=None)
+    return max(
+        peak_size(_order_of(dataclasses.replace(bare, rank=rank)), sizes)
+        for rank in range(geometry.num_ranks)
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _order_of(geometry: Geometry) -> list[Action]:
+    return reference_order(geometry)
 
 
 class Reference:

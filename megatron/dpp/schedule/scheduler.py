@@ -11,14 +11,15 @@ import enum
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, DppError, ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.budget import ROUNDING, UNIT, Sizes
+from megatron.dpp.schedule.budget import ROUNDING, UNIT, Limit, Sizes
 from megatron.dpp.schedule.caps import default_cap
 from megatron.dpp.schedule.policies import BUILT_IN, Policy, check_room, find_policy
-from megatron.dpp.schedule.reference import Reference, peak_size
+from megatron.dpp.schedule.reference import Reference
 from megatron.dpp.schedule.refusals import allowed, may_arrive, refusal
 from megatron.dpp.schedule.state import RankState, View
 
@@ -66,10 +67,12 @@ class Scheduler:
         largest: size of the largest microbatch, an integer in any unit (tokens, for instance). A
             microbatch has this size until :meth:`learn` tells another.
         sizes: of this iteration's microbatches, where they are known beforehand.
+        weights: the activation of each chunk, in chunk activations; empty where all are 1.
+        limits: further bounds, all of which hold beside the cap.
 
     Raises:
-        ConfigError: the cap is below what Megatron's own order or the policy needs, beta is outside
-            0 .. 1, or the policy is unknown.
+        ConfigError: the cap or a limit is below what Megatron's own order or the policy needs, beta
+            is outside 0 .. 1, or the policy is unknown.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class Scheduler:
         beta: float = 0.0,
         largest: int = UNIT,
         sizes: Sequence[int] | None = None,
+        weights: Sequence[float] = (),
+        limits: Sequence[Limit] = (),
     ) -> None:
         if cap is None:
             cap = default_cap(geometry).chunks
@@ -94,49 +99,54 @@ class Scheduler:
         self._policy_name = policy if isinstance(policy, str) else repr(policy)
         # Built-in policies return only what the view offered. A check would double their cost.
         self._is_built_in = self.policy in BUILT_IN.values()
-        self._settings = (cap, split_backward, beta, largest)
+        for given in (weights, *(limit.weights for limit in limits)):
+            if given and (len(given) != geometry.num_chunks or min(given) < 0):
+                raise ConfigError(
+                    f"weights {tuple(given)}: one of at least 0 is needed for each of "
+                    f"{geometry.num_chunks} chunks"
+                )
+        self._limits = tuple(limits)
+        self._settings: dict[str, Any] = {
+            "cap": cap, "split_backward": split_backward, "beta": beta, "largest": largest,
+            "weights": tuple(weights),
+        }  # fmt: skip
         self._reference = Reference(geometry)
-        self._peak = peak_size(self._reference.order, [1] * geometry.num_microbatches)
         self.restart(sizes)
         check_room(self.policy, geometry, cap, split_backward=split_backward)
 
-    def restart(self, sizes: Sequence[int] | None = None) -> None:
+    def restart(
+        self, sizes: Sequence[int] | None = None, limits: Sequence[Limit] | None = None
+    ) -> None:
         """Reset all counts, for another iteration of the same shape; cheaper than a new object.
 
         Args:
             sizes: of the iteration's microbatches, where they are known beforehand.
+            limits: replace those of the iteration before.
 
         Raises:
             ConfigError: there are fewer or more sizes, or Megatron's own order of these
                 microbatches does not fit under the cap.
             ScheduleError: a size is larger than the largest.
         """
-        cap, split_backward, beta, largest = self._settings
         if sizes is not None and len(sizes) != self.geometry.num_microbatches:
             raise ConfigError(
                 f"{len(sizes)} sizes were given for {self.geometry.num_microbatches} microbatches"
             )
+        if limits is not None:
+            self._limits = tuple(limits)
         self._state = RankState(
-            self.geometry,
-            cap=cap,
-            split_backward=split_backward,
-            beta=beta,
-            reference=self._reference,
-            largest=largest,
+            self.geometry, reference=self._reference, limits=self._limits, **self._settings
         )
         for microbatch, size in enumerate(sizes or ()):
             self._state.learn(microbatch, size)
-        least = peak_size(self._reference.order, sizes) if sizes else self._peak * largest
-        self._check_cap(least, cap, largest)
-
-    def _check_cap(self, least: int, cap: float, largest: int) -> None:
         if self.geometry.forward_only:
             return
-        if cap * largest < least - ROUNDING * largest:
-            raise ConfigError(
-                f"pipeline rank {self.geometry.rank} may hold {cap:g} chunk activations, but "
-                f"Megatron's own order needs {least / largest:g}; raise --dpp-activation-cap"
-            )
+        for cap, least in self._state.least:
+            if cap < least - ROUNDING:
+                raise ConfigError(
+                    f"pipeline rank {self.geometry.rank} may hold {cap:g} chunk activations, but "
+                    f"Megatron's own order needs {least:g}; raise --dpp-activation-cap"
+                )
 
     def learn(self, microbatch: int, size: int) -> None:
         """Take the size of a microbatch, before its first backward runs on this rank.
@@ -176,6 +186,12 @@ class Scheduler:
     def sizes(self) -> Sizes:
         """The sizes of the microbatches as far as they are known."""
         return self._state.sizes
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The activation of each chunk, in chunk activations; empty where all are 1."""
+        found: tuple[float, ...] = self._settings["weights"]
+        return found
 
     @property
     def num_out_of_order(self) -> int:

@@ -7,11 +7,12 @@ the read-only :class:`View`. ``docs/policies.md`` has the safe rule and its proo
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.budget import UNIT, Budget, Sizes
+from megatron.dpp.schedule.budget import UNIT, Budget, Limit, Sizes
 from megatron.dpp.schedule.reference import Reference
 
 
@@ -83,6 +84,8 @@ class RankState:
         beta: share of a chunk's activation that ``B`` frees; ``W`` frees the rest.
         reference: of the same geometry.
         largest: size of the largest microbatch.
+        weights: the activation of each chunk, in chunk activations; empty where all are 1.
+        limits: further bounds, all of which a forward must keep.
     """
 
     def __init__(
@@ -94,6 +97,8 @@ class RankState:
         beta: float,
         reference: Reference,
         largest: int = UNIT,
+        weights: Sequence[float] = (),
+        limits: Sequence[Limit] = (),
     ) -> None:
         v = geometry.num_chunks
         self.geometry = geometry
@@ -108,8 +113,23 @@ class RankState:
         self._reference = reference
         split = split_backward and not geometry.forward_only
         self._pieces = [geometry.pieces(c) if split else 0 for c in range(v)]
-        self._budget = Budget(reference, cap=cap, largest=largest, deferred=1.0 - beta)
-        self._deferred: deque[tuple[int, int, int]] = deque()
+        self._budget = Budget(
+            reference, cap=cap, largest=largest, deferred=1.0 - beta, weights=weights
+        )
+        self._further = [
+            Budget(
+                reference, cap=limit.cap, largest=largest,
+                deferred=1.0 - beta if limit.deferred else 0.0,
+                weights=limit.weights, assumed=limit.assumed, soft=limit.soft,
+            )
+            for limit in limits
+        ]  # fmt: skip
+        self._budgets = [self._budget, *self._further]
+        self._sized = [
+            self._budget,
+            *(one for one, limit in zip(self._further, limits, strict=True) if not limit.counts),
+        ]
+        self._deferred: deque[tuple[int, int, list[int]]] = deque()
         self._next_piece = 0
         self._left = geometry.num_microbatches * v * (1 if geometry.forward_only else 2)
         self.held_back = False
@@ -136,6 +156,13 @@ class RankState:
     def peak_held(self) -> float:
         """Peak of :attr:`held`."""
         return self._budget.peak / self._budget.largest
+
+    @property
+    def least(self) -> list[tuple[float, float]]:
+        """Of the cap and of each further limit that is not soft: its value, and the least under
+        which Megatron's order of these sizes fits.
+        """
+        return [(budget.cap, budget.least) for budget in self._budgets if not budget.soft]
 
     @property
     def done(self) -> bool:
@@ -165,12 +192,12 @@ class RankState:
             return None
         reference, best, best_index = self._reference, -1, -1
         arrived, indices, places = self.forwards_arrived, reference.depth_first, reference.places[0]
-        fits, after = budget.fits, self._after
+        fits, after, further = budget.fits, self._after, self._further
         for chunk, i in enumerate(self.forwards_run):
             if i < arrived[chunk]:
                 index, place = indices[chunk][i], places[chunk][i]
                 if (best < 0 or index < best_index) and (
-                    self.forward_fits(chunk) if evaluates else fits(place, after)
+                    self.forward_fits(chunk) if evaluates or further else fits(place, after)
                 ):
                     best, best_index = place, index
         return reference.order[best] if best >= 0 else None
@@ -200,7 +227,7 @@ class RankState:
         if self.geometry.forward_only:
             return chunk > 0 or not self.held_back
         place = self._reference.places[0][chunk][self.forwards_run[chunk]]
-        return self._budget.fits(place, self._after)
+        return all(budget.fits(place, self._after) for budget in self._budgets)
 
     # What changes
 
@@ -228,11 +255,12 @@ class RankState:
             if not self._evaluates:
                 if chunk == self._last:
                     self.gradients_arrived[chunk] += 1
-                self._budget.forward(place)
+                for budget in self._budgets:
+                    budget.forward(place)
         else:
             self.backwards_run[chunk] += 1
             pieces = self._pieces[chunk]
-            kept = self._budget.backward(place, pieces)
+            kept = [budget.backward(place, pieces) for budget in self._budgets]
             if pieces:
                 self._deferred.append((chunk, microbatch, kept))
         self.last_kind = kind
@@ -252,11 +280,13 @@ class RankState:
                 "comes after its first backward has run"
             )
         if self.sizes.learn(microbatch, size) and not self.geometry.forward_only:
-            self._budget.learn(microbatch, size, self.forwards_run)
+            for budget in self._sized:
+                budget.learn(microbatch, size, self.forwards_run)
 
     def _apply_weight(self, chunk: int) -> None:
         kept, pieces = self._deferred[0][2], self._pieces[chunk]
-        self._budget.weight(kept, pieces - self._next_piece, pieces)
+        for budget, share in zip(self._budgets, kept, strict=True):
+            budget.weight(share, pieces - self._next_piece, pieces)
         self._next_piece += 1
         if self._next_piece == pieces:
             self._deferred.popleft()

@@ -11,11 +11,13 @@ from typing import Any
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import (
     Action,
+    Allowance,
     Geometry,
     Kind,
     Memory,
     Policy,
     Scheduler,
+    StaticSizes,
     beside_head,
     parse_cap,
 )
@@ -31,7 +33,8 @@ class ScheduleConfig:
 
     Args:
         policy: a policy or its name.
-        cap: as ``--dpp-activation-cap``, or ``none`` for no limit.
+        cap: as ``--dpp-activation-cap``, or ``none`` for no limit. With ``static`` the limit is
+            what the static schedule holds in this iteration.
         split_backward: ``W`` are tasks of their own.
         beta: share of an activation that ``B`` frees.
         w_pieces: pieces of every chunk's ``W``, or of each stage's.
@@ -57,7 +60,8 @@ class ScheduleConfig:
 
     def caps(self, shape: Shape) -> list[float]:
         """The cap of each rank, in chunk activations."""
-        return [self._cap(self._geometry(shape, rank)) for rank in range(shape.num_ranks)]
+        ranks = range(shape.num_ranks)
+        return [self._allowance(shape, self._geometry(shape, rank)).chunks for rank in ranks]
 
     def run(self, shape: Shape, costs: Costs, *, lead: float = 0.0) -> Result:
         """Simulate one iteration."""
@@ -85,11 +89,14 @@ class ScheduleConfig:
 
     def _scheduler(self, shape: Shape, rank: int) -> Scheduler:
         geometry = self._geometry(shape, rank)
+        allowance = self._allowance(shape, geometry)
         make = partial(
             _Learner if shape.sizes and not self.sizes_at_start else Scheduler,
             geometry,
             policy=self.policy,
-            cap=self._cap(geometry),
+            cap=allowance.chunks,
+            weights=allowance.weights,
+            limits=allowance.limits,
             split_backward=self.split_backward,
             beta=self.memory[rank].beta if self.memory and self.split_backward else self.beta,
             largest=shape.unit,
@@ -99,14 +106,18 @@ class ScheduleConfig:
             scheduler.coming = shape.sizes
         return scheduler
 
-    def _cap(self, geometry: Geometry) -> float:
+    def _allowance(self, shape: Shape, geometry: Geometry) -> Allowance:
         if self.cap == "none":
-            return float(2 * geometry.num_chunks * geometry.num_microbatches)
-        if not self.memory:
-            return parse_cap(self.cap, geometry).chunks
-        memory = self.memory[geometry.rank]
-        cap = parse_cap(self.cap, geometry, memory.activation_bytes or None)
-        return beside_head(cap, geometry, memory) if self.split_backward else cap.chunks
+            return Allowance(float(2 * geometry.num_chunks * geometry.num_microbatches))
+        memory = self.memory[geometry.rank] if self.memory else None
+        cap = parse_cap(self.cap, geometry, memory.activation_bytes or None if memory else None)
+        known = memory is not None and self.split_backward
+        found = beside_head(cap, geometry, memory) if known else Allowance(cap.chunks)
+        if not (cap.as_static and shape.sizes):
+            return found
+        so_far = StaticSizes()
+        so_far.add(geometry, shape.sizes, found.weights)
+        return found.with_static(so_far, shape.unit)
 
 
 class _Learner(Scheduler):
