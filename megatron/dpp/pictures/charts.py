@@ -76,7 +76,7 @@ def plot_loss(report: Report, width: float) -> Picture | None:
         one, two = (dict(zip(c.x, c.y, strict=True)) for c in curves)
         common = one.keys() & two.keys()
         apart = max((abs(one[i] - two[i]) for i in common), default=math.nan)
-        same = "; the same in both runs, bit by bit, as far as both go"
+        same = "; the same in both runs as far as both go, bit by bit"
         title += same if apart == 0 else ""
         title += f"; the runs differ by at most {number(apart)}" if apart > 0 else ""
     elif curves[0].name == "both":
@@ -202,7 +202,7 @@ def _draw_slice(
 
 
 def parts_of(row: Report) -> list[tuple[str, float]]:
-    """Where a rank's pipeline time went: (class, ms) in the order of ``LABELS``."""
+    """Parts of a rank's pipeline time as (class, ms) in the order of ``LABELS``."""
     times = {**row["kinds_ms"], "span": row["other_ms"], **row["idle_ms"]}
     return [(name, times[name]) for name in LABELS if times.get(name)]
 
@@ -227,7 +227,7 @@ def _classes(rows: list[list[tuple[str, float]]]) -> list[str]:
 
 
 def plot_time_per_rank(report: Report, width: float) -> Picture:
-    """Where the time of the pipeline went, per rank."""
+    """Parts of the pipeline's time, per rank."""
     rows = report["ranks"][:MOST_ROWS]
     busiest = max(report["ranks"], key=lambda row: row["busy_ms"])
     idlest = max(report["ranks"], key=lambda row: row["bubble"])
