@@ -23,7 +23,7 @@ def test_context_ranks_share_all_out(flags: str) -> None:
 @pytest.mark.parametrize("measure", [layer_bytes, deferred_bytes, head_bytes, logits])
 @pytest.mark.parametrize("flags", ["", "--sequence-parallel"])
 def test_tensor_ranks_share_a_part_and_keep_another(measure: object, flags: str) -> None:
-    """What is shared halves with each doubling."""
+    """The shared part halves with each doubling."""
     assert callable(measure)
     one = measure(shape())
     two, four = (measure(shape(f"{TENSOR} {t} {flags}", world_size=t)) for t in (2, 4))
