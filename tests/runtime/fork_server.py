@@ -7,6 +7,7 @@ two file descriptors: the rank's output, and a socket that tells the rank's pid 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -100,6 +101,7 @@ def become(request: dict[str, Any]) -> None:
     if request["fresh"]:
         words = [sys.executable, "-X", "faulthandler", script, *arguments]
         os.execve(sys.executable, words, request["environment"])
+    atexit.register(gc.unfreeze)  # or the extensions of others report leaks when it ends
     os.environ.clear()
     os.environ.update(request["environment"])
     tempfile.tempdir = None  # where the environment says

@@ -1,4 +1,4 @@
-"""What timers learn from changing durations, and tasks that are prolonged, on a made-up clock."""
+"""Timers: learning from changing durations, and prolonged tasks, on a made-up clock."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_follower_never_waits_and_learns_all_the_same(device: Device) -> None:
 
 
 def test_a_task_is_prolonged_by_a_factor_of_its_shortest_time(device: Device) -> None:
-    """What it takes by itself is learned without the delay."""
+    """Its own time is learned without the delay."""
     timer = DeviceTimer(None)
     task(device, timer, 2.0, prolong=(3.0, 0.0))
     assert not device.sleeps, "its own time is not known yet"
@@ -207,7 +207,7 @@ def test_a_lookahead_is_given_in_milliseconds(
 
 
 def test_growth_is_forgotten_slowly(device: Device) -> None:
-    """When durations stop to depend on the size, the expectation follows."""
+    """The expectation follows when durations stop to depend on the size."""
     timer = DeviceTimer(0.0)
 
     def run(size: float, seconds: float) -> None:

@@ -1,0 +1,95 @@
+"""The tensor between two stages: divided over context and tensor ranks, in the pipeline's type."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.mcore import steps
+from megatron.dpp.mcore.steps import Stage, StepCall
+from megatron.dpp.runtime import dynamic
+from tests.runtime.test_stage import Chunk, config_with
+from tests.runtime.test_step_call import FakeGroup
+
+
+def call_of(tensor: int = 1, context: int = 1, decoder: int | None = None, **config: Any) -> Any:
+    given = {
+        "hidden_size": 8, "sequence_parallel": False, "fp32_residual_connection": False,
+        "pipeline_dtype": torch.bfloat16, "params_dtype": torch.float16,
+    }  # fmt: skip
+    groups = SimpleNamespace(tp=FakeGroup(tensor), cp=FakeGroup(context), dp_cp=None)
+    return StepCall.checked(
+        data_iterator=None, model=Chunk(config_with(**given | config)), pg_collection=groups,
+        forward_step_func=None, num_microbatches=1, seq_length=64, micro_batch_size=3,
+        decoder_seq_length=decoder,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "length"),
+    [
+        ({}, 64),
+        ({"context": 4}, 16),
+        ({"tensor": 2}, 64),
+        ({"tensor": 2, "sequence_parallel": True}, 32),
+        ({"tensor": 2, "context": 4, "sequence_parallel": True}, 8),
+        ({"context": 4, "decoder": 128}, 32),
+    ],
+)
+def test_a_sequence_is_shared_out_over_context_and_tensor_ranks(
+    sizes: dict[str, Any], length: int
+) -> None:
+    call = call_of(**sizes)
+    assert call.boundary_example().shape == (length, 3, 8)
+    assert call.boundaries().usual_bytes == length * 3 * 8 * 2
+    tokens = call.tokens()
+    assert (tokens.largest, tokens.hidden) == (length * 3, 8)
+    assert tokens.count(call.boundary_example()) == tokens.largest
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({}, torch.bfloat16),
+        ({"pipeline_dtype": None}, torch.float16),
+        ({"fp32_residual_connection": True}, torch.float32),
+    ],
+)
+def test_boundaries_have_the_type_of_the_pipeline(config: dict[str, Any], dtype: Any) -> None:
+    assert call_of(**config).boundary_example().dtype == dtype
+
+
+def test_tensors_of_other_shapes_are_not_counted_as_tokens() -> None:
+    adjust = {"adjust_tensor_shapes_fn": lambda receives, sends: (receives, sends)}
+    assert dataclasses.replace(call_of(), **adjust).tokens().hidden == 0
+
+
+def test_only_the_first_microbatch_of_an_iteration_is_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FP8 layers refresh their cached weights there."""
+    first: list[tuple[bool, int, int]] = []
+
+    def forward(*_: Any, **given: Any) -> tuple[torch.Tensor, int]:
+        given_now = (given["is_first_microbatch"], given["current_microbatch"])
+        first.append((*given_now, given["cp_group_size"]))
+        return torch.zeros(1), 5
+
+    monkeypatch.setattr(steps.schedules, "forward_step", forward)
+    stage = Stage(call_of(context=4), 0, 1, 1, None)
+    for microbatch in range(3):
+        stage.forward(0, microbatch, None)
+    assert first == [(True, 0, 4), (False, 1, 4), (False, 2, 4)]
+    assert stage._num_tokens == 15
+
+
+@pytest.mark.parametrize(("rank", "replica"), [(0, 0), (3, 0), (4, 1), (11, 2)])
+def test_context_ranks_share_a_replica(
+    monkeypatch: pytest.MonkeyPatch, rank: int, replica: int
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda _: rank)
+    assert dynamic._replica_of(call_of(context=4)) == replica
