@@ -122,7 +122,7 @@ def nearest_layout(asked: Layout, world_size: int, model: Divisible) -> Layout:
 
     def distance(layout: Layout) -> float:
         pairs = zip(dataclasses.astuple(layout), dataclasses.astuple(asked), strict=True)
-        return sum(max(a / b, b / a) - 1 for a, b in pairs)
+        return float(sum(max(a / b, b / a) - 1 for a, b in pairs))
 
     return min(possible_layouts(world_size, model), key=distance)
 
