@@ -12,6 +12,7 @@ import pytest
 
 from megatron.dpp.cli.files import check_data
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.sim.lengths import read_costs
 
 LENGTHS = (5, 40, 9, 101)
 
@@ -35,6 +36,7 @@ def checked(prefix: Path, **changes: Any) -> None:
         "overlong": "error",
         "packing": "none",
         "packing_budget": 0,
+        "length_costs": None,
         "mock_data": False,
         "data_args_path": None,
         "data_path": [str(prefix)],
@@ -68,6 +70,15 @@ def test_a_budget_below_the_longest_sequence_is_refused(chats: Path) -> None:
     with pytest.raises(ConfigError, match=r"--packing-budget 60 is below .* 100 tokens"):
         checked(chats, **packed)
     checked(chats, **packed, seq_length=50, overlong="skip")
+
+
+def test_costs_are_read_before_the_run(chats: Path, tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    with pytest.raises(DataError, match=r"--length-costs .*costs.json: expected the file of"):
+        checked(chats, length_costs=str(costs))
+    costs.write_text('{"fixed": 0.1, "per_token": [1, 2, 3], "per_square": [0, 0, 0]}')
+    checked(chats, length_costs=str(costs))
+    assert read_costs(str(costs)).total([2]) == pytest.approx(12.3)
 
 
 def test_tokens_without_marks_of_answers_are_refused(tmp_path: Path) -> None:

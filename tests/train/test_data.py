@@ -14,7 +14,7 @@ from megatron.dpp.train import data
 
 ARGS = argparse.Namespace(
     dataloader_type="single", full_validation=False, skip_train=False, eval_iters=1,
-    data_path=["tokens"],
+    data_path=["tokens"], variable_lengths=False,
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from megatron.dpp.cli.checkpoint_files import Found, check_engine, check_whole, 
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.sequence_files import answers_prefix, check_lengths, check_prefix
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.plan.flops import length_costs
 from megatron.dpp.text_files import read_mapping, read_text
 from megatron.dpp.trace import TraceLayout
 
@@ -108,6 +109,8 @@ def _check_sequences(prefix: str, args: argparse.Namespace) -> None:
         check_prefix(prefix)
         check_index(answers_prefix(prefix))
     check_lengths(prefix, args)
+    if args.length_costs:
+        length_costs(args)
 
 
 def check_outputs(args: argparse.Namespace) -> None:

@@ -69,6 +69,8 @@ SEQUENCES = (
     Flag("--overlong", str, "error", "documents above --seq-length", choices=OVERLONG),
     Flag("--packing", str, "none", "several sequences in a microbatch", choices=PACKINGS),
     Flag("--packing-budget", int, None, "most tokens of a packed microbatch (--seq-length)"),
+    Flag("--length-costs", str, None,
+        "times over lengths from report --length-costs, to balance and plan with"),
     Flag("--order", str, "drawn", "order of a global batch's microbatches", choices=ORDERS),
 )  # fmt: skip
 

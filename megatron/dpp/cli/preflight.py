@@ -115,6 +115,7 @@ def check_schedule(args: RunConfig, *, one_node: bool) -> None:
     if args.dpp_inject:
         _check_injection(args)
     ranks = args.pipeline_model_parallel_size
+    ramped = bool(args.rampup_batch_size) or args.packing != "none"  # steps differ in microbatches
     for rank in range(ranks):
         geometry = Geometry(
             num_ranks=ranks,
@@ -130,7 +131,7 @@ def check_schedule(args: RunConfig, *, one_node: bool) -> None:
         if args.dpp_replay and one_node:
             for replica in range(0, args.data_parallel_size, replicas_in_step(args)):
                 path = replica_path(args.dpp_replay, replica)
-                check_recording(path, geometry, ramped=bool(args.rampup_batch_size))
+                check_recording(path, geometry, ramped=ramped)
 
 
 def _check_addresses(config: DppConfig, world_size: int) -> None:

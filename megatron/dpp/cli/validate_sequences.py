@@ -6,7 +6,7 @@ import argparse
 
 from megatron.dpp.errors import require
 
-_NEED = ("overlong", "packing", "packing_budget", "order")
+_NEED = ("overlong", "packing", "packing_budget", "order", "length_costs")
 _EXCLUDED = {
     "--mock-data": "it has one length; give --data-path",
     "--rampup-batch-size": "leave it out",

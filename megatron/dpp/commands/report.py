@@ -64,6 +64,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--plots", metavar="DIR", help="also write pictures there (needs matplotlib)")
     add("--json", action="store_true", help="print the numbers as JSON instead of sentences")
     add("--costs", metavar="FILE", help="also write the recorded costs, for megatron-dpp sim")
+    add("--length-costs", metavar="FILE",
+        help="also write times over sequence lengths, for train --length-costs")  # fmt: skip
     add("--fail-if", action="append", default=[], metavar="LIMIT",
         help="exit with 2 when a total breaks it: 'bubble>0.25'; may be repeated")  # fmt: skip
     return parser
@@ -170,6 +172,10 @@ def _run(options: argparse.Namespace, prog: str) -> int:
         if not runs:
             raise DataError("--costs: no iteration was recorded in full")
         Path(options.costs).write_text(json.dumps(cost_file(runs)) + "\n", encoding="utf-8")
+    if options.length_costs:
+        costs = (report["lengths"] or {}).get("costs")
+        require(costs, "--length-costs: the run has no lengths, or too few unlike ones")
+        Path(options.length_costs).write_text(json.dumps(costs) + "\n", encoding="utf-8")
     if options.plots:
         write_plots(report, Path(options.plots))
     if options.json:

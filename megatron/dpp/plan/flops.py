@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from megatron.dpp.plan.from_flags import model_of
 from megatron.dpp.plan.layer_patterns import layers_with_experts
 from megatron.dpp.plan.shape import ModelShape
-from megatron.dpp.sim.lengths import LengthCosts
+from megatron.dpp.sim.lengths import LengthCosts, read_costs
 
 
 def layer_weights(model: ModelShape, ffn_hidden_size: int | None = None) -> int:
@@ -77,8 +77,14 @@ def flops_of_lengths(args: argparse.Namespace, tokens: int, squares: int) -> flo
 
 
 def length_costs(args: argparse.Namespace) -> LengthCosts:
-    """Times of a layer over the lengths of sequences, in units of a token's share without
-    attention."""
+    """Times of a stage over the lengths of sequences: those of ``--length-costs``, else of a layer
+    by its FLOPs, in units of a token's share without attention.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    if args.length_costs:
+        return read_costs(args.length_costs)
     model = model_of(args)
     square = model.queries / layer_weights(model)
     return LengthCosts(per_square=(square, 2.5 * square, 0.0))

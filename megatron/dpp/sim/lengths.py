@@ -6,14 +6,16 @@ each sequence, the rest of a layer with the tokens.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.costs import Costs, Hop
 
@@ -93,6 +95,24 @@ class LengthCosts:
         forward, backward, weight = ([list(row) for _ in range(stages)] for row in rows)
         link = Hop(hop / num_chunks / 2, hop / num_chunks / 2)
         return Costs((forward, backward, weight), [link] * (stages - 1))
+
+
+def read_costs(path: str) -> LengthCosts:
+    """Costs that ``megatron-dpp report --length-costs`` wrote.
+
+    Raises:
+        DataError: the file cannot be read, or holds no costs.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        fixed = float(found["fixed"])
+        kinds = [tuple(float(x) for x in found[name]) for name in ("per_token", "per_square")]
+        (a, b, c), (d, e, f) = kinds
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"--length-costs {path}: expected the file of `report --length-costs` ({error})"
+        ) from error
+    return LengthCosts(fixed=fixed, per_token=(a, b, c), per_square=(d, e, f))
 
 
 def parse_lengths(text: str) -> list[int]:
