@@ -32,7 +32,14 @@ PAGES = [
 ]
 OTHER_VARIABLES = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "DS_BUILD_OPS"}
 """Variables of programs that are not ours."""
-OTHER_PROGRAMS = {"export", "ibv_rc_pingpong", "nvidia-cuda-mps-control", "rping", "source"}
+OTHER_PROGRAMS = {
+    "docker",
+    "export",
+    "ibv_rc_pingpong",
+    "nvidia-cuda-mps-control",
+    "rping",
+    "source",
+}
 WRAPPERS = {"nice", "sbatch", "srun"}
 """Programs that start the command behind their own arguments."""
 SCRIPT_COMMANDS = {

@@ -54,7 +54,7 @@ EXCEPTIONS = (
         r"^(.*bash (?:examples/(?:gpt3|bert)/train_|run_single_bert).*)", r"DRY_RUN=1 \1",
         "a large model on GPUs",
     ),
-    Instead(r"^(srun|sbatch|kubectl) .*", "", "a cluster and its tools"),
+    Instead(r"^(srun|sbatch|kubectl|docker) .*", "", "a cluster and its tools"),
     Instead(r"^(nvidia-cuda-mps-control|ibv_rc_pingpong|rping) .*", "", "NVIDIA's or RDMA's tools"),
     Instead(
         r"^(NUM_GPUS=2 \S+ )?megatron-dpp compare-losses.*", "megatron-dpp compare-losses --help",

@@ -43,7 +43,19 @@ MAY_IMPORT = {
         *("config", "errors", "locks", "text_files", "tokenizers", "schedule", "trace", "plan"),
         "inject",
     },
-    "launch": {"config", "errors", "hosts", "text_files", "tokenizers", "schedule", "plan", "cli"},
+    "launch": {
+        *(
+            "config",
+            "errors",
+            "hosts",
+            "locks",
+            "text_files",
+            "tokenizers",
+            "schedule",
+            "plan",
+            "cli",
+        ),
+    },
     "train": {
         *("config", "errors", "locks", "text_files", "tokenizers", "schedule", "trace", "plan"),
         *("transport", "mcore", "runtime", "cli"),

@@ -19,6 +19,8 @@ check mypy "$python" -m mypy
 mapfile -t scripts < <(git ls-files '*.sh' '*.sbatch' '.ci/run')
 # SC1091: it does not follow sourced files, which are in the list themselves.
 check shellcheck "$bin/shellcheck" --exclude=SC1091 "${scripts[@]}"
+# There is no hadolint for every platform.
+[[ ! -x $bin/hadolint ]] || check hadolint "$bin/hadolint" Dockerfile
 mapfile -t sources < <(git ls-files 'csrc/*.cc' 'csrc/*.h')
 check clang-format "$bin/clang-format" --dry-run --Werror "${sources[@]}"
 # A dead link or a page that is missing from the navigation fails. The site is build/site.

@@ -50,13 +50,13 @@ def test_help_knows_every_option() -> None:
     assert not {"tp", "pp", "chunks", "mode"} & taken
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
 def test_completion_knows_every_option(shell: str) -> None:
     pytest.importorskip("shtab")
     script = cli.completion(shell)
     assert all(name.lstrip("-") in script for name in cli.NAMES)
-    with pytest.raises(ConfigError, match="fish: nearest possible: bash, zsh, tcsh"):
-        cli.completion("fish")
+    with pytest.raises(ConfigError, match="csh: nearest possible: bash, zsh, fish, tcsh"):
+        cli.completion("csh")
 
 
 @pytest.mark.parametrize(

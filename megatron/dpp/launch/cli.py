@@ -188,8 +188,25 @@ complete -o default -F _train_behind_command python python3 megatron-dpp ./megat
 """Completes ``megatron-dpp train`` and ``python train`` in bash; shtab completes ``./train``."""
 
 
+def _fish(parser: argparse.ArgumentParser) -> str:
+    """Completions for fish, which shtab lacks: of ``train`` and of ``megatron-dpp train``."""
+    lines = []
+    for action in parser._actions:
+        values = "" if action.nargs == 0 else " -x"
+        if action.option_strings[0] in _FILES:
+            values = " -r -F"
+        elif action.choices:
+            values = f" -x -a '{' '.join(str(choice) for choice in action.choices)}'"
+        help_ = (action.help or "").replace("'", "\\'")
+        names = " ".join(f"-l {name[2:]}" for name in action.option_strings)
+        rest = f"{names}{values} -d '{help_}'"
+        lines.append(f"complete -c train {rest}")
+        lines.append(f"complete -c megatron-dpp -n '__fish_seen_subcommand_from train' {rest}")
+    return "\n".join(lines)
+
+
 def completion(shell: str) -> str:
-    """A completion script for ``./train``, and in bash for ``megatron-dpp train``.
+    """A completion script for ``./train``, and in bash and fish for ``megatron-dpp train``.
 
     Raises:
         ConfigError: shtab has no script for the shell, or is not installed.
@@ -198,7 +215,7 @@ def completion(shell: str) -> str:
         import shtab
     except ModuleNotFoundError:
         raise ConfigError("--completion: shtab is not installed; pip install shtab") from None
-    shells = ("bash", "zsh", "tcsh")
+    shells = ("bash", "zsh", "fish", "tcsh")
     if shell not in shells:
         raise ConfigError(f"--completion {shell or 'SHELL'}: nearest possible: {', '.join(shells)}")
     parser = build_parser()
@@ -209,5 +226,7 @@ def completion(shell: str) -> str:
         action.choices = known.get(name, action.choices)
         if name in _FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
+    if shell == "fish":
+        return _fish(parser)
     script: str = shtab.complete(parser, shell=shell)
     return script + (_BEHIND_COMMAND if shell == "bash" else "")

@@ -39,6 +39,9 @@ from megatron.dpp.train.losses import LossCheck
 
 Args = RunConfig
 
+_LINE_BYTES = 1024
+"""Room for a log line that the last rank sends to rank 0."""
+
 
 @dataclass
 class Run:
@@ -92,6 +95,20 @@ class Run:
         """Prints on the last rank."""
         if self.is_last:
             _print_line(text)
+
+    def say_ends(self, text: str) -> None:
+        """Prints on the last rank, and on rank 0 if that is on another node: a collective there."""
+        self.say_last(text)
+        world_size = int(self.args.world_size)
+        if int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) >= world_size:
+            return
+        line = torch.zeros(_LINE_BYTES, dtype=torch.uint8)
+        if self.is_last:
+            data = text.encode()[:_LINE_BYTES]
+            line[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        line = line.to(self.device)
+        dist.broadcast(line, src=world_size - 1)
+        self.say(bytes(line.tolist()).rstrip(b"\0").decode(errors="ignore"))
 
     @contextlib.contextmanager
     def timed(self, timer: str, *, level: int, barrier: bool = False) -> Iterator[None]:

@@ -143,7 +143,7 @@ class TrainingLog:
             if average > 0.0:
                 parts.append(f"{name}: {average:.6E}")
         parts += self._tail(step)
-        run.say_last(" | ".join(parts) + " |")
+        run.say_ends(" | ".join(parts) + " |")
         self._report_timers(count, reset=reset)
         if reset:
             self.totals = {name: torch.zeros_like(total) for name, total in self.totals.items()}
