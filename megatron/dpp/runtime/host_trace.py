@@ -84,8 +84,9 @@ class StepTrace:
         )
 
     def close(self) -> None:
-        """End the file."""
+        """End the file; later steps are not recorded."""
         recorder, self._recorder = self._recorder, None
+        self._settings = None
         if recorder is not None:
             recorder.close()
 
