@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore import steps
 from megatron.dpp.mcore.steps import Stage, StepCall
 from megatron.dpp.runtime import dynamic
@@ -93,3 +94,21 @@ def test_context_ranks_share_a_replica(
 ) -> None:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda _: rank)
     assert dynamic._replica_of(call_of(context=4)) == replica
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"), [("num_moe_experts", "--num-experts 4"), ("mtp_num_layers", "--mtp-num-l")]
+)
+def test_losses_scaled_by_one_tensor_need_one_tensor(name: str, flag: str) -> None:
+    several = {"adjust_tensor_shapes_fn": lambda receives, sends: (receives, [*sends, (3,)])}
+    dataclasses.replace(call_of(), **several).boundaries()
+    call_of(**{name: 4}).boundaries()
+    with pytest.raises(ConfigError, match=f"{flag}.* exchange one tensor, not 2"):
+        dataclasses.replace(call_of(**{name: 4}), **several).boundaries()
+
+
+def test_partial_checkpoints_are_refused_with_a_global_loss_alone() -> None:
+    partial = {"num_microbatches_with_partial_activation_checkpoints": 1}
+    call_of(moe_router_load_balancing_type=["aux_loss"], **partial).refuse_ordered()
+    with pytest.raises(ConfigError, match="global_aux_loss with partial checkpoints"):
+        call_of(moe_router_load_balancing_type=["global_aux_loss"], **partial).refuse_ordered()

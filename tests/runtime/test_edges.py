@@ -14,9 +14,11 @@ from megatron.dpp.errors import ConfigError, PeerDead
 from megatron.dpp.inject import Injector
 from megatron.dpp.mcore import rng
 from megatron.dpp.mcore.boundary import Tokens
+from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.schedule import Action, Geometry, Memory
+from megatron.dpp.trace import NullRecorder, Recorder
 from megatron.dpp.transport import TransportOptions
 from megatron.dpp.transport.base import LinkInfo, Message
 from megatron.dpp.transport.fake import FakeNetwork
@@ -160,3 +162,29 @@ def test_the_most_pending_messages_are_a_power_of_two(number: int) -> None:
         assert TransportOptions(max_pending=allowed).max_pending == allowed
     with pytest.raises(ConfigError, match=f"max_pending is {number}"):
         TransportOptions(max_pending=number)
+
+
+class Idle(PipelineSchedule):
+    """A schedule that runs nothing."""
+
+    injected_seconds = 0.0
+
+    def __call__(self, **keywords: Any) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+    def _links(self) -> None:
+        return None
+
+
+def test_a_schedule_records_into_what_it_is_given_or_nowhere() -> None:
+    recorder, said = Recorder(), list[str]()
+    given = Idle(DppConfig(slots=3), recorder=recorder, seed=0, log=said.append)
+    assert given._recorder is recorder and given._seed == 0 and given.config.slots == 3
+    given._log("a line")
+    assert said == ["a line"]
+    usual = Idle()
+    assert isinstance(usual._recorder, NullRecorder)
+    assert usual._seed == torch.initial_seed() and usual.iteration == 0
