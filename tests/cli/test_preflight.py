@@ -64,10 +64,6 @@ REFUSED = {
     "--sft and --variable-length exclude": f"{GOOD} --sft --variable-length",
     "--order needs --sft or --variable-length": f"{GOOD} --order ascending",
     "do not go with --mock-data": f"{GOOD} --variable-length",
-    "mixes up their shapes": (
-        f"{MODEL} {VOCABULARY} --sft --data-path x --no-overlap-p2p-communication "
-        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-    ),
     "--dpp-transport pigeon": f"{GOOD} --use-dpp --dpp-transport pigeon",
     "--node-ips 10.0.0.1,10.0.0.2,10.0.0.3 has 3 addresses": (
         f"{GOOD} --use-dpp --node-ips 10.0.0.1,10.0.0.2,10.0.0.3"

@@ -31,7 +31,7 @@ def index(prefix: Path) -> None:
 def checked(prefix: Path, **changes: Any) -> None:
     values = {
         "sft": True,
-        "variable_lengths": True,
+        "variable_length": False,
         "seq_length": 100,
         "overlong": "error",
         "packing": "none",

@@ -34,7 +34,7 @@ from megatron.dpp.plan import (
     stage_bytes,
 )
 from megatron.dpp.plan.estimate import bubble_formula, traffic
-from megatron.dpp.plan.flops import flops_per_iteration, flops_per_token
+from megatron.dpp.plan.flops import flops_of_lengths, flops_per_iteration, flops_per_token
 from megatron.dpp.plan.memory import interleaving_factor
 from megatron.dpp.plan.times import collective_bytes, collectives, part_times
 
@@ -176,6 +176,9 @@ def test_flops_of_experts_are_those_of_the_layers_that_hold_them() -> None:
     outputs = 2 * 1024 + 2 * 256 + 3
     per_token = flops_per_token(model, widths, outputs=outputs)
     assert flops_per_iteration(args, 4) == 4 * 128 * per_token
+    assert flops_of_lengths(args, 4 * 128, 4 * 128**2) == pytest.approx(4 * 128 * per_token)
+    less = flops_of_lengths(args, 4 * 128, 8 * 64**2)
+    assert 0 < less < 4 * 128 * per_token
 
 
 @pytest.mark.parametrize("pipeline", [1, 2, 4])

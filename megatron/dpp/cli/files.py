@@ -98,7 +98,7 @@ def check_data(args: argparse.Namespace, task_name: str) -> None:
                 )
             for prefix in prefixes:
                 sequences, documents = check_index(prefix)
-                if args.variable_lengths:
+                if args.sft or args.variable_length:
                     _check_sequences(prefix, args)
                 if words:  # GPT's data sets divide sequences, BERT's documents
                     check_split(prefix, args.split, sequences if task_name == "gpt" else documents)

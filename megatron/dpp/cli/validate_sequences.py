@@ -77,11 +77,3 @@ def _check_exchange(args: argparse.Namespace) -> None:
     args.variable_seq_lengths = ranks > 1 and not own
     if args.variable_seq_lengths and not args.num_experts:
         args.moe_token_dispatcher_type = "alltoall"  # megatron-core asks for it in any model
-    chunks = args.virtual_pipeline_model_parallel_size or 1
-    batched = not args.overlap_p2p_comm
-    require(
-        not (args.variable_seq_lengths and chunks > 1 and ranks == 2 and batched),
-        f"sequences of unlike length over 2 pipeline ranks x {chunks} chunks: megatron-core's "
-        "exchange without overlap mixes up their shapes; leave --no-overlap-p2p-communication "
-        "out, or give --dpp-transport with a kind, or --use-dpp",
-    )
