@@ -82,7 +82,7 @@ def run() -> int:
             if "--standalone" in sys.argv:
                 _stay_on_this_host()
             else:
-                static_tcp_rendezvous.TCPStore = _TimedStore  # type: ignore[attr-defined,assignment,misc]
+                static_tcp_rendezvous.TCPStore = _TimedStore  # type: ignore[attr-defined,assignment]
             main()
     except DistStoreError as error:
         return _say(
