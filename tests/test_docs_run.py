@@ -51,7 +51,8 @@ EXCEPTIONS = (
         r"^(MASTER_ADDR=\S+ bash run_(?:master|worker)_)", r"DRY_RUN=1 \1", "two machines"
     ),
     Instead(
-        r"^(.*bash (?:examples/(?:gpt3|bert)/train_|run_single_bert).*)", r"DRY_RUN=1 \1",
+        r"^(.*bash (?:examples/(?:gpt3|bert)/train_|run_single_bert).*)",
+        r"DRY_RUN=1 GPUS_PER_NODE=8 \1",
         "a large model on GPUs",
     ),
     Instead(r"^(srun|sbatch|kubectl|docker) .*", "", "a cluster and its tools"),

@@ -6,7 +6,8 @@
 # It sets up what is missing. For bash and zsh; in other shells write ./megatron-dpp.
 _dpp_root=$(cd "$(dirname "${BASH_SOURCE[0]:-$0}")/.." && pwd)
 if _dpp_python=$(bash "$_dpp_root/tools/setup.sh" --quiet); then
-  export PATH="$_dpp_root:$(dirname "$_dpp_python"):$PATH"
+  PATH=$_dpp_root:$(dirname "$_dpp_python"):$PATH
+  export PATH
   unset _dpp_root _dpp_python
 else
   unset _dpp_root _dpp_python

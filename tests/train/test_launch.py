@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.dpp.train import torchrun as launch
+from tests.conftest import REPOSITORY
 
 
 def failed(exit_code: int) -> ChildFailedError:
@@ -66,3 +70,23 @@ def test_torchruns_folder_is_gone_at_the_end(
     assert launch.run() == 0
     assert seen[0].parent == tmp_path
     assert not list(tmp_path.iterdir())
+
+
+_MEET = """
+import sys
+from datetime import timedelta
+from megatron.dpp.train.torchrun import _TimedStore
+_TimedStore("127.0.0.1", int(sys.argv[1]), 2, False, timedelta(seconds=1), multi_tenant=True)
+"""
+
+
+def test_a_port_of_another_program_ends_the_wait() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = subprocess.run(
+            [sys.executable, "-c", _MEET, str(port)],
+            capture_output=True, text=True, timeout=120, cwd=REPOSITORY,
+        )  # fmt: skip
+    assert result.returncode == 1
+    assert f"error: 127.0.0.1:{port} accepts connections and does not answer" in result.stderr
+    assert "WAIT_SECONDS=1: another program listens there" in result.stderr

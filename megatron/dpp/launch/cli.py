@@ -220,7 +220,7 @@ def completion(shell: str) -> str:
         raise ConfigError(f"--completion {shell or 'SHELL'}: nearest possible: {', '.join(shells)}")
     parser = build_parser()
     models = tuple(sorted(path.stem for path in MODELS.glob("*.yaml")))
-    known = {"--mode": MODES, "--model": models, "--gpu": KNOWN_GPUS}
+    known = {"--mode": (*MODES, *_ALIASES), "--model": models, "--gpu": KNOWN_GPUS}
     for action in parser._actions:
         name = action.option_strings[0]
         action.choices = known.get(name, action.choices)

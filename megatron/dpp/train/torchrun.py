@@ -10,6 +10,8 @@ import os
 import socket
 import sys
 import tempfile
+import threading
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed
@@ -17,11 +19,16 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+from torch.distributed.elastic.rendezvous import (
+    c10d_rendezvous_backend,
+    static_tcp_rendezvous,
+)
 from torch.distributed.run import main
 
 _FAILED = 1
 _LOOPBACK = "127.0.0.1"
+_GRACE_S = 5.0
+"""Time for PyTorch's own error, which names the nodes that are missing."""
 
 
 class _LocalStore(TCPStore):
@@ -34,6 +41,29 @@ class _LocalStore(TCPStore):
             port = listener.getsockname()[1]
             options["master_listen_fd"] = listener.detach()  # the store's from here on
         super().__init__(_LOOPBACK, port, *rest, **options)
+
+
+class _TimedStore(TCPStore):
+    """A store that ends the process where its server does not answer in time: something else may
+    listen on its port, and PyTorch then waits for ever."""
+
+    def __init__(self, host: str, port: int, *rest: Any, **options: Any) -> None:
+        seconds = next(each for each in rest if isinstance(each, timedelta)).total_seconds()
+        late = threading.Timer(seconds + _GRACE_S, _end, (host, port, seconds))
+        late.daemon = True
+        late.start()
+        try:
+            super().__init__(host, port, *rest, **options)
+        finally:
+            late.cancel()
+
+
+def _end(host: str, port: int, seconds: float) -> None:
+    _say(
+        f"error: {host}:{port} accepts connections and does not answer within "
+        f"WAIT_SECONDS={seconds:.0f}: another program listens there; name another MASTER_PORT"
+    )
+    os._exit(_FAILED)
 
 
 def _stay_on_this_host() -> None:
@@ -51,6 +81,8 @@ def run() -> int:
             os.environ.setdefault("PET_LOG_DIR", folder)  # as --log-dir, which wins
             if "--standalone" in sys.argv:
                 _stay_on_this_host()
+            else:
+                static_tcp_rendezvous.TCPStore = _TimedStore  # type: ignore[attr-defined,assignment]
             main()
     except DistStoreError as error:
         return _say(
