@@ -21,7 +21,7 @@ from megatron.dpp.cli.preflight import build_vocabulary
 from megatron.dpp.errors import ConfigError, DppError
 from megatron.dpp.launch import cli
 from megatron.dpp.launch.flags import MODELS, model_flags, to_argv
-from megatron.dpp.launch.layout import Layout, nearest_layout, possible_layouts
+from megatron.dpp.launch.layout import Divisible, Layout, nearest_layout, possible_layouts
 from megatron.dpp.launch.main import main, plan
 from megatron.dpp.launch.nodes import find_nodes
 from megatron.dpp.launch.resolve import Setting, base_flags, resolve
@@ -73,7 +73,7 @@ REFUSED = {
     "--mode zero --zero-stage 4": "invalid choice: 4",
     "--mode hurry": "invalid choice: 'hurry'",
     "--mode simple --procs 2 --batch-size 33": "nearest possible: 32",
-    "--mode simple --procs 2 --model big": "there are large, medium, sample, small",
+    "--mode simple --procs 2 --model big": "there are large, medium, mixtral-8x7b",
     "--mode simple --procs 2 --hidden-size 130": "nearest: 128",
     "--mode simple --procs 0": "nearest possible: 1",
     "--mode simple --gpus 99": "nearest possible:",
@@ -267,7 +267,14 @@ def test_dry_run_prints_flags_and_command_without_importing_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("small", 124.5), ("medium", 354.9), ("large", 1315.8)]
+    ("name", "millions"),
+    [
+        ("small", 124.5),
+        ("medium", 354.9),
+        ("large", 1315.8),
+        ("mixtral-8x7b", 46852.7),  # 46,702.8 with its own 32,000 tokens
+        ("qwen3-30b-a3b", 30115.8),  # 30,532.1 with its own 151,936
+    ],
 )
 def test_models_have_the_sizes_that_they_are_named_for(name: str, millions: float) -> None:
     options, rest = cli.parse(f"--mode simple --procs 1 --model {name}".split())
@@ -353,9 +360,27 @@ def test_the_loss_is_fused_where_its_gradient_has_16_bits_anyway() -> None:
 
 
 def test_every_model_file_can_be_asked_for() -> None:
-    assert {path.stem for path in MODELS.glob("*.yaml")} == {"sample", "small", "medium", "large"}
-    for name in ("sample", "small", "medium", "large"):
+    names = {path.stem for path in MODELS.glob("*.yaml")}
+    of_experts = {"sample-experts", "mixtral-8x7b", "qwen3-30b-a3b"}
+    assert names == {"sample", "small", "medium", "large"} | of_experts
+    for name in names:
         parse_args(to_argv(model_flags(name)))
+
+
+def test_experts_and_sequences_are_dealt_out() -> None:
+    args = args_of("--mode 3d --procs 4 --pp 2 --ep 2 --model sample-experts")
+    assert (args.expert_model_parallel_size, args.data_parallel, args.use_dpp) == (2, 2, True)
+    args = args_of("--mode 3d --procs 8 --tp 2 --pp 2 --ep 4 --model sample-experts")
+    assert (args.expert_tensor_parallel_size, args.sequence_parallel) == (1, True)
+    for words, said in {
+        "--procs 4 --ep 2": "expert parallelism needs --num-experts",
+        "--procs 6 --ep 3 --model sample-experts": "4 experts cannot be divided by 3",
+        "--procs 2 --ep 4 --model sample-experts": "2 ranks of a stage cannot be divided by 4",
+        "--procs 4 --cp 2": "context parallelism needs --transformer-impl transformer_engine",
+        "--procs 4 --pp 2 --cp 4": "1 x 2 x 4 = 8 does not divide 4 ranks",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            args_of(f"--mode 3d {words}")
 
 
 def test_config_file_lies_between_model_and_command_line(tmp_path: Path) -> None:
@@ -412,8 +437,9 @@ def test_gpus_train_in_the_16_bits_that_they_are_built_for(
 def test_nearest_layout_is_possible_and_near() -> None:
     for tensor, pipeline in itertools.product(range(1, 9), repeat=2):
         asked = Layout(tensor=tensor, pipeline=pipeline)
-        near = nearest_layout(asked, 8, 24, 16)
-        possible = list(possible_layouts(8, 24, 16))
+        model = Divisible(num_layers=24, num_heads=16)
+        near = nearest_layout(asked, 8, model)
+        possible = list(possible_layouts(8, model))
         assert near in possible
         assert near == asked or asked not in possible
 

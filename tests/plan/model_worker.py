@@ -31,6 +31,8 @@ def measure(arch: str, flags: list[str], rank: int, world_size: int) -> dict[str
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
         args.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
     set_seeds(args)
     chunks = bare_chunks(args, transformer_config(args), TASKS[arch].build_chunk)
@@ -42,7 +44,7 @@ def measure(arch: str, flags: list[str], rank: int, world_size: int) -> dict[str
         "parameters": sum(p.numel() for chunk in chunks for p in chunk.parameters()),
         "estimated_parameters": rank_parameters(shape, pipeline_rank),
     }
-    if shape.pipeline == 1:
+    if shape.pipeline == 1 and shape.expert == 1:  # else the router decides who has how many
         result["saved"] = forward(args, arch, chunks[0])
         result["estimated_saved"] = stage_bytes(shape, 0)
     parallel_state.destroy_model_parallel()

@@ -28,6 +28,10 @@ LLAMA = (
     "--swiglu --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights "
     "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --no-rope-fusion"
 )
+EXPERTS = (
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 96 --disable-bias-linear "
+    "--no-bias-gelu-fusion --moe-token-dispatcher-type alltoall"
+)
 _INDICES = 48
 """Bytes per token that estimates leave out: indices and masks of embeddings and loss."""
 CONFIGURATIONS = (
@@ -41,6 +45,10 @@ CONFIGURATIONS = (
     f"{GPT} {SEQUENCE} --swiglu --untie-embeddings-and-output-weights --disable-bias-linear",
     f"{GPT} {SEQUENCE} {LLAMA}",
     f"{GPT} {TENSOR} {PIPELINE} --num-virtual-stages-per-pipeline-rank 2",
+    f"{GPT} {EXPERTS} --moe-shared-expert-intermediate-size 32",
+    f"{GPT} {EXPERTS} {SEQUENCE} --bf16 --swiglu",
+    f"{GPT} {EXPERTS} {SEQUENCE} {LLAMA} --qk-layernorm --expert-model-parallel-size 2 "
+    "--expert-tensor-parallel-size 1",
     BERT,
     f"{BERT} {TENSOR} {PIPELINE}",
     f"{BERT} {TENSOR} --bert-no-binary-head",

@@ -111,10 +111,51 @@ def test_full_recompute_keeps_the_input_only() -> None:
 
 
 def test_flops_are_those_that_training_logs() -> None:
-    for flags in ("", "--swiglu", "--group-query-attention --num-query-groups 2"):
+    experts = "--num-experts 8 --moe-ffn-hidden-size 96 --disable-bias-linear --swiglu"
+    for flags in ("", "--swiglu", "--group-query-attention --num-query-groups 2", experts):
         args = validate(parse_args((FLAGS + flags).split()), 1)
         run = shape_of(args, on_gpu=True)
         assert estimate(run, H200).flops_per_token == flops_per_iteration(args, 4) / (4 * 128)
+
+
+EXPERTS = (
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 96 --disable-bias-linear "
+    "--no-bias-gelu-fusion --moe-token-dispatcher-type alltoall"
+)
+
+
+def test_expert_parallel_ranks_share_experts_and_send_tokens() -> None:
+    alone = shape(EXPERTS, world_size=8)
+    shared = shape(f"{EXPERTS} --expert-model-parallel-size 4", world_size=8)
+    dense = rank_parameters(shape(), 0) - 8 * 2 * 1024 * 256
+    of_experts = 8 * 8 * 2 * 96 * 256
+    bias = 8 * (3 * 256 + 256 + 1024 + 256)
+    router = 8 * 8 * 256
+    assert rank_parameters(alone, 0) == dense - bias + router + of_experts
+    assert rank_parameters(shared, 0) == dense - bias + router + of_experts // 4
+    assert model_parameters(shared) == rank_parameters(alone, 0)
+    assert traffic(alone).experts == 0
+    # Two all-to-alls in F and in B; a rank keeps a quarter of its 2 * 256 routed tokens.
+    sent = 8 * shared.num_microbatches * 4 * 3 / 4 * 2 * 256 * 256 * 2
+    assert traffic(shared).experts == sent
+    assert shared.expert_replicas == 2 and alone.expert_replicas == 8
+
+
+def test_a_router_out_of_balance_costs_time_and_memory() -> None:
+    even = shape(f"{EXPERTS} --expert-model-parallel-size 4", world_size=8)
+    skewed = dataclasses.replace(even, imbalance=2.0)
+    assert estimate(skewed, even_device()).seconds > estimate(even, even_device()).seconds
+    assert layer_bytes(skewed) > layer_bytes(even)
+    assert traffic(skewed).experts == 2 * traffic(even).experts
+
+
+def test_context_parallel_ranks_pass_keys_and_values_round() -> None:
+    alone = dataclasses.replace(shape(), data=1)
+    ring = dataclasses.replace(alone, context=4)
+    assert traffic(alone).context == 0
+    # Of the 64 tokens of a rank, to three others: in F keys and values, in B also their gradients.
+    assert traffic(ring).context == 8 * ring.num_microbatches * 3 * 3 * 2 * 64 * 256 * 2
+    assert least_bytes(ring) < least_bytes(alone)
 
 
 def test_flops_of_experts_are_those_of_the_layers_that_hold_them() -> None:
@@ -244,9 +285,9 @@ def test_layouts_are_read_as_megatron_core_deals_layers_out() -> None:
     assert shape(standalone + both, 2).layers == (3, 3)
 
 
-def test_experts_are_not_estimated() -> None:
-    with pytest.raises(ConfigError, match="--num-experts"):
-        shape("--num-experts 4")
+def test_models_with_some_dense_layers_are_not_estimated() -> None:
+    with pytest.raises(ConfigError, match="--moe-layer-freq: models with dense layers too"):
+        shape(f"{EXPERTS} --moe-layer-freq 2")
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,7 +182,7 @@ class Job:
         return sum(r.decider.scheduler.num_out_of_order for stage in self.stages for r in stage)
 
     def _move(self, s: int, r: int, chance: random.Random) -> bool:
-        """Let a message or note come, or end or begin a task; False if none of these is possible."""
+        """Let a message or note come, or end or begin a task; False if none is possible."""
         if r < 0:
             return self.boards[s].deliver(chance)
         messages_first = chance.random() < 0.5

@@ -22,6 +22,7 @@ def check(num_ranks: int, *cases: dict[str, Any]) -> None:
     output = run_ranks(WORKER, num_ranks, [json.dumps(cases)], timeout=240)
     for case in cases:
         assert f"CASE {case['name']} ok" in output
+    print("\n".join(line for line in output.splitlines() if line.startswith("CASE")))
 
 
 def case(name: str, p: int, m: int, *runs: dict[str, Any], **layout: Any) -> dict[str, Any]:
@@ -237,13 +238,13 @@ def test_expert_parallel() -> None:
     check(
         4,
         case("ep2 v2", 2, 4, {"inject": LATE}, v=2, ep=2, layers=4, model=EXPERTS | SHARED,
-             dropout=0.1, deviates=True, **OPTIMIZED),
+             dropout=0.1, deviates=1, **OPTIMIZED),
         case("ep2, allgather", 2, 4, {"inject": LATE}, ep=2, layers=2, model=EXPERTS | ALLGATHER),
     )  # fmt: skip
 
 
 def test_context_parallel() -> None:
-    check(4, case("cp2", 2, 4, {"inject": LATE}, v=2, cp=2, layers=4, deviates=True))
+    check(4, case("cp2", 2, 4, {"inject": LATE}, v=2, cp=2, layers=4, deviates=1))
 
 
 @pytest.mark.slow
@@ -293,8 +294,8 @@ TWENTY = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TWENTY)
 def test_twenty_seeds_of_delays(name: str) -> None:
-    """Every run is bitwise equal, and takes another order than Megatron's."""
-    check(4, case(name, 2, 4, *seeds(20), **TWENTY[name], iterations=1, deviates=True))
+    """Every run is bitwise equal. Most take another order than Megatron's."""
+    check(4, case(name, 2, 6, *seeds(20), **TWENTY[name], iterations=1, deviates=11))
 
 
 @pytest.mark.slow
@@ -346,7 +347,7 @@ def test_expert_groups_on_eight_ranks() -> None:
         8,
         case("tp2 ep2", 2, 4, late, v=2, **tensor, ep=2, etp=1, layers=4, model=EXPERTS),
         case("tp2 ep2 etp2", 2, 4, late, v=2, **tensor, ep=2, layers=4, model=EXPERTS | ALLGATHER),
-        case("ep4", 2, 4, late, v=2, ep=4, layers=4, model=EXPERTS, deviates=True),
+        case("ep4", 2, 4, late, v=2, ep=4, layers=4, model=EXPERTS, deviates=1),
         case("tp2 ep4", 2, 4, late, **tensor, ep=4, etp=1, layers=4, model=EXPERTS),
         case("ep2 dp4", 2, 4, late, v=2, ep=2, layers=4, model=EXPERTS, **OPTIMIZED),
     )

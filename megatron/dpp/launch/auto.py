@@ -18,7 +18,7 @@ from megatron.dpp.cli.files import check_start
 from megatron.dpp.errors import DppError
 from megatron.dpp.launch.flags import Flags
 from megatron.dpp.launch.layout import Layout, nearest_multiple, possible_layouts
-from megatron.dpp.launch.resolve import Resolved, Setting, forms, is_planned, resolve
+from megatron.dpp.launch.resolve import Resolved, Setting, divisible, forms, is_planned, resolve
 from megatron.dpp.launch.settle import checked, plan_flags, shape_from, with_plan
 from megatron.dpp.plan import Estimate, RunSchedule, RunShape, estimate, least_bytes, least_seconds
 from megatron.dpp.plan.text import size
@@ -69,6 +69,8 @@ class Way(Form):
         """The number of features that it uses."""
         return (
             (self.layout.tensor > 1)
+            + (self.layout.context > 1)
+            + (self.layout.expert > 1)
             + (self.layout.pipeline > 1)
             + (self.layout.chunks > 1)
             + ("none", "optimizer", "gradients", "parameters").index(self.shard)
@@ -164,6 +166,8 @@ class _Search:
         for layout, planned in _layouts(self._options, self._flags, setting, plain):
             shards = _shards(layout, setting)
             spreads = (False, True) if layout.tensor > 1 and setting.on_gpu else (False,)
+            if layout.tensor > 1 and plain.model.experts is not None:
+                spreads = (True,)  # megatron-core asks for it
             ways = product(shards, _MICRO_BATCHES, ("none", "full"), spreads)
             for shard, micro, recompute, spread in ways:
                 form = Form(
@@ -224,7 +228,9 @@ def _layouts(
     options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape
 ) -> Iterator[tuple[Layout, bool]]:
     """Possible layouts, and whether their layers are planned; then they need not divide evenly."""
-    for layout in possible_layouts(setting.world_size, 0, plain.model.num_heads):
+    model = divisible(flags, setting, uneven=True)
+    model = dataclasses.replace(model, num_heads=plain.model.num_heads)
+    for layout in possible_layouts(setting.world_size, model):
         stages = layout.pipeline * layout.chunks
         planned = is_planned(options, flags, layout, setting)
         fits = plain.num_layers >= stages if planned else plain.num_layers % stages == 0
@@ -243,7 +249,7 @@ def _shards(layout: Layout, setting: Setting) -> tuple[str, ...]:
 def shape_with(plain: RunShape, setting: Setting, form: Form, *, static: bool) -> RunShape | None:
     """``plain`` on all devices in a form; None where the batch does not divide."""
     layout, micro = form.layout, form.micro_batch
-    data = setting.world_size // (layout.tensor * layout.pipeline)
+    data = setting.world_size // layout.replica_size
     if plain.global_batch % (data * micro):
         return None
     microbatches = plain.global_batch // (data * micro)
@@ -264,6 +270,9 @@ def shape_with(plain: RunShape, setting: Setting, form: Form, *, static: bool) -
         pipeline=layout.pipeline,
         layers=tuple(each + (stage < rest) for stage in range(stages)),
         data=data,
+        context=layout.context,
+        expert=layout.expert,
+        expert_tensor=layout.tensor if layout.expert == 1 and plain.model.experts else 1,
         micro_batch=micro,
         num_microbatches=microbatches,
         sequence_parallel=form.spread,
@@ -276,7 +285,7 @@ def shape_with(plain: RunShape, setting: Setting, form: Form, *, static: bool) -
 
 def _graphs(plain: RunShape, layout: Layout) -> str:
     """``--dpp-cuda-graphs`` as :func:`resolve` will set it."""
-    alone = layout.pipeline == 1 and plain.model.arch == "gpt"
+    alone = layout.pipeline == 1 and plain.model.arch == "gpt" and plain.model.experts is None
     asked = plain.schedule.cuda_graphs
     return "on" if alone and asked == "auto" else asked
 
@@ -304,6 +313,9 @@ def _why(best: list[Candidate]) -> str:
         reasons.append(f"the model fits on one device{travels}")
     if first.layout.tensor > 1:
         reasons.append(f"tensor parallel {first.layout.tensor} stays within a node")
+    if first.layout.expert > 1:
+        sent = size(first.estimate.traffic.experts)
+        reasons.append(f"expert parallel {first.layout.expert} sends {sent} an iteration")
     if first.layout.pipeline > 1:
         reasons.append(
             f"the pipeline sends {size(first.estimate.traffic.pipeline)} an iteration and waits "

@@ -2,85 +2,132 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 
 from megatron.dpp.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The sizes of model parallelism; the other ranks are data parallel."""
+    """The sizes of model parallelism; the other ranks are data parallel.
+
+    Args:
+        context: ranks that share a sequence.
+        expert: ranks that share a layer's experts. They are of several replicas.
+    """
 
     tensor: int = 1
     pipeline: int = 1
     chunks: int = 1
+    context: int = 1
+    expert: int = 1
 
     def text(self) -> str:
         """As options of ``train``."""
         words = f"--tp {self.tensor} --pp {self.pipeline}"
-        return words + (f" --chunks {self.chunks}" if self.chunks > 1 else "")
+        more = {"--chunks": self.chunks, "--cp": self.context, "--ep": self.expert}
+        return words + "".join(f" {name} {size}" for name, size in more.items() if size > 1)
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that hold a data-parallel replica."""
+        return self.tensor * self.pipeline * self.context
 
 
-def check_layout(
-    layout: Layout, world_size: int, num_layers: int, num_heads: int, devices: str
-) -> None:
-    """Refuse a layout that is not possible.
+@dataclass(frozen=True, kw_only=True)
+class Divisible:
+    """The sizes of a model that a layout must divide.
 
     Args:
         num_layers: 0 where other flags cut them.
+        num_experts: 0 without experts.
+        has_context: its attention can be cut along the sequence.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_experts: int = 0
+    has_context: bool = False
+
+
+def check_layout(layout: Layout, world_size: int, model: Divisible, devices: str) -> None:
+    """Refuse a layout that is not possible.
+
+    Args:
         devices: the option that gives their number, ``--gpus`` or ``--procs``.
 
     Raises:
         ConfigError: with the nearest possible layout in it.
     """
-    problem = _problem(layout, world_size, num_layers, num_heads)
+    problem = _problem(layout, world_size, model)
     if problem is None:
         return
-    near = nearest_layout(layout, world_size, num_layers, num_heads)
-    size = layout.tensor * layout.pipeline
+    near = nearest_layout(layout, world_size, model)
+    size = layout.replica_size
     hint = f"nearest possible: {near.text()}"
-    if world_size % size and _problem(layout, size, num_layers, num_heads) is None:
+    if world_size % size and _problem(layout, size, model) is None:
         hint += f", or {devices} {max(1, round(world_size / size)) * size}"
     raise ConfigError(f"{layout.text()}: {problem}; {hint}")
 
 
-def _problem(layout: Layout, world_size: int, num_layers: int, num_heads: int) -> str | None:
-    size, stages = layout.tensor * layout.pipeline, layout.pipeline * layout.chunks
+def _problem(layout: Layout, world_size: int, model: Divisible) -> str | None:
+    size, stages = layout.replica_size, layout.pipeline * layout.chunks
     if world_size % size:
-        return f"{layout.tensor} x {layout.pipeline} = {size} does not divide {world_size} ranks"
-    if num_heads % layout.tensor:
-        return f"{num_heads} attention heads cannot be divided by {layout.tensor}"
+        sizes = [layout.tensor, layout.pipeline]
+        factors = " x ".join(str(n) for n in (*sizes, *[layout.context] * (layout.context > 1)))
+        return f"{factors} = {size} does not divide {world_size} ranks"
+    if model.num_heads % layout.tensor:
+        return f"{model.num_heads} attention heads cannot be divided by {layout.tensor}"
     if layout.chunks > 1 and layout.pipeline == 1:
         return "chunks need a pipeline"
-    if num_layers % stages:
-        return f"{num_layers} layers cannot be divided by {stages} virtual stages"
+    if model.num_layers % stages:
+        return f"{model.num_layers} layers cannot be divided by {stages} virtual stages"
+    if layout.context > 1 and not model.has_context:
+        return "context parallelism needs --transformer-impl transformer_engine, on GPUs"
+    return _expert_problem(layout, world_size, model)
+
+
+def _expert_problem(layout: Layout, world_size: int, model: Divisible) -> str | None:
+    if layout.expert == 1:
+        return None
+    if not model.num_experts:
+        return "expert parallelism needs --num-experts"
+    if model.num_experts % layout.expert:
+        return f"{model.num_experts} experts cannot be divided by {layout.expert}"
+    ranks = world_size // layout.pipeline
+    if ranks % layout.expert:
+        return f"{ranks} ranks of a stage cannot be divided by {layout.expert}"
     return None
 
 
-def possible_layouts(world_size: int, num_layers: int, num_heads: int) -> Iterable[Layout]:
+def possible_layouts(world_size: int, model: Divisible) -> Iterable[Layout]:
     """All that :func:`check_layout` lets pass, with up to 8 chunks."""
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    for tensor in sizes:
-        for pipeline in sizes:
-            for chunks in (1, 2, 3, 4, 6, 8) if pipeline > 1 else (1,):
-                layout = Layout(tensor=tensor, pipeline=pipeline, chunks=chunks)
-                if _problem(layout, world_size, num_layers, num_heads) is None:
-                    yield layout
+    contexts = sizes if model.has_context else [1]
+    experts = sizes if model.num_experts else [1]
+    for tensor, pipeline, context, expert in product(sizes, sizes, contexts, experts):
+        for chunks in (1, 2, 3, 4, 6, 8) if pipeline > 1 else (1,):
+            layout = Layout(
+                tensor=tensor, pipeline=pipeline, chunks=chunks, context=context, expert=expert
+            )
+            if _problem(layout, world_size, model) is None:
+                yield layout
 
 
-def nearest_layout(asked: Layout, world_size: int, num_layers: int, num_heads: int) -> Layout:
+def nearest_layout(asked: Layout, world_size: int, model: Divisible) -> Layout:
     """The possible layout whose sizes differ least, by their ratios."""
 
     def distance(layout: Layout) -> float:
-        pairs = (
-            (layout.tensor, asked.tensor),
-            (layout.pipeline, asked.pipeline),
-            (layout.chunks, asked.chunks),
-        )
-        return sum(max(a / b, b / a) - 1 for a, b in pairs)
+        sizes: list[tuple[int, int]] = [
+            (getattr(layout, field.name), getattr(asked, field.name))
+            for field in dataclasses.fields(Layout)
+        ]
+        return sum(max(a / b, b / a) - 1 for a, b in sizes)
 
-    return min(possible_layouts(world_size, num_layers, num_heads), key=distance)
+    return min(possible_layouts(world_size, model), key=distance)
 
 
 def nearest_multiple(number: int, of: int) -> int:

@@ -26,7 +26,7 @@ from megatron.dpp.launch.flags import (
     to_argv,
     whole,
 )
-from megatron.dpp.launch.layout import Layout, check_layout, nearest_multiple
+from megatron.dpp.launch.layout import Divisible, Layout, check_layout, nearest_multiple
 from megatron.dpp.plan import Device
 from megatron.dpp.text_files import read_text
 
@@ -136,6 +136,7 @@ _OF_AUTO = (
     "--use-dpp",
     "--use-distributed-optimizer",
     "--context-parallel-size",
+    "--expert-model-parallel-size",
     "--num-layers-per-virtual-pipeline-stage",
     "--dpp-plan",
     "--dpp-replay",
@@ -254,14 +255,16 @@ def resolve(
     """
     flags = dict(flags)
     if options.mode != "megatron":
-        layers, heads = whole(flags, "--num-layers"), whole(flags, "--num-attention-heads")
         planned = is_planned(options, flags, layout, setting)
         uneven = planned or any(name in flags for name in _CUTS)
-        check_layout(layout, setting.world_size, 0 if uneven else layers, heads, setting.option)
+        model = divisible(flags, setting, uneven=uneven)
+        check_layout(layout, setting.world_size, model, setting.option)
         if planned:
             flags["--dpp-plan"] = SHAPES
         by_deepspeed = options.mode == "zero" and options.engine == "deepspeed"
         flags |= _layout_flags(options, layout, setting) | _shard_flags(shard, by_deepspeed)
+        if layout.tensor > 1 and "--num-experts" in flags:
+            flags["--sequence-parallel"] = True  # megatron-core asks for it
         if by_deepspeed or shard in ("gradients", "parameters"):
             flags.pop("--overlap-grad-reduce", None)  # both do so by themselves
         flags |= _batch(options, flags, setting, layout)
@@ -282,7 +285,27 @@ def asked_layout(options: argparse.Namespace, flags: Flags) -> Layout:
         names = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
         tensor, pipeline = (whole(flags, name) if name in flags else 1 for name in names)
         return Layout(tensor=tensor, pipeline=pipeline)
-    return Layout(tensor=options.tp or 1, pipeline=options.pp or 1, chunks=options.chunks or 1)
+    return Layout(
+        tensor=options.tp or 1,
+        pipeline=options.pp or 1,
+        chunks=options.chunks or 1,
+        context=options.cp or 1,
+        expert=options.ep or 1,
+    )
+
+
+def divisible(flags: Flags, setting: Setting, *, uneven: bool) -> Divisible:
+    """The sizes of the model that a layout must divide.
+
+    Args:
+        uneven: the layers are not cut evenly.
+    """
+    return Divisible(
+        num_layers=0 if uneven else whole(flags, "--num-layers"),
+        num_heads=whole(flags, "--num-attention-heads"),
+        num_experts=whole(flags, "--num-experts") if "--num-experts" in flags else 0,
+        has_context=setting.on_gpu and flags.get("--transformer-impl") == "transformer_engine",
+    )
 
 
 def shard_of(options: argparse.Namespace) -> str:
@@ -313,6 +336,12 @@ def _layout_flags(options: argparse.Namespace, layout: Layout, setting: Setting)
         flags["--pipeline-model-parallel-size"] = layout.pipeline
         if not options.no_dpp:
             flags["--use-dpp"] = True
+    if layout.context > 1:
+        flags["--context-parallel-size"] = layout.context
+    if layout.expert > 1:
+        flags["--expert-model-parallel-size"] = layout.expert
+        if layout.tensor > 1:  # a tensor-parallel size of experts stays inside of this group
+            flags["--expert-tensor-parallel-size"] = 1
     if setting.on_gpu and setting.world_size > layout.tensor * layout.pipeline:
         flags["--overlap-grad-reduce"] = True
     if layout.chunks > 1:
@@ -350,7 +379,8 @@ def _replays(options: argparse.Namespace, flags: Flags, layout: Layout, shard: s
     recomputes_all = flags.get("--recompute-granularity") == "full"
     wrapped_by_ddp = shard in ("none", "optimizer")
     alone = layout.pipeline == 1 and wrapped_by_ddp and not recomputes_all
-    return alone and (options.arch or "gpt") == "gpt"
+    captured = "--num-experts" not in flags and layout.context == 1
+    return alone and captured and (options.arch or "gpt") == "gpt"
 
 
 def _shard_flags(shard: str, by_deepspeed: bool) -> Flags:
@@ -375,7 +405,7 @@ def asked_batch(options: argparse.Namespace, rest: Sequence[str]) -> int | None:
 
 def _batch(options: Any, flags: Flags, setting: Setting, layout: Layout) -> Flags:
     """Micro-batch and global batch sizes that fit. A size that was not given is adapted."""
-    replicas = setting.world_size // (layout.tensor * layout.pipeline)
+    replicas = setting.world_size // layout.replica_size
     micro, batch = whole(flags, "--micro-batch-size"), whole(flags, "--global-batch-size")
     static = layout.chunks > 1 and options.no_dpp
     unit = replicas * (layout.pipeline if static else 1)

@@ -12,9 +12,11 @@ from megatron.dpp.plan.device import Device
 from megatron.dpp.plan.flops import flops_per_token
 from megatron.dpp.plan.memory import (
     RankMemory,
-    largest_parameters,
+    expert_parameters,
     model_parameters,
     rank_memory,
+    rank_parameters,
+    shared_parameters,
 )
 from megatron.dpp.plan.model_costs import ModelCosts
 from megatron.dpp.plan.planner import Planner, Prediction
@@ -22,9 +24,11 @@ from megatron.dpp.plan.shape import RunShape
 from megatron.dpp.plan.times import (
     collective_bytes,
     collectives,
+    dispatch_bytes,
     hop_bytes,
     model_costs,
     part_times,
+    ring_bytes,
 )
 from megatron.dpp.schedule import BUILT_IN, HOLDS_ALL
 
@@ -42,12 +46,16 @@ class Traffic:
         pipeline: all hops of an iteration.
         tensor: all tensor-parallel collectives of an iteration.
         data: the data-parallel collectives of an iteration.
+        experts: the dispatchers' all-to-alls of an iteration.
+        context: keys and values that go round the context-parallel ranks in an iteration.
     """
 
     hop: float
     pipeline: float
     tensor: float
     data: float
+    experts: float = 0.0
+    context: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +98,7 @@ def estimate(shape: RunShape, device: Device) -> Estimate:
     prediction = predict(shape, model_costs(shape, device))
     seconds = prediction.seconds + outside_seconds(shape, device)
     tokens = shape.global_batch * shape.model.seq_length
-    per_token = float(
-        flops_per_token(shape.model, [shape.model.ffn_hidden_size] * shape.num_layers)
-    )
+    per_token = float(flops_per_token(shape.model, [shape.model.active_width] * shape.num_layers))
     return Estimate(
         shape=shape,
         device=device,
@@ -131,22 +137,33 @@ def traffic(shape: RunShape) -> Traffic:
     hop = hop_bytes(shape) if shape.pipeline > 1 else 0.0
     layers = shape.layout.rank_layers(0) * shape.num_microbatches
     forward, backward = collectives(shape)
-    count = (2 if shape.recompute == "full" else 1) * forward + backward
+    forwards = 2 if shape.recompute == "full" else 1
+    count = forwards * forward + backward
     return Traffic(
         hop=hop,
         pipeline=2 * shape.chunks * shape.num_microbatches * hop,
         tensor=layers * count * collective_bytes(shape),
         data=_data_parallel_bytes(shape),
+        experts=layers * 2 * (forwards + 1) * dispatch_bytes(shape),
+        context=layers * (forwards + 2) * ring_bytes(shape),
     )
 
 
 def _data_parallel_bytes(shape: RunShape) -> float:
-    count = largest_parameters(shape)
-    one_way = (shape.sharers - 1) / shape.sharers * count
+    fullest = max(range(shape.pipeline), key=lambda rank: rank_parameters(shape, rank))
+    of_experts = shape.layout.rank_layers(fullest) * expert_parameters(shape)
+    dense = rank_parameters(shape, fullest) - of_experts
+    sent = _reduced_bytes(shape, dense, shape.sharers, shape.replicas)
+    return sent + _reduced_bytes(shape, of_experts, shape.expert_sharers, shape.expert_replicas)
+
+
+def _reduced_bytes(shape: RunShape, count: int, sharers: int, replicas: int) -> float:
+    """Bytes that a rank sends for ``count`` parameters of ``replicas`` ranks."""
+    one_way = (sharers - 1) / sharers * count
     gradients, weights = one_way * shape.gradient_bytes, one_way * shape.element_bytes
     if shape.shard in ("none", "optimizer"):
-        others = shape.replicas // shape.sharers  # they hold the same share, and all-reduce it
-        shares = 2 * (others - 1) / others * count / shape.sharers * shape.gradient_bytes
+        others = replicas // sharers  # they hold the same share, and all-reduce it
+        shares = 2 * (others - 1) / others * count / sharers * shape.gradient_bytes
         return gradients + weights + shares
     gathers = 2 if shape.shard == "parameters" else 1
     return shape.num_microbatches * (gradients + gathers * weights)
@@ -161,7 +178,7 @@ def outside_seconds(shape: RunShape, device: Device) -> float:
     """Gradient reduction and the optimizer's pass over its state, neither of them overlapped."""
     link = device.group_link(shape.replicas, shape.replicas_per_node)
     reduction = traffic(shape).data / link if shape.replicas > 1 else 0.0
-    own = largest_parameters(shape) / shape.sharers
+    own = max(shared_parameters(shape, rank) for rank in range(shape.pipeline))
     touched = shape.element_bytes + 8 + shape.precision.moments
     # Read and write weights, gradients and moments, in passes that are not all fused.
     return reduction + own * 2 * 2 * touched / device.bytes_per_second

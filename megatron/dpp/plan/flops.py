@@ -15,9 +15,9 @@ def layer_weights(model: ModelShape, ffn_hidden_size: int | None = None) -> int:
     """Elements of a layer's weight matrices: multiply-adds per token of its linear layers.
 
     Args:
-        ffn_hidden_size: width of the MLP in place of the model's.
+        ffn_hidden_size: width of the MLP in place of what a token passes in the model's.
     """
-    width = model.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
+    width = model.active_width if ffn_hidden_size is None else ffn_hidden_size
     attention = model.hidden_size * (2 * model.queries + 2 * model.keys)
     return attention + model.hidden_size * width * (3 if model.gated else 2)
 

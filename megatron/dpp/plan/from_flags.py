@@ -7,8 +7,8 @@ import dataclasses
 
 from megatron.dpp.config import ENGINE_ROWS
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.plan.layer_patterns import layout_stages
-from megatron.dpp.plan.shape import ModelShape, Precision, RunSchedule, RunShape
+from megatron.dpp.plan.layer_patterns import layers_with_experts, layout_stages
+from megatron.dpp.plan.shape import ExpertShape, ModelShape, Precision, RunSchedule, RunShape
 
 
 def shape_of(
@@ -22,9 +22,11 @@ def shape_of(
     Raises:
         ConfigError: a kind of model that is not estimated.
     """
-    for name in ("num_experts", "multi_latent_attention", "mtp_num_layers"):
+    for name in ("multi_latent_attention", "mtp_num_layers"):
         if getattr(args, name):
             raise ConfigError(f"--{name.replace('_', '-')}: models with it are not estimated")
+    if args.num_experts and not all(layers_with_experts(args)):
+        raise ConfigError("--moe-layer-freq: models with dense layers too are not estimated")
     replicas = args.micro_batch_size * args.data_parallel_size
     shard, instances = _sharding(args)
     model = model_of(args, arch=arch)
@@ -47,14 +49,15 @@ def shape_of(
         recompute=args.recompute_granularity or "none",
         recompute_num_layers=args.recompute_num_layers or 1,
         schedule=_schedule(args, on_gpu=on_gpu),
+        expert=args.expert_model_parallel_size,
+        expert_tensor=args.expert_tensor_parallel_size or 1,
     )
 
 
 def stage_shape_of(args: argparse.Namespace) -> RunShape:
     """One microbatch of the model on a pipeline rank that would hold all layers, for planning.
 
-    Data-parallel sharding and recompute are left out. Of models with experts the dense layers
-    count.
+    Data-parallel sharding and recompute are left out.
     """
     return RunShape(
         model=model_of(args),
@@ -62,11 +65,15 @@ def stage_shape_of(args: argparse.Namespace) -> RunShape:
         tensor=args.tensor_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
         micro_batch=args.micro_batch_size,
+        expert=args.expert_model_parallel_size,
+        expert_tensor=args.expert_tensor_parallel_size or 1,
     )
 
 
 def model_of(args: argparse.Namespace, *, arch: str = "gpt") -> ModelShape:
-    """The model alone, with flash attention; of layers with experts, as if they were dense."""
+    """The model alone, with flash attention. All layers count as layers with experts if there are
+    experts.
+    """
     heads = args.num_attention_heads
     learned = args.position_embedding_type == "learned_absolute"
     return ModelShape(
@@ -89,6 +96,19 @@ def model_of(args: argparse.Namespace, *, arch: str = "gpt") -> ModelShape:
         fused_loss=args.cross_entropy_loss_fusion,
         hidden_dropout=args.hidden_dropout > 0,
         attention_dropout=args.attention_dropout > 0,
+        experts=_experts(args),
+        qk_norm=args.qk_layernorm,
+    )
+
+
+def _experts(args: argparse.Namespace) -> ExpertShape | None:
+    if not args.num_experts:
+        return None
+    return ExpertShape(
+        number=args.num_experts,
+        topk=args.moe_router_topk,
+        ffn_hidden_size=args.moe_ffn_hidden_size,
+        shared=args.moe_shared_expert_intermediate_size or 0,
     )
 
 
@@ -112,6 +132,7 @@ def _captured(args: argparse.Namespace) -> bool:
         args.overlap_param_gather,
         args.deepspeed_zero_stage,
         args.context_parallel_size > 1,
+        args.num_experts,
         engine and (args.tensor_model_parallel_size > 1 or args.seq_length % ENGINE_ROWS),
     )
     return not any(obstacles)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megatron.dpp.plan.shape import RunShape
+from megatron.dpp.plan.shape import ExpertShape, ModelShape, RunShape
 
 _STATISTICS = 2 * 4
 """Mean and reciprocal deviation of a norm, per token, in fp32."""
@@ -56,17 +56,36 @@ class RankMemory:
 
 
 def layer_parameters(shape: RunShape) -> int:
-    """Parameters of one transformer layer on one tensor-parallel rank."""
-    model, t = shape.model, shape.tensor
-    h, ffn, into = model.hidden_size, model.ffn_hidden_size // t, model.ffn_inputs // t
+    """Parameters of one transformer layer on one rank of its stage."""
+    model, t, h = shape.model, shape.tensor, shape.model.hidden_size
     qkv = (model.queries + 2 * model.keys) // t
-    count = h * qkv + model.queries // t * h + h * into + ffn * h
-    count += 2 * model.norm_vectors * h
+    count = h * qkv + model.queries // t * h + 2 * model.norm_vectors * h
+    count += 2 * model.qk_norm * model.head_size * model.norm_vectors
     if model.qkv_bias or model.linear_bias:
         count += qkv
     if model.linear_bias:
-        count += h + into + h
-    return count
+        count += h
+    if model.experts is None:
+        return count + _mlp_parameters(model, model.ffn_hidden_size, t)
+    router, shared = h * model.experts.number, model.experts.shared
+    count += _mlp_parameters(model, shared, t) if shared else 0
+    return count + router + expert_parameters(shape)
+
+
+def expert_parameters(shape: RunShape) -> int:
+    """The part of a layer's parameters that belongs to experts of this rank."""
+    experts = shape.model.experts
+    if experts is None:
+        return 0
+    each = _mlp_parameters(shape.model, experts.ffn_hidden_size, shape.expert_tensor)
+    return experts.number // shape.expert * each
+
+
+def _mlp_parameters(model: ModelShape, width: int, tensor: int) -> int:
+    """Parameters of an MLP of ``width`` on one of ``tensor`` ranks."""
+    into = width * (2 if model.gated else 1) // tensor
+    count = model.hidden_size * (into + width // tensor)
+    return count + (into + model.hidden_size if model.linear_bias else 0)
 
 
 def embedding_parameters(shape: RunShape) -> int:
@@ -104,14 +123,20 @@ def rank_parameters(shape: RunShape, rank: int) -> int:
     return count
 
 
-def largest_parameters(shape: RunShape) -> int:
-    """Parameters of the pipeline rank that has most."""
-    return max(rank_parameters(shape, rank) for rank in range(shape.pipeline))
+def shared_parameters(shape: RunShape, rank: int) -> float:
+    """The parameters of ``rank`` whose optimizer state it holds. Experts have replicas of their
+    own.
+    """
+    of_experts = shape.layout.rank_layers(rank) * expert_parameters(shape)
+    dense = rank_parameters(shape, rank) - of_experts
+    return dense / shape.sharers + of_experts / shape.expert_sharers
 
 
 def model_parameters(shape: RunShape) -> int:
     """Parameters of the whole model, each counted once."""
-    whole = dataclasses.replace(shape, tensor=1, pipeline=1, layers=(shape.num_layers,))
+    whole = dataclasses.replace(
+        shape, tensor=1, pipeline=1, expert=1, expert_tensor=1, layers=(shape.num_layers,)
+    )
     return rank_parameters(whole, 0)
 
 
@@ -176,21 +201,43 @@ def _attention_bytes(shape: RunShape) -> float:
 def _mlp_bytes(shape: RunShape) -> float:
     """Inputs of the activation function and of the second linear layer, and a dropout mask."""
     model = shape.model
-    width = (model.ffn_inputs + model.ffn_hidden_size) / shape.tensor
     masks = shape.outside if model.hidden_dropout else 0
-    return shape.element_bytes * shape.tokens * width + masks
+    if model.experts is None:
+        width = (model.ffn_inputs + model.ffn_hidden_size) / shape.tensor
+        return shape.element_bytes * shape.tokens * width + masks
+    into = 3 if model.gated else 2
+    shared = shape.tokens * into * model.experts.shared / shape.tensor
+    # Of a token that is sent to an expert: its input, those of activation function and second
+    # linear layer, and what is between as the token's probability weighs it.
+    width = model.hidden_size + 3 * model.experts.ffn_hidden_size / shape.expert_tensor
+    elements = shape.element_bytes * (shape.routed * width + shared)
+    return elements + _routing_bytes(shape, model.experts) + masks
+
+
+def _routing_bytes(shape: RunShape, experts: ExpertShape) -> float:
+    """Scores, probabilities and indices of a layer's router and dispatcher, as counted in models of
+    4 to 16 experts.
+    """
+    e = shape.element_bytes
+    each = experts.number * (e + 1) + experts.topk * (2 * e + 9) + 5
+    return shape.tokens / shape.tensor * each + shape.routed * (e + 3)
 
 
 def deferred_bytes(shape: RunShape) -> float:
     """Bytes that a layer's backward keeps for its deferred weight gradients: the inputs of its four
     linear layers and the gradients of their outputs.
     """
-    model, t = shape.model, shape.tensor
-    width = model.ffn_hidden_size / t
+    model, t, into = shape.model, shape.tensor, 2 if shape.model.gated else 1
+    experts, width = model.experts, model.ffn_hidden_size / t
+    of_experts = 0.0
+    if experts is not None:
+        width = experts.shared / t
+        wide = (1 + into) * experts.ffn_hidden_size / shape.expert_tensor
+        of_experts = shape.routed * (2 * model.hidden_size + wide)
     inputs = 2 * shape.outside + shape.tokens * (model.queries / t + width)
-    column = (model.queries + 2 * model.keys) / t + width * (2 if model.gated else 1)
+    column = (model.queries + 2 * model.keys) / t + width * into
     gradients = shape.tokens * column + 2 * shape.elements
-    return shape.element_bytes * (inputs + gradients)
+    return shape.element_bytes * (inputs + gradients + of_experts)
 
 
 def head_bytes(shape: RunShape) -> float:
@@ -218,7 +265,7 @@ def stage_bytes(shape: RunShape, stage: int) -> float:
 def rank_memory(shape: RunShape, rank: int, activations: float) -> RankMemory:
     """The memory of pipeline rank ``rank`` when its activations take ``activations`` bytes."""
     count = rank_parameters(shape, rank)
-    own = count / shape.sharers
+    own = shared_parameters(shape, rank)
     held: float = count
     gathered = 0.0
     if shape.shard in ("gradients", "parameters"):
@@ -285,9 +332,12 @@ def _workspace_bytes(shape: RunShape, rank: int) -> float:
 
 
 def _layer_workspace(shape: RunShape) -> float:
-    e, outside = shape.element_bytes, shape.outside
-    width = shape.model.ffn_inputs / shape.tensor
-    total = e * width * (shape.tokens + shape.model.hidden_size) + 2 * outside * e
+    e, outside, model = shape.element_bytes, shape.outside, shape.model
+    tokens, width = float(shape.tokens), model.ffn_inputs / shape.tensor
+    if model.experts is not None:
+        tokens = shape.routed
+        width = model.experts.ffn_hidden_size * (2 if model.gated else 1) / shape.expert_tensor
+    total = e * width * (tokens + model.hidden_size) + 2 * outside * e
     if shape.sequence_parallel:  # the gathered input, for the weight gradient
         total += e * shape.elements
     if shape.recompute == "full":

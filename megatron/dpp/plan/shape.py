@@ -41,6 +41,28 @@ class LayerLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """The experts of each layer.
+
+    Args:
+        number: ``--num-experts``.
+        topk: experts that a token passes.
+        ffn_hidden_size: width of one expert's MLP.
+        shared: width of the MLP that every token passes besides; 0 without one.
+    """
+
+    number: int
+    topk: int
+    ffn_hidden_size: int
+    shared: int = 0
+
+    @property
+    def active_width(self) -> int:
+        """Width of all MLPs that a token passes."""
+        return self.topk * self.ffn_hidden_size + self.shared
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """One transformer, named as Megatron's flags name it. The defaults are those of GPT-2.
 
@@ -52,6 +74,8 @@ class ModelShape:
         norm_vectors: parameters of a norm over the hidden size: 2 for LayerNorm, 1 for RMSNorm.
         flash: attention keeps no s*s matrices.
         fused_loss: ``--cross-entropy-loss-fusion``.
+        experts: in the place of each layer's MLP; None without them.
+        qk_norm: queries and keys of a head are normalised.
     """
 
     hidden_size: int
@@ -74,6 +98,8 @@ class ModelShape:
     fused_loss: bool = False
     hidden_dropout: bool = False
     attention_dropout: bool = False
+    experts: ExpertShape | None = None
+    qk_norm: bool = False
 
     @property
     def queries(self) -> int:
@@ -89,6 +115,11 @@ class ModelShape:
     def ffn_inputs(self) -> int:
         """Width of what the MLP's first linear layer puts out."""
         return self.ffn_hidden_size * (2 if self.gated else 1)
+
+    @property
+    def active_width(self) -> int:
+        """Width of all MLPs of a layer that a token passes."""
+        return self.ffn_hidden_size if self.experts is None else self.experts.active_width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +164,8 @@ class RunShape:
             ``gradients`` (2) or ``parameters`` (3).
         instances: groups of replicas that share an optimizer each, with ``optimizer``.
         recompute: ``none``, ``selective`` (attention's core) or ``full``.
+        expert, expert_tensor: ranks that share a layer's experts, and one expert.
+        imbalance: tokens of the fullest rank's experts over those of the average rank.
     """
 
     model: ModelShape
@@ -152,6 +185,9 @@ class RunShape:
     recompute: str = "none"
     recompute_num_layers: int = 1
     schedule: RunSchedule = RunSchedule()
+    expert: int = 1
+    expert_tensor: int = 1
+    imbalance: float = 1.0
 
     @property
     def graphs(self) -> str:
@@ -186,6 +222,34 @@ class RunShape:
     def replicas(self) -> int:
         """Ranks that reduce a gradient between them."""
         return self.data * self.context
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that reduce the gradient of an expert between them."""
+        return self.tensor * self.replicas // (self.expert * self.expert_tensor)
+
+    @property
+    def expert_sharers(self) -> int:
+        """Ranks that share the optimizer's state of an expert."""
+        return max(1, self.expert_replicas * self.sharers // self.replicas)
+
+    @property
+    def routed(self) -> float:
+        """Tokens that the experts of the fullest rank take of one microbatch of every rank."""
+        experts = self.model.experts
+        if experts is None:
+            return 0.0
+        return self.imbalance * experts.topk * self.tokens / self.tensor * self.expert_tensor
+
+    @property
+    def experts_per_node(self) -> int:
+        """Fewest ranks of an expert group on one node; it lies across replicas."""
+        return self._on_a_node(self.expert * self.expert_tensor, 1)
+
+    @property
+    def context_per_node(self) -> int:
+        """Fewest ranks of a context-parallel group on one node."""
+        return self._on_a_node(self.context, self.tensor)
 
     @property
     def sharers(self) -> int:

@@ -136,4 +136,8 @@ def _traffic(found: Estimate) -> str:
         parts.append(f"tensor {size(sent.tensor)}")
     if found.shape.data * found.shape.context > 1:
         parts.append(f"data {size(sent.data)}")
+    if sent.experts:
+        parts.append(f"experts {size(sent.experts)}")
+    if sent.context:
+        parts.append(f"context {size(sent.context)}")
     return ", ".join(parts) or "none"

@@ -160,29 +160,78 @@ def collective_seconds(shape: RunShape, device: Device) -> float:
     return device.collective + collective_bytes(shape) / (constants.LINK_SHARE * link)
 
 
+def dispatch_bytes(shape: RunShape) -> float:
+    """Bytes that a rank sends in one of a layer's two all-to-alls: each token to its experts, or
+    what they make of it back.
+    """
+    if shape.model.experts is None:
+        return 0.0
+    ranks = shape.expert * shape.expert_tensor
+    sent = shape.routed * shape.model.hidden_size * shape.element_bytes
+    return (ranks - 1) / ranks * sent
+
+
+def dispatch_seconds(shape: RunShape, device: Device) -> float:
+    """Seconds of one of them; none of it overlaps with other work."""
+    ranks = shape.expert * shape.expert_tensor
+    if shape.model.experts is None or ranks == 1:
+        return 0.0
+    link = device.group_link(ranks, shape.experts_per_node)
+    return device.collective + dispatch_bytes(shape) / (constants.LINK_SHARE * link)
+
+
+def ring_bytes(shape: RunShape) -> float:
+    """Bytes of the keys and values that a rank passes on round its context-parallel group, once."""
+    own = 2 * shape.tokens * shape.model.keys / shape.tensor * shape.element_bytes
+    return (shape.context - 1) * own
+
+
+def ring_seconds(shape: RunShape, device: Device) -> float:
+    """Seconds of one such round. Attention computes beside it."""
+    if shape.context == 1:
+        return 0.0
+    link = device.group_link(shape.context, shape.context_per_node)
+    steps = (shape.context - 1) * device.collective
+    return steps + ring_bytes(shape) / (constants.LINK_SHARE * link)
+
+
 # On the device
+
+
+def _linear_seconds(shape: RunShape, device: Device) -> float:
+    """One pass of a layer's matrix products. The fullest rank's experts set the pace."""
+    weights = layer_weights(shape.model)
+    experts = shape.model.experts
+    if experts is not None:
+        more = (shape.imbalance - 1) * experts.topk * experts.ffn_hidden_size
+        weights += round(more * shape.model.hidden_size * (3 if shape.model.gated else 2))
+        weights += experts.number * shape.model.hidden_size  # the router
+    return 2 * weights * shape.tokens / shape.tensor / device.flops
 
 
 def _layer_seconds(shape: RunShape, device: Device) -> Times:
     """Matrix products, collectives, and the kernels between the products."""
     model = shape.model
-    linear = 2 * layer_weights(model) * shape.tokens / shape.tensor / device.flops
+    linear = _linear_seconds(shape, device)
     scores = (2 if model.arch == "gpt" else 4) * core_products(model) * shape.tokens
     core, core_backward = (
         passes * slowdown * (scores / shape.tensor / device.flops)
         for passes, slowdown in zip((1, 2), constants.ATTENTION_SLOWDOWN, strict=True)
     )
+    ring, dispatch = ring_seconds(shape, device), 2 * dispatch_seconds(shape, device)
+    core, core_backward = max(core, ring), max(core_backward, 2 * ring)
     kept = layer_bytes(dataclasses.replace(shape, recompute="none"))
     before, after = (
         passes * (kept / device.bytes_per_second) for passes in constants.BETWEEN_PRODUCTS
     )
     each, (sums, sums_backward) = collective_seconds(shape, device), collectives(shape)
-    forward = linear + core + sums * each + before
+    forward = linear + core + sums * each + before + dispatch
     if not device.queues:
         gathers, back = constants.FSDP_COLLECTIVES.get(shape.shard, (0, 0))
         forward, after = forward + gathers * device.collective, after + back * device.collective
     again = {"none": 0.0, "selective": core, "full": forward}[shape.recompute]
-    return forward, linear + core_backward + sums_backward * each + after + again, linear
+    around = sums_backward * each + dispatch
+    return forward, linear + core_backward + around + after + again, linear
 
 
 def _table(shape: RunShape) -> float:

@@ -33,7 +33,7 @@ class Decider:
         """No task is left to run."""
         return self.scheduler.done
 
-    def look_ahead(self) -> None:  # noqa: B027
+    def look_ahead(self) -> None:
         """Decide the next task early, if the other members get to know of it late. Called before a
         task runs, when its input and the size of its microbatch are known.
         """
@@ -181,9 +181,10 @@ class Follower(_Member):
         if action.kind not in DIRECTION_OF:
             return
         index = self._index_of.get((DIRECTION_OF[action.kind], action.chunk))
-        if index is not None and self._told[index] == action.microbatch:
-            if self._counted(self._coming, index) > action.microbatch:
-                self._tell_one(index, action.microbatch + 1)
+        if index is None or self._told[index] != action.microbatch:
+            return
+        if self._counted(self._coming, index) > action.microbatch:
+            self._tell_one(index, action.microbatch + 1)
 
 
 def decider_for(
