@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import struct
@@ -21,7 +20,7 @@ from megatron.dpp.cli.preflight import build_vocabulary
 from megatron.dpp.errors import ConfigError, DppError
 from megatron.dpp.launch import cli
 from megatron.dpp.launch.flags import MODELS, model_flags, to_argv
-from megatron.dpp.launch.layout import Divisible, Layout, nearest_layout, possible_layouts
+from megatron.dpp.launch.layout import Layout
 from megatron.dpp.launch.main import main, plan
 from megatron.dpp.launch.nodes import find_nodes
 from megatron.dpp.launch.resolve import Setting, base_flags, resolve
@@ -367,22 +366,6 @@ def test_every_model_file_can_be_asked_for() -> None:
         parse_args(to_argv(model_flags(name)))
 
 
-def test_experts_and_sequences_are_dealt_out() -> None:
-    args = args_of("--mode 3d --procs 4 --pp 2 --ep 2 --model sample-experts")
-    assert (args.expert_model_parallel_size, args.data_parallel, args.use_dpp) == (2, 2, True)
-    args = args_of("--mode 3d --procs 8 --tp 2 --pp 2 --ep 4 --model sample-experts")
-    assert (args.expert_tensor_parallel_size, args.sequence_parallel) == (1, True)
-    for words, said in {
-        "--procs 4 --ep 2": "expert parallelism needs --num-experts",
-        "--procs 6 --ep 3 --model sample-experts": "4 experts cannot be divided by 3",
-        "--procs 2 --ep 4 --model sample-experts": "2 ranks of a stage cannot be divided by 4",
-        "--procs 4 --cp 2": "context parallelism needs --transformer-impl transformer_engine",
-        "--procs 4 --pp 2 --cp 4": "1 x 2 x 4 = 8 does not divide 4 ranks",
-    }.items():
-        with pytest.raises(ConfigError, match=said):
-            args_of(f"--mode 3d {words}")
-
-
 def test_config_file_lies_between_model_and_command_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("num-layers: 6\nlr: 0.25\nswiglu: true\nlog_interval: 5\n")
@@ -432,16 +415,6 @@ def test_gpus_train_in_the_16_bits_that_they_are_built_for(
     args = args_of(f"--mode simple --gpus 2 --dry-run {words}")
     assert (args.fp16, args.bf16) == (precision == "fp16", precision == "bf16")
     assert args.initial_loss_scale == (65536 if args.fp16 else 2**32)
-
-
-def test_nearest_layout_is_possible_and_near() -> None:
-    for tensor, pipeline in itertools.product(range(1, 9), repeat=2):
-        asked = Layout(tensor=tensor, pipeline=pipeline)
-        model = Divisible(num_layers=24, num_heads=16)
-        near = nearest_layout(asked, 8, model)
-        possible = list(possible_layouts(8, model))
-        assert near in possible
-        assert near == asked or asked not in possible
 
 
 def test_nodes_come_from_the_environment() -> None:
