@@ -236,11 +236,10 @@ PYBIND11_MODULE(_native, module) {
           },
           "Owns the sockets from here on.")
       .def("make_board", &Transport::make_board)
-      .def("use_board",
-           [](Transport& self, int fd, uint32_t index, uint32_t lines, uint32_t counters, int head,
-              bool relayed) {
-             self.use_board(UniqueFd(fd), index, lines, counters, head, relayed);
-           })
+      .def(
+          "use_board",
+          [](Transport& self, int fd, uint32_t index, uint32_t lines, uint32_t counters, int head,
+             bool relayed) { self.use_board(UniqueFd(fd), index, lines, counters, head, relayed); })
       .def("start", &Transport::start)
       .def("put", &put)
       .def("done", &Transport::done)

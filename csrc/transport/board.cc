@@ -167,9 +167,9 @@ void Board::accept_line(const Peer& host, uint32_t index, std::string_view body)
     grows = grows && told[i] >= posted[i].load(std::memory_order_relaxed);
   }
   if (!grows) {
-    throw Error(Fault::kProtocol,
-                host.description() + " sent arrivals of its host that shrink, or that it has read "
-                                     "words that were not sent");
+    throw Error(Fault::kProtocol, host.description() +
+                                      " sent arrivals of its host that shrink, or that it has read "
+                                      "words that were not sent");
   }
   for (uint32_t i = 0; i <= counters_; ++i) posted[i].store(told[i], std::memory_order_release);
 }

@@ -2,8 +2,8 @@
 // sends.
 //
 // Notes are small (credit for a starving sender, a reason for leaving, the words of a board between
-// hosts); payloads never pass here. On one host the socket is SOCK_SEQPACKET, across hosts it is TCP; framing is the same:
-// u16 length, u8 kind, body.
+// hosts); payloads never pass here. On one host the socket is SOCK_SEQPACKET, across hosts it is
+// TCP; framing is the same: u16 length, u8 kind, body.
 #pragma once
 
 #include <functional>

@@ -229,6 +229,7 @@ def _layouts(
 ) -> Iterator[tuple[Layout, bool]]:
     """Possible layouts, and whether their layers are planned; then they need not divide evenly."""
     model = divisible(flags, setting, uneven=True)
+    model = dataclasses.replace(model, num_heads=plain.model.num_heads)
     for layout in possible_layouts(setting.world_size, model):
         stages = layout.pipeline * layout.chunks
         planned = is_planned(options, flags, layout, setting)

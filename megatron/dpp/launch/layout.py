@@ -121,8 +121,11 @@ def nearest_layout(asked: Layout, world_size: int, model: Divisible) -> Layout:
     """The possible layout whose sizes differ least, by their ratios."""
 
     def distance(layout: Layout) -> float:
-        pairs = zip(dataclasses.astuple(layout), dataclasses.astuple(asked), strict=True)
-        return float(sum(max(a / b, b / a) - 1 for a, b in pairs))
+        sizes: list[tuple[int, int]] = [
+            (getattr(layout, field.name), getattr(asked, field.name))
+            for field in dataclasses.fields(Layout)
+        ]
+        return sum(max(a / b, b / a) - 1 for a, b in sizes)
 
     return min(possible_layouts(world_size, model), key=distance)
 
