@@ -13,6 +13,7 @@ from megatron.dpp.schedule.reference import reference_order
 from megatron.dpp.trace.reader import open_run, read_events
 from tests.plugin.hosts import DYNAMIC, PP2X2, Hosts, records
 
+pytestmark = pytest.mark.timeout(500)  # each test runs a host up to three times
 VERSIONS = ("core_v0.16.1", "main-2026-08-22")
 OWN = "--dpp-trace-only --dpp-trace-iterations 1-2"
 

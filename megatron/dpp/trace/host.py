@@ -16,7 +16,7 @@ def _option(default: Any, help_text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class HostTrace:
-    """What is recorded, and where. Each field ``x`` is also the flag ``--dpp-trace-x``.
+    """Settings of a trace. Each field ``x`` is also the flag ``--dpp-trace-x``.
 
     Raises:
         ConfigError: an interval or iterations that cannot be.
