@@ -241,7 +241,10 @@ class FakeNetwork:
         elif self._stepping:
             self._clock.advance_to(min(event, deadline))
         elif len(self._sleepers) == len(self._open) and self._all_idle():
-            self._clock.advance_to(min(event, *(until for until, _ in self._sleepers.values())))
+            moment = min(event, *(until for until, _ in self._sleepers.values()))
+            if moment <= self.now():  # another sleeper is due, and needs the lock
+                self._changed.wait(1.0)
+            self._clock.advance_to(moment)
             self._changed.notify_all()
         else:
             self._changed.wait(1.0)
