@@ -144,6 +144,8 @@ def initialize(
         from megatron.dpp.mcore.wgrad import fused
 
         fused.provide()
+    if args.variable_lengths:  # cuDNN plans each new length anew, for longer than most steps take
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if args.deterministic_mode:  # equal inputs give equal bits, at some cost in speed
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is opened
         torch.use_deterministic_algorithms(True)
