@@ -264,7 +264,8 @@ def test_saved_settings_start_the_same_run_again(tmp_path: Path) -> None:
 
 OURS = {
     "--dpp-policy": "megatron", "--dpp-activation-cap": "strict", "--no-dpp-split-backward": "",
-    "--dpp-lookahead": "1", "--no-dpp-launch-ahead": "", "--dpp-record": "x", "--dpp-replay": "y",
+    "--dpp-lookahead": "1", "--no-dpp-launch-ahead": "", "--dpp-max-tokens": "9",
+    "--dpp-record": "x", "--dpp-replay": "y",
     "--dpp-transport": "shm", "--dpp-slots": "3", "--workload": "7", "--dpp-gpudirect": "off",
     "--dpp-rdma-devices": "nearest", "--dpp-rdma-traffic-class": "96",
     "--dpp-rdma-service-level": "1", "--dpp-rdma-pkey-index": "1", "--dpp-rdma-gid-index": "3",
@@ -274,8 +275,8 @@ OURS = {
     "--no-dpp-task-rng": "", "--dpp-cuda-graphs": "on", "--dpp-inject": "jitter:0.1",
     "--node-ips": "10.0.0.1",
 }  # fmt: skip
-DYNAMIC = set(list(OURS)[:7])
-LINKS = set(list(OURS)[7:22])
+DYNAMIC = set(list(OURS)[:8])
+LINKS = set(list(OURS)[8:23])
 
 
 def idle(more: str, *flags: str, world_size: int = 1) -> set[str]:

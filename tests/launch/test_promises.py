@@ -12,8 +12,9 @@ import pytest
 from megatron.dpp.cli.checkpoint_files import TRACKER
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.launch.cli import MODES
+from megatron.dpp.launch.flags import resume_flags
 from megatron.dpp.launch.main import plan
-from megatron.dpp.launch.resolve import _heads, _resume
+from megatron.dpp.launch.resolve import _heads
 from megatron.dpp.launch.scripts import settings_of
 from megatron.dpp.plan import known_gpu
 from tests.conftest import REPOSITORY
@@ -43,7 +44,12 @@ def test_the_command_line_gets_them_and_small_models_keep_theirs() -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_goes_with_megatrons_mode(config: Path) -> None:
-    found = plan(["--mode", "megatron", "--config", str(config), *DRY])
+    words = ["--mode", "megatron", "--config", str(config), *DRY]
+    if config.stem in ("mixtral-8x7b", "qwen3-30b-a3b"):
+        with pytest.raises(ConfigError, match="fullest rank needs .*or a layout in --config"):
+            plan(words)
+        return
+    found = plan(words)
     assert found.resolved.flags["--yaml-cfg"] == str(config)
     assert found.estimate.peak_bytes > 0
 
@@ -75,11 +81,11 @@ def test_stage_0_of_zero_shares_nothing() -> None:
 def test_a_run_resumes_from_one_iterations_directory(tmp_path: Path, name: str) -> None:
     (tmp_path / "iter_0001000").mkdir()
     (tmp_path / TRACKER).write_text("2000")
-    found = _resume(f"{tmp_path}/{name}")
+    found = resume_flags(f"{tmp_path}/{name}")
     assert Path(str(found["--load"])) == tmp_path
     assert found.get("--ckpt-step") == (None if name == "." else 1000)
     with pytest.raises(DataError, match="no checkpoint is there"):
-        _resume(str(tmp_path / "checkpoint-7"))
+        resume_flags(str(tmp_path / "checkpoint-7"))
 
 
 @pytest.mark.parametrize("name", ["RTX 4090", "rtx-3090", "4090", "A6000", "L40S", "a10", "MI300X"])

@@ -46,8 +46,8 @@ def test_a_sequence_is_shared_out_over_context_and_tensor_ranks(
 ) -> None:
     call = call_of(**sizes)
     assert call.boundary_example().shape == (length, 3, 8)
-    assert call.boundaries().usual_bytes == length * 3 * 8 * 2
-    tokens = call.tokens()
+    assert call.boundaries(call.length).usual_bytes == length * 3 * 8 * 2
+    tokens = call.tokens(call.length)
     assert (tokens.largest, tokens.hidden) == (length * 3, 8)
     assert tokens.count(call.boundary_example()) == tokens.largest
 
@@ -66,7 +66,8 @@ def test_boundaries_have_the_type_of_the_pipeline(config: dict[str, Any], dtype:
 
 def test_tensors_of_other_shapes_are_not_counted_as_tokens() -> None:
     adjust = {"adjust_tensor_shapes_fn": lambda receives, sends: (receives, sends)}
-    assert dataclasses.replace(call_of(), **adjust).tokens().hidden == 0
+    call = dataclasses.replace(call_of(), **adjust)
+    assert call.tokens(call.length).hidden == 0
 
 
 def test_only_the_first_microbatch_of_an_iteration_is_the_first(
@@ -101,10 +102,10 @@ def test_context_ranks_share_a_replica(
 )
 def test_losses_scaled_by_one_tensor_need_one_tensor(name: str, flag: str) -> None:
     several = {"adjust_tensor_shapes_fn": lambda receives, sends: (receives, [*sends, (3,)])}
-    dataclasses.replace(call_of(), **several).boundaries()
-    call_of(**{name: 4}).boundaries()
+    dataclasses.replace(call_of(), **several).boundaries(64)
+    call_of(**{name: 4}).boundaries(64)
     with pytest.raises(ConfigError, match=f"{flag}.* exchange one tensor, not 2"):
-        dataclasses.replace(call_of(**{name: 4}), **several).boundaries()
+        dataclasses.replace(call_of(**{name: 4}), **several).boundaries(64)
 
 
 def test_partial_checkpoints_are_refused_with_a_global_loss_alone() -> None:

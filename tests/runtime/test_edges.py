@@ -182,9 +182,9 @@ class Idle(PipelineSchedule):
 def test_a_schedule_records_into_what_it_is_given_or_nowhere() -> None:
     recorder, said = Recorder(), list[str]()
     given = Idle(DppConfig(slots=3), recorder=recorder, seed=0, log=said.append)
-    assert given._recorder is recorder and given._seed == 0 and given.config.slots == 3
+    assert given.recorder is recorder and given._seed == 0 and given.config.slots == 3
     given._log("a line")
     assert said == ["a line"]
     usual = Idle()
-    assert isinstance(usual._recorder, NullRecorder)
+    assert isinstance(usual.recorder, NullRecorder)
     assert usual._seed == torch.initial_seed() and usual.iteration == 0

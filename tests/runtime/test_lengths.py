@@ -14,7 +14,7 @@ from megatron.dpp.mcore.boundary import Tokens
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.runtime.executor import Executor, Tensors
-from megatron.dpp.schedule import Geometry, Scheduler, Sizes
+from megatron.dpp.schedule import Geometry, Scheduler
 from megatron.dpp.transport.fake import FakeTransport
 from tests.runtime import pipelines
 from tests.runtime.pipelines import Arithmetic, check_values, run_pipeline
@@ -104,12 +104,10 @@ def test_a_measured_activation_is_scaled_to_the_longest(monkeypatch: pytest.Monk
     alone = SimpleNamespace(size=lambda: 1)
     call: Any = SimpleNamespace(pg_collection=SimpleNamespace(tp=alone, cp=alone))
     stage: Any = SimpleNamespace(activation_bytes={0: 100.0, 1: 300.0}, deferred_bytes={0: 50.0})
-    sizes = Sizes(Geometry(2, 0, 2, 4), largest=8)
-    sizes.learn(0, 2)
     decisions = Decisions(DppConfig(activation_cap="12KiB"), lambda line: None)
     schedule = DppSchedule(DppConfig())
     monkeypatch.setattr(schedule, "_stage_max", lambda call, *values: list(values))
-    schedule._account(call, sizes, decisions, stage)
+    schedule._account(call, 8 / 2, decisions, stage)
     assert decisions.activation_bytes == 4 * 300.0
     geometry = Geometry(2, 0, 2, 4)
     assert decisions.scheduler(geometry, split=True, largest=8).view.cap == 12 * 1024 / 1200

@@ -68,7 +68,7 @@ class Started(Exception):
     ],
 )
 def test_hardware_queues(
-    flags: str, given: str, queues: str, monkeypatch: pytest.MonkeyPatch
+    flags: str, given: str, queues: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[dict[str, str]] = []
 
@@ -78,6 +78,8 @@ def test_hardware_queues(
 
     monkeypatch.setattr(os, "execvpe", become)
     monkeypatch.setattr(job, "check", lambda *_: None)
+    monkeypatch.setattr(job, "make_home", lambda *_: tmp_path)
+    monkeypatch.setattr(job, "copy_output", lambda log, lock: lock.close())
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
     monkeypatch.delenv("DRY_RUN", raising=False)
     with pytest.raises(Started):

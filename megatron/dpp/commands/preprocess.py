@@ -417,11 +417,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     chats = parser.add_argument_group("chats").add_argument
     chats("--sft", action="store_true", help="lines hold messages, or prompt and completion")
     chats("--sft-tokenizer-prompt-format", default="auto", metavar="NAME",
-          help="auto, default (the tokenizer's template), plain, or a file")  # fmt: skip
+          help="auto, default (tokenizer's), plain, or a file")  # fmt: skip
     sentences = parser.add_argument_group("sentences (BERT)").add_argument
     sentences("--split-sentences", action="store_true")
     sentences("--sentence-splitter", choices=SPLITTERS, default="nltk",
-              help="Punkt model of NLTK (pip install nltk) or rules for English")  # fmt: skip
+              help="NLTK's Punkt model, or English rules")  # fmt: skip
     sentences("--keep-newlines", action="store_true")
     sentences("--lang", default="english", help="language of the Punkt model")
     runtime = parser.add_argument_group("runtime").add_argument

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp sim") -
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    text = "Simulate pipeline schedules. Unit of time: a rank's F of a microbatch; s with --costs."
+    text = "Simulate pipeline schedules. Unit of time: a rank's F; s with --costs."
     parser = new_parser(prog, text)
     add = parser.add_argument
     add("--pp", type=int, default=4, metavar="P", help="pipeline ranks (default 4)")
@@ -80,7 +80,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--microbatches", type=int, metavar="M", help="default 8, or a list's")
     add("--group", type=int, metavar="N", help="microbatch group size (default: P)")
     add("--grid", action=argparse.BooleanOptionalAction, help="print the grid (default: if narrow)")
-    add("--png", metavar="FILE", help="draw the schedules of the first seed (FILE.svg: SVG)")
+    add("--png", metavar="FILE", help="draw the first seed (FILE.svg: SVG)")
     _add_schedule_flags(parser)
     _add_cost_flags(parser)
     return parser
@@ -118,7 +118,7 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--lengths",
         metavar="WHAT",
-        help="sft, long, LIST, FILE (lengths, or .idx), or SIGMA of times",
+        help="sft, long, LIST, FILE, or SIGMA of times",
     )
     add("--longest", type=int, metavar="TOKENS", help="unit of --cap (default: of --lengths)")
     add("--slow-rank", metavar="RANK:FACTOR", help="as in 1:1.5")

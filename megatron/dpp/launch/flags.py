@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.dpp.cli.arguments import build_parser
+from megatron.dpp.cli.checkpoint_files import TRACKER
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.text_files import read_mapping
 
@@ -122,3 +124,26 @@ def from_argv(words: Sequence[str]) -> Flags:
             several = before if isinstance(before, list) else []
             flags[last] = word if before is True else [*(several or [before]), word]
     return flags
+
+
+_STEP = re.compile(r"(?:iter_|checkpoint-)(\d+)")
+"""Directory of one iteration's checkpoint."""
+
+
+def resume_flags(folder: str) -> Flags:
+    """Flags of a resumed run. The folder holds checkpoints, or is that of one iteration:
+    ``iter_0001000``, or ``checkpoint-1000`` in its place."""
+    path, step = Path(folder), _STEP.fullmatch(Path(folder).name)
+    own = path.parent / f"iter_{int(step[1]):07d}" if step else path
+    if step and not (path / TRACKER).is_file() and own.is_dir():
+        return resume_flags(str(path.parent)) | {"--ckpt-step": int(step[1])}
+    if not (path / TRACKER).is_file():
+        below, beside = sorted(path.glob(f"*/{TRACKER}")), sorted(path.parent.glob(f"*/{TRACKER}"))
+        near = [each for each in (path.parent / TRACKER,) if each.is_file()] + below + beside
+        hint = f" (nearest: {near[0].parent})" if near else ""
+        raise DataError(f"--resume-from {folder}: no checkpoint is there{hint}")
+    return {
+        "--load": folder,
+        "--exit-on-missing-checkpoint": True,
+        "--override-opt_param-scheduler": True,
+    }

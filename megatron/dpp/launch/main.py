@@ -329,6 +329,8 @@ def _does_not_fit(
     options: argparse.Namespace, need_bytes: float, flags: Flags, setting: Setting
 ) -> ConfigError:
     need = f"the fullest rank needs {size(need_bytes)} of {size(setting.device.memory_bytes)}"
+    if options.mode == "megatron":  # its file holds the batch, and the layout
+        return ConfigError(f"{need}; more devices, or a layout in --config, divide the model")
     plain = _plain(options, flags, setting)
     fitting = auto.candidates(options, flags, setting, plain)
     if fitting:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -18,12 +17,13 @@ from typing import Any
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.planned import SHAPES
 from megatron.dpp.cli.validate_layout import NOT_PLANNED
-from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.launch.flags import (
     Flags,
     from_argv,
     model_flags,
     read_flags,
+    resume_flags,
     to_argv,
     whole,
 )
@@ -316,7 +316,7 @@ def resolve(
         flags["--save"] = options.save
         flags.setdefault("--save-interval", 1000)
     if options.resume_from:
-        flags |= _resume(options.resume_from)
+        flags |= resume_flags(options.resume_from)
     return Resolved(arch=options.arch or "gpt", flags=flags, layout=layout, shard=shard)
 
 
@@ -480,28 +480,3 @@ def _recompute(kind: str | None) -> Flags:
             "--recompute-num-layers": 1,
         }
     return {"--recompute-activations": True} if kind == "selective" else {}
-
-
-_STEP = re.compile(r"(?:iter_|checkpoint-)(\d+)")
-"""Directory of one iteration's checkpoint."""
-
-
-def _resume(folder: str) -> Flags:
-    """Flags of a resumed run. The folder holds checkpoints, or is that of one iteration:
-    ``iter_0001000``, or ``checkpoint-1000`` in its place."""
-    from megatron.dpp.cli.checkpoint_files import TRACKER
-
-    path, step = Path(folder), _STEP.fullmatch(Path(folder).name)
-    own = path.parent / f"iter_{int(step[1]):07d}" if step else path
-    if step and not (path / TRACKER).is_file() and own.is_dir():
-        return _resume(str(path.parent)) | {"--ckpt-step": int(step[1])}
-    if not (path / TRACKER).is_file():
-        below, beside = sorted(path.glob(f"*/{TRACKER}")), sorted(path.parent.glob(f"*/{TRACKER}"))
-        near = [each for each in (path.parent / TRACKER,) if each.is_file()] + below + beside
-        hint = f" (nearest: {near[0].parent})" if near else ""
-        raise DataError(f"--resume-from {folder}: no checkpoint is there{hint}")
-    return {
-        "--load": folder,
-        "--exit-on-missing-checkpoint": True,
-        "--override-opt_param-scheduler": True,
-    }
