@@ -46,7 +46,7 @@ def test_the_command_line_gets_them_and_small_models_keep_theirs() -> None:
 def test_every_configuration_goes_with_megatrons_mode(config: Path) -> None:
     words = ["--mode", "megatron", "--config", str(config), *DRY]
     if config.stem in ("mixtral-8x7b", "qwen3-30b-a3b"):
-        with pytest.raises(ConfigError, match="fullest rank needs .*or a layout in --config"):
+        with pytest.raises(ConfigError, match=r"fullest rank needs .*or a layout in --config"):
             plan(words)
         return
     found = plan(words)
