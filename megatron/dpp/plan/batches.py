@@ -198,6 +198,12 @@ class BatchPlans:
         mine = self._of_replica(first)
         return [mine[i] for i in self._ordered(first).order]
 
+    def own_sizes(self, first: int) -> list[int]:
+        """Tokens of this replica's microbatches of that global batch, with padding, in their
+        order."""
+        shapes = (self.settings.shape(each) for each in self.own_lengths(first))
+        return [rows * width for rows, width in shapes]
+
     def tokens(self, first: int) -> BatchTokens:
         """Tokens of that global batch over all replicas."""
         lengths = self.lengths(first)

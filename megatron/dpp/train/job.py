@@ -154,11 +154,13 @@ def _schedule(run: Run) -> Iterator[Callable[..., Any]]:
     )
 
     def call(**keywords: Any) -> Any:
-        policy = keywords.pop("policy", None)
+        policy, sizes = keywords.pop("policy", None), keywords.pop("sizes", None)
         if not keywords["forward_only"]:
             schedule.iteration = run.iteration  # random states continue after a resume
             if run.args.use_dpp:
                 schedule.policy = policy
+                if sizes is not None:
+                    schedule.announce(sizes)
         return schedule(**keywords)
 
     with schedule:  # an error here tells the other ranks the cause

@@ -228,7 +228,7 @@ class Trainer:
             micro_batch_size=args.micro_batch_size,
             decoder_seq_length=args.decoder_seq_length,
             forward_only=forward_only,
-            **self._policy(forward_only=forward_only),
+            **({} if forward_only else self._planned()),
         )
         return losses
 
@@ -237,13 +237,17 @@ class Trainer:
         args = self.run.args
         return longest_microbatch(args) if args.variable_lengths else int(args.seq_length)
 
-    def _policy(self, *, forward_only: bool) -> dict[str, str]:
-        """The policy of the next step as a keyword, where the planner chose one."""
-        plans = self.iterators.plans
-        found = (
-            None if plans is None or forward_only else plans.policy(self.run.consumed_train_samples)
-        )
-        return {"policy": found} if found else {}
+    def _planned(self) -> dict[str, Any]:
+        """Keywords of the next training step: the planner's policy, if it chose one, and the tokens
+        of each microbatch, which the cap ``static`` counts."""
+        plans, args, first = self.iterators.plans, self.run.args, self.run.consumed_train_samples
+        if plans is None:
+            return {}
+        policy = plans.policy(first)
+        found: dict[str, Any] = {"policy": policy} if policy else {}
+        if args.use_dpp and args.dpp_activation_cap.strip() == "static":
+            found["sizes"] = plans.own_sizes(first)
+        return found
 
     def _learning_rate(self) -> float:
         """The rate of parameters without one of their own; from other ranks where none are here."""

@@ -154,15 +154,13 @@ def write_lengths(args: RunConfig, plans: BatchPlans, first: int, iteration: int
     if not args.trace or any(place):
         return
     own = plans.own_lengths(first)
-    shapes = [plans.settings.shape(each) for each in own]
-    padded = sum(rows * width for rows, width in shapes)
     replica = mpu.get_data_parallel_rank()
     folder = trace_layout(args).path(args.trace_dir).parent
     try:
         write_step(
             folder / FILE.format(replica),
             iteration,
-            StepLengths(own, plans.drawn_places(first), padded),
+            StepLengths(own, plans.drawn_places(first), sum(plans.own_sizes(first))),
         )
     except OSError as error:
         raise DataError(f"--trace-dir {folder}: {error.strerror}") from error
