@@ -16,6 +16,7 @@ from megatron.dpp import locks
 from megatron.dpp.errors import DataError
 from megatron.dpp.trace import TraceLayout, open_recorder
 from tests.runtime.launcher import REPOSITORY, start, wait
+from tests.train.several import corpus
 from tests.train.test_full_disk import FLAGS
 
 _HOLD = """
@@ -72,7 +73,7 @@ def test_a_trace_file_has_one_writer(tmp_path: Path) -> None:
 
 
 def test_two_runs_that_save_to_one_directory(tmp_path: Path) -> None:
-    words = [*FLAGS.split(), "--save", str(tmp_path), "--save-interval", "1000"]
+    words = [*f"{FLAGS} {corpus()}".split(), "--save", str(tmp_path), "--save-interval", "1000"]
     words += ["--train-iters", "100000"]
     script = REPOSITORY / "pretrain_gpt.py"
     first = start(script, 2, words)

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.parity.runs import REPOSITORY, Result, train
+from tests.train.several import corpus
 
 DATA = REPOSITORY / "datasets_gpt"
 FLAGS = (
     "--num-layers 8 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --lr 1e-2 "
-    "--train-iters 3 --eval-iters 0 --mock-data --transformer-impl local --device cpu "
+    "--train-iters 3 --eval-iters 0 --transformer-impl local --device cpu "
     "--num-workers 0 --hidden-dropout 0 --attention-dropout 0 "
     f"--vocab-file {DATA / 'vocab.json'} --merge-file {DATA / 'merges.txt'} "
     "--padded-vocab-size 1536"
@@ -37,12 +38,12 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     """A checkpoint of iteration 1, and the whole run in one process."""
     folder = tmp_path_factory.mktemp("start")
     more = ["--save", str(folder / "checkpoint"), "--save-interval", "1"]
-    return folder / "checkpoint", train(folder, "whole", 1, FLAGS, *more)
+    return folder / "checkpoint", train(folder, "whole", 1, f"{FLAGS} {corpus()}", *more)
 
 
 def _resume(folder: Path, start: Path, layout: str, schedule: str) -> Result:
     ranks, more = LAYOUTS[layout]
-    flags = f"{FLAGS} {more} {schedule} --load {start} --ckpt-step 1 --no-load-rng"
+    flags = f"{FLAGS} {corpus()} {more} {schedule} --load {start} --ckpt-step 1 --no-load-rng"
     if layout == "dp2":  # its state is not in a checkpoint of another optimizer
         flags += " --no-load-optim"
     name = f"{layout}-{''.join(word for word in schedule.split())}"

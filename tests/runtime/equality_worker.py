@@ -91,7 +91,8 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
         fused_wgrad.provide()
     dtype = torch.bfloat16 if case.get("bf16") else torch.float32
     config = TransformerConfig(
-        num_layers=case.get("layers", 8), hidden_size=HIDDEN, num_attention_heads=4,
+        num_layers=case.get("layers", max(4, case["p"] * v)),
+        hidden_size=HIDDEN, num_attention_heads=4,
         pipeline_model_parallel_size=case["p"], tensor_model_parallel_size=case.get("tp", 1),
         expert_model_parallel_size=case.get("ep", 1), expert_tensor_parallel_size=case.get("etp"),
         virtual_pipeline_model_parallel_size=v if v > 1 else None,

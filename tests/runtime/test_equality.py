@@ -42,17 +42,25 @@ def test_two_ranks_any_number_of_chunks() -> None:
         case("v1", 2, 5, fused, late, {"static": True, "transport": "shm"}, dropout=0.1),
         case("v2", 2, 4, fused, late, {"static": True, "transport": "shm", "inject": LATE}, v=2,
              dropout=0.1),
-        case("v4", 2, 6, fused, late, {"activation_cap": "strict"}, v=4, spec="megatron"),
-        case("one", 2, 1, late, recompute="full"),
         case("one stage", 1, 3, fused, {"inject": "delay:4ms"}, dropout=0.1),
         case("selective", 2, 4, late, v=2, recompute="selective", spec="megatron", dropout=0.1),
         case("fused wgrad", 2, 4, fused, late, v=2, fusion=True, overlap=True),
         case("kinds", 2, 4, {"transport": "dist"}, {"transport": "shm", "checksum": True}, v=2),
-        case("some layers", 2, 3, late, {"static": True, "transport": "shm"}, recompute="some"),
-        case("part of the microbatches", 2, 5, fused, late, layers=2, partial=1),
         case("part of the microbatches v2", 2, 4, late, v=2, layers=4, partial=2),
         case("per token", 2, 4, fused, late, v=2, layers=4, per_token=True),
     )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_ranks_in_further_layouts() -> None:
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    check(
+        2,
+        case("v4", 2, 6, fused, late, {"activation_cap": "strict"}, v=4, spec="megatron"),
+        case("one", 2, 1, late, recompute="full"),
+        case("some layers", 2, 3, late, {"static": True, "transport": "shm"}, recompute="some"),
+        case("part of the microbatches", 2, 5, fused, late, layers=2, partial=1),
+    )
 
 
 UNLIKE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
@@ -90,9 +98,10 @@ def test_packed_documents() -> None:
     )  # fmt: skip
 
 
-def test_ten_seeds_of_delays_on_four_ranks() -> None:
-    runs = [{"inject": f"delay:4ms,message-delay:{2 + seed}ms"} for seed in range(5)]
-    runs += [{"inject": f"jitter:0.{3 + s},transient:2x:20%"} for s in range(5)]
+@pytest.mark.parametrize("half", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_seeds_of_delays_on_four_ranks(half: int) -> None:
+    runs = [{"inject": f"delay:4ms,message-delay:{2 + seed}ms"} for seed in range(half)]
+    runs += [{"inject": f"jitter:0.{3 + s},transient:2x:20%"} for s in range(half)]
     check(
         4, case("p4v2", 4, 8, *runs, v=2, layers=8), case("p4v1", 4, 8, {"inject": LATE}, layers=4)
     )
@@ -122,11 +131,22 @@ def test_captured_tasks() -> None:
     )
     check(
         2,
-        case("graphs v1", 2, 5, fused, late, iterations=4),
         case("graphs v2", 2, 4, fused, late, v=2, iterations=4, dropout=0.1),
         case("graphs, recompute", 2, 4, fused, late, v=2, iterations=4, recompute="full"),
-        case("graphs, fused wgrad", 2, 4, fused, late, v=2, iterations=4, fusion=True),
         case("graphs, selective", 2, 3, late, iterations=4, recompute="selective"),
+    )
+
+
+@pytest.mark.slow
+def test_captured_tasks_of_further_layouts() -> None:
+    fused, late = (
+        {"split_backward": False, "cuda_graphs": "on"},
+        {"inject": LATE, "cuda_graphs": "on"},
+    )
+    check(
+        2,
+        case("graphs v1", 2, 5, fused, late, iterations=4),
+        case("graphs, fused wgrad", 2, 4, fused, late, v=2, iterations=4, fusion=True),
     )
 
 
@@ -194,18 +214,34 @@ def test_tensor_and_data_parallel() -> None:
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
     check(
         4,
-        case("tp2", 2, 4, fused, late, v=2, tp=2, layers=4),
         case("tp2 sequence parallel", 2, 4, fused, late, v=2, tp=2, sp=True, dropout=0.1, layers=4),
         case(
-            "dp2 distributed optimizer, overlap", 2, 4, fused, late,
-            v=2, dropout=0.1, layers=4, distributed_optimizer=True, overlap=True,
+            "dp2 distributed optimizer, overlap",
+            2,
+            4,
+            fused,
+            late,
+            v=2,
+            dropout=0.1,
+            layers=4,
+            distributed_optimizer=True,
+            overlap=True,
         ),
         case("dp2", 2, 4, late, layers=4, between=True, per_token=True),
+        case("experts, tp2", 2, 4, late, v=2, tp=2, sp=True, layers=4, model=EXPERTS),
+    )
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_in_further_layouts() -> None:
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    check(
+        4,
+        case("tp2", 2, 4, fused, late, v=2, tp=2, layers=4),
         case("tp2, unlike lengths", 2, 4, fused, late, v=2, tp=2, sp=True, layers=4, lengths=True,
              model=UNLIKE),
         case("packed, tp2", 2, 4, fused, late, v=2, tp=2, sp=True, layers=4, packed="together",
              per_token=True, positions="rope", model=UNLIKE),
-        case("experts, tp2", 2, 4, late, v=2, tp=2, sp=True, layers=4, model=EXPERTS),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from megatron.dpp.launch.main import plan
 from megatron.dpp.trace import TraceLayout, open_recorder
 from tests.conftest import REPOSITORY
 from tests.tools.test_launch_scripts import run
+from tests.train.several import corpus
 from tests.train.test_full_disk import FLAGS
 from tests.train.test_full_disk import run as train
 
@@ -34,7 +35,7 @@ def command(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_killed_launcher_takes_its_ranks_along(tmp_path: Path) -> None:
-    words = [*FLAGS.split(), "--train-iters", "1000000", "--metrics-file", str(tmp_path / "m")]
+    words = f"{FLAGS} {corpus()} --train-iters 1000000 --metrics-file {tmp_path}/m".split()
     words[words.index("--global-batch-size") + 1] = "2"
     torchrun = subprocess.Popen(
         [
@@ -99,7 +100,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_start(
 
 def test_a_run_that_is_already_done_says_so(tmp_path: Path) -> None:
     flags = f"--save {tmp_path} --load {tmp_path} --save-interval 9"
-    flags += " --train-iters 1 --lr-decay-iters 9"
+    flags += " --train-iters 1 --lr-decay-iters 9 --ckpt-format torch"
     assert train(flags).returncode == 0
     again = train(flags)
     assert again.returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import os
@@ -101,13 +102,15 @@ def test_ports_that_cannot_be_had_are_named(page, tmp_path):
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_listens_on_this_machine_alone_and_stops(tmp_path, end):
     write(Run(ranks=2), tmp_path)
-    process = monitor("--web", "--port", "0", "--benchmark_dir", str(tmp_path))
+    heeding = functools.partial(signal.signal, end, signal.SIG_DFL)  # a shell's job ignores SIGINT
+    words = ("--web", "--port", "0", "--benchmark_dir", str(tmp_path))
+    process = monitor(*words, preexec_fn=heeding)
     try:
         address = process.stdout.readline().split()[-1]
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
         assert process.stdout.readline() == "Ctrl-C ends it\n"
         process.send_signal(end)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=10)
     finally:
         process.kill()
     assert (process.returncode, errors) == (0, "")

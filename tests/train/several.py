@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import shutil
+import tempfile
 from pathlib import Path
 
 import numpy
@@ -39,6 +43,14 @@ def train_each(
     path.write_text(json.dumps(lines))
     run_ranks(Path(__file__).with_name("runs_worker.py"), num_ranks, [str(path)], timeout=timeout)
     return {name: read(folder / f"{name}.jsonl") for name in runs}
+
+
+@functools.cache
+def corpus() -> str:
+    """Flags of a small corpus, which the tests of a session share."""
+    folder = tempfile.mkdtemp(prefix="dpp-corpus-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return f"--data-path {_write_tokens(Path(folder) / 'tokens')} --split 8,1,1"
 
 
 def _write_tokens(prefix: Path) -> Path:

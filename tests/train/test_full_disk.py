@@ -15,18 +15,19 @@ from megatron.dpp.cli import checkpoint_files as files
 from megatron.dpp.errors import DataError
 from megatron.dpp.train.saving import saving
 from tests.runtime.launcher import REPOSITORY, Finished, start, wait
+from tests.train.several import corpus
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
     "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 "
-    "--train-iters 50 --eval-iters 0 --mock-data --transformer-impl local --device cpu "
+    "--train-iters 50 --eval-iters 0 --transformer-impl local --device cpu "
     f"--num-workers 0 --vocab-file {REPOSITORY}/datasets_gpt/vocab.json "
     f"--merge-file {REPOSITORY}/datasets_gpt/merges.txt --log-interval 1 "
 )
 
 
 def run(more: str) -> Finished:
-    words = [*FLAGS.split(), *more.split()]
+    words = f"{FLAGS} {corpus()} {more}".split()
     return wait(start(REPOSITORY / "pretrain_gpt.py", 1, words), timeout=100)[0]
 
 

@@ -15,11 +15,12 @@ import pytest
 
 from tests.nodes import running
 from tests.runtime.launcher import REPOSITORY
+from tests.train.several import corpus
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 "
-    "--train-iters 100000 --eval-iters 0 --mock-data --transformer-impl local --device cpu "
+    "--train-iters 100000 --eval-iters 0 --transformer-impl local --device cpu "
     "--pipeline-model-parallel-size 2 --use-dpp --num-workers 0 --log-interval 100000 "
 )
 
@@ -42,7 +43,7 @@ def _start(metrics: Path) -> subprocess.Popen[str]:
 def _program(metrics: Path, further: str = "") -> list[str]:
     data = REPOSITORY / "datasets_gpt"
     return [
-        str(REPOSITORY / "pretrain_gpt.py"), *FLAGS.split(), *further.split(),
+        str(REPOSITORY / "pretrain_gpt.py"), *f"{FLAGS} {corpus()} {further}".split(),
         "--metrics-file", str(metrics),
         "--vocab-file", str(data / "vocab.json"), "--merge-file", str(data / "merges.txt"),
     ]  # fmt: skip

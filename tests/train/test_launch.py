@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.dpp.train import torchrun as launch
-from tests.conftest import REPOSITORY
+from tests.runtime.launcher import start, wait
 
 
 def failed(exit_code: int) -> ChildFailedError:
@@ -80,13 +78,12 @@ _TimedStore("127.0.0.1", int(sys.argv[1]), 2, False, timedelta(seconds=1), multi
 """
 
 
-def test_a_port_of_another_program_ends_the_wait() -> None:
+def test_a_port_of_another_program_ends_the_wait(tmp_path: Path) -> None:
+    script = tmp_path / "meet.py"
+    script.write_text(_MEET)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        result = subprocess.run(
-            [sys.executable, "-c", _MEET, str(port)],
-            capture_output=True, text=True, timeout=120, cwd=REPOSITORY,
-        )  # fmt: skip
+        (result,) = wait(start(script, 1, [str(port)]), 120)
     assert result.returncode == 1
-    assert f"error: 127.0.0.1:{port} accepts connections and does not answer" in result.stderr
-    assert "WAIT_SECONDS=1: another program listens there" in result.stderr
+    assert f"error: 127.0.0.1:{port} accepts connections and does not answer" in result.output
+    assert "WAIT_SECONDS=1: another program listens there" in result.output

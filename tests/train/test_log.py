@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import pytest
 
 from tests.runtime.launcher import REPOSITORY, run_ranks
+from tests.train.several import corpus
 
 DATA = REPOSITORY / "datasets_gpt"
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 "
-    "--train-iters 2 --eval-iters 1 --mock-data --transformer-impl local --device cpu "
+    "--train-iters 2 --eval-iters 1 --transformer-impl local --device cpu "
     "--pipeline-model-parallel-size 2 --use-dpp --num-workers 1 --dpp-activation-cap 1GiB "
     "--eval-interval 1 --timing-log-level 1 --log-timers-to-tensorboard --log-interval 1 "
     f"--vocab-file {DATA / 'vocab.json'} --merge-file {DATA / 'merges.txt'}"
@@ -32,7 +32,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def output(board: Path, temporary: Path) -> str:
-    words = [*shlex.split(FLAGS), "--tensorboard-dir", str(board)]
+    words = [*f"{FLAGS} {corpus()}".split(), "--tensorboard-dir", str(board)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(temporary))
         return run_ranks(Path(REPOSITORY / "pretrain_gpt.py"), 2, words)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.parity.runs import Result
@@ -14,25 +16,28 @@ PAIRS = {
         "--rampup-batch-size 4 4 8 --global-batch-size 8 --train-samples 16 "
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
     ),
-    "tensor": "--train-iters 3 --tensor-model-parallel-size 2",
     "cyclic": "--train-iters 3 --dataloader-type cyclic --eval-iters 1 --eval-interval 1",
     "random-init": "--train-iters 3 --data-parallel-random-init --ckpt-format torch",
-    "fp16": FP16,
     "sgd": "--train-iters 3 --optimizer sgd",
     "fp16-distributed": f"--use-distributed-optimizer {FP16}",
 }
+MORE = {"tensor": "--train-iters 3 --tensor-model-parallel-size 2", "fp16": FP16}
 """Runs on two ranks that are saved after iteration 2, and resumed from there. That of ``ramp`` is a
 step of its batch size, which saves by itself."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    return _run(tmp_path_factory.mktemp("resume"), PAIRS)
+
+
+def _run(folder: Path, pairs: dict[str, str]) -> dict[str, Result]:
     lines = {}
-    for name, flags in PAIRS.items():
+    for name, flags in pairs.items():
         interval = 100 if name == "ramp" else 2
         lines[name] = f"{flags} --save DIR/{name}.ckpt --save-interval {interval}"
         lines[f"{name}-resumed"] = f"{flags} --load DIR/{name}.ckpt --ckpt-step 2"
-    return train_each(tmp_path_factory.mktemp("resume"), 2, lines)
+    return train_each(folder, 2, lines)
 
 
 def _check(runs: dict[str, Result], name: str) -> None:
@@ -53,9 +58,8 @@ def test_a_save_at_a_step_of_the_batch_size_has_gathered_the_parameters(
     _check(runs, "ramp")
 
 
-@pytest.mark.parametrize("name", ["tensor", "cyclic"])
-def test_loaders_do_not_disturb_what_dropout_draws(runs: dict[str, Result], name: str) -> None:
-    _check(runs, name)
+def test_loaders_do_not_disturb_what_dropout_draws(runs: dict[str, Result]) -> None:
+    _check(runs, "cyclic")
 
 
 def test_a_torch_checkpoint_of_differently_seeded_replicas_is_saved(
@@ -64,12 +68,17 @@ def test_a_torch_checkpoint_of_differently_seeded_replicas_is_saved(
     _check(runs, "random-init")
 
 
-@pytest.mark.parametrize("name", ["fp16", "fp16-distributed"])
-def test_a_checkpoint_of_skipped_iterations_alone_resumes(
-    runs: dict[str, Result], name: str
-) -> None:
-    assert runs[name].column("skipped") == [1, 1, 0]
-    _check(runs, name)
+def test_a_checkpoint_of_skipped_iterations_alone_resumes(runs: dict[str, Result]) -> None:
+    assert runs["fp16-distributed"].column("skipped") == [1, 1, 0]
+    _check(runs, "fp16-distributed")
+
+
+@pytest.mark.slow
+def test_without_a_distributed_optimizer_it_is_the_same(tmp_path: Path) -> None:
+    runs = _run(tmp_path, MORE)
+    assert runs["fp16"].column("skipped") == [1, 1, 0]
+    for name in MORE:
+        _check(runs, name)
 
 
 def test_momentum_of_sgd_is_resumed(runs: dict[str, Result]) -> None:

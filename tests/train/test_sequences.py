@@ -148,8 +148,6 @@ V2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     """Runs of four batches, more than an epoch; a saved one has seen 32 of 60 chats."""
-    folder = tmp_path_factory.mktemp("sequences")
-    data = f"--data-path {write_chats(folder / 'x')} --split 1,0,0"
     save = "--save DIR/{}.ckpt --save-interval 2"
     load = "--load DIR/{}.ckpt --ckpt-step 2"
     lines = {
@@ -159,15 +157,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         "elsewhere": f"{V2} --use-dpp {load.format('static')}",
         "static-chunks": f"{V2} --order ascending",
         "dynamic-chunks": f"{V2} --order ascending --use-dpp",
-        "static-channels": f"{V2} --order ascending --dpp-transport shm",
-        "tensor": "--tensor-model-parallel-size 2 --sequence-parallel",
         "planned": f"{V2} --order planned --use-dpp",
         "packed-dynamic": f"{PP2} {PACKED} --use-dpp",
         "packed-static": f"{PP2} {PACKED}",
         "packed-order": f"{V2} --packing even --packing-budget 70 --order planned --use-dpp",
-        "replicas": "--calculate-per-token-loss --micro-batch-size 2",
         "planned-static": f"{V2} --order planned PLAN-AS-DYNAMIC",
     }
+    return _run(tmp_path_factory.mktemp("sequences"), lines)
+
+
+def _run(folder: Path, lines: dict[str, str]) -> dict[str, Result]:
+    data = f"--data-path {write_chats(folder / 'x')} --split 1,0,0"
     return train_each(folder, 2, {k: f"{FLAGS} {v}" for k, v in lines.items()}, data, timeout=400)
 
 
@@ -182,9 +182,8 @@ def test_a_dynamic_run_equals_a_static_one(runs: dict[str, Result]) -> None:
 
 
 def test_an_order_equals_the_static_run_in_that_order(runs: dict[str, Result]) -> None:
-    for name in ("dynamic-chunks", "static-channels"):
-        assert _losses(runs[name]) == _losses(runs["static-chunks"])
-        assert runs[name].hashes == runs["static-chunks"].hashes
+    assert _losses(runs["dynamic-chunks"]) == _losses(runs["static-chunks"])
+    assert runs["dynamic-chunks"].hashes == runs["static-chunks"].hashes
     assert _losses(runs["static-chunks"]) != _losses(runs["static"])
 
 
@@ -217,8 +216,24 @@ def test_a_run_resumes_in_another_layout(runs: dict[str, Result]) -> None:
     assert _losses(runs["elsewhere"])[0] == _losses(runs["static"])[2]
 
 
-def test_replicas_and_tensor_parallel_ranks_train(runs: dict[str, Result]) -> None:
-    for name in ("replicas", "tensor"):
-        assert _losses(runs[name])[-1] < _losses(runs[name])[0]
-        assert 0 < runs[name].column("padding")[0] < 0.5
+def test_a_sequence_alone_is_not_padded(runs: dict[str, Result]) -> None:
     assert runs["static"].column("padding") == [0.0] * 4
+
+
+@pytest.mark.slow
+def test_replicas_and_tensor_parallel_ranks_train(tmp_path: Path) -> None:
+    lines = {
+        "replicas": "--calculate-per-token-loss --micro-batch-size 2",
+        "tensor": "--tensor-model-parallel-size 2 --sequence-parallel",
+    }
+    for run in _run(tmp_path, lines).values():
+        assert _losses(run)[-1] < _losses(run)[0]
+        assert 0 < run.column("padding")[0] < 0.5
+
+
+@pytest.mark.slow
+def test_a_static_run_over_our_channels_equals_megatrons(tmp_path: Path) -> None:
+    lines = {"own": f"{V2} --dpp-transport shm", "megatron": V2}
+    runs = _run(tmp_path, {k: f"{v} --order ascending" for k, v in lines.items()})
+    assert _losses(runs["own"]) == _losses(runs["megatron"])
+    assert runs["own"].hashes == runs["megatron"].hashes

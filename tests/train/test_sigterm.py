@@ -12,14 +12,15 @@ import psutil
 from megatron.dpp.cli import checkpoint_files as files
 from tests.nodes import running
 from tests.runtime.launcher import REPOSITORY, Rank, start, wait
-from tests.train.several import FLAGS
+from tests.train.several import FLAGS, corpus
 
 
 def _start(folder: Path) -> Rank:
     """A rank with workers of its loaders and, after a first save, megatron-core's manager."""
     flags = (
-        f"{FLAGS} --mock-data --num-workers 1 --train-iters 100000 --save {folder} "
-        f"--save-interval 2 --exit-signal-handler --metrics-file {folder}.jsonl"
+        f"{FLAGS} {corpus()} --data-cache-path {folder}.cache --num-workers 1 "
+        f"--train-iters 100000 --save {folder} --save-interval 2 --exit-signal-handler "
+        f"--metrics-file {folder}.jsonl"
     )
     return start(REPOSITORY / "pretrain_gpt.py", 1, flags.split())[0]
 

@@ -1,7 +1,10 @@
 """The GPU kinds over the driver of csrc/tests/fake_cuda.cc, two ranks as threads of one process.
 
-Run by test_cuda_fake.py as ``python fake_cuda_worker.py CASE...``, with that driver in
-LD_LIBRARY_PATH. A case is one string, ``KIND [checksum] [gpudirect=ONE,OTHER] [direct=ABILITY+...]
+Run by test_cuda_fake.py with that driver in LD_LIBRARY_PATH. Each line of standard input is JSON,
+``[cases, environment variables]``, for which a process is forked: importing PyTorch takes longer
+than a case. Its output ends with a line ``exit STATUS``.
+
+A case is one string, ``KIND [checksum] [gpudirect=ONE,OTHER] [direct=ABILITY+...]
 [FAULT ...]``; abilities are the fake GPU's, faults the fake network card's. A word of ``SCENARIOS``
 stands for what is done instead of a random exchange. Prints for each case its name, the links'
 reasons or the errors, and "ok" or "refused". CPU tensors play CUDA tensors: the fake driver's
@@ -11,8 +14,10 @@ device memory is host memory.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -31,6 +36,7 @@ from tests.transport.kinds import cpu_as_gpu
 
 SLOT = 1 << 19  # large enough for a take without the interpreter's lock
 CHUNKS = 3
+DEADLINE = 200  # seconds of a list of cases
 MANY = 8  # channels, each of which could wait for itself
 
 
@@ -239,8 +245,20 @@ def run_case(case: str) -> None:
 
 
 def main() -> None:
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            run_cases(*json.loads(line))
+            return
+        _, status = os.waitpid(pid, 0)
+        print("exit", os.waitstatus_to_exitcode(status), flush=True)
+
+
+def run_cases(cases: list[str], environment: dict[str, str]) -> None:
+    signal.alarm(DEADLINE)
+    os.environ.update(environment)
     with cpu_as_gpu():
-        for case in sys.argv[1:]:
+        for case in cases:
             print("case", case)
             run_case(case)
 

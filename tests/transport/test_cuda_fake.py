@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,80 +29,90 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(driver: Path, *cases: str, **environment: str) -> list[str]:
+@pytest.fixture(scope="module")
+def worker(driver: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of fake_cuda_worker.py, which forks for what it is asked."""
+    settings = {"PYTHONPATH": str(REPOSITORY), "LD_LIBRARY_PATH": str(driver)}
+    with subprocess.Popen(
+        [sys.executable, str(WORKER)], env=os.environ | settings, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        yield process
+        process.kill()
+
+
+def run(worker: subprocess.Popen[str], *cases: str, **environment: str) -> list[str]:
     """Runs cases of fake_cuda_worker.py in one process; returns the output of each."""
-    settings = {"PYTHONPATH": str(REPOSITORY), "LD_LIBRARY_PATH": str(driver), **environment}
-    done = subprocess.run(
-        [sys.executable, str(WORKER), *cases],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = done.stdout.split("case ")[1:]
-    assert len(said) == len(cases), done.stdout
+    worker.stdin.write(json.dumps([cases, environment]) + "\n")
+    worker.stdin.flush()
+    lines = []
+    while not (lines and lines[-1].startswith("exit ")):
+        lines.append(worker.stdout.readline())
+        assert lines[-1], "the worker has ended"
+    assert lines.pop() == "exit 0\n", lines
+    said = "".join(lines).split("case ")[1:]
+    assert len(said) == len(cases), lines
     return said
 
 
-def test_random_messages_both_ways(driver):
+def test_random_messages_both_ways(worker):
     cases = ("cuda_ipc", "cuda_ipc checksum", "staged checksum", "rdma checksum")
-    for said in run(driver, *cases):
+    for said in run(worker, *cases):
         assert said.endswith("\nok\n"), said
 
 
-def test_slots_travel_as_descriptors_where_handles_are_refused(driver):
-    (said,) = run(driver, "cuda_ipc", FAKE_CUDA_REFUSE_IPC="1")
+def test_slots_travel_as_descriptors_where_handles_are_refused(worker):
+    (said,) = run(worker, "cuda_ipc", FAKE_CUDA_REFUSE_IPC="1")
     assert said.endswith("\nok\n"), said
 
 
-def test_what_is_on_its_way_may_be_taken(driver):
-    (said,) = run(driver, "cuda_ipc ahead", FAKE_CUDA_SLOW="3000")
+def test_what_is_on_its_way_may_be_taken(worker):
+    (said,) = run(worker, "cuda_ipc ahead", FAKE_CUDA_SLOW="3000")
     assert said.endswith("\nok\n"), said
 
 
-def test_without_values_written_by_streams_nothing_is_taken_ahead(driver):
+def test_without_values_written_by_streams_nothing_is_taken_ahead(worker):
     settings = {"FAKE_CUDA_SLOW": "3000", "FAKE_CUDA_NO_VALUES": "1"}
-    (said,) = run(driver, "cuda_ipc not-ahead", **settings)
+    (said,) = run(worker, "cuda_ipc not-ahead", **settings)
     assert said.endswith("\nok\n"), said
     assert said.count("nothing is launched ahead: cuStreamWriteValue32 on Fake GPU") == 2, said
 
 
-def test_a_stream_that_waits_for_a_dead_sender_is_let_go(driver):
+def test_a_stream_that_waits_for_a_dead_sender_is_let_go(worker):
     settings = {"FAKE_CUDA_SLOW": "1000000", "FAKE_CUDA_SILENT": "1"}
-    (said,) = run(driver, "cuda_ipc let-go", **settings)
+    (said,) = run(worker, "cuda_ipc let-go", **settings)
     assert said.endswith("\nok\n") and "PeerDead" in said and "asked to" in said, said
 
 
-def test_a_link_that_loses_what_is_written_is_refused(driver):
-    (said,) = run(driver, "cuda_ipc", FAKE_CUDA_CORRUPT="1")
+def test_a_link_that_loses_what_is_written_is_refused(worker):
+    (said,) = run(worker, "cuda_ipc", FAKE_CUDA_CORRUPT="1")
     assert said.endswith("\nrefused\n") and "TransportUnavailable" in said
     assert "arrived wrong" in said and "--dpp-transport staged" in said
 
 
-def test_a_stream_waits_once_for_what_has_to_wait_for_buffers(driver):
-    (said,) = run(driver, "rdma one-wait")
+def test_a_stream_waits_once_for_what_has_to_wait_for_buffers(worker):
+    (said,) = run(worker, "rdma one-wait")
     assert said.endswith("\nok\n"), said
 
 
 @pytest.mark.parametrize("kind", ["cuda_ipc", "staged", "rdma", "rdma direct=dmabuf+ordered"])
-def test_memory_that_a_stream_of_ours_uses_is_not_given_up(driver, kind):
+def test_memory_that_a_stream_of_ours_uses_is_not_given_up(worker, kind):
     settings = {"FAKE_CUDA_SLOW": "100000000", "FAKE_CUDA_BUSY": "20"}
-    (said,) = run(driver, f"{kind} close-busy", **settings)
+    (said,) = run(worker, f"{kind} close-busy", **settings)
     assert said.endswith("\nok\n"), said
 
 
-def test_a_mark_is_looked_at_before_it_is_set_again(driver):
-    (said,) = run(driver, "cuda_ipc marks", FAKE_CUDA_SLOW_COPIES="500")
+def test_a_mark_is_looked_at_before_it_is_set_again(worker):
+    (said,) = run(worker, "cuda_ipc marks", FAKE_CUDA_SLOW_COPIES="500")
     assert said.endswith("\nok\n"), said
 
 
-def test_close_is_bounded_with_many_channels_on_a_stuck_gpu(driver):
-    (said,) = run(driver, "cuda_ipc close-stuck", FAKE_CUDA_SLOW="1000000000")
+def test_close_is_bounded_with_many_channels_on_a_stuck_gpu(worker):
+    (said,) = run(worker, "cuda_ipc close-stuck", FAKE_CUDA_SLOW="1000000000")
     assert said.endswith("\nok\n"), said
 
 
-def test_the_card_reads_and_writes_gpu_memory(driver):
+def test_the_card_reads_and_writes_gpu_memory(worker):
     ways = {
         "direct=dmabuf+ordered": "dma-buf, the GPU orders writes",
         "direct=dmabuf+flush late-gpu-writes": "dma-buf, writes are waited for",
@@ -108,13 +120,13 @@ def test_the_card_reads_and_writes_gpu_memory(driver):
         "direct=dmabuf+peermem+ordered no-dmabuf peermem": "nvidia-peermem, the GPU orders writes",
     }
     cases = [f"rdma checksum gpudirect=on,on {words}" for words in ways]
-    for said, way in zip(run(driver, *cases), ways.values(), strict=True):
+    for said, way in zip(run(worker, *cases), ways.values(), strict=True):
         assert said.endswith("\nok\n") and said.count(f"GPUDirect ({way})") == 2, said
 
 
-def test_one_side_with_gpudirect_and_one_without(driver):
+def test_one_side_with_gpudirect_and_one_without(worker):
     cases = [f"rdma checksum direct=dmabuf+ordered gpudirect={x}" for x in ("on,off", "off,on")]
-    for said in run(driver, *cases):
+    for said in run(worker, *cases):
         assert said.endswith("\nok\n") and "GPUDirect (dma-buf" in said, said
         assert "staged in the host's memory, no GPUDirect: --dpp-gpudirect off" in said
 
@@ -134,9 +146,9 @@ def test_one_side_with_gpudirect_and_one_without(driver):
     ],
 )
 def test_what_gpudirect_lacks_is_said_and_an_error_only_when_it_is_asked_for(
-    driver, words, reasons
+    worker, words, reasons
 ):
-    staged, asked = run(driver, f"rdma {words}", f"rdma gpudirect=on,on {words}")
+    staged, asked = run(worker, f"rdma {words}", f"rdma gpudirect=on,on {words}")
     assert staged.endswith("\nok\n"), staged
     assert "staged in the host's memory, no GPUDirect: " in staged
     assert asked.endswith("\nrefused\n"), asked
@@ -145,10 +157,10 @@ def test_what_gpudirect_lacks_is_said_and_an_error_only_when_it_is_asked_for(
         assert staged.count(reason) == 2 and reason in asked
 
 
-def test_gpu_memory_that_does_not_show_what_was_written_is_refused(driver):
+def test_gpu_memory_that_does_not_show_what_was_written_is_refused(worker):
     # The GPU says that it orders writes, so nothing waits for them.
     cases = [f"rdma direct=dmabuf+ordered {x}" for x in ("lose-gpu-writes", "late-gpu-writes")]
-    for said in run(driver, *cases):
+    for said in run(worker, *cases):
         assert said.endswith("\nrefused\n"), said
         assert "the RDMA link with rank" in said and "TransportUnavailable" in said
         assert "arrived wrong" in said and "--dpp-gpudirect off" in said
