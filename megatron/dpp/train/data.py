@@ -20,7 +20,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import DataError
 from megatron.dpp.plan.batches import BatchPlans
-from megatron.dpp.train.exits import largest, outlive_sigterm
+from megatron.dpp.train.exits import largest, prepare_worker
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import ends
 from megatron.dpp.train.sequences import sequence_loader
@@ -281,7 +281,7 @@ def _loader(args: Args, dataset: Any, consumed: int) -> Any:
         pin_memory=args.device == "cuda",
         generator=torch.Generator().manual_seed(args.seed),  # see _draw_seeds
         persistent_workers=args.num_workers > 0,
-        worker_init_fn=outlive_sigterm if args.exit_signal_handler else None,
+        worker_init_fn=partial(prepare_worker, outlives_sigterm=args.exit_signal_handler),
     )
 
 

@@ -2,12 +2,13 @@
 
 torchrun and batch systems send SIGTERM to the processes that a rank has started, too. With
 ``--exit-signal-handler`` the rank goes on for a while and needs them: ``data`` gives its loaders
-:func:`outlive_sigterm`, ``checkpointing`` saves inside :func:`sigterm_held_back`.
+:func:`prepare_worker`, ``checkpointing`` saves inside :func:`sigterm_held_back`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -67,9 +68,18 @@ def largest(values: list[int]) -> list[int]:
     return found
 
 
-def outlive_sigterm(worker: int) -> None:
-    """Lets SIGTERM end a data loader's worker only if its rank sends it, as ``multiprocessing``
-    does at exit. PyTorch's worker ends by itself when its rank is gone."""
+def prepare_worker(worker: int, *, outlives_sigterm: bool) -> None:
+    """Prepares a data loader's worker, which is forked in the middle of a step.
+
+    It never collects the garbage of its rank, whose C++ objects belong to threads that it lacks.
+
+    Args:
+        outlives_sigterm: SIGTERM ends it only if its rank sends it, as ``multiprocessing`` does at
+            exit. PyTorch's worker ends by itself when its rank is gone.
+    """
+    gc.freeze()
+    if not outlives_sigterm:
+        return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_by_parent, daemon=True).start()
 

@@ -29,7 +29,7 @@ from megatron.dpp.plan.batches import BatchPlans, BatchSettings
 from megatron.dpp.plan.flops import length_costs
 from megatron.dpp.plan.length_report import FILE, StepLengths, write_step
 from megatron.dpp.plan.orders import OrderPlanner, PipelineModel
-from megatron.dpp.train.exits import outlive_sigterm
+from megatron.dpp.train.exits import prepare_worker
 
 Sample = dict[str, np.ndarray]
 """``tokens``: inputs and the last label; ``mask``: 1 for labels that have a loss."""
@@ -310,7 +310,7 @@ class SequenceLoader:
             num_workers=args.num_workers,
             pin_memory=args.device == "cuda",
             generator=torch.Generator().manual_seed(args.seed),
-            worker_init_fn=outlive_sigterm if args.exit_signal_handler else None,
+            worker_init_fn=partial(prepare_worker, outlives_sigterm=args.exit_signal_handler),
         )
 
 
