@@ -34,7 +34,7 @@ class Collecting(torch.utils.data.Dataset[int]):
 
 
 def test_a_worker_collects_nothing_that_it_inherits() -> None:
-    """What belongs to threads of the rank crashed a worker that collected it."""
+    """Objects that belong to threads of the rank crashed a worker that collected them."""
     gc.collect()
     collected.clear()
     gc.disable()
