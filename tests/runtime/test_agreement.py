@@ -280,3 +280,17 @@ def test_overlapping_groups_are_joined(
     groups: list[list[int]], rank: int, together: tuple[int, ...]
 ) -> None:
     assert joined(groups, rank) == together
+
+
+def test_a_member_never_posts_less_at_the_beginning_of_an_iteration() -> None:
+    """A message that was taken in flight may not have arrived when the next iteration begins."""
+    geometry = Geometry(2, 1, 1, 2, forward_only=True)
+    boards = Stage([0, 0], 2)
+    channels = [(FORWARD, 0)]
+    for base in (0, 2):
+        scheduler = Scheduler(geometry, policy="megatron", split_backward=False)
+        decider = decider_for(scheduler, channels, HostedBoard(boards, 1))
+        decider.start([base])
+        decider.next([max(0, base - 1)])
+        assert decider.next_coming([base + 2]) is None
+    assert boards.posted[1] == [1, 4]

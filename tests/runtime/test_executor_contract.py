@@ -379,3 +379,28 @@ def test_a_rank_of_two_directions_counts_each_channel_for_itself() -> None:
         executor.run()
     assert executor._channels.incoming(Direction.BACKWARD, 0) == 0
     assert executor._channels.incoming(Direction.FORWARD, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"), [(0, ["ran", "size", "early"]), (1, ["size", "early", "ran"])]
+)
+def test_the_next_task_is_decided_early_only_behind_the_size_of_this_one(
+    monkeypatch: pytest.MonkeyPatch, rank: int, expected: list[str]
+) -> None:
+    """A leader that decided before a first stage's F told its size left its followers behind."""
+    seen: list[str] = []
+    network = network_of(rank)
+    geometry = Geometry(2, rank, 1, 1, forward_only=True)
+    executor = rank_of(network, geometry, count_tokens=lambda _: seen.append("size"))
+    forward = executor._runner.forward
+
+    def ran(*given: Any) -> Any:
+        seen.append("ran")
+        return forward(*given)
+
+    monkeypatch.setattr(executor._runner, "forward", ran)
+    monkeypatch.setattr(executor._decider, "look_ahead", lambda: seen.append("early"))
+    if rank == 1:
+        network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=0)
+    executor.run()
+    assert seen == expected

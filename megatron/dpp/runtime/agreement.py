@@ -34,8 +34,8 @@ class Decider:
         return self.scheduler.done
 
     def look_ahead(self) -> None:
-        """Decide the next task early, if the other members get to know of it late. Called before a
-        task runs, when its input and the size of its microbatch are known.
+        """Decide the next task early, if the other members get to know of it late. Called once the
+        size of the current task's microbatch is known: before it runs, or behind a first stage's F.
         """
 
     def start(self, arrived_before: Sequence[int]) -> None:
@@ -100,6 +100,10 @@ class _Member(Decider):
         self._board = board
         self._posted: Sequence[int] = ()
         self._coming: Sequence[int] = [0] * len(channels)
+
+    def start(self, arrived_before: Sequence[int]) -> None:
+        super().start(arrived_before)
+        self._coming = list(arrived_before)  # posted already, perhaps before it had arrived
 
     def _post(self, arrived: Sequence[int]) -> None:
         if arrived != self._posted:

@@ -223,14 +223,17 @@ class Executor:
     def _forward(self, action: Action) -> None:
         _, chunk, microbatch, _ = action
         received = self._receive(action, Direction.FORWARD)
-        if chunk == 0 and received is not None:
+        output_tells = chunk == 0 and received is None
+        if chunk == 0 and not output_tells:
             self._learn(microbatch, received)
-        self._decider.look_ahead()
+        if not output_tells:
+            self._decider.look_ahead()
         begin = time.perf_counter_ns()
         output = self._runner.forward(chunk, microbatch, received)
         self._runner_ns = time.perf_counter_ns() - begin
-        if chunk == 0 and received is None:
+        if output_tells:
             self._learn(microbatch, output)
+            self._decider.look_ahead()
         self._finish_task("F", chunk, microbatch)
         if self._put(Direction.FORWARD, chunk, microbatch, output):
             self._runner.free_output(chunk, microbatch)
