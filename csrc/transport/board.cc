@@ -124,15 +124,17 @@ bool Board::next(uint64_t& value, bool& relay) {
   return true;
 }
 
-void Board::relay() {
+bool Board::relay() {
+  if (!is_relay()) return false;
   // What is not sent yet would only be followed by more; the next pass sends the newest.
-  if (!is_relay() || upstream_->has_unsent()) return;
+  if (upstream_->has_unsent()) return true;
   line_[0] = slowest_reader(head().written.load(std::memory_order_relaxed));
   common(line_.data() + 1);
   const bool changed = !std::equal(line_.begin() + 1, line_.end(), told_.begin() + 1);
-  if (!changed && line_[0] - told_[0] < kTellEvery) return;
+  if (!changed && line_[0] - told_[0] < kTellEvery) return false;
   upstream_->send_note(Peer::Note::kArrivals, bytes_of(line_.data(), line_.size()));
   told_ = line_;
+  return upstream_->has_unsent();
 }
 
 void Board::accept(const Peer& peer, Peer::Note note, std::string_view body) {

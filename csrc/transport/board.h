@@ -55,7 +55,7 @@ class Board {
   bool next(uint64_t& word, bool& relay);
 
   // Progress thread.
-  void relay();  // of a relay: tells the leader
+  bool relay();  // of a relay: tells the leader; true if another pass must follow
   void accept(const Peer& peer, Peer::Note note, std::string_view body);  // throws kProtocol
 
  private:

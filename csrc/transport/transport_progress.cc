@@ -64,8 +64,9 @@ void Transport::progress() {
       if (polling_since == 0) polling_since = now;
       nap((now - polling_since) / kNapShare);
     }
-    if (board_) board_->relay();
-    const bool unsent = flush_notes(), doubtful = links_in_doubt();
+    bool unsent = flush_notes();
+    if (board_) unsent = board_->relay() || unsent;  // behind the flush, which makes room for it
+    const bool doubtful = links_in_doubt();
     const int patience = active ? 0 : unsent || doubtful ? kNotesMs : -1;
     for (const Watch::Ready& ready : watch_.wait(patience)) handle(ready);
   }
