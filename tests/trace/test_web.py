@@ -92,6 +92,7 @@ def test_ports_that_cannot_be_had_are_named(page, tmp_path):
     live = LivePage(_parser("monitor").parse_args([]), 1.0)
     with pytest.raises(ConfigError, match="--port 70000: must be in 0"):
         open_server(live, "127.0.0.1", 70_000)
+    open_server(live, "::1", 0).server_close()
     taken = open_server(live, "127.0.0.1", 0)
     with taken, pytest.raises(ConfigError, match=f"--port {taken.server_port}: in use on "):
         open_server(live, "127.0.0.1", taken.server_port)

@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron.dpp.commands.common import ROOT, guarded, new_parser
 from megatron.dpp.commands.web import serve
+from megatron.dpp.errors import require
 from megatron.dpp.trace.analysis.model import Iteration
 from megatron.dpp.trace.analysis.sentences import straggler_text
 from megatron.dpp.trace.analysis.stragglers import StragglerSearch
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp monitor
     died without ending its trace."""
     options = _parser(prog).parse_args(argv)
     try:
-        return guarded(prog, lambda: serve(options) if options.web else _watch(options))
+        return guarded(prog, lambda: _run(options))
     except KeyboardInterrupt:
         return 0
 
@@ -124,6 +125,11 @@ def view(run: FollowedRun, metrics: dict[str, Any]) -> str:
     lines += [_rank_line(file, times) for file in files]
     lines += ["", *(_stragglers(files, iterations) or ["no straggler"])]
     return "\n".join(lines)
+
+
+def _run(options: argparse.Namespace) -> int:
+    require(options.interval > 0, f"--interval {options.interval:g}: must be above 0")
+    return serve(options) if options.web else _watch(options)
 
 
 def _watch(options: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import ipaddress
 import signal
+import socket
 import sys
 import threading
 import time
@@ -146,6 +147,10 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
 def open_server(live: LivePage, host: str, port: int) -> ThreadingHTTPServer:
     """A server that listens, for ``serve_forever``.
 
@@ -153,8 +158,9 @@ def open_server(live: LivePage, host: str, port: int) -> ThreadingHTTPServer:
         ConfigError: the port or the address cannot be had.
     """
     require(0 <= port <= 65535, f"--port {port}: must be in 0 .. 65535 (0: any free one)")
+    server = _Server6 if ":" in host else _Server
     try:
-        return _Server((host, port), _handler(live, local=_is_loopback(host)))
+        return server((host, port), _handler(live, local=_is_loopback(host)))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
@@ -177,7 +183,6 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 def serve(options: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C or SIGTERM; returns 0."""
-    require(options.interval > 0, f"--interval {options.interval:g}: must be above 0")
     require(not options.once, "--once prints into the terminal: leave it out with --web")
     directory = find_directory(options.benchmark_dir, ROOT)
     server = open_server(LivePage(options, options.interval), options.host, options.port)
