@@ -188,6 +188,8 @@ class Tree:
                 time.sleep(0.05)
             return None
         finally:
+            if child:
+                os.kill(child, signal.SIGKILL)
             _end_processes()
             if child:
                 os.waitpid(child, 0)

@@ -21,5 +21,6 @@ if [[ ! -e $packages/$package ]]; then
   "$python" -m pip install --quiet --target "$packages" "$package" >&2
   touch "$packages/$package"
 fi
+export MUTATION_TEST_RUN=$$ # exec keeps the number, and forks keep the mark
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
 exec "$python" tools/mutation_test.py "$@"

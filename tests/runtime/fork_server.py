@@ -8,6 +8,7 @@ two file descriptors: the rank's output, and a socket that tells the rank's pid 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -90,7 +91,9 @@ class Server:
 
     def _end(self) -> None:
         for pid, _ in self._ranks.values():
-            os.killpg(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+                os.killpg(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
         os._exit(0)
 
 

@@ -170,7 +170,7 @@ def start(
             "fresh": fresh or _at_start(environment) != _at_start(servers),
         }  # fmt: skip
         output = tempfile.TemporaryFile()  # noqa: SIM115 - the rank's owner closes it
-        status, told = socket.socketpair()
+        status, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with told:
             message = json.dumps(request).encode()
             socket.send_fds(control, [message], [output.fileno(), told.fileno()])
