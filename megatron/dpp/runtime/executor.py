@@ -224,7 +224,7 @@ class Executor:
         _, chunk, microbatch, _ = action
         received = self._receive(action, Direction.FORWARD)
         output_tells = chunk == 0 and received is None
-        if chunk == 0 and not output_tells:
+        if chunk == 0 and received is not None:
             self._learn(microbatch, received)
         if not output_tells:
             self._decider.look_ahead()
