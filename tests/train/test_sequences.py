@@ -14,6 +14,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 
+from megatron.dpp.errors import DataError
 from megatron.dpp.plan.batches import BatchPlans, BatchSettings
 from megatron.dpp.train.sequences import Microbatch, SequenceDataset, collate
 from tests.parity.runs import Result
@@ -102,7 +103,9 @@ def test_packed_sequences_share_a_row_and_restart_positions() -> None:
         [_sample(1, 2, 3), _sample(4, 5, 6, 7, 8)], BatchSettings(packing="even", length_multiple=4)
     )
     assert batch["tokens"].tolist() == [[1, 2, 4, 5, 6, 7, 0, 0]]
-    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3, 4, 5]]
+    assert batch["position_ids"].tolist() == [
+        [0, 1, 0, 1, 2, 3, 3, 3]
+    ]  # none that a table may lack
     assert batch["loss_mask"].tolist() == [[0, 1, 0, 1, 1, 1, 0, 0]]
 
 
@@ -132,6 +135,19 @@ def test_replicas_share_each_global_batch_wherever_a_run_begins(
         assert packing == "none" or max(sums) <= 70
         again = BatchPlans(lambda a, b: LENGTHS[a:b], 16, 0, settings)
         assert again.microbatches(first) == found[0]
+
+
+def test_the_end_of_the_data_is_named() -> None:
+    plans = BatchPlans(lambda a, b: LENGTHS[:60][a:b], 16, 0, BatchSettings(micro_batch_size=2))
+    assert plans.num_microbatches(32) == 8
+    with pytest.raises(DataError, match="the data set has ended: 12 of 16 sequences are left"):
+        plans.num_microbatches(48)
+
+
+def test_even_packing_makes_fewer_microbatches_than_sequences() -> None:
+    """A batch that no multiple divides was refused, although it can be packed."""
+    settings = BatchSettings(packing="even", num_ranks=4, multiple=4, budget=70)
+    assert len(BatchPlans(lambda a, b: [5] * (b - a), 10, 0, settings).microbatches(0)) == 8
 
 
 FLAGS = (
@@ -190,6 +206,7 @@ def test_an_order_equals_the_static_run_in_that_order(runs: dict[str, Result]) -
 def test_a_planned_order_equals_the_static_run_in_that_order(runs: dict[str, Result]) -> None:
     assert _losses(runs["planned"]) == _losses(runs["planned-static"])
     assert runs["planned"].hashes == runs["planned-static"].hashes
+    assert _losses(runs["planned"]) != _losses(runs["static"]), "it was not the drawn one"
 
 
 def test_a_packed_dynamic_run_equals_a_static_one(runs: dict[str, Result]) -> None:

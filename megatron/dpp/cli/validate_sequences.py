@@ -50,6 +50,11 @@ def check_sequences(args: argparse.Namespace) -> None:
     context = args.context_parallel_size
     spread = args.tensor_model_parallel_size if args.sequence_parallel else 1
     args.length_multiple = spread * (2 * context if context > 1 else 1)
+    require(
+        args.packing != "none" or args.seq_length % args.length_multiple == 0,
+        f"--seq-length {args.seq_length}: must be a multiple of {args.length_multiple}, to which "
+        "sequence and context parallelism pad rows",
+    )
     _check_packing(args)
     _check_exchange(args)
 

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.plan.lengths import balance, orders, pack
 from megatron.dpp.plan.orders import OrderPlanner, PlannedOrder
 from megatron.dpp.sim.lengths import LengthCosts
@@ -123,7 +123,8 @@ def _bins(lengths: Sequence[int], settings: BatchSettings) -> Microbatches:
     costs = [settings.cost([length]) for length in lengths]
     least = -(-sum(lengths) // settings.budget)
     wanted = max(least, _PER_RANK * settings.num_ranks * settings.num_replicas)
-    for num_bins in range(_up(min(wanted, count), step), count + 1, step):
+    fewest = min(_up(min(wanted, count), step), count // step * step)
+    for num_bins in range(fewest, count + 1, step):
         try:
             found = pack(lengths, settings.budget, "even", costs=costs, num_bins=num_bins)
         except ConfigError:
@@ -225,7 +226,14 @@ class BatchPlans:
         return self._drawn_lengths(first, first + self.batch_size)
 
     def _share(self, first: int) -> list[Microbatches]:
-        return share_batch(self.lengths(first), self.settings)
+        lengths = self.lengths(first)
+        if len(lengths) < self.batch_size:
+            raise DataError(
+                f"the data set has ended: {len(lengths)} of {self.batch_size} sequences are left "
+                "for a step; lower --train-iters, add data, or give weights to --data-path's "
+                "prefixes (then they repeat)"
+            )
+        return share_batch(lengths, self.settings)
 
     def _of_replica(self, first: int) -> list[list[int]]:
         lengths = self.lengths(first)

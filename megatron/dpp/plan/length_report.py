@@ -233,7 +233,7 @@ def length_lines(section: Mapping[str, Any]) -> list[str]:
     """The section as text."""
     lines = [
         f"Sequences: {section['tokens_per_step']:.0f} tokens a step on the first replica, "
-        f"{section['padding']:.1%} more were padding; the longest has {section['longest']}.",
+        f"{section['padding']:.1%} of what ran was padding; the longest has {section['longest']}.",
         f"  {'up to':>8s}{'microbatches':>14s}{'mean tokens':>13s}  us per token: F, B, W",
     ]
     for row in section["size_classes"]:

@@ -146,6 +146,7 @@ class OrderPlanner:
     def close(self) -> None:
         """End the process. May be called twice."""
         process, self._process = self._process, None
+        self._asked.clear()
         if process is not None:
             process.kill()
             process.communicate()

@@ -173,6 +173,8 @@ def build_iterators(run: Run, num_chunks: int, task: Task) -> Iterators:
     loaders = [_chunk_loaders(run, task, vp_stage) for vp_stage in chunks]
     there, eval_iters = _agree(run, loaders)
     plans = getattr(loaders[0][0], "plans", None)
+    for each in loaders[1:] if plans is not None else ():
+        each[0].plans = plans  # one planner, whose process begins with the first batch
     readers = sum(_is_read(task, vp_stage) for vp_stage in chunks)
     _draw_seeds(readers * (sum(there) if args.dataloader_type == "single" else there[0]))
     built = [

@@ -237,7 +237,9 @@ def collate(samples: Sequence[Sample], settings: BatchSettings) -> dict[str, tor
         batch["loss_mask"][row, start:end] = mask
         batch["loss_weights"][row, start:end] = mask / max(mask.sum(), 1.0)
         stop = width if not packed or number == len(samples) - 1 else end
-        batch["position_ids"][row, start:stop] = np.arange(stop - start)
+        # Padding keeps the last position, as a longer row may have none to go on with.
+        places = np.minimum(np.arange(stop - start), len(mask) - 1)
+        batch["position_ids"][row, start:stop] = places
     return {name: torch.from_numpy(values) for name, values in batch.items()}
 
 

@@ -175,14 +175,15 @@ def _sequence_batch(run: Run, microbatch: Microbatch, *, first: bool, last: bool
     batch: Batch = {}
     if first or last:
         layout = _gpt_layout(args, microbatch.shape, first=first, last=last)
-        several = args.packing != "none" or args.micro_batch_size > 1
+        context = args.context_parallel_size  # megatron-core does not undo this average over ranks
+        several = args.packing != "none" or args.micro_batch_size > 1 or context > 1
         if last and several and not args.calculate_per_token_loss:
             layout["loss_weights"] = layout["loss_mask"]
         batch = get_batch_on_this_cp_rank(
             tensor_parallel_batch(microbatch.sample, layout, run.device)
         )
         if "loss_weights" in batch:
-            batch["loss_weights"] *= microbatch.share
+            batch["loss_weights"] *= microbatch.share * context
     return batch | (microbatch.packed(run.device) if args.packing != "none" else {})
 
 
