@@ -96,6 +96,15 @@ def test_a_template_that_refuses_or_rewrites_is_named(tokenizer: GPT2BPETokenize
         ChatEncoder(tokenizer, "{% for %}")
 
 
+def test_an_end_that_the_vocabulary_lacks_is_refused() -> None:
+    """It was trained on as the characters of its name."""
+    tokenizer = GPT2BPETokenizer(str(VOCAB), str(MERGES))
+    del tokenizer.vocab["<|endoftext|>"]
+    for template in (PLAIN, "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"):
+        with pytest.raises(DataError, match=r"ends answers with <\|endoftext\|>, which the"):
+            ChatEncoder(tokenizer, template)
+
+
 def test_templates_are_found_beside_the_vocabulary(tmp_path: Path) -> None:
     vocab = str(tmp_path / "vocab.json")
     assert find_template("auto", vocab) == find_template("plain", vocab) == PLAIN

@@ -96,7 +96,8 @@ class ChatEncoder:
     """Turns a line's messages into token ids and the marks of the answers.
 
     Raises:
-        DataError: the template is no template, or Jinja is not installed.
+        DataError: the template is no template, or names a token that the vocabulary lacks; Jinja
+            is not installed.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
@@ -115,6 +116,12 @@ class ChatEncoder:
         self._special = {
             text: index for text, index in tokenizer.vocab.items() if _SPECIAL.fullmatch(text)
         }
+        end = _NAMED["eos_token"]
+        if end not in self._special and (end in template or "eos_token" in template):
+            raise DataError(
+                f"the chat template ends answers with {end}, which the vocabulary lacks; name the "
+                "vocabulary's own token in a template of yours (--sft-tokenizer-prompt-format FILE)"
+            )
 
     def encode(self, document: dict[str, Any]) -> tuple[list[int], list[int]]:
         """Token ids of a chat, and 1 for each token of an answer, 0 for all others.
