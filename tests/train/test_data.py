@@ -87,3 +87,20 @@ def test_a_finished_run_is_evaluated_without_its_training_set(
 ) -> None:
     iterators, _ = build(monkeypatch, consumed=4, skip_train=True)
     assert iterators.train is None and iterators.has_valid
+
+
+def test_chunks_share_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk had a planner of its own, and one of them was ended."""
+
+    class Loader(list[int]):
+        def __init__(self) -> None:
+            super().__init__([1])
+            self.plans = object()
+
+    loaders = [[Loader(), None, None] for _ in range(3)]
+    monkeypatch.setattr(data, "_chunk_loaders", lambda run, task, stage: loaders[stage])
+    monkeypatch.setattr(data, "largest", lambda values: values)
+    run = argparse.Namespace(args=ARGS, say=lambda line: None)
+    task = argparse.Namespace(every_stage_reads=True)
+    found = data.build_iterators(run, 3, task)  # type: ignore[arg-type]
+    assert {id(each[0].plans) for each in loaders} == {id(found.plans)}
