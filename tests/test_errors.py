@@ -24,5 +24,5 @@ def test_a_reader_that_leaves_ends_the_program_quietly(words: str) -> None:
     assert program.stdout is not None and program.stderr is not None
     program.stdout.close()
     assert program.stderr.read() == ""
-    assert program.wait(60) == 1
+    assert program.wait(120) == 1
     program.stderr.close()

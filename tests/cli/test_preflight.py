@@ -87,7 +87,7 @@ def pretrain(flags: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "WORLD_SIZE": world_size, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
 
 

@@ -120,6 +120,6 @@ def test_a_script_runs_from_another_directory(folder: str, script: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ran = subprocess.run(
         [sys.executable, script, "--help"], cwd=REPOSITORY / folder, env=environment,
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert ran.returncode == 0 and Path(script).name in ran.stdout, ran.stderr

@@ -174,7 +174,7 @@ def test_a_plan_may_be_made_for_gpus_of_another_machine(
 def test_a_reader_that_has_enough_is_no_error() -> None:
     command = f"{sys.executable} {ROOT / 'train'} --procs 2 --dry-run | head -1"
     result = subprocess.run(
-        command, shell=True, capture_output=True, text=True, timeout=60, cwd=ROOT
+        command, shell=True, capture_output=True, text=True, timeout=150, cwd=ROOT
     )
     assert "Traceback" not in result.stderr
 
@@ -254,7 +254,7 @@ def test_dry_run_prints_flags_and_command_without_importing_torch() -> None:
         [sys.executable, "-c", WITHOUT_TORCH, str(ROOT / "train"), *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert result.returncode == 0, result.stderr
@@ -486,6 +486,6 @@ def test_few_documents_leave_something_for_every_set(tmp_path: Path) -> None:
 def test_a_wrong_word_is_refused_before_set_up(tmp_path: Path) -> None:
     words = [sys.executable, "-S", str(ROOT / "train"), "--mode", "simple", "--max-steps", "0"]
     bare = {"PATH": os.environ["PATH"], "PYTHONNOUSERSITE": "1"}
-    result = subprocess.run(words, capture_output=True, text=True, timeout=60, env=bare)
+    result = subprocess.run(words, capture_output=True, text=True, timeout=150, env=bare)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "error: --max-steps 0: nearest possible: 1\n"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import random
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.launcher import REPOSITORY, wait
+from tests.runtime.launcher import REPOSITORY, free_port, wait
 
 SOURCES = Path(os.environ.get("DPP_MEGATRON_SOURCES", REPOSITORY.parent / "shared" / "megatron-lm"))
 """Archives ``NAME.tar.xz`` of Megatron-LM's sources, each with one folder ``NAME``."""
@@ -102,7 +100,7 @@ class Hosts:
         ``record`` and a rank's number name the file that ``entry.py`` writes.
         """
         root, entry = self.unpacked(version), Path(__file__).with_name("entry.py")
-        port, processes = _lasting_port(), []
+        port, processes = str(free_port()), []
         for rank in range(num_ranks):
             environment = {
                 **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank),
@@ -127,15 +125,6 @@ class Hosts:
         )
         assert fails or all(one.returncode == 0 for one in finished), output[-20000:]
         return output
-
-
-def _lasting_port() -> str:
-    """A free TCP port below those that the system gives out: a host binds it seconds later."""
-    while True:
-        port = random.randrange(12000, 30000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return str(port)
 
 
 def records(record: Path, num_ranks: int) -> list[list[str]]:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -87,10 +88,16 @@ class Rank:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this host that nobody listens on.
+
+    It is below those that the system gives to connections, one of which could take it before the
+    test does. The choice depends on no seed: tests of several processes choose differently.
+    """
+    while True:
+        port = 12000 + secrets.randbelow(18000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 Place = Callable[[int], tuple[list[str], dict[str, str]]]

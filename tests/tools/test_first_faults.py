@@ -30,7 +30,7 @@ from tests.train.test_full_disk import run as train
 def command(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **more}
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=60, env=environment
+        [sys.executable, *words], capture_output=True, text=True, timeout=150, env=environment
     )
 
 
@@ -56,7 +56,7 @@ def test_a_killed_launcher_takes_its_ranks_along(tmp_path: Path) -> None:
         assert len(ranks) >= 2
         torchrun.kill()
         torchrun.wait()
-        _, alive = psutil.wait_procs(ranks, timeout=20)
+        _, alive = psutil.wait_procs(ranks, timeout=60)
         assert not alive
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -111,7 +111,7 @@ def test_a_run_that_is_already_done_says_so(tmp_path: Path) -> None:
 def test_a_reader_that_leaves_a_dry_run_is_no_error(start: str) -> None:
     result = subprocess.run(
         ["bash", "-c", f"{start} | head -n 1"],
-        capture_output=True, text=True, timeout=60, cwd=REPOSITORY,
+        capture_output=True, text=True, timeout=150, cwd=REPOSITORY,
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
     )  # fmt: skip
     assert result.returncode == 0 and "Traceback" not in result.stderr
@@ -128,7 +128,7 @@ def test_the_command_and_train_tell_their_version() -> None:
 def test_a_script_runs_with_sh_too() -> None:
     result = subprocess.run(
         ["sh", str(REPOSITORY / "run_single_gpt.sh")],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=150,
         env={"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "", "DRY_RUN": "1"},
     )  # fmt: skip
     assert result.returncode == 0 and "pretrain_gpt.py" in result.stdout, result.stderr

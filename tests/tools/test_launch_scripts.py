@@ -32,7 +32,7 @@ def run(script: str, *arguments: str, **settings: str) -> subprocess.CompletedPr
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
 
 
@@ -318,9 +318,9 @@ def test_scripts_parse_and_edit_no_file(script: str) -> None:
 
 def test_quick_test_says_what_it_is_and_takes_nothing_else() -> None:
     script = ROOT / "tools" / "quick_test.sh"
-    told = subprocess.run(["bash", script, "--help"], capture_output=True, text=True, timeout=60)
+    told = subprocess.run(["bash", script, "--help"], capture_output=True, text=True, timeout=150)
     assert told.returncode == 0
     assert "One verdict per line" in told.stdout
-    wrong = subprocess.run(["bash", script, "fast"], capture_output=True, text=True, timeout=60)
+    wrong = subprocess.run(["bash", script, "fast"], capture_output=True, text=True, timeout=150)
     assert wrong.returncode == 2
     assert "takes no argument (fast)" in wrong.stderr

@@ -42,7 +42,7 @@ def set_up(repository: Path, **settings: str) -> subprocess.CompletedProcess[str
         env={**os.environ, "PYTHON": sys.executable, **settings},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
 
 
@@ -150,7 +150,7 @@ def test_two_at_once_take_turns(repository: Path) -> None:
         )
         assert process.stderr is not None
         assert "waiting for another set-up" in process.stderr.readline()
-    _, rest = process.communicate(timeout=60)
+    _, rest = process.communicate(timeout=150)
     assert process.returncode == 0
     assert "built the extension" in rest
 

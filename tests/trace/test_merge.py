@@ -174,7 +174,7 @@ def test_the_script_works_from_the_root_and_from_its_own_directory(tmp_path, sta
         cwd=start,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=True,
     )
     assert "one clock" in done.stdout
@@ -186,7 +186,7 @@ def test_the_script_says_what_is_wrong(tmp_path):
         [sys.executable, str(ROOT / "profiling/aggregate.py"), "--benchmark_dir", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert done.returncode == 1
     assert done.stderr.startswith(f"aggregate.py: {tmp_path}: no trace")

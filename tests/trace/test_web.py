@@ -111,7 +111,7 @@ def test_the_command_listens_on_this_machine_alone_and_stops(tmp_path, end):
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
         assert process.stdout.readline() == "Ctrl-C ends it\n"
         process.send_signal(end)
-        _, errors = process.communicate(timeout=10)
+        _, errors = process.communicate(timeout=150)
     finally:
         process.kill()
     assert (process.returncode, errors) == (0, "")
@@ -122,7 +122,7 @@ def test_the_monitor_finds_traces_and_metrics_in_the_home_of_a_run(tmp_path):
     line = {"iteration": 3, "lm loss": 3.25, "tokens/s": 4200.0}
     (tmp_path / "home" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     process = monitor("--interval", "0.1", "--benchmark_dir", str(tmp_path / "home"))
-    text, errors = process.communicate(timeout=60)
+    text, errors = process.communicate(timeout=150)
     assert (process.returncode, errors) == (0, "")
     assert text.splitlines()[0] == str(directory)
     assert "iteration 3  loss 3.2500  4200 tokens/s" in text

@@ -19,12 +19,12 @@ def test_writers_end_with_their_killed_rank(tmp_path: Path, kind: str, writers: 
     job = start(WORKER, 1, [kind, str(tmp_path)])
     try:
         rank = psutil.Process(job[0].pid)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(children := rank.children(recursive=True)) < HELPERS + writers:
             assert job[0].poll() is None and time.monotonic() < deadline, wait(job, timeout=0)
             time.sleep(0.02)
         rank.kill()
-        _, alive = psutil.wait_procs(children, timeout=30)
+        _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive
     finally:
         wait(job, timeout=0)  # kills the session

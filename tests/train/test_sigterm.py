@@ -27,7 +27,7 @@ def _start(folder: Path) -> Rank:
 
 def _children(rank: Rank, metrics: Path) -> list[psutil.Process]:
     """Waits until the rank has saved once; returns its child processes."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
         assert rank.poll() is None and time.monotonic() < deadline, wait([rank], timeout=0)
         time.sleep(0.02)
@@ -44,12 +44,12 @@ def test_a_run_with_workers_saves_again_and_they_end_with_it(tmp_path: Path) -> 
         killed.kill()
         os.killpg(killed.pid, signal.SIGTERM)  # its workers do not heed it
         os.killpg(stopped.pid, signal.SIGTERM)
-        (finished,) = wait([stopped], timeout=60)
+        (finished,) = wait([stopped], timeout=150)
         assert finished.returncode == 0, finished.output[-4000:]
         last = int((tmp_path / "stopped" / files.TRACKER).read_text())
         assert f"[exiting program at iteration {last}] a rank received SIGTERM" in finished.output
         for left in (helpers, orphans):  # some notice only then that their rank has ended
-            psutil.wait_procs(left, timeout=30)
+            psutil.wait_procs(left, timeout=60)
             assert not running(left)
     finally:
         wait([stopped, killed], timeout=0)  # kills the sessions

@@ -18,9 +18,10 @@ from tests.netns import ADDRESSES, Hosts, two_hosts
 from tests.nodes import Node, end, numbers, running, wait_for_end, wait_for_iterations
 from tests.parity.runs import REPOSITORY, train
 from tests.runtime.launcher import free_port
+from tests.shared_memory import none_left
 
 PATIENCE = 120.0
-NOTICED = 10.0  # seconds in which both nodes must have ended
+NOTICED = 20.0  # seconds in which both nodes must have ended, where the machine is quiet
 SETTINGS = {
     "TENSOR_PARALLEL": "2", "PIPELINE_PARALLEL": "2", "MODEL_CHUNKS": "2", "NUM_LAYERS": "4",
     "HIDDEN_SIZE": "32", "NUM_ATTENTION_HEADS": "2", "SEQ_LENGTH": "32", "MICRO_BATCH_SIZE": "1",
@@ -70,8 +71,7 @@ def single_node(folder: Path) -> list[tuple[float, float]]:
 def test_two_nodes_train_like_one_and_end_when_the_wire_is_cut(
     hosts: Hosts, tmp_path: Path
 ) -> None:
-    memory = set(os.listdir("/dev/shm"))
-    with nodes(hosts, tmp_path) as (master, worker, metrics):
+    with none_left(), nodes(hosts, tmp_path) as (master, worker, metrics):
         wait_for_iterations(ITERATIONS, metrics, PATIENCE, master, worker)
         started = master.tree() + worker.tree()
         hosts.cut()
@@ -83,8 +83,7 @@ def test_two_nodes_train_like_one_and_end_when_the_wire_is_cut(
         assert "rank 0 -> 1: shm" in master.said()
         assert "rank 0 -> 2: tcp" in master.said()
         assert not running(started)
-    assert set(os.listdir("/dev/shm")) <= memory
-    assert seconds < 2 * NOTICED  # twice: other tests may run on the same cores
+    assert seconds < 3 * NOTICED
     expected = single_node(tmp_path)
     assert len(expected) == ITERATIONS
     assert numbers(metrics, ITERATIONS) == expected  # bitwise
@@ -99,7 +98,7 @@ def test_a_killed_node_ends_the_other_one(hosts: Hosts, tmp_path: Path) -> None:
         seconds = wait_for_end(PATIENCE, master)
         assert master.process.returncode != 0
         assert "rank 2 (pid" in master.said() or "rank 3 (pid" in master.said(), master.said()
-        assert seconds < 2 * NOTICED
+        assert seconds < NOTICED
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ threading.Event().wait(20)
 def test_a_blocked_rank_is_ended_with_the_reason() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", BLOCKED], env={**os.environ, "PYTHONPATH": os.getcwd()},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert ran.returncode == 1
     assert "error on rank 0: rank 1 (pid 7 on node7, tcp) died. This rank has waited" in ran.stderr

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.runtime.launcher import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("cuda_worker.py")
@@ -23,11 +24,6 @@ SCENARIOS = (
     "taken_ahead",
 )
 KINDS = ("cuda_ipc", "staged")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def exchange(

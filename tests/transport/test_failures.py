@@ -30,6 +30,7 @@ from megatron.dpp.errors import (
 )
 from megatron.dpp.transport import ChannelSpec, TransportOptions, handshake, open_transport
 from megatron.dpp.transport.rendezvous import Rendezvous, read_token
+from tests.shared_memory import none_left
 from tests.transport.kinds import (
     GPU_KINDS,
     IN_PROCESS_KINDS,
@@ -123,8 +124,7 @@ def test_a_peer_killed_at_any_stage_is_noticed_and_named(
         except TransportError as error:
             results.put((type(error).__name__, str(error)))
 
-    before = set(os.listdir("/dev/shm"))
-    with prepared(kind), forked(2, body, tmp_path) as (_, results):
+    with none_left(), prepared(kind), forked(2, body, tmp_path) as (_, results):
         name, text = results.get(timeout=PATIENCE)
     opening = stage in (die_before_hello, die_in_handshake)
     expected = {"SetupError", "AuthError"} if opening else {"PeerDead"}
@@ -132,7 +132,6 @@ def test_a_peer_killed_at_any_stage_is_noticed_and_named(
         expected = {"PeerDead", "left in good order"}
     assert name in expected, text
     assert name == "left in good order" or "rank 1" in text
-    assert set(os.listdir("/dev/shm")) <= before
 
 
 def test_ranks_without_a_link_to_the_dead_one_learn_its_name(tmp_path: Path) -> None:
@@ -426,14 +425,12 @@ def test_a_limit_on_address_space_is_an_error_at_set_up(kind: str, tmp_path: Pat
         except TransportError as error:
             results.put((rank, type(error).__name__, str(error)))
 
-    before = set(os.listdir("/dev/shm"))
-    with forked(2, body, tmp_path) as (_, results):
+    with none_left(), forked(2, body, tmp_path) as (_, results):
         found = {rank: rest for rank, *rest in (results.get(timeout=PATIENCE) for _ in range(2))}
     assert found[1][0] == "SetupError", found
     assert "ulimit -v" in found[1][1]
     # Over tcp the other rank may be done with its own set-up before it can know.
     assert found[0][0] in ("SetupError", "PeerDead", "no error"), found
-    assert set(os.listdir("/dev/shm")) <= before
 
 
 def test_nothing_is_left_behind_by_opening_and_closing() -> None:

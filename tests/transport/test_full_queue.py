@@ -55,8 +55,8 @@ def test_an_interrupt_is_heard_while_a_put_waits() -> None:
     try:
         with opened("shm", pair(), max_pending=MAX_PENDING, timeout=5.0) as (a, _):
             count = fill(a, SMALL)
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
             with pytest.raises(Interrupt):
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
                 a.put(0, torch.ones(SMALL), iteration=0, microbatch=count)
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -88,7 +88,7 @@ def test_a_lost_host_is_noticed(hosts: Hosts, busy: bool, tmp_path: Path) -> Non
         seconds = (noticed_ns - cut_ns) * 1e-9
         print(f"rank {rank} noticed after {seconds:.2f} s: {text}")
         assert f"rank {1 - rank} (pid" in text
-        assert seconds < 6.0  # 3 s by the sockets' timers; the rest is for a busy machine
+        assert seconds < 20.0  # 3 s by the sockets' timers, whose default is 30; machines are busy
 
 
 def test_an_address_per_node_or_per_rank() -> None:
