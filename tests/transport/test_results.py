@@ -1,4 +1,4 @@
-"""How processes of a test report, when one of them is killed."""
+"""Reports of the processes of a test, when one of them is killed."""
 
 from __future__ import annotations
 
