@@ -3,6 +3,8 @@
 #
 #   tools/test.sh [--long] [--gpu] [--rdma] [--coverage] [further arguments of pytest]
 #
+# Two processes share the test files, because most tests use one core or wait. One process runs all
+# with -n 0 at the end, with --gpu, --rdma or --coverage, and on machines with GPUs.
 # --long runs the tests marked slow too; --gpu turns the skips of tests that find no GPU into
 # failures. --rdma boots an emulated machine with soft-RoCE devices and tests RDMA in it (about 8
 # minutes where two cores are free; installs missing Debian packages). --coverage prints the lines of
@@ -19,7 +21,7 @@ for argument in "$@"; do
     --rdma) required+=(rdma) ;;
     --coverage) coverage=yes ;;
     -h | --help)
-      sed -n '2,9s/^# \{0,1\}//p' tools/test.sh
+      sed -n '2,11s/^# \{0,1\}//p' tools/test.sh
       exit 0
       ;;
     *) arguments+=("$argument") ;;
@@ -38,7 +40,11 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TOKENIZERS_PARALLELISM=false
 if [[ ! $coverage ]]; then
-  exec "$PYTHON" -m pytest "${arguments[@]}"
+  processes=(-n 2 --dist loadfile)
+  if ((${#required[@]})) || compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
+    processes=()
+  fi
+  exec "$PYTHON" -m pytest "${processes[@]}" "${arguments[@]}"
 fi
 rm -rf build/coverage && mkdir -p build/coverage
 status=0
