@@ -218,8 +218,8 @@ def inheritance_kept() -> Iterator[None]:
 
 
 class Results:
-    """The reports of processes to their test. No lock stands between them: a process that is killed while
-    it writes neither tears a message nor silences the others, as with multiprocessing's queue.
+    """The reports of processes to their test. No lock stands between them: a process that is killed
+    while it writes neither tears a message nor silences others, as a multiprocessing queue would.
     """
 
     def __init__(self) -> None:

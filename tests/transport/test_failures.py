@@ -110,12 +110,15 @@ STAGES: tuple[Callable[[str, str, Any], None], ...] = (
 def test_a_peer_killed_at_any_stage_is_noticed_and_named(
     kind: str, stage: Callable[[str, str, Any], None], tmp_path: Path
 ) -> None:
+    opening = stage in (die_before_hello, die_in_handshake)
+
     def body(rank: int, path: str, results: Any) -> None:
         if rank == 1:
             stage(kind, path, results)
             return
         try:
-            transport = open_from_file(kind, pair(), 0, path, setup_timeout=3.0)
+            patience = 3.0 if opening else PATIENCE
+            transport = open_from_file(kind, pair(), 0, path, setup_timeout=patience)
             while not transport.departed(1):
                 transport.poll()
                 transport.wait(PATIENCE)
@@ -126,7 +129,6 @@ def test_a_peer_killed_at_any_stage_is_noticed_and_named(
 
     with none_left(), prepared(kind), forked(2, body, tmp_path) as (_, results):
         name, text = results.get(timeout=PATIENCE)
-    opening = stage in (die_before_hello, die_in_handshake)
     expected = {"SetupError", "AuthError"} if opening else {"PeerDead"}
     if stage is die_in_close:
         expected = {"PeerDead", "left in good order"}
@@ -366,7 +368,7 @@ def test_different_settings_are_named_before_any_message() -> None:
     errors: list[str] = []
 
     def open_one(rank: int) -> None:
-        options = TransportOptions(checksum=rank == 0, setup_timeout=5.0)
+        options = TransportOptions(checksum=rank == 0, setup_timeout=PATIENCE)
         try:
             open_transport(
                 of_rank(pair(), rank), rank=rank, store=store, kind="shm", options=options
@@ -400,7 +402,7 @@ def test_memory_that_cannot_be_had_is_an_error_at_set_up(tmp_path: Path) -> None
 
     def body(rank: int, path: str, results: Any) -> None:
         try:
-            open_from_file("shm", huge, rank, path, setup_timeout=3.0)
+            open_from_file("shm", huge, rank, path)
         except TransportError as error:
             results.put((rank, type(error).__name__, str(error)))
 
@@ -420,7 +422,7 @@ def test_a_limit_on_address_space_is_an_error_at_set_up(kind: str, tmp_path: Pat
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), used + (256 << 20)))
         try:
-            open_from_file(kind, large, rank, path, setup_timeout=3.0).close()
+            open_from_file(kind, large, rank, path).close()
             results.put((rank, "no error", ""))
         except TransportError as error:
             results.put((rank, type(error).__name__, str(error)))
