@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -473,7 +473,7 @@ def test_a_fused_backward_gives_the_stage_no_weight_gradients(
 class FakeExecutor:
     """Notes its arguments, and runs nothing."""
 
-    made: list[dict[str, Any]] = []
+    made: ClassVar[list[dict[str, Any]]] = []
 
     def __init__(self, **given: Any) -> None:
         self.made.append(given)
