@@ -92,7 +92,7 @@ def test_a_schedule_closes_twice_and_keeps_what_it_was_delayed_by(
 
 
 class Connected:
-    """What :meth:`DppSchedule._connect` opens, on one member of a stage."""
+    """The links that :meth:`DppSchedule._connect` opens, on one member of a stage."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, member: int | None) -> None:
         self.given: tuple[Any, ...] = ()
