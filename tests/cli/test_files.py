@@ -336,3 +336,17 @@ def test_settings_of_communicators_are_read_before_processes_start(tmp_path: Pat
         check_files(args, "gpt")
     path.write_text("tp: {min_ctas: 8}\n")
     check_files(args, "gpt")
+
+
+def test_the_tracker_is_on_the_disk_before_it_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a host that loses its power may leave an empty one."""
+    told: list[str] = []
+    replace = Path.replace
+    monkeypatch.setattr(os, "fsync", lambda _: told.append("sync"))
+    monkeypatch.setattr(
+        Path, "replace", lambda own, to: told.append(own.read_text()) or replace(own, to)
+    )
+    files.write_tracker(tmp_path, 7)
+    assert told == ["sync", "7"]

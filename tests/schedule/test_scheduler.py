@@ -287,3 +287,13 @@ def test_a_policy_that_fails_is_named(policy, why):
 def test_unknown_policies_are_refused(name):
     with pytest.raises(ConfigError, match="--dpp-policy"):
         find_policy(name)
+
+
+def test_a_users_policy_is_not_held_back_in_an_evaluation():
+    """It may wait for what it did not get, where nothing more would arrive."""
+    geometry = Geometry(2, 0, 1, 2, forward_only=True)
+    own = Scheduler(geometry, policy=lambda view: view.first_forward())
+    built_in = Scheduler(geometry, policy="depth-first")
+    for scheduler in (own, built_in):
+        scheduler.hold_back(held=True)
+    assert str(own.next()) == "0F0" and built_in.next() is None
