@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import shutil
@@ -285,11 +286,44 @@ def test_a_torch_checkpoint_with_expert_parallelism_is_read(tmp_path: Path) -> N
     files.check_whole(found, tensor=1, pipeline=1, expert=2)
     with pytest.raises(DataError, match="this run needs mp_rank_00:"):
         files.check_whole(found, tensor=1, pipeline=1)
+    found = _torch_checkpoint(tmp_path / "dense", "mp_rank_00", "mp_rank_01")
+    files.check_whole(found, tensor=2, pipeline=1, expert=1, expert_tensor=4)  # no experts
     found = _torch_checkpoint(tmp_path / "b", "mp_rank_00_000", "mp_rank_01_001")
     files.check_whole(found, tensor=2, pipeline=1, expert=2, expert_tensor=1)
     names = [f"mp_rank_0{t}_00{p}_00{e}" for t in (0, 1) for p in (0, 1) for e in (0, 1)]
     found = _torch_checkpoint(tmp_path / "c", *names)
     files.check_whole(found, tensor=2, pipeline=2, expert=2, expert_tensor=2)
+
+
+@pytest.mark.parametrize(
+    ("written", "fault"),
+    [
+        ({"a": 30, "b": 5, "empty": 0}, None),
+        ({"a": 31, "b": 5, "empty": 0}, None),
+        ({"a": 29, "b": 5, "empty": 0}, r"/a: 29 bytes, expected at least 30"),
+        ({"a": 30, "b": 0, "empty": 0}, r"/b: 0 bytes, expected at least 5"),
+        ({"a": 30, "b": 5}, r"/empty: missing"),
+    ],
+)
+def test_each_file_is_as_long_as_the_end_of_its_last_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: dict[str, int], fault: str | None
+) -> None:
+    parts = [("a", 20, 10), ("a", 0, 20), ("b", 0, 5), ("empty", 0, 0)]
+    stored = {
+        number: argparse.Namespace(relative_path=name, offset=offset, length=length)
+        for number, (name, offset, length) in enumerate(parts)
+    }
+    monkeypatch.setattr(files, "read_pickle", lambda _: argparse.Namespace(storage_data=stored))
+    for name in ("metadata.json", "common.pt", ".metadata"):
+        (tmp_path / name).write_text("{}")
+    for name, size in written.items():
+        (tmp_path / name).write_bytes(b"x" * size)
+    found = files.Found(tmp_path, 1)
+    with pytest.raises(DataError, match=fault) if fault else contextlib.nullcontext():
+        files.check_whole(found, tensor=1, pipeline=1)
+    (tmp_path / "common.pt").unlink()
+    with pytest.raises(DataError, match=r"common\.pt: missing"):
+        files.check_whole(found, tensor=1, pipeline=1)
 
 
 def test_settings_of_communicators_are_read_before_processes_start(tmp_path: Path) -> None:
@@ -302,3 +336,17 @@ def test_settings_of_communicators_are_read_before_processes_start(tmp_path: Pat
         check_files(args, "gpt")
     path.write_text("tp: {min_ctas: 8}\n")
     check_files(args, "gpt")
+
+
+def test_the_tracker_is_on_the_disk_before_it_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a host that loses its power may leave an empty one."""
+    told: list[str] = []
+    replace = Path.replace
+    monkeypatch.setattr(os, "fsync", lambda _: told.append("sync"))
+    monkeypatch.setattr(
+        Path, "replace", lambda own, to: told.append(own.read_text()) or replace(own, to)
+    )
+    files.write_tracker(tmp_path, 7)
+    assert told == ["sync", "7"]

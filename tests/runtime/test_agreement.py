@@ -294,3 +294,32 @@ def test_a_member_never_posts_less_at_the_beginning_of_an_iteration() -> None:
         decider.next([max(0, base - 1)])
         assert decider.next_coming([base + 2]) is None
     assert boards.posted[1] == [1, 4]
+
+
+@pytest.mark.parametrize(("hosts", "early"), [([0, 0], False), ([0, 1], True)])
+def test_only_a_leader_of_several_hosts_decides_ahead_and_once(
+    hosts: list[int], early: bool
+) -> None:
+    """On one host a decision is known at once, and a later one is better informed."""
+    boards = Stage(hosts, 2)
+    scheduler = Scheduler(Geometry(2, 0, 1, 3), policy="megatron", split_backward=False)
+    leader = decider_for(scheduler, [(GRADIENT, 0)], HostedBoard(boards, 0))
+    leader.start([0])
+    assert str(leader.next([0])) == "0F0"
+    for _ in range(2):
+        leader.look_ahead()
+        assert [str(Action.from_word(w)) for w in boards.words[0]] == ["0F0", "0F1"][: 1 + early]
+    assert not leader.done
+    assert str(leader.next([0])) == "0F1" and len(boards.words[0]) == 2
+    assert leader.next([0]) is None
+
+
+def test_a_task_that_was_decided_ahead_is_still_to_be_run() -> None:
+    """The last decision is made before the task before it has run."""
+    scheduler = Scheduler(Geometry(1, 0, 1, 1), split_backward=False)
+    leader = decider_for(scheduler, [], HostedBoard(Stage([0, 1], 0), 0))
+    leader.start([])
+    assert str(leader.next([])) == "0F0"
+    leader.look_ahead()
+    assert scheduler.done and not leader.done
+    assert str(leader.next([])) == "0B0" and leader.done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,8 @@ from megatron.dpp.runtime.executor import Executor, Links, Tensors
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Action, Geometry, Scheduler
-from megatron.dpp.trace import NullRecorder, Recorder
+from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder
+from megatron.dpp.trace.reader import read_events, read_header
 from megatron.dpp.transport.base import Direction
 from megatron.dpp.transport.fake import Delay, FakeNetwork, FakeTransport, VirtualClock
 from tests.runtime import pipelines
@@ -308,6 +310,37 @@ def test_gaps_last_from_the_first_idle_look_to_the_task(clock: VirtualClock) -> 
     ]
     once = ["gap", "0F0", "taken 0", "end", "held 0"]
     assert log.events == once + [e.replace("F0", "F1").replace("n 0", "n 1") for e in once]
+
+
+def test_a_trace_file_has_the_gaps_between_its_tasks(tmp_path: Path) -> None:
+    """Tasks, gaps and arrivals of a rank in the file: no gap overlaps a task, and each ends with
+    the arrival that it waited for.
+    """
+    layout = TraceLayout(
+        data=0, pipeline=1, tensor=0, data_size=1, pipeline_size=2, tensor_size=1, num_chunks=1
+    )
+    network = network_of(1, delay=lambda _, __, n: 0.04 * (n + 1))
+    put(network, 2)
+    with open_recorder(tmp_path, rank=1, layout=layout) as recorder:
+        executor = rank_of(network, LAST, recorder=recorder, iteration=0)
+        recorder.begin_iteration(0)
+        executor.run()
+        recorder.end_iteration()
+    file = read_header(layout.path(tmp_path))
+    events = [e for e in read_events(file) if e.get("cat") in ("task", "wait", "arrival")]
+    spans = {e["name"]: (file.time_ns(e), file.time_ns(e) + file.duration_ns(e)) for e in events}
+    assert set(spans) == {
+        "0F0", "0F1", "wait: warm-up", "wait: message", "arrival 0", "arrival 1"
+    }  # fmt: skip
+    details = {e["name"]: e["args"].get("detail") for e in events if e["cat"] == "wait"}
+    assert details == {"wait: warm-up": "F0", "wait: message": "F0"}
+    microsecond = 1000
+    for gap, task, number in (("wait: warm-up", "0F0", 0), ("wait: message", "0F1", 1)):
+        begin, end = spans[gap]
+        assert end - begin > 10**7
+        assert begin < spans[f"arrival {number}"][0] <= end + microsecond
+        assert end <= spans[task][0] + microsecond
+    assert spans["0F0"][1] <= spans["wait: message"][0] + microsecond
 
 
 def test_a_message_is_recorded_before_it_is_put() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.mcore import steps
+from megatron.dpp.mcore import boundary, steps
 from megatron.dpp.mcore.steps import Stage, StepCall
 
 
@@ -223,7 +223,7 @@ class Timers:
     def __call__(self, name: str, log_level: int | None = None) -> Any:
         told = self.told.append
         return SimpleNamespace(
-            start=lambda: told(f"start {name}"), stop=lambda: told(f"stop {name}")
+            start=lambda **_: told(f"start {name}"), stop=lambda: told(f"stop {name}")
         )
 
 
@@ -234,3 +234,124 @@ def test_weight_gradients_have_a_timer_of_their_own() -> None:
     stage.weight(0, 3, 1)
     assert run == [((0, 3, 1), "start weight-compute")]
     assert timers.told == ["start weight-compute", "stop weight-compute"]
+
+
+def test_a_stage_holds_reductions_back_from_its_beginning_to_its_end() -> None:
+    """By the functions of the config, else by those of the chunks that would reduce early."""
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def held(name: str) -> Iterator[None]:
+        told.append(f"hold {name}")
+        yield
+        told.append(f"free {name}")
+
+    for given in ([lambda: held("0"), lambda: held("1")], lambda: held("all"), None):
+        timers = Timers()
+        config = config_with(no_sync_func=given, timers=timers, barrier_with_L1_time=True)
+        chunks: list[Any] = [Chunk(config), Chunk(config)]
+        for number, chunk in enumerate(chunks):
+            chunk.no_sync = lambda number=number: held(f"own {number}")
+        stage = stage_of(chunks)
+        stage.open()
+        names = {list: ["0", "1"], type(None): ["own 0", "own 1"]}.get(type(given), ["all"])
+        assert told == [f"hold {name}" for name in names]
+        told.clear()
+        assert stage.finish() is stage.forward_data_store
+        assert told == [f"free {name}" for name in reversed(names)]
+        told.clear()
+        assert timers.told == ["start forward-backward", "stop forward-backward"]
+
+
+@pytest.mark.parametrize("deallocate", [True, False])
+def test_only_an_output_of_one_tensor_is_freed_and_as_the_config_says(
+    monkeypatch: pytest.MonkeyPatch, deallocate: bool
+) -> None:
+    freed: list[tuple[Any, bool]] = []
+    monkeypatch.setattr(
+        steps.schedules, "deallocate_output_tensor", lambda *given: freed.append(given)
+    )
+    stage = stage_of([Chunk(config_with(deallocate_pipeline_outputs=deallocate))])
+    one = torch.zeros(2)
+    stage._kept[0, 1] = (None, one)
+    stage._kept[0, 2] = (None, [one, one])
+    for microbatch in range(3):  # an evaluation keeps nothing
+        stage.free_output(0, microbatch)
+    assert len(freed) == 1 and freed[0][0] is one and freed[0][1] is deallocate
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_a_stage_keeps_its_inputs_for_its_backward_alone(
+    monkeypatch: pytest.MonkeyPatch, several: bool, forward_only: bool
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def forward(*given: Any, **more: Any) -> Any:
+        seen.append(more)
+        return ([(given[4][0], given[4][1])] if several else given[4]), 3
+
+    monkeypatch.setattr(steps.schedules, "forward_step", forward)
+    config = config_with()
+    stage = stage_of([Chunk(config), Chunk(config)], forward_only=forward_only)
+    stage.call.pg_collection.cp = SimpleNamespace(size=lambda: 1)
+    received: Any = [torch.zeros(2), torch.zeros(2)] if several else torch.zeros(2)
+    output = stage.forward(1, 0, received)
+    tensors = received if several else [received]
+    assert all(tensor.requires_grad is not forward_only for tensor in tensors)
+    assert isinstance(output, list) == several
+    assert (1, 0) in stage._kept or forward_only
+    assert seen[0]["vp_stage"] == 1 and seen[0]["is_last_stage"] is True
+    assert seen[0]["is_first_microbatch"] is True
+    stage.forward(0, 2, received)
+    assert seen[1]["vp_stage"] == 0 and seen[1]["is_last_stage"] is False
+    assert seen[1]["is_first_microbatch"] is False and seen[1]["current_microbatch"] == 2
+    assert stage._num_tokens == 6 and stage._num_forwards == 2
+    assert len(stage._kept) == (0 if forward_only else 2)
+
+
+class TestBoundaryBackward:
+    """Backwards of stages with several inputs or outputs, by megatron-core's own function."""
+
+    def config(self, timers: Any = None) -> Any:
+        return SimpleNamespace(
+            timers=timers, grad_scale_func=None, deallocate_pipeline_outputs=False
+        )
+
+    def test_each_input_gets_its_gradient_and_an_empty_one_where_there_is_none(self) -> None:
+        a, b, c = (torch.full((2,), value, requires_grad=True) for value in (1.0, 2.0, 3.0))
+        outputs = [a * b, a + 0, torch.ones(1)]
+        timers = Timers()
+        grads = boundary.backward(
+            [a, b, c], outputs, [torch.ones(2), torch.empty(0), torch.ones(1)], 1,
+            self.config(timers),
+        )  # fmt: skip
+        assert isinstance(grads, list)
+        assert torch.equal(grads[0], b.detach()) and torch.equal(grads[1], a.detach())
+        assert grads[2].numel() == 0
+        assert timers.told == ["start backward-compute", "stop backward-compute"]
+
+    def test_one_output_of_several_inputs(self) -> None:
+        a, ids = torch.full((2,), 3.0, requires_grad=True), torch.zeros(2, dtype=torch.int)
+        grads = boundary.backward([a, ids], 2 * a, torch.ones(2), 1, self.config())
+        assert isinstance(grads, list)
+        assert grads[0].tolist() == [2.0, 2.0] and grads[1].numel() == 0
+
+    def test_several_outputs_of_one_input_and_of_the_data(self) -> None:
+        a = torch.full((2,), 3.0, requires_grad=True)
+        grad = boundary.backward(a, [2 * a, 3 * a], [torch.ones(2)] * 2, 1, self.config())
+        assert isinstance(grad, torch.Tensor) and grad.tolist() == [5.0, 5.0]
+        weight = torch.full((2,), 3.0, requires_grad=True)
+        outputs = [2 * weight, weight * weight]
+        assert boundary.backward(None, outputs, [torch.ones(2)] * 2, 1, self.config()) is None
+        assert weight.grad is not None and weight.grad.tolist() == [8.0, 8.0]
+
+    def test_one_input_and_one_output(self) -> None:
+        a = torch.full((2,), 3.0, requires_grad=True)
+        grad = boundary.backward(a, 2 * a, torch.ones(2), 1, self.config())
+        assert isinstance(grad, torch.Tensor) and grad.tolist() == [2.0, 2.0]
+
+    def test_integers_want_no_gradient(self) -> None:
+        floats, ids = torch.zeros(2), torch.zeros(2, dtype=torch.int)
+        boundary.want_gradients([floats, ids])
+        assert floats.requires_grad and not ids.requires_grad

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore import compat
 from megatron.dpp.mcore.steps import StepCall
 from megatron.dpp.mcore.wgrad.linear import WeightGradients
 
@@ -63,3 +66,53 @@ def test_weight_gradients_outside_of_autocast_are_refused_by_name() -> None:
     chunk.config = SimpleNamespace(enable_autocast=True)
     with pytest.raises(ConfigError, match=r"enable_autocast.*--no-dpp-split-backward"):
         WeightGradients([chunk])
+
+
+def test_arguments_that_do_not_fit_together_are_refused() -> None:
+    chunk, groups = torch.nn.Module(), SimpleNamespace()
+    usual = {
+        "forward_step_func": None, "num_microbatches": 1, "seq_length": 8, "micro_batch_size": 1,
+        "pg_collection": groups, "data_iterator": [None], "model": [chunk],
+    }  # fmt: skip
+    assert StepCall.checked(**usual).pg_collection is groups
+    with pytest.raises(ConfigError, match="num_microbatches is 0: at least 1 is needed"):
+        StepCall.checked(**usual | {"num_microbatches": 0})
+    with pytest.raises(ConfigError, match="2 model chunks need a list of as many iterators, got 1"):
+        StepCall.checked(**usual | {"model": [chunk, chunk]})
+    with pytest.raises(ConfigError, match=r"^a_new_one, later: megatron-core .* passes this"):
+        StepCall.checked(**usual | {"later": 1, "a_new_one": None})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "supported"),
+    [("gtp_weight_remat_size", 2, 1), ("moe_expert_rank_capacity_factor", 1.5, None)],
+)
+def test_values_that_cannot_be_honoured_are_refused(
+    setting: str, value: object, supported: object
+) -> None:
+    call_with(**{setting: supported}).refuse_ordered()
+    with pytest.raises(ConfigError, match=f"{setting} is {value}: .* supports {supported} only"):
+        call_with(**{setting: value}).refuse_ordered()
+
+
+@pytest.mark.parametrize(
+    ("varies", "longest", "refused"), [(True, 1, True), (True, 2, False), (False, 1, False)]
+)
+def test_a_nominal_length_is_refused_where_no_other_is_known(
+    varies: bool, longest: int, refused: bool
+) -> None:
+    call = call_with(variable_seq_lengths=varies)
+    with pytest.raises(ConfigError, match="slots and") if refused else contextlib.nullcontext():
+        call.check_length(longest)
+
+
+def test_the_longest_sequence_is_that_of_the_call_the_host_or_a_full_microbatch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = dataclasses.replace(call_with(), micro_batch_size=3)
+    monkeypatch.setattr(compat, "longest_length", lambda config: 5)
+    assert call.longest(0) == 8
+    assert call.longest(25) == 9, "rounded up"
+    monkeypatch.setattr(compat, "longest_length", lambda config: 50)
+    assert call.longest(25) == 50
+    assert dataclasses.replace(call, decoder_seq_length=64).longest(25) == 64

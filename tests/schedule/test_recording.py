@@ -60,6 +60,23 @@ def test_several_iterations_of_different_shape(tmp_path):
         recording.replay(2, geometry(1), split_backward=True)
 
 
+def test_a_recording_is_lines_of_json_that_other_programs_may_read(tmp_path):
+    path, pieces = tmp_path / "order", Geometry(3, 1, 2, 6, w_pieces=(3, 0))
+    with DecisionRecorder(str(path), pieces) as recorder:
+        actions = [Action.parse("0F0"), Action.parse("0W2.1")]
+        recorder.write(pieces, actions, split_backward=True, sizes=[5] * 6)
+        recorder.write(pieces, actions[:1], split_backward=False)
+        recorder.write(geometry(1, 2, forward_only=True), actions[:1], split_backward=True)
+    trained = {"num_microbatches": 6, "forward_only": False}
+    assert [json.loads(line) for line in (tmp_path / "order.rank1").read_text().splitlines()] == [
+        {"format": "dpp-schedule", "version": 1, "num_ranks": 3, "rank": 1, "num_chunks": 2},
+        {"iteration": 0, **trained, "w_pieces": [3, 0], "sizes": [5] * 6, "actions": "0F0 0W2.1"},
+        {"iteration": 1, **trained, "w_pieces": [0, 0], "actions": "0F0"},
+        {"iteration": 2, "num_microbatches": 2, "forward_only": True, "w_pieces": [0, 0],
+         "actions": "0F0"},
+    ]  # fmt: skip
+
+
 def replayed(text, num_microbatches=6, cap=None):
     actions = [Action.parse(word) for word in text.split()]
     return Scheduler(Geometry(3, 0, 1, num_microbatches), policy=Replay(actions, "tape"), cap=cap)

@@ -6,6 +6,7 @@ import types
 import pytest
 
 from megatron.dpp.schedule import Geometry, Kind, peak_in_flight, reference_order
+from megatron.dpp.schedule.reference import padded_microbatches
 from megatron.dpp.sim import ScheduleConfig, Shape, uniform
 
 SHAPES = [
@@ -75,3 +76,9 @@ def test_every_number_of_microbatches_has_an_order_that_ends(p, v):
         result = plan.run(shape, uniform(shape))
         for rank, ran in enumerate(result.actions):
             assert ran == reference_order(Geometry(p, rank, v, m))
+
+
+@pytest.mark.parametrize(("num", "group", "padded"), [(2, 6, 6), (5, 6, 6), (6, 6, 6), (7, 6, 10)])
+def test_fewer_microbatches_than_a_group_count_as_a_whole_one(num, group, padded):
+    assert padded_microbatches(Geometry(4, 0, 2, num, group=group)) == padded
+    assert padded_microbatches(Geometry(4, 0, 1, num, group=group)) == num

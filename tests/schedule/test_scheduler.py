@@ -219,6 +219,10 @@ def test_breadth_first_says_how_much_room_it_needs():
     geometry = Geometry(2, 0, 2, 8)
     with pytest.raises(ConfigError, match=r"16.*--dpp-activation-cap 4.25p"):
         Scheduler(geometry, policy="breadth-first")
+    with pytest.raises(ConfigError, match=r"--dpp-activation-cap 4p \("):  # no room for a head
+        Scheduler(geometry, policy="breadth-first", split_backward=False)
+    with pytest.raises(ConfigError, match=r"--dpp-activation-cap 8p \("):  # nor on a single rank
+        Scheduler(Geometry(1, 0, 1, 8), policy="breadth-first", cap=7)
     scheduler = Scheduler(geometry, policy="breadth-first", cap=16)
     scheduler.arrived(FORWARD, 1, 2)
     assert drain(scheduler) == " ".join([f"0F{i}" for i in range(8)] + ["1F0", "1F1"])
@@ -283,3 +287,13 @@ def test_a_policy_that_fails_is_named(policy, why):
 def test_unknown_policies_are_refused(name):
     with pytest.raises(ConfigError, match="--dpp-policy"):
         find_policy(name)
+
+
+def test_a_users_policy_is_not_held_back_in_an_evaluation():
+    """It may wait for what it did not get, where nothing more would arrive."""
+    geometry = Geometry(2, 0, 1, 2, forward_only=True)
+    own = Scheduler(geometry, policy=lambda view: view.first_forward())
+    built_in = Scheduler(geometry, policy="depth-first")
+    for scheduler in (own, built_in):
+        scheduler.hold_back(held=True)
+    assert str(own.next()) == "0F0" and built_in.next() is None

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import mutation_test
+import psutil
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -72,6 +75,78 @@ def test_the_table_counts_verdicts_and_shows_what_survived() -> None:
         ["all", "5", "1", "1", "2", "1"],
     ]
     assert "difference 2" in text and "difference 3" in text and "difference 1" not in text
+
+
+ENDLESS = """\
+import os, sys
+from pathlib import Path
+
+import mutation_test as tool
+
+tool.REPOSITORY = Path.cwd()
+tool.STATE = Path.cwd() / "build"
+tool.PRELOADED = ()
+os.environ[tool.MARK] = str(os.getpid())
+mutants = [tool.Mutant("small.py", 1, "op", 0, (1, 0, 1, 1), "difference")]
+tool.load = lambda *_: mutants
+tool.mutated = lambda mutant: "END = False\\n"
+
+
+class Choice:
+    def __init__(self, *_):
+        pass
+
+    def measure(self, limit):
+        pass
+
+    def tests_of(self, mutant, deadline):
+        return ["test_small.py"], -7.0  # a limit of 2 s
+
+
+tool.Choice = Choice
+sys.exit(tool.main(["--again"]))
+"""
+"""The tool's run of one fault, by which a test that starts a process never ends."""
+
+
+@pytest.mark.parametrize(
+    "ended_by", ["limit", "SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)]
+)
+def test_an_endless_fault_leaves_neither_processes_nor_files(tmp_path: Path, ended_by: str) -> None:
+    tree, scratch, child = tmp_path / "tree", tmp_path / "scratch", tmp_path / "pid"
+    (tree / "build").mkdir(parents=True)
+    scratch.mkdir()
+    (tree / "small.py").write_text("END = True\n")
+    (tree / "test_small.py").write_text(
+        "import pathlib, subprocess, small\n\n\ndef test_end():\n"
+        "    started = subprocess.Popen(['sleep', '100'], start_new_session=True)\n"
+        f"    pathlib.Path({str(child)!r}).write_text(str(started.pid))\n"
+        "    while not small.END:\n        pass\n"
+    )
+    subprocess.run(["git", "init"], cwd=tree, check=True, capture_output=True)
+    paths = os.pathsep.join([".", str(REPOSITORY / "tools")])
+    run = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS], cwd=tree, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(scratch)},
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not (child.exists() and child.read_text()):
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        started = psutil.Process(int(child.read_text()))
+        if ended_by != "limit":
+            run.send_signal(getattr(signal, ended_by))
+        said, _ = run.communicate(timeout=60)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == (143 if ended_by == "SIGTERM" else 0)
+    assert ("1/1 timed out: small.py:1" in said) == (ended_by == "limit")
+    assert ("interrupted; --again goes on" in said) == (ended_by == "SIGINT")
+    assert not started.is_running() or started.status() == psutil.STATUS_ZOMBIE
+    assert (tree / "small.py").read_text() == "END = True\n"
+    assert not list(scratch.glob("mutation-*"))
 
 
 @pytest.mark.slow

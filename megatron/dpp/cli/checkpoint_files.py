@@ -223,7 +223,7 @@ def check_whole(
             rank // expert_tensor % expert if expert > 1 else None,
         )
         for stage in range(pipeline)
-        for rank in range(math.lcm(tensor, expert_tensor * expert) if expert > 1 else tensor)
+        for rank in range(math.lcm(tensor, expert_tensor * expert))
     }
     if names != expected:
         raise DataError(

@@ -238,7 +238,7 @@ class Stage:
         self._config = call.config
         self._weight_gradients = weight_gradients
         self._num_chunks = len(call.model)
-        self._is_first_rank, self._is_last_rank = rank == 0, rank == num_ranks - 1
+        self._is_last_rank = rank == num_ranks - 1
         self._window = window
         self._model_type = get_model_type(call.model[0])
         self._kept: dict[tuple[int, int], tuple[Tensors | None, Tensors]] = {}
@@ -256,10 +256,6 @@ class Stage:
     def is_last(self, chunk: int) -> bool:
         """True if this chunk computes the loss."""
         return self._is_last_rank and chunk == self._num_chunks - 1
-
-    def is_first(self, chunk: int) -> bool:
-        """True if this chunk reads the data."""
-        return self._is_first_rank and chunk == 0
 
     def open(self) -> None:
         """Begin the iteration; no chunk's gradients are reduced before they are complete."""

@@ -110,10 +110,10 @@ class Iterators(NamedTuple):
     train: Any
     valid: Any
     test: Any
-    has_valid: bool = True
-    has_test: bool = True
-    eval_iters: int = 0
-    plans: BatchPlans | None = None
+    has_valid: bool
+    has_test: bool
+    eval_iters: int
+    plans: BatchPlans | None
     """Of training batches of sequences of unlike length."""
 
     def close(self) -> None:

@@ -1,0 +1,245 @@
+"""The ranks that follow one leader, this host's address, and what links are opened with."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.config import DppConfig
+from megatron.dpp.direction import Direction
+from megatron.dpp.runtime import links as opening
+from megatron.dpp.runtime import stage_group
+from megatron.dpp.runtime.links import Links, open_links, own_address
+from megatron.dpp.runtime.stage_group import StageGroup, stage_group_of
+from megatron.dpp.runtime.topology import Topology
+from megatron.dpp.schedule import Geometry
+from megatron.dpp.transport.base import ChannelSpec
+from megatron.dpp.transport.fake import FakeNetwork
+
+# Groups -------------------------------------------------------------------------------------------
+
+
+class Group:
+    """A process group that is its ranks."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.ranks = ranks
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+TP, CP = Group(6, 7), Group(6)
+"""Rank 6 and its tensor-parallel neighbour; no context parallelism."""
+
+
+class Ranks:
+    """A rank of a model, with the groups that others have."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.others: list[list[list[int]]] = []
+        patch = monkeypatch.setattr
+        patch(torch.distributed, "get_rank", lambda: 6)
+        patch(stage_group, "get_process_group_ranks", lambda group: list(group.ranks))
+        patch(torch.distributed, "all_gather_object", self._gather)
+        self.gathered: list[Any] = []
+
+    def _gather(self, found: list[Any], mine: Any, group: Any) -> None:
+        self.gathered.append(group)
+        found[:] = [mine, *self.others]
+
+    def of(self, tensor: Group, context: Group, **given: Any) -> StageGroup:
+        """The group of a call; ``given`` are fields of its config, or groups."""
+        config = {
+            "num_moe_experts": None, "expert_tensor_parallel_size": None,
+            "expert_model_parallel_size": 1, "tensor_model_parallel_size": tensor.size(),
+        }  # fmt: skip
+        config |= {name: given.pop(name) for name in list(given) if name in config}
+        balanced = given.pop("balanced", False)
+        groups = SimpleNamespace(tp=tensor, cp=context, **given)
+        call: Any = SimpleNamespace(
+            pg_collection=groups, config=SimpleNamespace(**config), has_global_aux_loss=balanced
+        )
+        return stage_group_of(call)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    return Ranks(monkeypatch)
+
+
+def test_a_rank_without_neighbours_in_its_tasks_decides_alone(ranks: Ranks) -> None:
+    assert ranks.of(Group(6), Group(6)) == StageGroup()
+    assert not ranks.gathered
+
+
+@pytest.mark.parametrize(("tensor", "context"), [(TP, CP), (Group(6), Group(6, 7))])
+def test_tensor_and_context_ranks_follow_the_lowest(
+    ranks: Ranks, tensor: Group, context: Group
+) -> None:
+    both = Group(7, 6)
+    assert ranks.of(tensor, context, tp_cp=both) == StageGroup((6, 7), both)  # type: ignore[arg-type]
+    assert not ranks.gathered, "no collective without experts"
+
+
+def test_experts_join_replicas(ranks: Ranks) -> None:
+    stage, experts = Group(4, 5, 6, 7), Group(6, 4)
+    ranks.others = [[[4, 6]], [[5, 7]]]
+    found = ranks.of(
+        Group(6), CP, num_moe_experts=4, expert_model_parallel_size=2, tp_ep=experts,
+        tp_dp_cp=stage,
+    )  # fmt: skip
+    assert found == StageGroup((4, 6), stage, one_replica=False)  # type: ignore[arg-type]
+    assert ranks.gathered == [stage]
+
+
+def test_experts_inside_of_one_replica_keep_its_sizes(ranks: Ranks) -> None:
+    stage, both = Group(4, 5, 6, 7), Group(6, 7)
+    ranks.others = [[[4, 5]]]
+    found = ranks.of(
+        TP, CP, num_moe_experts=4, expert_model_parallel_size=2, tp_cp=both, tp_ep=both,
+        tp_dp_cp=stage,
+    )  # fmt: skip
+    assert found == StageGroup((6, 7), stage)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("expert_tensor", "crosses"), [(None, False), (1, False), (2, False), (4, True), (3, True)]
+)
+def test_experts_divided_unlike_the_layers_cross_replicas(
+    ranks: Ranks, expert_tensor: int | None, crosses: bool
+) -> None:
+    wide, stage = Group(4, 5, 6, 7), Group(4, 5, 6, 7)
+    found = ranks.of(
+        TP, CP, num_moe_experts=4, expert_tensor_parallel_size=expert_tensor, tp_cp=Group(6, 7),
+        tp_ep=wide, tp_dp_cp=stage,
+    )  # fmt: skip
+    assert found.ranks == ((4, 5, 6, 7) if crosses else (6, 7))
+    assert found.one_replica is not crosses
+
+
+@pytest.mark.parametrize(("balanced", "replicas"), [(True, 2), (True, 1), (False, 2)])
+def test_a_global_loss_joins_all_replicas_where_there_are_several(
+    ranks: Ranks, balanced: bool, replicas: int
+) -> None:
+    stage = Group(6, 8)
+    found = ranks.of(
+        Group(6), CP, num_moe_experts=4, balanced=balanced, tp_dp_cp=stage,
+        dp_cp=Group(*range(6, 6 + replicas)),
+    )  # fmt: skip
+    joined = balanced and replicas > 1
+    assert found == (StageGroup((6, 8), stage, one_replica=False) if joined else StageGroup())  # type: ignore[arg-type]
+
+
+def test_the_largest_of_each_value_is_that_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def all_reduce(values: torch.Tensor, op: Any, group: Any) -> None:
+        asked.append((op, group))
+        values.copy_(torch.maximum(values, torch.tensor([0.0, 9.0], dtype=values.dtype)))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    cpu = torch.device("cpu")
+    assert StageGroup().largest(3.0, 1e9 + 1, device=cpu) == [3.0, 1e9 + 1] and not asked
+    assert StageGroup((0, 1), TP).largest(3.0, 1e9 + 1, device=cpu) == [3.0, 1e9 + 1]  # type: ignore[arg-type]
+    assert StageGroup((0, 1), TP).largest(3.0, 1.0, device=cpu) == [3.0, 9.0]  # type: ignore[arg-type]
+    assert asked == [(torch.distributed.ReduceOp.MAX, TP)] * 2
+
+
+# Addresses ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("local", "master", "ips", "expected"),
+    [
+        ("2", "10.0.0.1", None, "towards 10.0.0.1"),
+        ("2", None, None, None),
+        ("4", "10.0.0.1", None, None),
+        (None, "10.0.0.1", None, None),
+        ("2", "10.0.0.1", "10.1.0.1,10.1.0.2", "10.1.0.2"),
+    ],
+)
+def test_a_host_of_several_has_the_address_that_it_is_given_or_that_the_master_sees(
+    monkeypatch: pytest.MonkeyPatch, local: str | None, master: str | None, ips: str | None,
+    expected: str | None,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(opening, "address_towards", lambda host: f"towards {host}")
+    for name, value in (("LOCAL_WORLD_SIZE", local), ("MASTER_ADDR", master)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert own_address(DppConfig(node_ips=ips)) == expected
+
+
+# Links --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_links_are_opened_as_the_configuration_says(
+    monkeypatch: pytest.MonkeyPatch, own: int
+) -> None:
+    """A board counts two numbers for each channel that ends at this rank."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: own)
+    monkeypatch.setattr(opening, "own_address", lambda config: "10.0.0.7")
+    monkeypatch.setattr(
+        torch.distributed.distributed_c10d, "_get_default_store", lambda: "the store"
+    )
+    monkeypatch.setattr(
+        opening, "open_transport", lambda specs, **rest: given.update(rest, specs=specs)
+    )
+    config = DppConfig(
+        transport="tcp", timeout=7.0, checksum=True, workload=9, gpudirect="off",
+        rdma_traffic_class=5, token_file="secret", peer_timeout=3.0,
+    )  # fmt: skip
+    forward = [ChannelSpec(0, 1, chunk, Direction.FORWARD, 8) for chunk in range(3)]
+    specs = [*forward, ChannelSpec(1, 0, 0, Direction.BACKWARD, 8)]
+    open_links(specs, config, (own, 2))
+    assert (given["specs"], given["rank"], given["store"]) == (specs, own, "the store")
+    assert (given["kind"], given["board_ranks"]) == ("tcp", (own, 2))
+    assert given["board_counters"] == 2 * (3 if own else 1)
+    options = given["options"]
+    assert (options.timeout, options.checksum, options.workload) == (7.0, True, 9)
+    assert (options.gpudirect, options.rdma.traffic_class) == ("off", 5)
+    assert (options.node_ips, options.token_file) == ("10.0.0.7", "secret")
+    assert (options.peer_timeout, options.abandon_after) == (3.0, 3.0)
+    open_links(specs, config)
+    assert given["board_ranks"] is None
+    open_links([], config, (own, 2))
+    assert given["board_ranks"] is None and given["store"] is None, "nothing arrives"
+
+
+def test_a_microbatch_has_arrived_with_all_of_its_tensors() -> None:
+    """Each channel counts in the tensors of its own boundary."""
+    channels = Topology((0, 1, 2), 1, 1).channels([4, 4], [4, 4, 4], 4)
+    network = FakeNetwork(list(channels.specs), ahead=True)
+    links = Links(network.transport(1), channels)
+    places = {direction: at for at, (direction, _) in enumerate(channels.receiving)}
+    before, behind = network.transport(0), network.transport(2)
+    for part in range(5):
+        before.put(0, torch.zeros(1), iteration=0, microbatch=0, part=part % 2, num_parts=2)
+        behind.put(0, torch.zeros(1), iteration=0, microbatch=0, part=part % 3, num_parts=3)
+    for counted in (links.poll(), links.coming()):
+        assert counted[places[Direction.FORWARD]] == 2
+        assert counted[places[Direction.BACKWARD]] == 1
+    assert Links(FakeNetwork(list(channels.specs)).transport(1), channels).coming() == ()
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_an_evaluation_counts_no_gradients_as_consumed(forward_only: bool) -> None:
+    channels = Topology((0, 1), 0, 2).channels([4], [4], 2)
+    links = Links(FakeNetwork(list(channels.specs)).transport(0), channels)
+    for _ in range(2):
+        links.consume(Geometry(2, 0, 2, 5, forward_only=forward_only))
+    counted = dict(zip(channels.receiving, links.consumed, strict=True))
+    gradients = 0 if forward_only else 10
+    assert counted == {
+        (Direction.FORWARD, 1): 10, (Direction.BACKWARD, 0): gradients,
+        (Direction.BACKWARD, 1): gradients,
+    }  # fmt: skip

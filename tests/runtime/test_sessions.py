@@ -1,0 +1,152 @@
+"""The sessions of the dynamic schedule: when links are opened anew, and as what."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.dpp.config import DppConfig
+from megatron.dpp.mcore.boundary import Boundaries
+from megatron.dpp.runtime import dynamic
+from megatron.dpp.runtime.decisions import Decisions
+from megatron.dpp.runtime.stage_group import StageGroup
+from megatron.dpp.runtime.timer import HostTimer
+from megatron.dpp.runtime.topology import Topology
+from megatron.dpp.schedule import Geometry, Memory
+from tests.runtime.test_dynamic import call_of, schedule_of
+
+
+class Opened:
+    """A schedule whose links are opened by noting the length that they have room for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
+        self.schedule: Any = schedule_of(**config)
+        self.topology = Topology((0, 1), 0, 1)
+        self.lengths: list[int] = []
+        self.closed: list[str] = []
+        monkeypatch.setattr(dynamic, "pipeline_of", lambda *_: self.topology)
+        self.schedule._connect = self._connect
+
+    def _connect(self, call: Any, topology: Topology, boundaries: Boundaries) -> Any:
+        self.lengths.append(boundaries.usual_bytes)
+        transport = SimpleNamespace(close=lambda: self.closed.append("links"))
+        return SimpleNamespace(
+            topology=topology, boundaries=boundaries, links=SimpleNamespace(transport=transport),
+            timer=SimpleNamespace(injected_seconds=1.5), injector=None,
+        )  # fmt: skip
+
+    def call(self, length: int) -> Any:
+        given = call_of(length=length, longest=lambda most: max(length, most))
+        return self.schedule._open_session(given)
+
+
+def test_links_are_kept_until_a_longer_sequence_or_another_pipeline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lengths that grow in many steps open links in few."""
+    opened = Opened(monkeypatch)
+    first = opened.call(8)
+    assert opened.call(8) is opened.call(4) is first
+    assert opened.lengths == [8] and not opened.closed
+    opened.call(9)
+    assert opened.lengths == [8, 16] and opened.closed == ["links"]
+    opened.call(16)
+    assert opened.lengths == [8, 16]
+    opened.call(40)
+    assert opened.lengths == [8, 16, 40]
+    opened.topology = Topology((0, 2), 0, 1)
+    opened.call(8)
+    assert opened.lengths == [8, 16, 40, 8], "another pipeline's lengths are no measure"
+    assert opened.closed == ["links"] * 3
+
+
+def test_links_have_room_for_the_longest_known_sequence_from_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = Opened(monkeypatch, max_tokens=32)
+    opened.call(8)
+    opened.call(20)
+    assert opened.lengths == [32]
+
+
+def test_a_schedule_closes_twice_and_keeps_what_it_was_delayed_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = Opened(monkeypatch)
+    own = opened.schedule
+    assert own.injected_seconds == 0.0 and own._links() is None
+    session = opened.call(8)
+    assert own._links() is session.links.transport
+    own._decisions = Decisions(own.config, lambda line: None)
+    own._decisions.measured(Memory(activation_bytes=1, deferred_bytes=0))
+    assert own.injected_seconds == 1.5
+    opened.call(9)
+    assert own._decisions.wants_measuring, "longer sequences are measured anew"
+    assert own.injected_seconds == 3.0
+    for _ in range(2):
+        own.close()
+        assert own.injected_seconds == 3.0 and own._links() is None and own._decisions is None
+    assert opened.closed == ["links"] * 2
+
+
+class Connected:
+    """The links that :meth:`DppSchedule._connect` opens, on one member of a stage."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, member: int | None) -> None:
+        self.given: tuple[Any, ...] = ()
+        self.follow: list[bool] = []
+        self.reason: str | None = None
+        self.link = SimpleNamespace(peer=6, kind="shm", reason="same host")
+        board = None if member is None else SimpleNamespace(index=member)
+        self.links = SimpleNamespace(
+            transport=SimpleNamespace(board=board, links=lambda: [self.link])
+        )
+        group = StageGroup((5, 9) if member is not None else ())
+        monkeypatch.setattr(dynamic, "stage_group_of", lambda call: group)
+        monkeypatch.setattr(dynamic, "why_not_ahead", lambda *_: self.reason)
+        monkeypatch.setattr(dynamic, "_replica_of", lambda call: 3)
+        monkeypatch.setattr(dynamic, "_open_links", self._open)
+        monkeypatch.setattr(dynamic, "timer_for", self._timer)
+
+    def _open(self, *given: Any) -> Any:
+        self.given = given
+        return self.links
+
+    def _timer(self, config: DppConfig, *, follow: bool) -> HostTimer:
+        self.follow.append(follow)
+        return HostTimer()
+
+
+@pytest.mark.parametrize(("member", "leads"), [(None, True), (0, True), (1, False)])
+def test_only_followers_follow_and_leave_the_recording_to_their_leader(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, member: int | None, leads: bool
+) -> None:
+    connected, said = Connected(monkeypatch, member), []
+    own: Any = schedule_of(said, record=str(tmp_path / "record"))
+    topology, boundaries = Topology((5, 6), 0, 1), Boundaries(8, (8,), (8,))
+    session = own._connect(call_of(), topology, boundaries)
+    ranks = (5, 9) if member is not None else ()
+    assert connected.given == (topology, boundaries, ranks, own.config, None)
+    assert connected.follow == [not leads]
+    assert said == ["dynamic pipeline: rank 5 -> 6: shm (same host)"]
+    assert session.launch_ahead and session.injector is None
+    kept = own._decisions
+    kept.scheduler(Geometry(2, 0, 1, 2), split=False)
+    kept.close()
+    names = [path.name for path in tmp_path.iterdir()]
+    assert names == (["record.replica3.rank0"] if leads else [])
+    own._connect(call_of(), topology, boundaries)
+    assert own._decisions is kept, "a recording goes on when links are opened anew"
+
+
+def test_nothing_is_launched_ahead_where_that_would_hold_up_what_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connected, said = Connected(monkeypatch, None), []
+    connected.reason = "one queue"
+    own: Any = schedule_of(said)
+    session = own._connect(call_of(), Topology((5, 6), 0, 1), Boundaries(8, (8,), (8,)))
+    assert not session.launch_ahead
+    assert said[1:] == ["dynamic pipeline: no task is launched ahead of its input: one queue"]

@@ -1,0 +1,313 @@
+"""Deferred weight gradients of linear layers, over groups that only compute."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore.wgrad import fused, linear
+from megatron.dpp.mcore.wgrad.linear import WeightGradients, gather_buffers
+
+
+class Linear(torch.nn.Module):
+    """A linear layer as megatron-core calls it: by ``_forward_impl``, with these options."""
+
+    gradient_accumulation_fusion = False
+
+    def __init__(self, size: int = 2, bias: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(size, size))
+        self.bias = torch.nn.Parameter(torch.randn(size)) if bias else None
+        usual = {"sequence_parallel": False, "allreduce_dgrad": False, "tp_group": "tp"}
+        self.options = usual | options
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **options: Any) -> Any:
+        return torch.nn.functional.linear(input, weight, options["bias"])
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self._forward_impl(
+            input=value, weight=self.weight, bias=self.bias, **self.options
+        )
+        return output
+
+
+class Chunk(torch.nn.Module):
+    """A model chunk of transformer layers."""
+
+    def __init__(self, *layers: torch.nn.Module, autocast: bool = False) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(enable_autocast=autocast)
+        self.decoder = torch.nn.Module()
+        self.decoder.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.decoder.layers:
+            value = layer(value)
+        return value
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    monkeypatch.setattr(linear, "ColumnParallelLinear", Linear)
+    monkeypatch.setattr(linear, "RowParallelLinear", Linear)
+
+
+def inputs(number: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(3, 1, 2, generator=generator).requires_grad_() for _ in range(number)]
+
+
+def test_weights_wait_for_their_w_and_get_what_a_fused_backward_gives() -> None:
+    """Pieces count from the last layer, and the memory that is held falls with each of them."""
+    chunk = Chunk(Linear(bias=True), Linear(), torch.nn.Identity())
+    given, expected = inputs(2), inputs(2)
+    for value in expected:
+        chunk(value).square().sum().backward()
+    grads = [p.grad for p in chunk.parameters()]
+    chunk.zero_grad()
+    store = WeightGradients([chunk])
+    assert store.num_pieces == (3,) and store.delayed_by_modules(0) is None
+    held: list[int] = []
+    with store.bound():
+        outputs = [chunk(value).square().sum() for value in given]
+        for microbatch, output in enumerate(outputs):
+            with store.collect(0, microbatch):
+                output.backward()
+            held.append(store.held_bytes)
+        weights = [layer.weight for layer in chunk.decoder.layers[:2]]  # type: ignore[union-attr]
+        assert all(weight.grad is None for weight in weights)
+        for piece in range(3):
+            store.run(0, 0, piece)
+            held.append(store.held_bytes)
+            assert [weight.grad is not None for weight in weights] == [piece == 2, piece >= 1]
+        for piece in range(3):
+            store.run(0, 1, piece)
+    layer = 2 * 3 * 2 * 4  # input and gradient of three tokens, two floats each
+    assert held == [2 * layer, 4 * layer, 4 * layer, 3 * layer, 2 * layer]
+    assert store.held_bytes == 0
+    for parameter, grad in zip(chunk.parameters(), grads, strict=True):
+        assert torch.equal(parameter.grad, grad)  # type: ignore[arg-type]
+    for value, other in zip(given, expected, strict=True):
+        assert torch.equal(value.grad, other.grad)  # type: ignore[arg-type]
+    with pytest.raises(KeyError):
+        store.run(0, 1, 0)
+
+
+def test_a_piece_that_is_left_out_is_noticed_at_the_last() -> None:
+    chunk = Chunk(Linear(), Linear())
+    store = WeightGradients([chunk])
+    (value,) = inputs(1)
+    with store.bound():
+        output = chunk(value).sum()
+        with store.collect(0, 0):
+            output.backward()
+        with pytest.raises(AssertionError, match=r"weight gradients left over: \[1\]"):
+            store.run(0, 0, 1)
+
+
+def test_outside_of_a_collection_the_weight_gradient_is_computed_at_once() -> None:
+    chunk = Chunk(Linear())
+    store = WeightGradients([chunk])
+    with store.bound():
+        chunk(inputs(1)[0]).sum().backward()
+    assert chunk.decoder.layers[0].weight.grad is not None and store.held_bytes == 0  # type: ignore[union-attr]
+
+
+def test_the_model_is_its_own_again_after_a_step_and_after_an_error() -> None:
+    chunk = Chunk(Linear())
+    store = WeightGradients([chunk])
+    with pytest.raises(ValueError, match="of the step"), store.bound():
+        assert "_forward_impl" in vars(chunk.decoder.layers[0])  # type: ignore[index]
+        raise ValueError("of the step")
+    assert "_forward_impl" not in vars(chunk.decoder.layers[0])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_behind_frozen_ones_computes_its_gradient_within_b(bias: bool) -> None:
+    """No gradient of its input is wanted, so autograd would not come to a deferred one."""
+    chunk = Chunk(Linear(bias=bias))
+    store = WeightGradients([chunk])
+    value = inputs(1)[0].detach()
+    with store.bound(), store.divert() as deferred:
+        output = chunk(value).sum()
+        output.backward()
+        assert bool(deferred) is bias, "a trained bias leads the backward here"
+
+
+@pytest.mark.parametrize("frozen", ["weight", "absent"])
+def test_layers_without_a_trained_weight_defer_nothing(frozen: str) -> None:
+    layer = Linear()
+    if frozen == "weight":
+        layer.weight.requires_grad_(False)
+    else:
+        layer.weight = None  # type: ignore[assignment]
+    assert WeightGradients([Chunk(layer), Chunk(torch.nn.Identity())]).num_pieces == (0, 0)
+
+
+def test_a_chunk_without_a_block_defers_nothing() -> None:
+    chunk = torch.nn.Module()
+    chunk.config = SimpleNamespace()
+    assert WeightGradients([chunk]).num_pieces == (0,)
+    encoder = Chunk(Linear(), Linear())
+    encoder.encoder = encoder.decoder
+    del encoder.decoder
+    assert WeightGradients([chunk, encoder]).num_pieces == (0, 2)
+
+
+def test_wrappers_that_reduce_gradients_in_other_ways_are_refused() -> None:
+    chunk = Chunk(Linear())
+    chunk.start_grad_sync = lambda: None  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="cannot defer weight gradients under Chunk"):
+        WeightGradients([chunk])
+
+
+def test_the_hook_of_the_wrapper_gets_each_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DistributedDataParallel adds ``grad`` to ``main_grad`` and counts the parameter."""
+    seen: list[Any] = []
+
+    class Wrapper(Chunk):
+        def _make_backward_post_hook(self, weight: Any) -> Any:
+            def hook() -> None:
+                seen.append(weight.grad)
+                weight.grad = None
+
+            return hook
+
+    monkeypatch.setattr(linear, "DistributedDataParallel", Wrapper)
+    layer = Linear()
+    accumulate = linear.gradient_accumulator(layer.weight, Wrapper(layer))
+    for value in (1.0, 2.0):
+        accumulate(torch.full((2, 2), value))
+    assert [grad[0, 0].item() for grad in seen] == [1.0, 2.0]
+    accumulate = linear.gradient_accumulator(layer.weight, Chunk(layer))
+    for value in (1.0, 2.0):
+        accumulate(torch.full((2, 2), value))
+    assert layer.weight.grad is not None and layer.weight.grad[0, 0].item() == 3.0
+
+
+class Sums:
+    """Collectives of two ranks whose tensors are equal; none is done before its handle's wait."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[str] = []
+        patch = monkeypatch.setattr
+        patch(torch.distributed, "all_reduce", self._all_reduce)
+        patch(torch.distributed, "reduce_scatter_tensor", self._reduce_scatter)
+        patch(torch.distributed, "all_gather_into_tensor", self._all_gather)
+        buffer = SimpleNamespace(
+            get_tensor=lambda shape, dtype, name: torch.empty(shape, dtype=dtype),
+            buffer={"a": torch.zeros(1)},
+        )
+        patch(linear.parallel_state, "get_global_memory_buffer", lambda: buffer)
+
+    def _later(self, name: str, group: Any, work: Any) -> Any:
+        self.told.append(f"{name} {group}")
+        return SimpleNamespace(wait=work)
+
+    def _all_reduce(self, tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
+        assert async_op
+        return self._later("all-reduce", group, lambda: tensor.mul_(2))
+
+    def _reduce_scatter(self, out: Any, whole: Any, group: Any, async_op: bool) -> Any:
+        assert async_op
+        return self._later("scatter", group, lambda: out.copy_(2 * whole[: out.shape[0]]))
+
+    def _all_gather(self, out: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+        assert part.is_contiguous()
+        self.told.append("gather")
+        out.copy_(torch.cat([part, part]))
+
+
+@pytest.mark.parametrize("way", ["alone", "all-reduce", "sequence"])
+def test_tensor_parallel_inputs_are_gathered_and_their_gradients_reduced(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    class Pair:
+        def size(self) -> int:
+            return 2
+
+        def __str__(self) -> str:
+            return "tp"
+
+    sums = Sums(monkeypatch)
+    layer = Linear(
+        allreduce_dgrad=way == "all-reduce", sequence_parallel=way == "sequence", tp_group=Pair()
+    )
+    chunk = Chunk(layer)
+    store = WeightGradients([chunk])
+    (value,) = inputs(1)
+    with store.bound():
+        output = chunk(value)
+        assert len(output) == (6 if way == "sequence" else 3)
+        with store.collect(0, 0):
+            output.sum().backward()
+        store.run(0, 0, 0)
+    once = torch.ones(3, 1, 2).matmul(layer.weight)
+    ranks = 1 if way == "alone" else 2
+    assert torch.allclose(value.grad, ranks * once)  # type: ignore[arg-type]
+    rows = value.detach().reshape(3, 2).sum(0) * (2 if way == "sequence" else 1)
+    assert torch.allclose(layer.weight.grad, rows.expand(2, 2))  # type: ignore[arg-type]
+    assert sums.told == {
+        "alone": [], "all-reduce": ["all-reduce tp"], "sequence": ["gather", "scatter tp", "gather"]
+    }[way]  # fmt: skip
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_gather_buffers_are_those_of_megatron_core(
+    monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    Sums(monkeypatch)
+    monkeypatch.setattr(linear.parallel_state, "model_parallel_is_initialized", lambda: there)
+    assert len(gather_buffers()) == (1 if there else 0)
+
+
+# Fused products -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("apex", "torch_has_it"), [(True, False), (False, True), (False, False)])
+def test_a_fused_product_comes_from_apex_or_pytorch(
+    monkeypatch: pytest.MonkeyPatch, apex: bool, torch_has_it: bool
+) -> None:
+    product = SimpleNamespace(**({"dtype_out": None} if torch_has_it else {}))
+    monkeypatch.setattr(fused.compat, "lookup", lambda name: apex)
+    monkeypatch.setattr(fused.torch, "ops", SimpleNamespace(aten=SimpleNamespace(addmm=product)))
+    assert fused.available() is (apex or torch_has_it)
+
+
+@pytest.mark.parametrize("apex", [True, False])
+def test_only_a_missing_product_is_provided(monkeypatch: pytest.MonkeyPatch, apex: bool) -> None:
+    assigned: dict[str, Any] = {}
+    monkeypatch.setattr(fused.compat, "lookup", lambda name: assigned.get(name, apex))
+    monkeypatch.setattr(fused.compat, "assign", assigned.__setitem__)
+    fused.provide()
+    fused.provide()
+    assert len(assigned) == (0 if apex else 2)
+
+
+@pytest.mark.parametrize(
+    ("kept", "given"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16,) * 2],
+)
+def test_a_fused_product_adds_into_the_main_gradient(
+    monkeypatch: pytest.MonkeyPatch, kept: torch.dtype, given: torch.dtype
+) -> None:
+    monkeypatch.setattr(fused.compat, "lookup", lambda name: fused)
+    asked: list[str] = []
+    for name in ("wgrad_gemm_accum_fp16", "wgrad_gemm_accum_fp32"):
+        real = getattr(fused, name)
+        monkeypatch.setattr(
+            fused, name, lambda *a, real=real, name=name: asked.append(name) or real(*a)
+        )
+    weight: Any = torch.nn.Parameter(torch.zeros(2, 3, dtype=given))
+    weight.main_grad = torch.ones(2, 3, dtype=kept)
+    weight.grad_added_to_main_grad = False
+    tokens, grads = torch.ones(4, 3, dtype=given), torch.full((4, 2), 2.0, dtype=given)
+    fused.accumulate(weight, tokens, grads)
+    assert torch.equal(weight.main_grad, torch.full((2, 3), 9.0, dtype=kept))
+    assert weight.grad_added_to_main_grad
+    assert asked == [f"wgrad_gemm_accum_fp{32 if kept == torch.float32 else 16}"]
