@@ -64,6 +64,7 @@ EXCEPTIONS = (
     Instead(
         r"^(.*-m pip install deepspeed)", "", "installs into the environment that tests share"
     ),
+    Instead(r"^torchrun .*--hidden-size 2048 .*", "", "two GPUs"),
     Instead(r"^megatron-dpp train .*--engine deepspeed.*", "", "DeepSpeed"),
     Instead(r"^/usr/bin/python3 .*--rdma.*", "", "python3-pyverbs"),
     Instead(r"^(megatron-dpp plan benchmark/traced2.*)", "", "a trace of four GPUs"),
