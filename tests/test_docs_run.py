@@ -73,6 +73,10 @@ EXCEPTIONS = (
         "a trace of the benchmark above it",
     ),
     Instead(
+        r"^(megatron-dpp monitor --web .*)", r"timeout --preserve-status -s TERM 30 \1",
+        "serves until Ctrl-C",
+    ),
+    Instead(
         r"^(megatron-dpp report .*--fail-if .*)", r"\1 || test $? = 2",
         "its exit code is its verdict",
     ),
