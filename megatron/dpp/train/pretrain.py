@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.dpp.cli import arguments, preflight
-from megatron.dpp.cli.files import written_directories
+from megatron.dpp.cli.files import warnings_of_data, written_directories
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, DataError, DppError, tell_torchrun
 from megatron.dpp.locks import lock_directory
@@ -58,7 +58,7 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
 
 def _train(args: RunConfig, task_name: str, rank: int, tokenizer: Tokenizer) -> int:
     if rank == 0:
-        for line in arguments.warnings_of(args):
+        for line in [*arguments.warnings_of(args), *warnings_of_data(args)]:
             print(f"warning: {line}", file=sys.stderr, flush=True)
     try:
         from megatron.dpp.train.job import run_job
