@@ -18,9 +18,10 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from megatron.dpp.cli import preflight
 from megatron.dpp.cli.arguments import parse_args, warnings_of
 from megatron.dpp.cli.environment import check_visible_gpus
-from megatron.dpp.cli.files import check_outputs
+from megatron.dpp.cli.files import check_outputs, warnings_of_data
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.launch.main import plan
@@ -194,19 +195,22 @@ def test_an_old_python_is_named_by_every_script(tmp_path: Path, script: str) -> 
 
 
 def test_a_data_set_smaller_than_a_sequence_is_a_warning(tmp_path: Path) -> None:
-    """It trains, as in Megatron-LM: a sample repeats its tokens. A split without documents does not."""
+    """It trains, as in Megatron-LM. A split that leaves a set empty is refused."""
     prefix = tmp_path / "small_text_document"
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
     builder.add_document(torch.tensor([5, 6, 7, 8, 9, 0]), [6])
     builder.finalize(f"{prefix}.idx")
     words = f"{FLAGS} --data-path {prefix} --train-iters 1".split()
-    result = command("-m", "megatron.dpp.cli.preflight", "gpt", *words, "--split", "949,50,1")
-    refused = f"error: {prefix}.idx: --split 949,50,1 leaves none of its 1 documents for validation"
-    assert result.returncode == 2 and result.stderr.startswith(refused)
-    result = command(str(REPOSITORY / "pretrain_gpt.py"), *words, "--split", "1,0,0")
-    warned = f"{prefix}.bin holds 6 tokens, fewer than one sequence of 16: each sample repeats them"
-    assert result.returncode == 0 and f"warning: {warned}\n" in result.stderr
-    assert "iteration        1/       1" in result.stdout
+    refused = rf"{prefix}.idx: --split 949,50,1 leaves none of its 1 documents for validation"
+    with pytest.raises(DataError, match=refused):
+        preflight.check("gpt", [*words, "--split", "949,50,1"], 1)
+    args, _ = preflight.check("gpt", [*words, "--split", "1,0,0"], 1)
+    (line,) = warnings_of_data(args)
+    assert line == (
+        f"{prefix}.bin holds 6 tokens, fewer than one sequence of 16: each sample repeats them"
+    )
+    args, _ = preflight.check("gpt", [*words, "--split", "1,0,0", "--seq-length", "6"], 1)
+    assert not warnings_of_data(args)
 
 
 def test_torchruns_own_report_ends_with_our_error(tmp_path: Path) -> None:

@@ -214,10 +214,9 @@ def warnings_of_data(args: argparse.Namespace) -> list[str]:
     if args.mock_data or args.variable_lengths:
         return []
     words, per_split = data_words(args)
+    groups = [_prefixes(group or []) for group in (words, *(per_split or []))]
     lines = []
-    for prefix in (
-        each for group in (words, *(per_split or [])) for each in _prefixes(group or [])
-    ):
+    for prefix in (each for group in groups for each in group):
         if Path(f"{prefix}.bin").stat().st_size > args.seq_length * max(_TOKEN_BYTES.values()):
             continue
         tokens = int(read_lengths(prefix).sum())
