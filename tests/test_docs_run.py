@@ -64,12 +64,17 @@ EXCEPTIONS = (
     Instead(
         r"^(.*-m pip install deepspeed)", "", "installs into the environment that tests share"
     ),
+    Instead(r"^torchrun .*--hidden-size 2048 .*", "", "two GPUs"),
     Instead(r"^megatron-dpp train .*--engine deepspeed.*", "", "DeepSpeed"),
     Instead(r"^/usr/bin/python3 .*--rdma.*", "", "python3-pyverbs"),
     Instead(r"^(megatron-dpp plan benchmark/traced2.*)", "", "a trace of four GPUs"),
     Instead(
         r"^megatron-dpp report --benchmark_dir benchmark/data-1-pipeline-4-\S+ --json$", "",
         "a trace of the benchmark above it",
+    ),
+    Instead(
+        r"^(megatron-dpp monitor --web .*)", r"timeout --preserve-status -s TERM 30 \1",
+        "serves until Ctrl-C",
     ),
     Instead(
         r"^(megatron-dpp report .*--fail-if .*)", r"\1 || test $? = 2",

@@ -4,10 +4,17 @@
 #   python=$(bash tools/setup.sh)          # prints the Python to use; says on stderr what it did
 #   python=$(bash tools/setup.sh --dev)    # with what the tests need
 #
-# PYTHON names another interpreter to start from, TORCH_INDEX_URL an index to install PyTorch from.
+# PYTHON names another interpreter to start from; build/python keeps it for later set-ups without
+# PYTHON. TORCH_INDEX_URL names an index to install PyTorch from.
 set -euo pipefail
 
-python=${PYTHON:-python3}
+root=$(dirname "${BASH_SOURCE[0]}")/..
+python=${PYTHON:-}
+if [[ -z $python && -r $root/build/python ]]; then
+  read -r python <"$root/build/python" || true
+  [[ -x $python ]] || python=
+fi
+python=${python:-python3}
 if ! command -v "$python" >/dev/null; then
   echo "error: '$python' is not there; install Python 3.10 or newer, or name one with PYTHON=" >&2
   exit 2
@@ -17,4 +24,4 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
     "needed; name one with PYTHON=" >&2
   exit 2
 fi
-exec "$python" "$(dirname "${BASH_SOURCE[0]}")/setup_environment.py" "$@"
+exec "$python" "$root/tools/setup_environment.py" ${PYTHON:+--keep} "$@"

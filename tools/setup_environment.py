@@ -6,12 +6,14 @@ at versions and at a hash of the sources and does nothing. Only the standard lib
 because nothing else need be there yet.
 
 Which environment: the one at hand when PyTorch is installed in it (which is then never replaced),
-else ``.venv``. Where the one at hand must not be written to, ``.venv`` is laid over it.
+else ``.venv``. Where the one at hand must not be written to, ``.venv`` is laid over it. ``--keep``
+notes the choice in ``build/python``, where ``tools/setup.sh`` looks when ``PYTHON`` is not set.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
@@ -29,6 +31,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"
 VENV_PYTHON = ROOT / ".venv" / "bin" / "python"
+KEPT = BUILD / "python"
 LOG = BUILD / "setup.log"
 TORCH_WHERE_NONE_IS = "torch==2.13.0"
 
@@ -101,10 +104,13 @@ def inspect(python: str, requirement_files: list[str]) -> Environment:
 
 
 def existing_environment(at_hand: Environment, requirement_files: list[str]) -> Environment | None:
-    """The environment at hand or ``.venv``, whichever can be used; None if neither can."""
+    """The environment at hand, the one that was kept or ``.venv``, whichever can be used first;
+    None if none can."""
     if at_hand.torch and (at_hand.is_writable or not at_hand.missing):
         return at_hand
-    return inspect(str(VENV_PYTHON), requirement_files) if VENV_PYTHON.exists() else None
+    kept = Path(KEPT.read_text().strip()) if KEPT.is_file() else VENV_PYTHON
+    there = [python for python in (kept, VENV_PYTHON) if python.is_file()]
+    return inspect(str(there[0]), requirement_files) if there else None
 
 
 def choose_environment(requirement_files: list[str]) -> tuple[Environment, list[str]]:
@@ -319,17 +325,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--dev", action="store_true", help="install what the tests need too")
     parser.add_argument("--quiet", action="store_true", help="say nothing if nothing was to do")
+    parser.add_argument("--keep", action="store_true", help="use this Python from now on")
     parser.add_argument("--describe", nargs="+", metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.describe:
         print(json.dumps(asdict(describe(args.describe))))
         return 0
     files = ["requirements.txt", *(["requirements-dev.txt"] if args.dev else [])]
+    with contextlib.suppress(OSError):  # of a clone that cannot be written to
+        if args.keep:
+            KEPT.unlink(missing_ok=True)
     try:
         environment, done = set_up_alone(files)
     except SetupFailed as error:
         print(f"error: set-up: {error}", file=sys.stderr)
         return 2
+    if args.keep:
+        with contextlib.suppress(OSError):
+            KEPT.write_text(f"{environment.python}\n")
     what = ", ".join(done) or "nothing to do"
     using = f"using {environment.python}, PyTorch {environment.torch}"
     if done or not args.quiet:

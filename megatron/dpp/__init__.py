@@ -13,7 +13,16 @@ PyTorch.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.version_info < (3, 10):  # noqa: UP036 - started from a source tree, without pip's check
+    _VERSION = ".".join(map(str, sys.version_info[:3]))
+    print(
+        f"error: Python {_VERSION} at {sys.executable} is too old: Python 3.10 or newer is needed",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 if TYPE_CHECKING:
     from megatron.dpp.config import DppConfig

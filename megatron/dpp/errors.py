@@ -6,9 +6,13 @@ rule and the remedy. ``assert`` is for this project's own mistakes.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -79,6 +83,18 @@ def require(condition: object, message: str) -> None:
     """Raises :class:`ConfigError` with ``message`` unless ``condition`` holds."""
     if not condition:
         raise ConfigError(message)
+
+
+def tell_torchrun(text: str) -> None:
+    """Leave the error of this rank where torchrun looks for it, whose own report then ends with it;
+    no effect without torchrun."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(
+                json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8"
+            )
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import socket
 import subprocess
 import sys
@@ -11,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp.launch.home import flags_of_home, make_home
-from megatron.dpp.locks import LOCK_NAME
+from megatron.dpp.errors import DataError
+from megatron.dpp.launch.home import check_home, flags_of_home, make_home
+from megatron.dpp.locks import LOCK_NAME, lock_directory
 from megatron.dpp.train.job import _link_trace
 from tests.conftest import REPOSITORY
 
@@ -67,6 +70,52 @@ def test_checkpoints_go_into_the_directory_where_an_interval_asks_for_them(tmp_p
     assert not saves("--train-iters", "100", "--save-interval", "10000")
     assert not saves("--train-iters", "100")
     assert not saves("--train-iters", "100", "--save-interval", "50", "--save", "elsewhere")
+
+
+def check(home: Path, *words: str, first_node: bool = True) -> None:
+    log = "train.log" if first_node else "train-node1.log"
+    check_home([*ARGV, *words], {"RUN_DIR": str(home)}, log, first_node=first_node)
+
+
+def test_a_directory_takes_no_second_run_but_the_one_that_goes_on(tmp_path: Path) -> None:
+    saved, other = str(tmp_path / "checkpoints"), str(tmp_path / "other")
+    check(tmp_path / "new")
+    check(tmp_path)  # nothing of a run is in it
+    (tmp_path / "train.log").touch()  # a run that ended before it wrote its settings
+    with pytest.raises(DataError, match=r"train.log of an earlier run is there; name another dir"):
+        check(tmp_path)
+    check(tmp_path, "--save", saved, "--load", saved)  # started again by a batch system
+    (tmp_path / "settings.yaml").write_text(f'save: "{saved}"\n# load: null\n')
+    continued = re.escape(f"settings.yaml of an earlier run is there; name another directory, or "
+    f"let that run go on: --load {saved}")  # fmt: skip
+    for words in ([], ["--load", other], ["--save", saved], ["--load", saved, "--finetune"]):
+        with pytest.raises(DataError, match=continued):
+            check(tmp_path, *words)
+    check(tmp_path, "--load", f"{saved}/../checkpoints")
+    (tmp_path / "train-node1.log").touch()
+    with pytest.raises(DataError, match="of an earlier run"):
+        check(tmp_path, first_node=False)
+
+
+def test_a_directory_in_use_is_refused_on_the_first_node_alone(tmp_path: Path) -> None:
+    (tmp_path / "save").mkdir()
+    for folder in (tmp_path, tmp_path / "save"):
+        with lock_directory(folder, "--save"):
+            with pytest.raises(DataError, match="writes there"):
+                check(tmp_path, "--save", str(tmp_path / "save"))
+            check(tmp_path, "--save", str(tmp_path / "save"), first_node=False)
+
+
+def test_both_starts_refuse_the_directory_of_an_earlier_run(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").touch()
+    environment = {**os.environ, "RUN_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    for words in (["bash", "run_single_gpt.sh"], [sys.executable, "train", "--max-steps", "2"]):
+        ran = subprocess.run(
+            words, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+        )
+        assert ran.returncode == 2, ran.stderr
+        assert ran.stderr.startswith(f"error: RUN_DIR {tmp_path}: settings.yaml of an earlier run")
+        assert [each.name for each in tmp_path.iterdir()] == ["settings.yaml"]
 
 
 _START = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import signal
@@ -10,12 +11,17 @@ import sys
 import time
 from pathlib import Path
 
+import numpy
 import psutil
 import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from megatron.dpp.cli import preflight
 from megatron.dpp.cli.arguments import parse_args, warnings_of
 from megatron.dpp.cli.environment import check_visible_gpus
-from megatron.dpp.cli.files import check_outputs
+from megatron.dpp.cli.files import check_outputs, warnings_of_data
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.launch.main import plan
@@ -148,6 +154,74 @@ def test_a_monitor_of_an_ended_run_ends_and_writes_no_escape_codes(tmp_path: Pat
     open_recorder(tmp_path, rank=0, layout=layout).close()
     result = command("-m", "megatron.dpp", "monitor", "--benchmark_dir", str(tmp_path))
     assert result.returncode == 0 and "ended" in result.stdout and "\x1b" not in result.stdout
+
+
+_OLD = """
+import runpy, sys
+sys.version_info, name = (3, 9, 18, "final", 0), sys.argv[1]
+if name.startswith("megatron"):
+    runpy.run_module(name, run_name="__main__")
+runpy.run_path(name, run_name="__main__")
+"""
+DOORS = (
+    *("train", "pretrain_gpt.py", "pretrain_bert.py", "tools/monitor.py"),
+    *("tools/preprocess_data.py", "profiling/aggregate.py", "profiling/report.py"),
+    *("profiling/plan.py", "profiling/compare_losses.py"),
+)
+MODULES = ("megatron.dpp", "megatron.dpp.run", "megatron.dpp.cli.preflight", "megatron.dpp.sim")
+
+
+@pytest.mark.parametrize("door", [*DOORS, *MODULES])
+def test_an_old_python_is_named_in_one_line(door: str) -> None:
+    path = REPOSITORY / ("megatron/dpp/__init__.py" if door in MODULES else door)
+    ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 9))
+    result = command("-c", _OLD, door if door in MODULES else str(path), "--help")
+    line = f"error: Python 3.9.18 at {sys.executable} is too old: Python 3.10 or newer is needed\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
+
+
+@pytest.mark.parametrize("script", ["megatron-dpp", "run_single_gpt.sh", "tools/activate.sh"])
+def test_an_old_python_is_named_by_every_script(tmp_path: Path, script: str) -> None:
+    old = tmp_path / "python3"
+    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.18 && exit 0\nexit 1\n')
+    old.chmod(0o755)
+    result = subprocess.run(
+        ["bash", str(REPOSITORY / script)], capture_output=True, text=True, timeout=60,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": str(old)},
+    )  # fmt: skip
+    line = f"error: Python 3.9.18 at {old} is too old: Python 3.10 or newer is needed; name one"
+    assert result.returncode != 0 and len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith(line)
+
+
+def test_a_data_set_smaller_than_a_sequence_is_a_warning(tmp_path: Path) -> None:
+    """It trains, as in Megatron-LM. A split that leaves a set empty is refused."""
+    prefix = tmp_path / "small_text_document"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    builder.add_document(torch.tensor([5, 6, 7, 8, 9, 0]), [6])
+    builder.finalize(f"{prefix}.idx")
+    words = f"{FLAGS} --data-path {prefix} --train-iters 1".split()
+    refused = rf"{prefix}.idx: --split 949,50,1 leaves none of its 1 documents for validation"
+    with pytest.raises(DataError, match=refused):
+        preflight.check("gpt", [*words, "--split", "949,50,1"], 1)
+    args, _ = preflight.check("gpt", [*words, "--split", "1,0,0"], 1)
+    (line,) = warnings_of_data(args)
+    assert line == (
+        f"{prefix}.bin holds 6 tokens, fewer than one sequence of 16: each sample repeats them"
+    )
+    args, _ = preflight.check("gpt", [*words, "--split", "1,0,0", "--seq-length", "6"], 1)
+    assert not warnings_of_data(args)
+
+
+def test_torchruns_own_report_ends_with_our_error(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    environment = {"TORCHELASTIC_ERROR_FILE": str(path), "RANK": "1", "WORLD_SIZE": "2"}
+    result = command(str(REPOSITORY / "pretrain_gpt.py"), "--no-such-flag", **environment)
+    assert (result.returncode, result.stderr) == (2, "")  # rank 0 prints it
+    failure = ProcessFailure(local_rank=1, pid=77, exitcode=2, error_file=str(path))
+    report = str(ChildFailedError("pretrain_gpt.py", {1: failure}))
+    (said,) = (line for line in report.splitlines() if "traceback :" in line)
+    assert "error: unknown flag --no-such-flag" in said
 
 
 def test_a_tenth_of_the_learning_rate_is_printed_as_one() -> None:

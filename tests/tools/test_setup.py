@@ -114,6 +114,25 @@ def test_no_compiler_is_needed_when_nothing_has_to_be_built(repository: Path) ->
     assert "nothing to do" in result.stderr
 
 
+def test_an_interpreter_that_was_named_once_is_kept(repository: Path) -> None:
+    """Later set-ups, by ``./megatron-dpp`` and others, use it without ``PYTHON``."""
+    tools = repository / "bin"
+    tools.mkdir()
+    for name in ("bash", "dirname"):
+        (tools / name).symlink_to(str(shutil.which(name)))
+    (tools / "python3").write_text("#!/bin/bash\nexit 1\n")
+    (tools / "python3").chmod(0o755)
+
+    def later() -> subprocess.CompletedProcess[str]:
+        return set_up(repository, PYTHON="", PATH=str(tools))
+
+    assert "too old" in later().stderr  # python3 of PATH
+    assert set_up(repository).returncode == 0
+    assert later().stdout.strip() == sys.executable
+    (repository / "build" / "python").write_text("/no/such/python\n")
+    assert "too old" in later().stderr
+
+
 def test_an_interpreter_that_is_not_there(repository: Path) -> None:
     result = set_up(repository, PYTHON="no-such-python")
     assert result.returncode == 2

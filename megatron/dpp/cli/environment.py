@@ -106,7 +106,12 @@ _OTHERS = (
         "file of mode 0600 with the job's secret; --dpp-token-file wins",
         "links",
     ),
-    ("PYTHON", "python3", "Python to start from", "launch scripts, tools"),
+    (
+        "PYTHON",
+        "python3",
+        "Python to start from; tools/setup.sh keeps it for later commands",
+        "launch scripts, tools",
+    ),
     ("PYTHONPATH", "", "the launcher puts the repository in front", "set by the launcher"),
     ("CUDA_VISIBLE_DEVICES", _UNSET, "GPUs to use; empty or -1: none", "launcher, CUDA"),
     (

@@ -13,7 +13,12 @@ from typing import Any
 from megatron.dpp.cli.checkpoint_args import check_model, check_optimizer, saved_args
 from megatron.dpp.cli.checkpoint_files import Found, check_engine, check_whole, find_start
 from megatron.dpp.cli.run_config import RunConfig
-from megatron.dpp.cli.sequence_files import answers_prefix, check_lengths, check_prefix
+from megatron.dpp.cli.sequence_files import (
+    answers_prefix,
+    check_lengths,
+    check_prefix,
+    read_lengths,
+)
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.plan.flops import length_costs
 from megatron.dpp.text_files import read_mapping, read_text
@@ -202,6 +207,25 @@ def _prefixes(words: list[str]) -> list[str]:
     except ValueError:
         return words
     return words[1::2] if len(words) == 2 * len(weights) else words
+
+
+def warnings_of_data(args: argparse.Namespace) -> list[str]:
+    """A line for each data set that holds fewer tokens than a sequence."""
+    if args.mock_data or args.variable_lengths:
+        return []
+    words, per_split = data_words(args)
+    groups = [_prefixes(group or []) for group in (words, *(per_split or []))]
+    lines = []
+    for prefix in (each for group in groups for each in group):
+        if Path(f"{prefix}.bin").stat().st_size > args.seq_length * max(_TOKEN_BYTES.values()):
+            continue
+        tokens = int(read_lengths(prefix).sum())
+        if tokens < args.seq_length:
+            lines.append(
+                f"{prefix}.bin holds {tokens} tokens, fewer than one sequence of "
+                f"{args.seq_length}: each sample repeats them"
+            )
+    return lines
 
 
 def check_split(prefix: str, split: str, num_parts: int) -> None:

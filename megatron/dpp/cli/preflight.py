@@ -78,6 +78,16 @@ def check(
     return args, tokenizer
 
 
+def check_not_taken(args: RunConfig) -> None:
+    """Refuse directories of checkpoints and traces that another run writes.
+
+    Raises:
+        DataError: naming that run's process and host.
+    """
+    for flag, folder in written_directories(args):
+        check_free(folder, flag)
+
+
 def _all_here(world_size: int) -> bool:
     """True where this node runs all processes of the job."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
@@ -181,8 +191,7 @@ def _main(task_name: str, argv: Sequence[str]) -> int:
             arguments.parse_args(argv)
         else:
             args, _ = check(task_name, argv, arguments.rank_and_world()[1])
-            for flag, folder in written_directories(args):
-                check_free(folder, flag)
+            check_not_taken(args)
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

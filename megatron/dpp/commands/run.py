@@ -26,7 +26,7 @@ from megatron.dpp.cli.arguments import (
 )
 from megatron.dpp.cli.run_config import dpp_config
 from megatron.dpp.config import DppConfig, flag_of, option_fields
-from megatron.dpp.errors import ConfigError, require
+from megatron.dpp.errors import ConfigError, require, tell_torchrun
 from megatron.dpp.schedule import find_policy
 from megatron.dpp.trace.host import HostTrace, trace_fields
 
@@ -144,6 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         find_policy(config.policy)
         _run(script, rest, _plugin(given, config))
     except ConfigError as error:
+        tell_torchrun(f"error: {error}")
         print(f"error: {error}", file=sys.stderr)
         return _BAD_INPUT
     return 0

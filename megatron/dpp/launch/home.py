@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
+import re
 import selectors
 import signal
 import sys
@@ -16,11 +18,11 @@ import tty
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron.dpp.cli import settings
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.errors import DataError
-from megatron.dpp.locks import Lock
+from megatron.dpp.locks import Lock, check_free
 
-LOG_NAME = "train.log"
 _RUNS = Path("runs")
 _READ_BYTES = 1 << 16
 
@@ -51,6 +53,46 @@ def make_home(arch: str, argv: Sequence[str], world_size: int, env: Mapping[str,
             "RUN_DIR"
         ) from error
     return home
+
+
+def check_home(argv: Sequence[str], env: Mapping[str, str], log: str, *, first_node: bool) -> None:
+    """Refuse directories that another run writes into, and a ``RUN_DIR`` of an earlier run. Only a
+    run that goes on from that run's checkpoints may add to its files.
+
+    Args:
+        argv: flags of the training script, or those among them that say where checkpoints lie.
+        log: file name of this node's log.
+        first_node: of the run, which holds the locks of its directories.
+
+    Raises:
+        DataError: naming the other run's process, or its files.
+    """
+    args, named = parse_args(argv), env.get("RUN_DIR")
+    for flag, directory in (("--save", args.save), ("RUN_DIR", named)):
+        if directory and first_node:
+            check_free(directory, flag)
+    if not named:
+        return
+    home = Path(named)
+    there = [home / name for name in (settings.FILE_NAME, log) if (home / name).is_file()]
+    saved = _saved_by(home) or args.save
+    goes_on = args.load and saved and not args.finetune
+    if there and not (goes_on and Path(args.load).resolve() == Path(saved).resolve()):
+        how = f", or let that run go on: --load {saved}" if saved else ""
+        raise DataError(
+            f"RUN_DIR {named}: {there[0].name} of an earlier run is there; name another "
+            f"directory{how}"
+        )
+
+
+def _saved_by(home: Path) -> str | None:
+    """The directory that the run in ``home`` saved its checkpoints to."""
+    with contextlib.suppress(OSError, ValueError):
+        text = (home / settings.FILE_NAME).read_text(encoding="utf-8")
+        found = re.search(r"^save: (.+)$", text, re.MULTILINE)
+        saved: str | None = json.loads(found[1]) if found else None
+        return saved
+    return None
 
 
 def flags_of_home(home: Path, argv: Sequence[str]) -> list[str]:

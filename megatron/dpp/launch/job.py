@@ -18,7 +18,7 @@ from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.errors import ConfigError, require
 from megatron.dpp.hosts import own_interface
 from megatron.dpp.launch.flags import ROOT
-from megatron.dpp.launch.home import LOG_NAME, copy_output, flags_of_home, make_home
+from megatron.dpp.launch.home import check_home, copy_output, flags_of_home, make_home
 from megatron.dpp.locks import lock_directory
 
 INTERRUPTED = 130
@@ -60,6 +60,10 @@ class Job:
     def world_size(self) -> int:
         """Processes of the job."""
         return self.per_node * self.num_nodes
+
+    def log_name(self) -> str:
+        """File name of this node's log."""
+        return f"train-node{self.node_rank}.log" if self.num_nodes > 1 else "train.log"
 
     def flags(self) -> list[str]:
         """Flags of the training script that follow from the nodes."""
@@ -168,6 +172,7 @@ def launch(
     arch = Path(script).stem.removeprefix("pretrain_")
     parse_args(argv)  # ends here with --help
     check(arch, argv, python, job)
+    refuse_taken(job, argv)
     home = lock = None
     if os.environ.get("RUN_DIR") or job.num_nodes == 1:  # several nodes cannot agree on a date
         home = make_home(arch, argv, job.world_size, os.environ)
@@ -186,11 +191,19 @@ def launch(
         env = {**meet(job), **env}
     if home is not None:
         env["RUN_DIR"] = str(home)
-        node = f"-node{job.node_rank}" if job.num_nodes > 1 else ""
-        copy_output((home / LOG_NAME).with_stem(f"train{node}"), lock)
+        copy_output(home / job.log_name(), lock)
         print(f"run: {home}", flush=True)
     sys.stdout.flush()
     os.execvpe(python, [*command, *argv], env)
+
+
+def refuse_taken(job: Job, argv: Sequence[str]) -> None:
+    """Refuse directories of other runs; cheap enough to come before set-up.
+
+    Raises:
+        DataError: naming the other run.
+    """
+    check_home(argv, os.environ, job.log_name(), first_node=job.node_rank == 0)
 
 
 def is_dry_run() -> bool:

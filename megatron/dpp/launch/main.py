@@ -17,7 +17,7 @@ from megatron.dpp.cli.planned import SHAPES
 from megatron.dpp.errors import ConfigError, DataError, DppError
 from megatron.dpp.launch import auto, cli
 from megatron.dpp.launch.flags import Flags, check_known, whole
-from megatron.dpp.launch.job import INTERRUPTED, find_job, launch
+from megatron.dpp.launch.job import INTERRUPTED, find_job, launch, refuse_taken
 from megatron.dpp.launch.layout import Layout, nearest_multiple
 from megatron.dpp.launch.nodes import Nodes, find_nodes
 from megatron.dpp.launch.resolve import (
@@ -219,6 +219,12 @@ def _planned(asked: Resolved) -> str:
 def _start(found: Plan) -> None:
     """Set up, preprocess, and become torchrun."""
     options, resolved = found.options, found.resolved
+    sizes = {"GPUS_PER_NODE": str(found.setting.per_node), **found.nodes.environment()}
+    job = find_job({**os.environ, **sizes})
+    if options.run_dir:
+        os.environ["RUN_DIR"] = options.run_dir
+    if not options.dry_run:
+        refuse_taken(job, resolved.argv)
     # The run that follows says it itself, unless a preparation keeps it waiting.
     says_itself = "--estimate" in resolved.flags and not (options.dry_run or found.preparation)
     needs = [] if says_itself else lines(found.estimate)
@@ -238,11 +244,7 @@ def _start(found: Plan) -> None:
     print(f"\nflags of {script}:\n{show(resolved.argv)}\n", flush=True)
     if not found.setting.on_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    sizes = {"GPUS_PER_NODE": str(found.setting.per_node), **found.nodes.environment()}
-    job = find_job({**os.environ, **sizes})
     argv = [*resolved.argv, *job.flags()]
-    if options.run_dir:
-        os.environ["RUN_DIR"] = options.run_dir
     launch(job, python, script, argv, dry_run=options.dry_run)
 
 

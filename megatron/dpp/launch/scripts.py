@@ -27,6 +27,7 @@ from megatron.dpp.launch.job import (
     find_job,
     is_dry_run,
     launch,
+    refuse_taken,
     show_command,
     whole,
 )
@@ -177,10 +178,12 @@ def run_recipe(recipe: str, role: str, words: Sequence[str]) -> None:
     settings = settings_of(model, role, {**os.environ, **given}, sample=bool(sample))
     job = check_settings(model, settings)
     if not is_dry_run():
-        parse_args(further)  # before minutes of set-up for a wrong word
+        checkpoints = settings["CHECKPOINT_PATH"]
+        words = ["--save", checkpoints, "--load", checkpoints] if checkpoints else []
+        refuse_taken(job, [*words, *further])  # before minutes of set-up, as for a wrong word
         environment.check_visible_gpus(os.environ)
     python = os.environ.get("PYTHON") or "python3"
-    python = python if is_dry_run() else set_up(os.environ)
+    python = python if is_dry_run() else set_up()
     data = settings["DATA_PATH"].split() or sample_tokens(model, settings, python)
     flags = flags_of(model, settings, data, job)
     launch(job, python, f"pretrain_{model}.py", [*flags, *further])

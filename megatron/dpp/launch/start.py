@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -276,18 +276,19 @@ def find_python(*, dry_run: bool) -> str:
     Raises:
         SystemExit: set-up failed; it has said why.
     """
-    return sys.executable if dry_run else set_up({**os.environ, "PYTHON": sys.executable})
+    if dry_run:
+        return sys.executable
+    return set_up([sys.executable, str(ROOT / "tools" / "setup_environment.py")])
 
 
-def set_up(env: Mapping[str, str]) -> str:
+def set_up(command: Sequence[str] = ("bash", str(ROOT / "tools" / "setup.sh"))) -> str:
     """Install and build what is missing; the Python to use.
 
     Raises:
         SystemExit: it failed; it has said why.
     """
     sys.stdout.flush()
-    command = ["bash", str(ROOT / "tools" / "setup.sh")]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env)
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if result.returncode:
         sys.exit(result.returncode)
     return result.stdout.strip()

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from megatron.dpp.cli import arguments, preflight
-from megatron.dpp.cli.files import written_directories
+from megatron.dpp.cli.files import warnings_of_data, written_directories
 from megatron.dpp.cli.run_config import RunConfig
-from megatron.dpp.errors import ConfigError, DataError, DppError
+from megatron.dpp.errors import ConfigError, DataError, DppError, tell_torchrun
 from megatron.dpp.locks import lock_directory
 from megatron.dpp.mcore.training.parent import end_with_parent
 from megatron.dpp.tokenizers import Tokenizer
@@ -36,6 +36,8 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
     held = contextlib.ExitStack()
     try:
         args, tokenizer = preflight.check(task_name, argv, world_size)
+        if rank == 0:  # at once: the lock is taken only when PyTorch is there
+            preflight.check_not_taken(args)
         args = _settled(args)
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         args.dpp.node_ip(rank, world_size, ranks_per_node)
@@ -45,6 +47,7 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
                 if lock.warning:
                     print(f"warning: {lock.warning}", file=sys.stderr, flush=True)
     except (ConfigError, DataError) as error:
+        tell_torchrun(f"error: {error}")
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         held.close()
@@ -55,13 +58,14 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
 
 def _train(args: RunConfig, task_name: str, rank: int, tokenizer: Tokenizer) -> int:
     if rank == 0:
-        for line in arguments.warnings_of(args):
+        for line in [*arguments.warnings_of(args), *warnings_of_data(args)]:
             print(f"warning: {line}", file=sys.stderr, flush=True)
     try:
         from megatron.dpp.train.job import run_job
 
         run_job(args, task_name, rank, tokenizer)
     except DppError as error:
+        tell_torchrun(f"error on rank {rank}: {error}")
         print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
         return _FAILED
     except KeyboardInterrupt:

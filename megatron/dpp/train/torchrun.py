@@ -6,6 +6,7 @@ is pressed, and without the folder that it leaves in the temporary directory.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -26,6 +27,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.run import main
 
 _FAILED = 1
+_SAID_HERE = ("api", "errors.error_handler")
+"""PyTorch's loggers whose lines about a rank that failed repeat the one printed here."""
 _LOOPBACK = "127.0.0.1"
 _GRACE_S = 5.0
 """Time for PyTorch's own error, which names the nodes that are missing."""
@@ -76,6 +79,11 @@ def _stay_on_this_host() -> None:
 def run() -> int:
     """Runs torchrun; 1 when the nodes do not meet in time or a rank fails, 128 plus the number of
     a signal that ended it."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning
+    for name in _SAID_HERE:
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(
+            logging.CRITICAL
+        )
     try:
         with tempfile.TemporaryDirectory(prefix="torchrun_", ignore_cleanup_errors=True) as folder:
             os.environ.setdefault("PET_LOG_DIR", folder)  # as --log-dir, which wins
