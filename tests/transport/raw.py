@@ -66,7 +66,9 @@ class Rank:
     def put(self, index: int, payload: Any, microbatch: int = 0) -> bool:
         """Send a ctypes array as bytes; True while it is pending."""
         size, address = ctypes.sizeof(payload), ctypes.addressof(payload)
-        pending: bool = self.native.put(index, address, size, UINT8, (size,), 0, microbatch, 0, 1, 0)
+        pending: bool = self.native.put(
+            index, address, size, UINT8, (size,), 0, microbatch, 0, 1, 0
+        )
         return pending
 
     def take(self, index: int) -> bytes:

@@ -152,7 +152,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     subprocess.run([*command, "-ldl"], input=FAULTS, text=True, check=True, timeout=raw.PATIENCE)
     worker = Path(__file__).with_name("wire_worker.py")
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.transport.{worker.stem}", load_native().__file__, str(library)],
+        [sys.executable, "-m", f"tests.transport.{worker.stem}", load_native().__file__,
+         str(library)],
         env=os.environ | {"LD_PRELOAD": str(library)},
         cwd=worker.parents[2], capture_output=True, text=True, timeout=4 * raw.PATIENCE,
     )  # fmt: skip
