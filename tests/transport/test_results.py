@@ -1,4 +1,4 @@
-"""How processes of a test report, when one of them is killed."""
+"""Reports of a test's processes, when one of them is killed."""
 
 from __future__ import annotations
 

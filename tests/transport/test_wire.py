@@ -144,7 +144,7 @@ extern "C" ssize_t send(int fd, const void* data, size_t bytes, int flags) {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ``wire_worker.py`` measured over a C library with faults."""
+    """Results of ``wire_worker.py`` over a C library with faults."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ to build the faulty calls with")
     library = tmp_path_factory.mktemp("faults") / "faults.so"
