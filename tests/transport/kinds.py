@@ -218,7 +218,7 @@ def inheritance_kept() -> Iterator[None]:
 
 
 class Results:
-    """Messages of processes to their test. No lock stands between them: a process that is killed while
+    """Messages of processes to their test. No lock is between them: a process that is killed while
     it writes neither tears a message nor silences the others, as with multiprocessing's queue.
     """
 
