@@ -38,6 +38,10 @@ class Hosts:
         """Pull the cable out of host 1."""
         _ip("-n", self.names[1], "link", "set", self.devices[1], "down")
 
+    def restore(self) -> None:
+        """Plug it in again."""
+        _ip("-n", self.names[1], "link", "set", self.devices[1], "up")
+
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=_SECONDS)

@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/memory_room.h"
 
 namespace dpp {
 
@@ -85,6 +86,11 @@ SharedMemory SharedMemory::create(const std::string& name, size_t bytes) {
   if (const size_t total = total_memory(); bytes > total) {
     throw Error(Fault::kSetup, what + ": only " + std::to_string(total) +
                                    " bytes are available (fewer --dpp-slots need less)");
+  }
+  if (const MemoryRoom room = memory_room(); bytes > room.bytes) {
+    throw Error(Fault::kSetup, what + ": only " + std::to_string(room.bytes) +
+                                   " bytes are left, as " + room.limit +
+                                   " (fewer --dpp-slots need less; docker: --memory)");
   }
   UniqueFd fd(::memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) throw Error(Fault::kSetup, with_errno("memfd_create: " + what));

@@ -5,6 +5,7 @@
 
 #include <array>
 
+#include "base/memory_room.h"
 #include "python/cuda.h"
 #include "python/rdma.h"
 #include "transport/transport.h"
@@ -209,6 +210,15 @@ PYBIND11_MODULE(_native, module) {
   py::list dtypes;
   for (const dpp::DtypeInfo& dtype : dpp::kDtypes) dtypes.append(dtype.name);
   module.attr("dtype_names") = dtypes;
+  module.def(
+      "memory_room",
+      [](const std::string& groups, const std::string& mount) -> py::object {
+        const dpp::MemoryRoom room = dpp::memory_room(groups, mount);
+        if (room.limit.empty()) return py::none();
+        return py::make_tuple(room.bytes, room.limit);
+      },
+      py::arg("groups") = "/proc/self/cgroup", py::arg("mount") = "/sys/fs/cgroup",
+      "(bytes left, which limit leaves them) by control groups; None without a limit.");
 
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Transport>(module, "Transport")
@@ -235,6 +245,7 @@ PYBIND11_MODULE(_native, module) {
             self.add_tcp_link(peer, incoming, outgoing, std::move(owned));
           },
           "Owns the sockets from here on.")
+      .def("drop_link", &Transport::drop_link, no_gil)
       .def("make_board", &Transport::make_board)
       .def(
           "use_board",

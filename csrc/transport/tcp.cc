@@ -139,9 +139,13 @@ bool TcpReceiver::receive(uint64_t sequence, uint64_t bytes) {
 // ---- link
 // -----------------------------------------------------------------------------------------------------
 
-TcpLink::TcpLink(std::shared_ptr<Peer> peer, Bell* bell, const Copier& copier,
+TcpLink::TcpLink(std::shared_ptr<Peer> peer, Bell* bell, Watch* watch, const Copier& copier,
                  std::vector<UniqueFd> sockets)
-    : peer_(std::move(peer)), bell_(bell), copier_(copier), connections_(sockets.size()) {
+    : peer_(std::move(peer)),
+      bell_(bell),
+      watch_(watch),
+      copier_(copier),
+      connections_(sockets.size()) {
   for (size_t i = 0; i < sockets.size(); ++i) {
     const int flags = ::fcntl(sockets[i].get(), F_GETFL);
     if (flags < 0 || ::fcntl(sockets[i].get(), F_SETFL, flags | O_NONBLOCK) != 0) {
@@ -190,15 +194,17 @@ void TcpLink::send(uint32_t channel, const Parcel& parcel, std::atomic<uint32_t>
       first = connection.queue.empty();
       connection.queue.push_back(Segment{frame, data + frame.offset, 0, &unwritten});
     }
-    if (first) pump(connection, false);
+    // Of more than our own segment: the other thread, which waits for them, sees no edge.
+    if (first && pump(connection, false) > 1) watch_->kick();
   }
 }
 
-void TcpLink::pump(Connection& connection, bool writable) {
+uint64_t TcpLink::pump(Connection& connection, bool writable) {
+  uint64_t finished = 0;
   std::unique_lock<std::mutex> lock(mutex_);
   if (connection.pumping) {
     connection.writable = connection.writable || writable;
-    return;
+    return finished;
   }
   connection.pumping = true;
   while (!connection.queue.empty()) {
@@ -238,8 +244,10 @@ void TcpLink::pump(Connection& connection, bool writable) {
     if (segment.sent < total) continue;
     segment.unwritten->fetch_sub(1, std::memory_order_release);
     connection.queue.pop_front();
+    ++finished;
   }
   connection.pumping = false;
+  return finished;
 }
 
 bool TcpLink::on_ready(size_t index) {
@@ -307,9 +315,25 @@ void TcpLink::end(Connection& connection, int error) {
 }
 
 bool TcpLink::in_doubt() {
-  if (ended_ns_ == 0 || peer_->departed()) return false;
+  if (peer_->departed()) {
+    check_complete();
+    return false;
+  }
+  if (ended_ns_ == 0) return false;
   if (monotonic_ns() - ended_ns_ > kGoodbyeNs) lose(end_error_);
   return true;
+}
+
+void TcpLink::check_complete() const {
+  for (const Connection& connection : connections_) {
+    if (connection.open) return;
+  }
+  uint64_t arrived = 0;
+  for (TcpReceiver* receiver : receivers_) arrived += receiver->arrived();
+  if (arrived >= peer_->num_sent()) return;
+  throw Error(Fault::kPeerDead, peer_->description() + " closed its transport, and " +
+                                    std::to_string(peer_->num_sent() - arrived) +
+                                    " messages that it had sent were lost on the way");
 }
 
 void TcpLink::drain(uint64_t deadline_ns) {

@@ -17,6 +17,7 @@
 #include "base/os.h"
 #include "transport/kind.h"
 #include "transport/peer.h"
+#include "transport/watch.h"
 
 namespace dpp {
 
@@ -94,7 +95,7 @@ class TcpReceiver : public Receiver {
 
 class TcpLink : public Link, public std::enable_shared_from_this<TcpLink> {
  public:
-  TcpLink(std::shared_ptr<Peer> peer, Bell* bell, const Copier& copier,
+  TcpLink(std::shared_ptr<Peer> peer, Bell* bell, Watch* watch, const Copier& copier,
           std::vector<UniqueFd> sockets);
 
   std::unique_ptr<Sender> add_sender(const ChannelSpec& spec);
@@ -133,18 +134,21 @@ class TcpLink : public Link, public std::enable_shared_from_this<TcpLink> {
 
   // Any thread.
   void send(uint32_t channel, const Parcel& parcel, std::atomic<uint32_t>& unwritten);
-  // Sends from the queue until it is empty or the kernel takes no more. Another thread that pumps
-  // goes on instead. Holds mutex_ between the system calls only, so that a small put does not wait
-  // behind a large one.
-  void pump(Connection& connection, bool writable);
+  // Sends from the queue until it is empty or the kernel takes no more; returns the number of
+  // segments that left it. Another thread that pumps goes on instead. Holds mutex_ between the
+  // system calls only, so that a small put does not wait behind a large one.
+  uint64_t pump(Connection& connection, bool writable);
   bool receive(Connection& connection);
   bool receive_some(Connection& connection, std::byte* to, uint64_t bytes, uint64_t& got);
   void end(Connection& connection, int error);
+  // Once all connections have ended: throws if messages were lost that the peer had sent.
+  void check_complete() const;
   [[noreturn]] void lose(int error) const;
   [[noreturn]] void refuse(const std::string& why) const;
 
   const std::shared_ptr<Peer> peer_;
-  Bell* const bell_;  // of the transport, which outlives its links
+  Bell* const bell_;    // of the transport, which outlives its links
+  Watch* const watch_;  // likewise
   const Copier copier_;
   std::vector<int> descriptors_;
   std::vector<TcpSender*>

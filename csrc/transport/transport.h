@@ -55,6 +55,8 @@ class Transport {
   void add_link(int peer, std::shared_ptr<Link> link) {
     links_.emplace_back(peer, std::move(link));
   }
+  // Undoes the set-up of a peer's channels and link, which another kind then sets up anew.
+  void drop_link(int peer);
   Bell* bell() { return &bell_; }
   const Copier& copier() const { return copier_; }
   const ChannelSpec& incoming(size_t channel) const { return incoming_.at(channel).spec; }

@@ -1,4 +1,6 @@
 // The set-up half of Transport: peers, slots, links, up to start().
+#include <algorithm>
+
 #include "transport/shm.h"
 #include "transport/tcp.h"
 #include "transport/transport.h"
@@ -53,9 +55,21 @@ void Transport::set_sender(size_t channel, int peer, std::unique_ptr<Sender> sen
                                                      std::move(sender), settings_.max_pending);
 }
 
+void Transport::drop_link(int peer) {
+  for (Incoming& channel : incoming_) {
+    if (channel.peer == peer) channel.receiver.reset();
+  }
+  for (auto& channel : outgoing_) {
+    if (channel && channel->peer() == peer) channel.reset();
+  }
+  const auto is_peers = [peer](const auto& link) { return link.first == peer; };
+  links_.erase(std::remove_if(links_.begin(), links_.end(), is_peers), links_.end());
+}
+
 void Transport::add_tcp_link(int peer, const std::vector<size_t>& incoming,
                              const std::vector<size_t>& outgoing, std::vector<UniqueFd> sockets) {
-  auto link = std::make_shared<TcpLink>(find_peer(peer), &bell_, copier_, std::move(sockets));
+  auto link =
+      std::make_shared<TcpLink>(find_peer(peer), &bell_, &watch_, copier_, std::move(sockets));
   for (const size_t index : incoming) {
     set_receiver(index, peer, link->add_receiver(incoming_.at(index).spec));
   }

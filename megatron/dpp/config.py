@@ -151,6 +151,12 @@ class DppConfig:
         "or one per rank",
         needs="nothing",  # launch scripts, which read the addresses, too, hand them to every run
     )
+    listen_ports: str | None = _option(
+        None,
+        "ports like 29700-29763 that ranks listen on for links between hosts, one per rank of a "
+        "host; by default any free one",
+        needs="links",
+    )
     checksum: bool = _option(False, "send a CRC32C with every message and check it", needs="links")
     peer_timeout: float = _option(
         30.0,
@@ -206,6 +212,7 @@ class DppConfig:
         for address in self.node_ips.split(",") if self.node_ips else ():
             if not _is_ipv4(address):
                 raise ConfigError(f"--node-ips {self.node_ips}: {address!r} is not an IPv4 address")
+        self.port_range()
         if self.record and self.replay and _same_file(self.record, self.replay):
             raise ConfigError(
                 f"--dpp-record {self.record} and --dpp-replay {self.replay} name one file: a "
@@ -229,6 +236,24 @@ class DppConfig:
         raise ConfigError(
             f"--node-ips {self.node_ips} has {len(addresses)} addresses: expected one per node "
             f"({num_nodes}) or one per rank ({world_size})"
+        )
+
+    def port_range(self) -> tuple[int, int] | None:
+        """First and last port of ``listen_ports``; None without it.
+
+        Raises:
+            ConfigError: it is no range of ports.
+        """
+        if self.listen_ports is None:
+            return None
+        first, dash, last = self.listen_ports.partition("-")
+        if first.isdecimal() and (last.isdecimal() or not dash):
+            found = int(first), int(last or first)
+            if 1 <= found[0] <= found[1] <= 65535:
+                return found
+        raise ConfigError(
+            f"--dpp-listen-ports {self.listen_ports}: expected two ports from 1 to 65535, the "
+            "lower one first, like 29700-29763"
         )
 
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
+import psutil
+import pytest
 import torch
 
 from megatron.dpp.train.exits import prepare_worker
 
+RANK = Path(__file__).with_name("loader_worker.py")
 collected: list[int] = []
 
 
@@ -50,3 +57,28 @@ def test_a_worker_collects_nothing_that_it_inherits() -> None:
         gc.enable()
     gc.collect()
     assert collected, "this process still collects it"
+
+
+@pytest.mark.parametrize("own", [[], ["own folder"]], ids=["no folder", "own folder"])
+def test_a_killed_rank_leaves_no_worker_and_its_workers_no_folder(
+    own: list[str], tmp_path: Path
+) -> None:
+    rank = subprocess.Popen(
+        [sys.executable, str(RANK), *own],
+        env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1",
+             "PYTHONPATH": str(RANK.parents[2])},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert rank.stdout is not None and rank.stdout.readline() == "5\n"
+        workers = psutil.Process(rank.pid).children()
+        assert len(workers) == 2
+        # While they work there is no folder of theirs that an end could leave.
+        assert len(list(tmp_path.glob("pymp-*"))) == len(own)
+        rank.kill()
+        _, alive = psutil.wait_procs(workers, timeout=10)
+        assert not alive
+        assert len(list(tmp_path.glob("pymp-*"))) == len(own)
+    finally:
+        rank.kill()
+        rank.communicate()

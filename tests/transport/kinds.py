@@ -43,7 +43,7 @@ from megatron.dpp.transport import (
     opening,
     rendezvous,
 )
-from megatron.dpp.transport.kinds import find
+from megatron.dpp.transport.kinds import AUTO, find
 
 GPU_KINDS = ("cuda_ipc", "staged")
 """Over a double of the CUDA driver, whose device memory is shared host memory."""
@@ -133,7 +133,7 @@ def of_rank(channels: Sequence[ChannelSpec], rank: int) -> list[ChannelSpec]:
 @contextlib.contextmanager
 def prepared(kind: str) -> Iterator[None]:
     """Replaces devices that a kind needs and this machine may lack."""
-    if kind == "rdma":
+    if kind in ("rdma", AUTO):
         fake_verbs()
     if kind not in GPU_KINDS:
         yield
@@ -159,7 +159,7 @@ def opened(
     kind: str, channels: Sequence[ChannelSpec], *, counters: int = 0, **options: Any
 ) -> Iterator[list[Transport]]:
     """All ranks' transports in this process. With ``counters``, all ranks share a board. Each rank
-    of a kind between hosts takes itself to be on a host of its own.
+    of a kind between hosts, or of ``auto``, takes itself to be on a host of its own.
     """
     ranks = sorted({spec.source for spec in channels} | {spec.destination for spec in channels})
     board: dict[str, Any] = {"board_ranks": ranks, "board_counters": counters} if counters else {}
@@ -168,7 +168,7 @@ def opened(
             network = FakeNetwork(channels, seed=1, delay=0.001)
             transports: list[Transport] = [network.transport(rank, **board) for rank in ranks]
         else:
-            store, apart = HashStore(), find(kind).between_hosts
+            store, apart = HashStore(), kind == AUTO or find(kind).between_hosts
             address = {"node_ips": "127.0.0.1"} if apart else {}
             settings = TransportOptions(**{"setup_timeout": PATIENCE, **address, **options})
 

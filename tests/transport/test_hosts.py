@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import socket
 import struct
 import time
@@ -13,12 +15,13 @@ import pytest
 import torch
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.errors import ConfigError, PeerDead
+from megatron.dpp.errors import ConfigError, PeerDead, SetupError
 from megatron.dpp.transport.rendezvous import Rendezvous
 from tests.netns import ADDRESSES, Hosts, two_hosts
-from tests.transport.kinds import PATIENCE, forked, open_from_file, pair, take_next
+from tests.transport.kinds import PATIENCE, forked, open_from_file, opened, pair, take_next
 
 LISTENING = "0A"
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -89,6 +92,106 @@ def test_a_lost_host_is_noticed(hosts: Hosts, busy: bool, tmp_path: Path) -> Non
         print(f"rank {rank} noticed after {seconds:.2f} s: {text}")
         assert f"rank {1 - rank} (pid" in text
         assert seconds < 20.0  # 3 s by the sockets' timers, whose default is 30; machines are busy
+
+
+def run_over(port_range: tuple[int, int]) -> list[int]:
+    """The ports that two ranks of one address listened on."""
+    heard: list[int] = []
+    listen_on = Rendezvous._listen_on
+
+    def remember(self: Rendezvous, host: str) -> socket.socket:
+        made = listen_on(self, host)
+        heard.append(made.getsockname()[1])
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rendezvous, "_listen_on", remember)
+        with opened("tcp", pair(), listen_ports=port_range, setup_timeout=5.0) as (a, b):
+            a.put(0, torch.ones(3), iteration=0, microbatch=0)
+            assert take_next(b, 0, 0).microbatch == 0
+    return heard
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports in a row."""
+    while True:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            for port in range(first + 1, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return int(first)
+
+
+def test_ranks_listen_on_the_named_ports_alone_and_again() -> None:
+    first = free_ports(2)
+    for _ in range(2):  # connections of the first time do not keep the ports
+        assert sorted(run_over((first, first + 1))) == [first, first + 1]
+
+
+def test_a_range_of_ports_that_are_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(SetupError, match=f"all ports from {port} to {port} of 127.0.0.1 are"):
+            run_over((port, port))
+
+
+def test_ports_that_are_no_range_are_refused() -> None:
+    assert DppConfig(listen_ports="29700-29763").port_range() == (29700, 29763)
+    assert DppConfig(listen_ports="29700").port_range() == (29700, 29700)
+    for wrong in ("", "0-5", "9-5", "1-65536", "a-b", "5-", "-5", "1-2-3", "\N{SUPERSCRIPT TWO}"):
+        with pytest.raises(ConfigError, match=r"--dpp-listen-ports .*: expected two ports"):
+            DppConfig(listen_ports=wrong)
+
+
+BLACKOUTS = [2.0, *(pytest.param(s, marks=pytest.mark.slow) for s in (5.0, 20.0))]
+MESSAGES = 100
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seconds", BLACKOUTS)
+def test_a_blackout_is_survived_without_a_lost_message(
+    hosts: Hosts, seconds: float, tmp_path: Path
+) -> None:
+    """Both ranks send numbered messages of many sizes before, in and after the blackout."""
+
+    def expected(number: int) -> torch.Tensor:
+        return torch.full((number * 79_193 % MIB,), number, dtype=torch.uint8)
+
+    def body(rank: int, path: str, results: Any) -> None:
+        faulthandler.dump_traceback_later(seconds + PATIENCE, exit=True)
+        hosts.enter(rank)
+        transport = open_from_file("tcp", pair(MIB)[1:], rank, path, node_ips=ADDRESSES[rank])
+        sent = taken = 0
+        while sent < MESSAGES or taken < MESSAGES:
+            if sent < MESSAGES and transport.pending() < 2 and sent <= taken + 5:
+                transport.put(0, expected(sent), iteration=0, microbatch=sent)
+                sent += 1
+            if transport.poll()[0] == taken:
+                transport.wait(0.05)
+                continue
+            message = transport.take(0)
+            assert message.microbatch == taken
+            assert torch.equal(message.tensor, expected(taken))
+            taken += 1
+            if taken == 5:
+                results.put(("flows", rank, 0.0))
+            time.sleep(0.01)  # so that the blackout comes before the last message
+        transport.flush(PATIENCE)
+        results.put(("whole", rank, time.monotonic()))
+        transport.close()
+
+    with forked(2, body, tmp_path) as (_, results):
+        reports = [results.get(timeout=PATIENCE) for _ in range(2)]
+        assert [report[0] for report in reports] == ["flows", "flows"]
+        hosts.cut()
+        time.sleep(seconds)
+        hosts.restore()
+        restored = time.monotonic()
+        reports = [results.get(timeout=seconds + PATIENCE) for _ in range(2)]
+    late = max(report[2] for report in reports) - restored
+    print(f"whole {late:.2f} s after the blackout of {seconds:g} s")
+    assert [report[0] for report in reports] == ["whole", "whole"]
+    assert late > 0.0  # there was something to come
 
 
 def test_an_address_per_node_or_per_rank() -> None:

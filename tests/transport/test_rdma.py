@@ -174,6 +174,46 @@ def test_what_the_device_refuses_at_set_up_is_said(trouble: Trouble, fault: str,
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("fault", "times", "text"),
+    [
+        ("fail-registration", 1, "ulimit -l unlimited"),  # one rank alone meets it
+        ("fail-registration", 100, "ulimit -l unlimited"),
+        ("fail-connection", 100, "in one RDMA network"),
+    ],
+)
+def test_auto_gives_links_that_cannot_be_set_up_to_tcp(
+    trouble: Trouble, fault: str, times: int, text: str
+) -> None:
+    trouble(fault, times)
+    large = torch.arange(MIB)
+    with opened("auto", pair(large.nbytes)) as (a, b):
+        links = [end.links()[0] for end in (a, b)]
+        a.put(0, large, iteration=0, microbatch=0)
+        assert torch.equal(take_next(b, 0, 0).tensor, large)
+        b.put(0, large, iteration=0, microbatch=0)
+        assert torch.equal(take_next(a, 0, 0).tensor, large)
+    assert [link.kind for link in links] == ["tcp", "tcp"]
+    for link in links:
+        assert link.reason.startswith("different hosts") and "\n" not in link.reason
+        assert "[rdma: rank " in link.reason and text in link.reason, link.reason
+    if times == 1:
+        assert links[0].reason == links[1].reason
+
+
+def test_auto_uses_rdma_that_can_be_set_up(trouble: Trouble) -> None:
+    with opened("auto", pair()) as (a, b):
+        assert [end.links()[0].kind for end in (a, b)] == ["rdma", "rdma"]
+        a.put(0, torch.ones(3), iteration=0, microbatch=0)
+        assert take_next(b, 0, 0).microbatch == 0
+
+
+def test_gpudirect_that_was_asked_for_is_no_reason_to_fall_back() -> None:
+    settings = {"gpudirect": "on", "setup_timeout": 5.0}
+    with pytest.raises(TransportUnavailable, match="no GPU"), opened("auto", pair(), **settings):
+        pass
+
+
 def test_a_queue_pair_that_times_out_once_is_moved_again(trouble: Trouble) -> None:
     trouble("fail-connection", 2)
     with opened("rdma", pair()) as (a, b):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,13 @@ import pytest
 from torch.distributed import HashStore
 
 from megatron.dpp.errors import PeerDead, ProtocolError, SetupError, TransportError
-from megatron.dpp.transport import TransportOptions, handshake, open_transport, opening
-from megatron.dpp.transport.joining import PeerLink
+from megatron.dpp.transport import (
+    TransportOptions,
+    handshake,
+    open_transport,
+    opening,
+)
+from megatron.dpp.transport.joining import Facts, PeerLink
 from megatron.dpp.transport.native import load_native
 from tests.transport.kinds import PATIENCE, of_rank, pair, prepared
 
@@ -38,8 +47,8 @@ def fail_on_rank_1(patch: pytest.MonkeyPatch, step: str, *, after: bool = False)
     patch.setattr(opening._Opening, step, fail)
 
 
-def error_of_rank_0(kind: str) -> TransportError:
-    """Of opening and of waiting for a message; rank 1 cannot open."""
+def errors_of(kind: str) -> dict[int, TransportError]:
+    """Of opening and of waiting for a message, by rank."""
     store, errors = HashStore(), {}
 
     def run(rank: int) -> None:
@@ -60,6 +69,12 @@ def error_of_rank_0(kind: str) -> TransportError:
             thread.start()
         for thread in threads:
             thread.join(2 * PATIENCE)
+    return errors
+
+
+def error_of_rank_0(kind: str) -> TransportError:
+    """Rank 1 cannot open."""
+    errors = errors_of(kind)
     assert str(errors[1]) == REASON
     return errors[0]
 
@@ -110,6 +125,65 @@ def test_a_peer_that_fails_while_a_kind_is_joined_is_named(
     assert text in str(error)
 
 
+@pytest.mark.parametrize("kind", ["shm", "cuda_ipc", "staged"])
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_message_with_too_few_descriptors_is_refused(
+    kind: str, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, sent = PeerLink.send, []
+
+    def send(self: PeerLink, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        if self.rank == 0 and fds:
+            sent.append(fds)
+        original(self, message, () if self.rank == 0 and len(sent) == nth else fds)
+
+    monkeypatch.setattr(PeerLink, "send", send)
+    error = errors_of(kind)[1]
+    assert type(error) is ProtocolError
+    assert re.search(r"rank 1: rank 0 sent 0 descriptors, expected \d", str(error))
+
+
+GOOD = dataclasses.asdict(
+    Facts(
+        rank=1, abi=load_native().abi_version, host="h", hostname="n", uid=0, pid=1, device="cpu",
+        unix_address="", tcp_address=("127.0.0.1", 1),
+        settings={"checksum": False, "workload": 1 << 20},
+    )
+)  # fmt: skip
+
+
+def refused_facts(text: str) -> str:
+    """The error of rank 0 where the store holds ``text`` as rank 1's facts."""
+    store = HashStore()
+    store.set("dpp/main/1/facts/1", text)
+    options = TransportOptions(setup_timeout=0.5)
+    with pytest.raises(TransportError) as caught:
+        open_transport(of_rank(pair(), 0), rank=0, store=store, kind="shm", options=options)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{", json.dumps({"abi": GOOD["abi"]})])
+def test_facts_that_are_none_are_named(text: str) -> None:
+    said = refused_facts(text)
+    assert said.startswith("ProtocolError: rank 0: the store holds broken facts of rank 1"), said
+
+
+WRONG = [
+    (field, value)
+    for field in sorted(GOOD)
+    for value in (7, "\ud800", None, [1], {"a": "\ud800"})
+    if (field, value) not in (("uid", 7), ("pid", 7), ("tcp_address", None))
+]
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG, ids=repr)
+def test_facts_of_wrong_types_are_named(field: str, value: Any) -> None:
+    said = refused_facts(json.dumps({**GOOD, field: value}))
+    kind = "VersionMismatch" if field == "abi" and value in (7, None, [1]) else "ProtocolError"
+    assert said.startswith(kind), said
+    assert "rank 1" in said or kind == "VersionMismatch"
+
+
 @pytest.mark.parametrize("kind", [socket.SOCK_SEQPACKET, socket.SOCK_STREAM])
 @pytest.mark.parametrize(
     ("sent", "error", "text"),
@@ -117,6 +191,7 @@ def test_a_peer_that_fails_while_a_kind_is_joined_is_named(
         (b"", SetupError, "ended: its connection was closed; its own message says why"),
         (b"\0\0\2", SetupError, "ended: it has closed its transport"),
         (b"\4\0\3\1why", SetupError, "ended: why"),
+        (b'\x0e\0{"a":"\\udfff"}', ProtocolError, "sent a broken set-up message: 'utf-8' codec"),
         (b"\2\0[]", ProtocolError, "rank 0: rank 1 sent a broken set-up message: not an object"),
     ],
 )

@@ -98,6 +98,20 @@ def test_a_peer_that_closes_in_the_middle_of_a_message_has_left_in_good_order() 
             a.wait(0.1)
 
 
+def test_what_was_flushed_arrives_although_the_peer_sends_into_the_closed_connection() -> None:
+    large = torch.arange(8 * MIB).to(torch.uint8)
+    with opened("tcp", pair(large.nbytes)) as (a, b):
+        for index in range(4):  # twice what the slots hold: the rest meets the closed sockets
+            b.put(0, large, iteration=0, microbatch=index)
+        a.put(0, large, iteration=0, microbatch=0)
+        a.flush(PATIENCE)
+        a.close()
+        assert torch.equal(take_next(b, 0, 0).tensor, large)
+        while not b.departed(0):
+            b.wait(0.1)
+            b.poll()
+
+
 def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 

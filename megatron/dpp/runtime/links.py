@@ -101,6 +101,7 @@ def open_links(
                 **{f.name: getattr(config, f"rdma_{f.name}") for f in fields(RdmaOptions)}
             ),
             node_ips=own_address(config),
+            listen_ports=config.port_range(),
             token_file=config.token_file,
             peer_timeout=config.peer_timeout,
             abandon_after=_ABANDON_SECONDS,

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import resource_sharer, resource_tracker
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron.dpp.mcore.training.parent import end_with_parent
 from megatron.dpp.train.initialize import Run
 
 
@@ -71,17 +75,38 @@ def largest(values: list[int]) -> list[int]:
 def prepare_worker(worker: int, *, outlives_sigterm: bool) -> None:
     """Prepares a data loader's worker, which is forked in the middle of a step.
 
-    It never collects the garbage of its rank, whose C++ objects belong to threads that it lacks.
+    It never collects the garbage of its rank, whose C++ objects belong to threads that it lacks. It
+    ends with its rank, and leaves no folder behind, also after ``kill -9``.
 
     Args:
         outlives_sigterm: SIGTERM ends it only if its rank sends it, as ``multiprocessing`` does at
             exit. PyTorch's worker ends by itself when its rank is gone.
     """
     gc.freeze()
+    end_with_parent()
+    _serve_without_a_name()
     if not outlives_sigterm:
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_by_parent, daemon=True).start()
+
+
+def _serve_without_a_name() -> None:
+    """Lets the rank fetch a worker's tensors from a socket whose folder is gone already.
+
+    Python makes that folder at the first tensor, and only a worker that ends in good order removes
+    it. The rank, a process of the same user, reaches the socket through /proc.
+    """
+    process: Any = multiprocessing.current_process()
+    process._config.pop("tempdir", None)  # the rank's, if it has one
+    sharer: Any = resource_sharer._resource_sharer  # type: ignore[attr-defined]
+    sharer._start()
+    folder = Path(sharer._address).parent
+    socket = os.open(sharer._address, os.O_PATH | os.O_CLOEXEC)
+    sharer._listener._listener._unlink.cancel()
+    sharer._address = f"/proc/{os.getpid()}/fd/{socket}"
+    shutil.rmtree(folder, ignore_errors=True)
+    process._config.pop("tempdir", None)  # whoever needs a folder later gets a new one
 
 
 def _end_by_parent() -> None:

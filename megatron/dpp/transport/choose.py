@@ -16,6 +16,13 @@ class Choice:
 
     kind: TransportKind
     reason: str
+    instead: Choice | None = None
+    """The next kind, for a kind whose set-up may fail."""
+
+    @property
+    def connections(self) -> tuple[str, ...]:
+        """Purposes of the connections that the link may need besides the control connection."""
+        return self.kind.connections + (self.instead.connections if self.instead else ())
 
 
 def choose(own: Facts, peer: Facts, kinds: Sequence[TransportKind], wanted: str = AUTO) -> Choice:
@@ -30,7 +37,7 @@ def choose(own: Facts, peer: Facts, kinds: Sequence[TransportKind], wanted: str 
     one, other = sorted((own, peer), key=lambda facts: facts.rank)
     obstacles: list[str] = []
     passed_over = ""  # why a better kind for other hosts is not possible
-    for kind in kinds:
+    for index, kind in enumerate(kinds):
         assert kind.obstacle is not None
         against = kind.obstacle(one, other)
         if against is None:
@@ -39,7 +46,10 @@ def choose(own: Facts, peer: Facts, kinds: Sequence[TransportKind], wanted: str 
                 note = "; CUDA tensors pass through the host's memory"
             if kind.between_hosts and passed_over:
                 note += f" [{passed_over}]"
-            return Choice(kind, (kind.reason if wanted == AUTO else f"asked for: {wanted}") + note)
+            if wanted != AUTO:
+                return Choice(kind, f"asked for: {wanted}{note}")
+            instead = choose(own, peer, kinds[index + 1 :]) if kind.may_fail else None
+            return Choice(kind, kind.reason + note, instead)
         obstacles.append(f"{kind.name}: {against}")
         if kind.between_hosts:
             passed_over = obstacles[-1]

@@ -108,9 +108,7 @@ def receive_message(
     fds: list[int] = []
     try:
         body = _receive_body(sock, fds, max_fds, until)
-        message = json.loads(body)
-        if not isinstance(message, dict):
-            raise ValueError("not an object")
+        message = read_object(body)
     except BaseException as error:
         for fd in fds:
             os.close(fd)
@@ -124,6 +122,19 @@ def receive_message(
             raise ProtocolError(f"a broken set-up message: {error}") from error
         raise
     return message, fds
+
+
+def read_object(text: bytes | str) -> dict[str, Any]:
+    """A JSON object of texts that can be encoded, from anybody.
+
+    Raises:
+        ValueError, RecursionError: it is something else.
+    """
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    json.dumps(value, ensure_ascii=False).encode()  # JSON can name half a surrogate pair
+    return value
 
 
 def _receive_body(sock: socket.socket, fds: list[int], max_fds: int, until: float | None) -> bytes:

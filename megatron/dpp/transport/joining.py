@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,8 @@ class Setup:
         extension: the C++ extension module.
         native: its ``Transport``, not started yet.
         gpu: number of the GPU whose tensors links may carry; -1 without one.
+        has_other_kind: peers whose link gets another kind if its set-up fails.
+        failed: by such a peer, the reason for which the set-up has failed; equal on both ends.
     """
 
     extension: Any
@@ -87,6 +89,8 @@ class Setup:
     options: TransportOptions
     facts: Facts
     gpu: int
+    has_other_kind: Collection[int] = ()
+    failed: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

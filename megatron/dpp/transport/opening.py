@@ -7,6 +7,7 @@ joins its links, and C++ takes the connections over.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 from collections.abc import Sequence
@@ -153,7 +154,7 @@ class _Opening:
         return [
             (self._facts[peer], purpose, choice.kind.between_hosts)
             for peer, choice in self._choices.items()
-            for purpose in (CONTROL, *choice.kind.connections)
+            for purpose in (CONTROL, *choice.connections)
         ]
 
     def _make_native(self, num_peers: int) -> Any:
@@ -182,6 +183,8 @@ class _Opening:
             link.send({}, () if between_hosts else [native.bell_fd()])
         for peer, link in links.items():
             _, fds = link.receive(1)
+            if not self._choices[peer].kind.between_hosts:
+                link.require_fds(fds, 1)
             self._add_peer(native, connections[peer, CONTROL], fds)
         board_fd = -1
         board = self._board
@@ -194,8 +197,9 @@ class _Opening:
             self._receive_offer(native, link)
         gpu = device_index(self._device) if own.gpu else -1
         setup = Setup(
-            extension=self._library, native=native, options=self._options, facts=own, gpu=gpu
-        )
+            extension=self._library, native=native, options=self._options, facts=own, gpu=gpu,
+            has_other_kind={peer for peer, choice in self._choices.items() if choice.instead},
+        )  # fmt: skip
         self._join_kinds(setup, list(links.values()))
 
     def _link(self, peer: int, connections: dict[tuple[int, str], Connection]) -> PeerLink:
@@ -207,7 +211,7 @@ class _Opening:
             sock=control,
             incoming=_channels_with(self._incoming, peer),
             outgoing=_channels_with(self._outgoing, peer),
-            data=[connections[peer, use].sock for use in self._choices[peer].kind.connections],
+            data=[connections[peer, use].sock for use in self._choices[peer].connections],
         )
 
     def _join_kinds(self, setup: Setup, links: Sequence[PeerLink]) -> None:
@@ -216,6 +220,16 @@ class _Opening:
             mine = [link for link in links if self._choices[link.peer].kind is kind]
             if mine and kind.join:
                 self._notes |= kind.join(setup, mine)
+                self._fall_back(setup)
+
+    def _fall_back(self, setup: Setup) -> None:
+        """Give the links whose set-up has failed, which both ends know, to the next kind."""
+        for peer, why in setup.failed.items():
+            failed = self._choices[peer]
+            assert failed.instead is not None
+            reason = f"{failed.instead.reason} [{failed.kind.name}: {why}]"
+            self._choices[peer] = dataclasses.replace(failed.instead, reason=reason)
+        setup.failed.clear()
 
     def _add_peer(self, native: Any, control: Connection, fds: list[int]) -> None:
         peer = control.peer

@@ -48,6 +48,7 @@ class TransportOptions:
         rdma: settings of RDMA ports and queue pairs.
         node_ips: this host's address that links to other hosts are bound to; None lets no other
             host in.
+        listen_ports: first and last port that a rank may listen on for other hosts; None takes any.
         name: distinguishes the transports that one job opens over one store.
         token_file: file (mode 0600) with the job's secret; None takes ``DPP_TOKEN_FILE`` from the
             environment, or agrees on a random secret: by a private file where torchrun's variables
@@ -66,6 +67,7 @@ class TransportOptions:
     gpudirect: str = "auto"
     rdma: RdmaOptions = RdmaOptions()
     node_ips: str | None = None
+    listen_ports: tuple[int, int] | None = None
     name: str = "main"
     token_file: str | None = None
     peer_timeout: float = 30.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -25,7 +26,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from megatron.dpp.errors import ConfigError, SetupError, VersionMismatch
+from megatron.dpp.errors import ConfigError, ProtocolError, SetupError, VersionMismatch
 from megatron.dpp.transport import handshake
 from megatron.dpp.transport.admission import Admission, Connection, identify
 from megatron.dpp.transport.joining import Facts
@@ -74,16 +75,30 @@ class Rendezvous:
         self._listeners.append(unix)
         unix.bind("\0" + self.unix_address)
         if tcp_host is not None:
-            try:
-                tcp = socket.create_server((tcp_host, 0), backlog=_BACKLOG)
-            except OSError as error:
-                raise SetupError(
-                    f"rank {self._rank}: cannot listen on {tcp_host} (--node-ips): {error}"
-                ) from error
+            tcp = self._listen_on(tcp_host)
             self._listeners.append(tcp)
             self.tcp_address = (tcp_host, tcp.getsockname()[1])
         for listener in self._listeners:
             listener.listen(_BACKLOG)
+
+    def _listen_on(self, host: str) -> socket.socket:
+        """A listener on the first free port of ``listen_ports``; ranks begin at different ones."""
+        first, last = self._options.listen_ports or (0, 0)
+        ports = range(first, last + 1)
+        start = self._rank % len(ports)
+        for port in (*ports[start:], *ports[:start]):
+            try:
+                return socket.create_server((host, port), backlog=_BACKLOG)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or first == 0:
+                    raise SetupError(
+                        f"rank {self._rank}: cannot listen on {host}:{port} (--node-ips, "
+                        f"--dpp-listen-ports): {error}"
+                    ) from error
+        raise SetupError(
+            f"rank {self._rank}: all ports from {first} to {last} of {host} are in use; a host "
+            "needs one per rank (--dpp-listen-ports)"
+        )
 
     def __enter__(self) -> Rendezvous:
         return self
@@ -102,15 +117,12 @@ class Rendezvous:
         Raises:
             VersionMismatch: a peer runs another version or other settings.
             SetupError: a peer does not publish its facts in time.
+            ProtocolError: what the store holds in their place is no rank's facts.
         """
         self._store.set(f"{self._prefix}/facts/{self._rank}", json.dumps(asdict(own)))
         found = {}
         for peer in peers:
-            fields = json.loads(self._get(f"facts/{peer}", f"rank {peer}"))
-            if fields.get("abi") == own.abi and fields["tcp_address"] is not None:
-                fields["tcp_address"] = tuple(fields["tcp_address"])
-            _compare(own, fields)
-            found[peer] = Facts(**fields)
+            found[peer] = _read_facts(self._get(f"facts/{peer}", f"rank {peer}"), peer, own)
         return found
 
     def connect(
@@ -298,6 +310,28 @@ def read_token(path: Path) -> bytes:
     if len(secret) < _SHORTEST_TOKEN:
         raise ConfigError(f"token file {path} holds {len(secret)} bytes; 16 are the least")
     return secret
+
+
+def _read_facts(text: str, peer: int, own: Facts) -> Facts:
+    """A peer's facts from the store, which others may be able to write."""
+    try:
+        fields = handshake.read_object(text)
+        _compare(own, fields)
+        if (address := fields["tcp_address"]) is not None:
+            host, port = address
+            fields["tcp_address"] = (str(host), int(port))
+        facts = Facts(**fields)
+        for name, value in asdict(facts).items():
+            ours = getattr(own, name)
+            if name != "tcp_address" and type(value) is not type(ours):
+                raise TypeError(f"{name} is {str(value)[:80]!r}")
+        if facts.rank != peer:
+            raise ValueError(f"they are of rank {facts.rank}")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ProtocolError(
+            f"rank {own.rank}: the store holds broken facts of rank {peer}: {error}"
+        ) from error
+    return facts
 
 
 def _compare(own: Facts, peer: dict[str, Any]) -> None:

@@ -47,6 +47,8 @@ class TransportKind:
         announces: a message may be taken before it has arrived; the GPU waits for it.
         device_memory: reads and writes CUDA tensors in place, where the rank has a GPU of NVIDIA.
         carries_board: links members of a board that have no channels with each other.
+        may_fail: ``join`` may leave links in ``Setup.failed``, which ``auto`` gives to the next
+            kind.
         connections: purposes of the connections that a link needs besides the control connection.
     """
 
@@ -61,6 +63,7 @@ class TransportKind:
     announces: bool = False
     device_memory: bool = False
     carries_board: bool = False
+    may_fail: bool = False
     connections: tuple[str, ...] = ()
 
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.dpp.errors import SetupError
+from megatron.dpp.errors import ProtocolError, SetupError
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup, check_links
 from megatron.dpp.transport.kinds import TransportKind, register, staged
 
@@ -77,8 +77,15 @@ def _open(cuda: Any, link: PeerLink) -> str:
         for fd in fds:
             os.close(fd)
         return ""
-    handle = bytes.fromhex(str(message.get("handle", "")))
     link.require_fds(fds, 1)
+    try:
+        handle = bytes.fromhex(str(message.get("handle", "")))
+    except ValueError as error:
+        for fd in fds:
+            os.close(fd)
+        raise ProtocolError(
+            f"rank {link.rank}: rank {link.peer} sent a broken handle: {error}"
+        ) from error
     control, memory = [*fds, -1][:2]
     try:
         cuda.use_ipc_slots(link.peer, link.outgoing, control, handle, memory)

@@ -6,13 +6,14 @@ is ``csrc/transport/rdma.h``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from megatron.dpp.errors import ProtocolError, TransportUnavailable
+from megatron.dpp.errors import ProtocolError, SetupError, TransportUnavailable, one_line
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup, check_links
 from megatron.dpp.transport.kinds import TransportKind, register, tcp
 from megatron.dpp.transport.options import RdmaOptions
@@ -21,6 +22,8 @@ from megatron.dpp.transport.rdma_ports import Place, find_place
 _NAME = "rdma"
 _ELEMENT_BYTES = 4
 """Bytes of the widest usual element; --workload counts elements."""
+_LONGEST_FAULT = 800
+"""Characters of a fault that a set-up message has room for."""
 
 
 def look(
@@ -53,6 +56,8 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
     the card reads and writes its GPU's memory; links where one does are tested. After the second
     round every queue pair of both sides can receive.
 
+    A link that cannot be set up is left in ``setup.failed`` where it has another kind to go to.
+
     Raises:
         SetupError: memory cannot be registered, or the ports do not reach each other.
         TransportUnavailable: GPUDirect is asked for and not possible, or a link does not deliver
@@ -63,20 +68,26 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
             f"--dpp-gpudirect on: rank {setup.facts.rank} has no GPU of NVIDIA "
             f"(device {setup.facts.device})"
         )
-    ours = {link.peer: _make(setup, link) for link in links}
+    ours, faults = {}, _Faults(setup)
+    for link in links:
+        with faults.of(link):
+            ours[link.peer] = _make(setup, link)
+        made = ours.get(link.peer)
+        link.send({"failed": faults.text(link)} if made is None else {"rdma": made.offer()})
     for link in links:
         message, _ = link.receive()
-        try:
-            ours[link.peer].connect(message["rdma"])
-        except (KeyError, TypeError, RuntimeError) as error:
-            raise ProtocolError(
-                f"rank {link.rank}: rank {link.peer} sent a broken RDMA offer: {error}"
-            ) from error
-        link.send({"ready": True})
+        faults.hear(link, message)
+        if not faults.text(link):
+            with faults.of(link):
+                _connect(ours[link.peer], link, message)
+        link.send({"failed": faults.text(link)})
     for link in links:
-        link.receive()
+        faults.hear(link, link.receive()[0])
+    for peer in faults.found:
+        ours.pop(peer, None)
+        setup.native.drop_link(peer)
     check_links(
-        [link for link in links if ours[link.peer].needs_test],
+        [link for link in links if link.peer in ours and ours[link.peer].needs_test],
         lambda link, seed: ours[link.peer].write_pattern(seed),
         lambda link, seed: str(ours[link.peer].pattern_fault(seed)),
         name="RDMA",
@@ -88,14 +99,56 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
     }
 
 
+class _Faults:
+    """The links that cannot be set up, as both ends see them: each hears of the other's faults."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self.found = setup.failed
+
+    def text(self, link: PeerLink) -> str:
+        """The fault of a link, or "" without one."""
+        return self.found.get(link.peer, "")
+
+    @contextlib.contextmanager
+    def of(self, link: PeerLink) -> Iterator[None]:
+        """Note a fault of our end; raise it where the link has no other kind to go to, or where
+        GPUDirect was asked for.
+        """
+        try:
+            yield
+        except (SetupError, TransportUnavailable) as error:
+            asked_for = self._setup.options.gpudirect == "on"
+            if link.peer not in self._setup.has_other_kind or asked_for:
+                raise
+            self.found[link.peer] = f"rank {link.rank}: {one_line(error, _LONGEST_FAULT)}"
+
+    def hear(self, link: PeerLink, message: Mapping[str, Any]) -> None:
+        """Note the fault in a peer's message, unless there is one already."""
+        if not (failed := message.get("failed")):
+            return
+        if link.peer not in self._setup.has_other_kind:
+            raise SetupError(f"rank {link.rank}: RDMA with rank {link.peer} failed there: {failed}")
+        self.found.setdefault(link.peer, str(failed))
+
+
+def _connect(made: Any, link: PeerLink, message: Mapping[str, Any]) -> None:
+    try:
+        made.connect(message["rdma"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ProtocolError(
+            f"rank {link.rank}: rank {link.peer} sent a broken RDMA offer: {error}"
+        ) from error
+
+
 def _place(setup: Setup) -> Place:
     return Place(**setup.facts.found[_NAME]["place"])
 
 
 def _make(setup: Setup, link: PeerLink) -> Any:
-    """Our side of a link, which is offered to the peer."""
+    """Our side of a link."""
     place, options = _place(setup), setup.options.rdma
-    made = setup.extension.RdmaLink(
+    return setup.extension.RdmaLink(
         setup.native,
         link.peer,
         link.incoming,
@@ -113,8 +166,6 @@ def _make(setup: Setup, link: PeerLink) -> Any:
         gpudirect=setup.options.gpudirect,
         max_pending=setup.options.max_pending,
     )
-    link.send({"rdma": made.offer()})
-    return made
 
 
 register(
@@ -127,5 +178,6 @@ register(
         join=join,
         between_hosts=True,
         device_memory=True,
+        may_fail=True,
     )
 )

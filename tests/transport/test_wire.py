@@ -1,0 +1,174 @@
+"""Bytes on tcp connections that no transport of ours would send, and kernels short of something."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.dpp.errors import PeerDead, ProtocolError
+from megatron.dpp.transport.native import load_native
+from tests.transport import raw
+from tests.transport.raw import Rank, Segment
+
+STRIPED = 4 << 20
+"""Bytes from which a message has a part on each connection."""
+
+
+@pytest.fixture(scope="module")
+def parts() -> list[Segment]:
+    """The two parts of a striped message, as a sender puts them on its connections."""
+    payload = (ctypes.c_ubyte * STRIPED)(*range(200))
+    with raw.alone(load_native(), 0, [raw.channel(0, STRIPED)]) as sender:
+        sender.put(0, payload)
+        return [raw.read_segment(sock) for sock in sender.data]
+
+
+def until_error(rank: Rank) -> Exception:
+    """The failure of a rank to which nothing arrives."""
+    deadline = time.monotonic() + raw.PATIENCE
+    try:
+        while time.monotonic() < deadline:
+            assert rank.native.poll(1) == [0]
+            rank.native.wait(0.1)
+    except (PeerDead, ProtocolError) as error:
+        return error
+    raise AssertionError("no failure was noticed")
+
+
+def moved(part: Segment, offset: int, length: int) -> Segment:
+    return dataclasses.replace(part, offset=part.offset + offset, length=part.length + length)
+
+
+FORGED: dict[str, tuple[int, Callable[[list[Segment]], Segment]]] = {
+    "the same part twice": (0, lambda parts: parts[0]),
+    "the part of another connection": (1, lambda parts: parts[0]),
+    "an overlapping part": (1, lambda parts: moved(parts[1], -4096, 4096)),
+    "a part beyond the end": (1, lambda parts: moved(parts[1], 4096, 0)),
+    "a part of no bytes": (1, lambda parts: moved(parts[1], 0, -parts[1].length)),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_segments_that_overlap_complete_no_message(forged: str, parts: list[Segment]) -> None:
+    connection, make = FORGED[forged]
+    with raw.alone(load_native(), 1, [raw.channel(0, STRIPED)]) as receiver:
+        receiver.data[0].sendall(parts[0].frame() + parts[0].payload)
+        receiver.data[connection].sendall(make(parts).frame())
+        error = until_error(receiver)
+    assert type(error) is ProtocolError
+    assert "which carries" in str(error) and "rank 0 (pid 1 on test, tcp) sent" in str(error)
+
+
+def test_the_parts_as_they_were_sent_are_a_message(parts: list[Segment]) -> None:
+    with raw.alone(load_native(), 1, [raw.channel(0, STRIPED)]) as receiver:
+        for sock, part in zip(receiver.data, parts, strict=True):
+            sock.sendall(part.frame() + part.payload)
+        while receiver.native.poll(1) == [0]:
+            assert receiver.native.wait(raw.PATIENCE)
+        assert receiver.take(0) == b"".join(part.payload for part in parts)
+
+
+def say_goodbye(receiver: Rank) -> None:
+    receiver.control.sendall(raw.note(raw.BYE, struct.pack("<Q", 1)))
+
+
+def end_connections(receiver: Rank) -> None:
+    for sock in receiver.data:
+        sock.close()
+
+
+@pytest.mark.parametrize("order", [(say_goodbye, end_connections), (end_connections, say_goodbye)])
+def test_a_message_that_is_lost_behind_a_goodbye_is_a_failure(
+    order: tuple[Callable[[Rank], None], ...], parts: list[Segment]
+) -> None:
+    with raw.alone(load_native(), 1, [raw.channel(0, STRIPED)]) as receiver:
+        receiver.data[0].sendall(parts[0].frame() + parts[0].payload)  # the other part never comes
+        for step in order:
+            step(receiver)
+        error = until_error(receiver)
+    assert type(error) is PeerDead
+    assert "closed its transport, and 1 messages that it had sent were lost" in str(error)
+
+
+def test_a_close_does_not_wait_for_a_peer_that_reads_nothing() -> None:
+    large = (ctypes.c_ubyte * (32 << 20))()
+    with raw.alone(load_native(), 0, [raw.channel(0, 32 << 20)]) as sender:
+        assert sender.put(0, large)
+        start = time.monotonic()
+        sender.native.close()
+        assert time.monotonic() - start < 5.0
+
+
+FAULTS = """
+#include <cerrno>
+#include <dlfcn.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+static int milliseconds, shortages;
+extern "C" void slow_large_sends(int value) { milliseconds = value; }
+extern "C" void short_of_buffers(int value) { shortages = value; }
+extern "C" int shortages_left() { return shortages; }
+
+extern "C" ssize_t sendmsg(int fd, const msghdr* message, int flags) {
+  static const auto real = (ssize_t (*)(int, const msghdr*, int))dlsym(RTLD_NEXT, "sendmsg");
+  size_t bytes = 0;
+  for (size_t i = 0; i < message->msg_iovlen; ++i) bytes += message->msg_iov[i].iov_len;
+  if (bytes > 256 << 10) usleep(1000 * milliseconds);
+  return real(fd, message, flags);
+}
+
+extern "C" ssize_t send(int fd, const void* data, size_t bytes, int flags) {
+  static const auto real = (ssize_t (*)(int, const void*, size_t, int))dlsym(RTLD_NEXT, "send");
+  if (shortages > 0) {
+    --shortages;
+    errno = ENOBUFS;
+    return -1;
+  }
+  return real(fd, data, bytes, flags);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results of ``wire_worker.py`` over a C library with faults."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to build the faulty calls with")
+    library = tmp_path_factory.mktemp("faults") / "faults.so"
+    command = ["g++", "-std=c++17", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
+    subprocess.run([*command, "-ldl"], input=FAULTS, text=True, check=True, timeout=raw.PATIENCE)
+    worker = Path(__file__).with_name("wire_worker.py")
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.transport.{worker.stem}", load_native().__file__,
+         str(library)],
+        env=os.environ | {"LD_PRELOAD": str(library)},
+        cwd=worker.parents[2], capture_output=True, text=True, timeout=4 * raw.PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_a_small_put_does_not_wait_behind_a_large_send(found: dict[str, Any]) -> None:
+    assert found["small put"] < 0.5  # the large send is in the kernel for 1.5 s
+
+
+def test_a_thread_that_sends_for_the_other_wakes_it(found: dict[str, Any]) -> None:
+    assert found["pending"] == 0
+
+
+def test_a_credit_that_finds_no_buffer_is_sent_later(found: dict[str, Any]) -> None:
+    assert found["arrived"] == 2 and found["shortages left"] == 0
