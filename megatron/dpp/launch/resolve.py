@@ -303,7 +303,9 @@ def resolve(
         if planned:
             flags["--dpp-plan"] = SHAPES
         by_deepspeed = options.mode == "zero" and options.engine == "deepspeed"
-        flags |= _layout_flags(options, layout, setting) | _shard_flags(shard, by_deepspeed)
+        name = "--padded-vocab-size"
+        known = whole(flags, name) if name in flags else None
+        flags |= _layout_flags(options, layout, setting, known) | _shard_flags(shard, by_deepspeed)
         if layout.tensor > 1 and "--num-experts" in flags:
             flags["--sequence-parallel"] = True  # megatron-core asks for it
         if by_deepspeed or shard in ("gradients", "parameters"):
@@ -373,12 +375,17 @@ def shard_of(options: argparse.Namespace) -> str:
     return _STAGES[(options.zero_stage or 1) - 1]
 
 
-def _layout_flags(options: argparse.Namespace, layout: Layout, setting: Setting) -> Flags:
+def _layout_flags(
+    options: argparse.Namespace, layout: Layout, setting: Setting, known: int | None
+) -> Flags:
+    """Flags of a layout; ``known`` is the vocabulary of a model that has its own."""
     flags: Flags = {}
     if layout.tensor > 1:
         flags["--tensor-model-parallel-size"] = layout.tensor
     # The padded vocabulary must not depend on the layout, or losses and checkpoints would.
-    if 1024 % layout.tensor == 0:
+    if known is not None:
+        flags["--padded-vocab-size"] = -(-known // layout.tensor) * layout.tensor
+    elif 1024 % layout.tensor == 0:
         flags["--make-vocab-size-divisible-by"] = 1024 // layout.tensor
     if layout.pipeline > 1:
         flags["--pipeline-model-parallel-size"] = layout.pipeline
