@@ -42,7 +42,7 @@ MAY_IMPORT = {
     },
     "cli": {
         *("config", "errors", "locks", "text_files", "tokenizers", "schedule", "trace", "plan"),
-        "inject",
+        *("inject", "models"),
     },
     "convert": {"cli", "errors", "locks", "models", "text_files"},
     "launch": {

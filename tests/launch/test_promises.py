@@ -47,7 +47,7 @@ TOO_LARGE = {
     *("mistral-7b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen3-4b", "qwen3-8b"),
     *("qwen3-14b", "qwen3-32b"),
 }
-"""Models that need more than one rank's memory, which is all that a file without layout asks for."""
+"""Models that need more than the memory of one rank."""
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
@@ -73,7 +73,9 @@ def test_a_complete_file_of_megatrons_stays_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "config", [path for path in CONFIGS if path.stem not in TOO_LARGE], ids=lambda path: path.stem
+)
 def test_every_configuration_goes_with_every_mode(mode: str, config: Path) -> None:
     assert plan(["--mode", mode, "--config", str(config), *DRY]).estimate.peak_bytes > 0
 

@@ -84,7 +84,8 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Settin
         ConfigError: a model or a word that is not known.
         DataError: a file that is not there.
     """
-    name = options.model or ("small" if setting.on_gpu else "sample")
+    folder = from_argv(rest).get("--load-hf")
+    name = options.model or folder or ("small" if setting.on_gpu else "sample")
     flags = {**_common(on_gpu=setting.on_gpu), **model_flags(name)}
     if options.arch == "bert":
         flags["--seq-length"] = min(512, whole(flags, "--seq-length"))
