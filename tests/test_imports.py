@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "locks": {"errors"},
     "text_files": {"errors"},
     "tokenizers": {"errors", "text_files"},
+    "models": {"errors", "text_files"},
     "inject": {"errors"},
     "pictures": {"errors"},
     "schedule": {"config", "direction", "errors"},
@@ -41,12 +42,14 @@ MAY_IMPORT = {
     },
     "cli": {
         *("config", "errors", "locks", "text_files", "tokenizers", "schedule", "trace", "plan"),
-        "inject",
+        *("inject", "models"),
     },
+    "convert": {"cli", "errors", "locks", "models", "text_files"},
     "launch": {
         *(
             "config",
             "errors",
+            "models",
             "hosts",
             "locks",
             "text_files",
@@ -58,13 +61,13 @@ MAY_IMPORT = {
     },
     "train": {
         *("config", "errors", "locks", "text_files", "tokenizers", "schedule", "trace", "plan"),
-        *("transport", "mcore", "runtime", "cli"),
+        *("transport", "mcore", "runtime", "cli", "convert", "models"),
     },
     "plugin": {"config", "errors", "mcore", "runtime", "schedule", "trace"},
     "commands": {
         *("config", "errors", "hosts", "text_files", "pictures", "tokenizers", "schedule"),
         *("trace", "sim"),
-        *("plan", "transport", "mcore", "cli", "launch", "plugin"),
+        *("plan", "transport", "mcore", "cli", "launch", "plugin", "convert", "models"),
     },
 }
 DOORS = {"__init__", "__main__", "doctor", "estimate", "run", "sim.__main__"}
@@ -78,6 +81,7 @@ WITHOUT_TORCH = {
         "locks",
         "text_files",
         "tokenizers",
+        "models",
         "inject",
         "pictures",
         "schedule",

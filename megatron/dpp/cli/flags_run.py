@@ -113,6 +113,8 @@ CHECKPOINT = (
     Flag("--save-retain-interval", int, None, "keep these checkpoints, delete the others"),
     Flag("--load", str, None, "directory of checkpoints to read"),
     Flag("--pretrained-checkpoint", str, None, "start from this model when --load holds nothing"),
+    Flag("--load-hf", str, None, "start from this Hugging Face model when --load holds nothing"),
+    Flag("--save-hf", str, None, "write the trained model here as a Hugging Face model at the end"),
     Flag("--ckpt-step", int, None, "iteration to load instead of the latest"),
     Flag("--ckpt-format", str, "torch_dist", "format", choices=("torch_dist", "torch")),
     on("--auto-detect-ckpt-format", "accepted: the format is always found out"),

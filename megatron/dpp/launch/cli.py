@@ -49,7 +49,7 @@ class _Option:
 
 _OPTIONS = (
     _Option("--arch", str, "family of models (default gpt)", choices=("gpt", "bert")),
-    _Option("--model", str, "a file of configs/models: small, medium, mixtral-8x7b, ...", "NAME"),
+    _Option("--model", str, "a file of configs/models, or a Hugging Face model's folder", "NAME"),
     _Option("--config", str, "YAML file of Megatron's flags; wins over --model", "FILE"),
     _Option("--gpus", int, "GPUs of each node (default: all); --num-gpus too", "N"),
     _Option("--procs", int, "processes of each node, on the CPU (default 2)", "N"),

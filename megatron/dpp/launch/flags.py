@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,17 @@ from typing import Any
 from megatron.dpp.cli.arguments import build_parser
 from megatron.dpp.cli.checkpoint_files import TRACKER
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.models import read_config
+from megatron.dpp.models.fields import CONFIG
 from megatron.dpp.text_files import read_mapping
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = ROOT / "configs" / "models"
 
 _OTHER_NAMES = {
-    **dict.fromkeys(("gpt2", "117m", "124m"), "small"),
-    **dict.fromkeys(("gpt2-medium", "345m", "355m"), "medium"),
-    **dict.fromkeys(("gpt3", "gpt2-xl", "1.3b"), "large"),
+    **dict.fromkeys(("117m", "124m"), "small"),
+    **dict.fromkeys(("345m", "355m"), "medium"),
+    **dict.fromkeys(("gpt3", "1.3b"), "large"),
 }
 """Common names of models -> files of ``configs/models``, for hints."""
 
@@ -48,12 +51,40 @@ def read_flags(path: Path) -> Flags:
     return {name: value for name, value in named.items() if value not in (None, False)}
 
 
+_FINE_TUNING: Flags = {
+    "--micro-batch-size": 1,
+    "--global-batch-size": 32,
+    "--lr": 1.0e-5,
+    "--weight-decay": 0.0,
+}
+"""Flags of a run that starts from a folder, where nothing else names them."""
+_LONGEST = 4096
+"""Tokens of a sample, for models that take more."""
+
+
+def folder_flags(folder: str) -> Flags:
+    """The flags of a Hugging Face model's ``config.json``; prints the fields that no flag stands
+    for.
+
+    Raises:
+        DataError: the model cannot be trained here.
+    """
+    config = read_config(folder)
+    for note in config.notes:
+        print(f"note: {note}", file=sys.stderr)
+    flags = {f"--{name}": value for name, value in config.flags.items()}
+    return _FINE_TUNING | {"--seq-length": min(_LONGEST, config.sizes.positions)} | flags
+
+
 def model_flags(name: str) -> Flags:
-    """The flags of ``configs/models/NAME.yaml``.
+    """The flags of ``configs/models/NAME.yaml``, or of a folder with a ``config.json``.
 
     Raises:
         ConfigError: there is none.
+        DataError: the folder's model cannot be trained here.
     """
+    if "/" in name or (Path(name) / CONFIG).is_file():
+        return folder_flags(name)
     names = sorted(path.stem for path in MODELS.glob("*.yaml"))
     if name not in names:
         near = difflib.get_close_matches(name.lower(), [*names, *_OTHER_NAMES], n=1, cutoff=0.0)[0]

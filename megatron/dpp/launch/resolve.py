@@ -84,7 +84,8 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Settin
         ConfigError: a model or a word that is not known.
         DataError: a file that is not there.
     """
-    name = options.model or ("small" if setting.on_gpu else "sample")
+    folder = from_argv(rest).get("--load-hf")
+    name = options.model or folder or ("small" if setting.on_gpu else "sample")
     flags = {**_common(on_gpu=setting.on_gpu), **model_flags(name)}
     if options.arch == "bert":
         flags["--seq-length"] = min(512, whole(flags, "--seq-length"))
@@ -303,7 +304,9 @@ def resolve(
         if planned:
             flags["--dpp-plan"] = SHAPES
         by_deepspeed = options.mode == "zero" and options.engine == "deepspeed"
-        flags |= _layout_flags(options, layout, setting) | _shard_flags(shard, by_deepspeed)
+        name = "--padded-vocab-size"
+        known = whole(flags, name) if name in flags else None
+        flags |= _layout_flags(options, layout, setting, known) | _shard_flags(shard, by_deepspeed)
         if layout.tensor > 1 and "--num-experts" in flags:
             flags["--sequence-parallel"] = True  # megatron-core asks for it
         if by_deepspeed or shard in ("gradients", "parameters"):
@@ -373,12 +376,17 @@ def shard_of(options: argparse.Namespace) -> str:
     return _STAGES[(options.zero_stage or 1) - 1]
 
 
-def _layout_flags(options: argparse.Namespace, layout: Layout, setting: Setting) -> Flags:
+def _layout_flags(
+    options: argparse.Namespace, layout: Layout, setting: Setting, known: int | None
+) -> Flags:
+    """Flags of a layout; ``known`` is the vocabulary of a model that has its own."""
     flags: Flags = {}
     if layout.tensor > 1:
         flags["--tensor-model-parallel-size"] = layout.tensor
     # The padded vocabulary must not depend on the layout, or losses and checkpoints would.
-    if 1024 % layout.tensor == 0:
+    if known is not None:
+        flags["--padded-vocab-size"] = -(-known // layout.tensor) * layout.tensor
+    elif 1024 % layout.tensor == 0:
         flags["--make-vocab-size-divisible-by"] = 1024 // layout.tensor
     if layout.pipeline > 1:
         flags["--pipeline-model-parallel-size"] = layout.pipeline

@@ -42,6 +42,7 @@ from megatron.dpp.mcore.training.writers import bound_request, bound_writers
 from megatron.dpp.train import random_state
 from megatron.dpp.train.diagnostics import note_progress
 from megatron.dpp.train.exits import sigterm_held_back
+from megatron.dpp.train.hf import fill
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import Trainee
 from megatron.dpp.train.saving import note_shards, noting, saving, verify
@@ -276,6 +277,12 @@ class Checkpointer:
                 run.say(f"warning: {line}")
         dist.barrier()
         found = files.find_start(args)
+        if found is None and args.load_hf:
+            fill(run, self._models)
+            if self._trainee.optimizer is not None and (args.fp16 or args.bf16):
+                self._trainee.optimizer.reload_model_params()
+            dist.barrier()
+            return
         if found is None:
             if args.load:
                 run.say(f"{args.load}: no checkpoint yet; starting from random parameters")

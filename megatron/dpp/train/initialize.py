@@ -217,7 +217,7 @@ def set_seeds(args: Args) -> None:
 
 
 # May differ from host to host: paths, and a rank's own number.
-_MAY_DIFFER = ("rank", "local_rank", "save", "load", "pretrained_checkpoint")
+_MAY_DIFFER = ("rank", "local_rank", "save", "load", "pretrained_checkpoint", "load_hf", "save_hf")
 _PATHS = ("_path", "_dir", "_file", "_cfg")
 _MAX_SHOWN = 5
 

@@ -24,6 +24,7 @@ from megatron.dpp.train.configs import transformer_config
 from megatron.dpp.train.data import build_iterators
 from megatron.dpp.train.diagnostics import Diagnostics, note_progress
 from megatron.dpp.train.exits import ExitConditions
+from megatron.dpp.train.hf import export
 from megatron.dpp.train.initialize import Run, initialize
 from megatron.dpp.train.logs import Writers, print_peaks
 from megatron.dpp.train.loop import Trainer
@@ -58,6 +59,8 @@ def run_job(args: RunConfig, task_name: str, rank: int, tokenizer: Any) -> None:
     note_progress(run, "Starting job")
     with _recorder(run, layout) as run.recorder, contextlib.ExitStack() as stack:
         _train(run, task_name, stack)
+    if args.save_hf and run.is_first:
+        export(run)
     _leave(run)  # not after an error: the other ranks may be in the middle of a collective
     if args.trace:
         run.say(f"trace: {trace_folder}")

@@ -107,6 +107,7 @@ def build_gpt(
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
         mtp_block_spec=prediction_spec(config, **layers),
         vp_stage=vp_stage,
         **place,

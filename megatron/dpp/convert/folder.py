@@ -1,0 +1,195 @@
+"""Folders of Hugging Face models: safetensors files of one or several shards, read lazily."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.dpp.errors import DataError, one_line
+from megatron.dpp.models import Entry, HfConfig, entries, read_config
+from megatron.dpp.models.tables import IGNORED
+from megatron.dpp.text_files import read_text
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+COPIED = (
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "LICENSE", "USE_POLICY.md"),
+)
+"""Files that go with the weights from folder to folder."""
+_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_MOST_NAMED = 3
+
+
+class Folder:
+    """The tensors in a folder, checked against ``config.json``.
+
+    Raises:
+        DataError: a file is missing or damaged; names, shapes or types are not the model's.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config: HfConfig = read_config(path)
+        self._open: dict[Path, Any] = {}
+        self._files = self._find()
+        self._prefix = self._own_prefix()
+        self.dtype = self._check()
+
+    def entries(self) -> Iterable[Entry]:
+        """The tensors of the model."""
+        return entries(self.config.family, self.config.sizes)
+
+    def read(self, entry: Entry) -> list[torch.Tensor]:
+        """The tensors that an entry is made of."""
+        return [self._handle(part.name).get_tensor(self._own(part.name)) for part in entry.parts]
+
+    def close(self) -> None:
+        """Close the files."""
+        self._open.clear()
+
+    # --- names ---
+
+    def _find(self) -> dict[str, Path]:
+        """Tensor -> its file."""
+        index = self.path / INDEX
+        if not index.is_file():
+            if not (self.path / WEIGHTS).is_file():
+                raise DataError(
+                    f"{self.path}: neither {WEIGHTS} nor {INDEX} is there{self._bins()}"
+                )
+            return dict.fromkeys(self._names(self.path / WEIGHTS), self.path / WEIGHTS)
+        try:
+            weights: dict[str, str] = dict(json.loads(read_text(index))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{index}: no index of weights ({one_line(error)})") from error
+        files = {name: self.path / file for name, file in weights.items()}
+        there = {file: set(self._names(file)) for file in sorted(set(files.values()))}
+        for name, file in files.items():
+            if name not in there[file]:
+                raise DataError(f"{file}: lacks {name}, which {INDEX} says it holds")
+        return files
+
+    def _bins(self) -> str:
+        old = sorted(self.path.glob("*.bin"))
+        return f"; {old[0].name} is a pickle: save it as safetensors" if old else ""
+
+    def _names(self, file: Path) -> list[str]:
+        from safetensors import SafetensorError, safe_open
+
+        if not file.is_file():
+            raise DataError(f"{file}: missing")
+        try:
+            self._open[file] = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{file}: damaged or not whole ({one_line(error)})") from error
+        return list(self._open[file].keys())
+
+    def _own_prefix(self) -> str:
+        """The start of all names of the table that this folder leaves out, as GPT-2's files do."""
+        first = next(iter(self.entries())).parts[0].name
+        prefix = first.partition(".")[0] + "."
+        return prefix if first not in self._files and first[len(prefix) :] in self._files else ""
+
+    def _own(self, name: str) -> str:
+        return name.removeprefix(self._prefix)
+
+    def _handle(self, name: str) -> Any:
+        return self._open[self._files[self._own(name)]]
+
+    # --- checks ---
+
+    def _check(self) -> torch.dtype:
+        """Compare names, shapes and types with the model's; the type of its first tensor."""
+        parts = {self._own(part.name): part for each in self.entries() for part in each.parts}
+        missing = [name for name in parts if name not in self._files]
+        if missing:
+            raise DataError(f"{self.path}: lacks {_some(missing)}")
+        extra = [name for name in self._files if name not in parts and not self._may_be(name)]
+        if extra:
+            raise DataError(
+                f"{self.path}: holds {_some(extra)}, which {self.config.family} does not have"
+            )
+        kinds = {name: self._check_part(name, parts[name].shape) for name in parts}
+        return _FLOATS[next(iter(kinds.values()))]
+
+    def _may_be(self, name: str) -> bool:
+        """True for buffers of older files, and for tied output weights that were saved too."""
+        return name.endswith(IGNORED) or name == "lm_head.weight"
+
+    def _check_part(self, name: str, shape: tuple[int, ...]) -> str:
+        found = self._open[self._files[name]].get_slice(name)
+        if tuple(found.get_shape()) != shape:
+            raise DataError(
+                f"{self._files[name]}: {name} has shape {list(found.get_shape())}, config.json "
+                f"says {list(shape)}"
+            )
+        kind = str(found.get_dtype())
+        if kind not in _FLOATS:
+            raise DataError(f"{self._files[name]}: {name} is {kind}; expected {', '.join(_FLOATS)}")
+        return kind
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copy the tokenizer, its template and the settings of generation, as far as they are there."""
+    for name in COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+class Shards:
+    """Writes tensors as safetensors files of at most ``shard_bytes`` each, with an index.
+
+    Args:
+        sizes: the bytes of each tensor, in the order in which they come.
+    """
+
+    def __init__(self, folder: Path, sizes: dict[str, int], shard_bytes: int) -> None:
+        self._folder, self._total = folder, sum(sizes.values())
+        self._groups: list[list[str]] = []
+        room = 0
+        for name, size in sizes.items():
+            if not self._groups or size > room:
+                self._groups.append([])
+                room = shard_bytes
+            self._groups[-1].append(name)
+            room -= size
+        self._held: dict[str, torch.Tensor] = {}
+        self._written = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take the next tensor; a full shard is written."""
+        from safetensors.torch import save_file
+
+        self._held[name] = tensor
+        if len(self._held) == len(self._groups[self._written]):
+            save_file(self._held, self._folder / self._file(), metadata={"format": "pt"})
+            self._held = {}
+            self._written += 1
+
+    def _file(self, number: int | None = None) -> str:
+        number = self._written if number is None else number
+        if len(self._groups) == 1:
+            return WEIGHTS
+        return f"model-{number + 1:05d}-of-{len(self._groups):05d}.safetensors"
+
+    def finish(self) -> None:
+        """Write the index of several shards."""
+        assert not self._held
+        if len(self._groups) == 1:
+            return
+        files = {name: self._file(i) for i, group in enumerate(self._groups) for name in group}
+        index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(files.items()))}
+        text = json.dumps(index, indent=2) + "\n"
+        (self._folder / INDEX).write_text(text, encoding="utf-8")

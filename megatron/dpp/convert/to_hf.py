@@ -1,0 +1,112 @@
+"""Turns a Megatron checkpoint of any layout into a folder that transformers loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.dpp.cli import checkpoint_files, checksums
+from megatron.dpp.cli.checkpoint_args import saved_args
+from megatron.dpp.convert.checkpoint import Stored
+from megatron.dpp.convert.folder import Shards, copy_files
+from megatron.dpp.convert.rules import split
+from megatron.dpp.convert.to_megatron import ORIGIN, Progress, unfinished
+from megatron.dpp.errors import DataError
+from megatron.dpp.models import HfConfig, entries, read_config, write_config
+from megatron.dpp.models.fields import CONFIG, parse_config
+
+SHARD_BYTES = 5 * 10**9
+
+
+def to_hf(
+    source: Path,
+    target: Path,
+    *,
+    like: Path | None = None,
+    family: str | None = None,
+    step: int | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress,
+) -> HfConfig:
+    """Write the model of the checkpoint in ``source`` to ``target``, which must not exist.
+
+    Args:
+        like: a Hugging Face folder of the same model: its ``config.json`` and tokenizer are copied.
+            Found by itself beside a converted checkpoint, and where training started from one.
+        family: the kind of model, for a checkpoint that never was one of Hugging Face's.
+        step: iteration of the checkpoint; the latest by default.
+        dtype: of the tensors; as they are in the checkpoint by default.
+        progress: called with the bytes of each tensor that is written.
+
+    Raises:
+        DataError: the checkpoint is missing, damaged, or of another model; the target exists.
+    """
+    found = _find(source, step)
+    args = saved_args(found)
+    like = like or _origin(source, args)
+    if like is None and family is None:
+        raise DataError(
+            f"{source}: its config.json is not known; name the folder of the model that training "
+            "started from (--like DIR), or the kind of model (--family NAME)"
+        )
+    sums = checksums.read(found.path) or {}
+    checksums.check(found.path, sums, list(sums))
+    stored = Stored(found.path)
+    config = read_config(like) if like else _from_args(str(family), args, source)
+    tensors = list(entries(config.family, config.sizes))
+    tensors = [each for each in tensors if not each.twin]
+    for entry in tensors:
+        stored.check(entry)
+    kind = dtype or stored.dtype(tensors[0].key)
+    sizes = {
+        part.name: part.num_elements * kind.itemsize for each in tensors for part in each.parts
+    }
+    with unfinished(target) as scratch:
+        shards = Shards(scratch, sizes, shard_bytes)
+        for entry in tensors:
+            parts = split(entry.rule, stored.read(entry).to(kind), config.sizes)
+            for part, tensor in zip(entry.parts, parts, strict=True):
+                shards.add(part.name, tensor)
+                progress(tensor.nbytes)
+        shards.finish()
+        if like is not None:
+            copy_files(like, scratch)
+        _write_config(scratch / CONFIG, config.content, kind)
+    return config
+
+
+def _find(source: Path, step: int | None) -> checkpoint_files.Found:
+    """The checkpoint in a directory of checkpoints, or the directory of one."""
+    if step is None and (source / "metadata.json").is_file():
+        return checkpoint_files.Found(source, 0)
+    found = checkpoint_files.find(str(source), step)
+    if found is None:
+        raise DataError(f"{source}: neither a Hugging Face model nor a checkpoint is there")
+    return found
+
+
+def _origin(source: Path, args: Any) -> Path | None:
+    """The folder with the ``config.json`` of a checkpoint's model."""
+    started = [getattr(args, name, None) for name in ("load_hf", "pretrained_checkpoint", "load")]
+    places = [source / ORIGIN, source.parent / ORIGIN]
+    for each in filter(None, started):
+        places += [Path(each), Path(each) / ORIGIN]
+    return next((place for place in places if (place / CONFIG).is_file()), None)
+
+
+def _from_args(family: str, args: Any, source: Path) -> HfConfig:
+    if args is None:
+        raise DataError(f"{source}: holds no arguments; name a folder of the same model (--like)")
+    content = write_config(family, args, "float32")
+    content["vocab_size"] = args.padded_vocab_size
+    return parse_config(content, f"the arguments in {source}")
+
+
+def _write_config(path: Path, content: dict[str, Any], kind: torch.dtype) -> None:
+    name = "dtype" if "dtype" in content else "torch_dtype"
+    content = content | {name: str(kind).removeprefix("torch.")}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

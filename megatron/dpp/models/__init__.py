@@ -1,0 +1,17 @@
+"""Models that people know: their tensors, and their ``config.json`` as Megatron's flags."""
+
+from megatron.dpp.models.fields import HfConfig, flags_of, read_config, write_config
+from megatron.dpp.models.tables import TABLES, Entry, Part, Sizes, entries, num_parameters
+
+__all__ = [
+    "TABLES",
+    "Entry",
+    "HfConfig",
+    "Part",
+    "Sizes",
+    "entries",
+    "flags_of",
+    "num_parameters",
+    "read_config",
+    "write_config",
+]

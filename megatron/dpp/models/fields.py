@@ -1,0 +1,386 @@
+"""Fields of Hugging Face's ``config.json`` as flags of training, and back: one table.
+
+A field that changes what a model computes is mapped or refused. One that says how to train or to
+generate may be left, and a note names it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.errors import DataError, one_line
+from megatron.dpp.models.tables import TABLES, Sizes
+from megatron.dpp.text_files import read_text
+
+CONFIG = "config.json"
+Config = dict[str, Any]
+"""The content of a ``config.json``."""
+
+_MAPPED = {
+    "num_hidden_layers": "num-layers",
+    "hidden_size": "hidden-size",
+    "intermediate_size": "ffn-hidden-size",
+    "num_attention_heads": "num-attention-heads",
+    "num_key_value_heads": "num-query-groups",
+    "head_dim": "kv-channels",
+    "vocab_size": "padded-vocab-size",
+    "max_position_embeddings": "max-position-embeddings",
+    "rms_norm_eps": "norm-epsilon",
+    "initializer_range": "init-method-std",
+}
+_OF_GPT2 = {
+    "n_layer": "num-layers",
+    "n_embd": "hidden-size",
+    "n_inner": "ffn-hidden-size",
+    "n_head": "num-attention-heads",
+    "vocab_size": "padded-vocab-size",
+    "n_positions": "max-position-embeddings",
+    "layer_norm_epsilon": "norm-epsilon",
+    "initializer_range": "init-method-std",
+}
+_OF_EXPERTS = {
+    "num_local_experts": "num-experts",
+    "num_experts_per_tok": "moe-router-topk",
+    "router_aux_loss_coef": "moe-aux-loss-coeff",
+}
+_OTHER_NAMES = {"num_experts": "num_local_experts"}
+"""Names of a field in files of other versions of transformers -> its name here."""
+
+_SWITCHES = ("swiglu", "disable-bias-linear")
+_VALUES = {"normalization": "RMSNorm", "position-embedding-type": "rope"}
+_ROUTING = {
+    "moe-router-load-balancing-type": "aux_loss",
+    "moe-token-dispatcher-type": "alltoall",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family's fields.
+
+    Args:
+        class_name: the class of transformers.
+        mapped: field -> flag.
+        flags: flags that all its models have; True for a switch.
+        only: field -> the values that can be trained; the first is that of a file without it.
+        tied: ``tie_word_embeddings`` of a file without it.
+    """
+
+    class_name: str
+    mapped: dict[str, str]
+    flags: dict[str, Any] = field(default_factory=dict)
+    only: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    tied: bool = False
+
+
+_ROTARY = dict.fromkeys(_SWITCHES, True) | _VALUES
+_ALL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "pretraining_tp": (1, None),
+    "partial_rotary_factor": (1.0, None),
+    "use_sliding_window": (False, None),
+}
+_SPARSE = _ALL | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
+
+FAMILIES = {
+    "llama": Family(class_name="LlamaForCausalLM", mapped=_MAPPED, flags=_ROTARY, only=_ALL),
+    "mistral": Family(class_name="MistralForCausalLM", mapped=_MAPPED, flags=_ROTARY, only=_ALL),
+    "qwen2": Family(
+        class_name="Qwen2ForCausalLM",
+        mapped=_MAPPED,
+        flags=_ROTARY | {"add-qkv-bias": True},
+        only=_ALL,
+    ),
+    "qwen3": Family(
+        class_name="Qwen3ForCausalLM",
+        mapped=_MAPPED,
+        flags=_ROTARY | {"qk-layernorm": True},
+        only=_ALL,
+    ),
+    "qwen3_moe": Family(
+        class_name="Qwen3MoeForCausalLM",
+        mapped=_MAPPED | _OF_EXPERTS | {"moe_intermediate_size": "moe-ffn-hidden-size"},
+        flags=_ROTARY | _ROUTING | {"qk-layernorm": True},
+        only=_SPARSE,
+    ),
+    "mixtral": Family(
+        class_name="MixtralForCausalLM",
+        mapped=_MAPPED | _OF_EXPERTS,
+        flags=_ROTARY | _ROUTING,
+        only=_SPARSE | {"router_jitter_noise": (0.0, None)},
+    ),
+    "gpt2": Family(
+        class_name="GPT2LMHeadModel",
+        mapped=_OF_GPT2,
+        only={
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False, None),
+            "add_cross_attention": (False, None),
+        },
+        tied=True,
+    ),
+}
+"""``model_type`` -> its family."""
+
+_SILENT = {
+    *("architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "max_window_layers"),
+    *("output_router_logits", "reorder_and_upcast_attn", "task_specific_params", "n_ctx"),
+    *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+    *("summary_first_dropout", "auto_map", "_attn_implementation", "unsloth_fixed"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "layer_types"),
+    *("tie_word_embeddings", "norm_topk_prob"),
+}
+"""Fields that are read apart, or say nothing about training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfConfig:
+    """A ``config.json``.
+
+    Args:
+        flags: flags of training, without dashes in front; True for a switch.
+        notes: fields that no flag stands for.
+    """
+
+    family: str
+    content: Config
+    sizes: Sizes
+    flags: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def read_config(folder: str | Path) -> HfConfig:
+    """The ``config.json`` in a folder of a Hugging Face model.
+
+    Raises:
+        DataError: there is none, or a model of this kind cannot be trained here.
+    """
+    path = Path(folder) / CONFIG
+    text = read_text(path)
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON ({one_line(error)})") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: expected a JSON object")
+    return parse_config(content, str(path))
+
+
+def parse_config(content: Config, where: str) -> HfConfig:
+    """Flags and sizes of a ``config.json``.
+
+    Args:
+        where: its name, for errors.
+
+    Raises:
+        DataError: a field is missing, or has a value that cannot be trained here.
+    """
+    name = content.get("model_type")
+    family = FAMILIES.get(str(name))
+    if family is None:
+        raise DataError(
+            f"{where}: model_type {name!r} is not supported; expected one of {', '.join(FAMILIES)}"
+        )
+    content = {_OTHER_NAMES.get(key, key): value for key, value in content.items()}
+    if content.get("quantization_config"):
+        raise DataError(f"{where}: a quantized model; convert needs one in 16 or 32 bits")
+    for key, values in family.only.items():
+        if content.get(key, values[0]) not in values:
+            raise DataError(
+                f"{where}: {key} is {content[key]!r}, which cannot be trained here; expected "
+                f"{values[0]!r}"
+            )
+    filled = _filled(family, content, where)
+    flags = dict(family.flags)
+    for key, flag in family.mapped.items():
+        flags[flag] = filled[key]
+    notes = [f"{where}: {text}" for text in _rotary(flags, content, where) if text]
+    notes += [f"{where}: {text}" for text in _window(flags, content)]
+    if flags.pop("num-query-groups", flags["num-attention-heads"]) != flags["num-attention-heads"]:
+        flags |= {"group-query-attention": True, "num-query-groups": filled["num_key_value_heads"]}
+    if not content.get("tie_word_embeddings", family.tied):
+        flags["untie-embeddings-and-output-weights"] = True
+    if not content.get("norm_topk_prob", True):
+        flags["moe-router-pre-softmax"] = True
+    known = {*family.mapped, *family.only, *_SILENT}
+    notes += [
+        f"{where}: {key} {json.dumps(value)} is not mapped to a flag"
+        for key, value in content.items()
+        if key not in known and value not in (None, False, 0, 0.0, [], {})
+    ]
+    sizes = _sizes(flags)
+    return HfConfig(family=str(name), content=content, sizes=sizes, flags=flags, notes=tuple(notes))
+
+
+def _filled(family: Family, content: Config, where: str) -> Config:
+    """The mapped fields, with transformers' values for those that a file may lack."""
+    filled = dict(content)
+    if "n_embd" in family.mapped:
+        filled["n_inner"] = content.get("n_inner") or 4 * _whole(content, "n_embd", where)
+    else:
+        heads = _whole(content, "num_attention_heads", where)
+        if not content.get("num_key_value_heads"):
+            filled["num_key_value_heads"] = heads
+        if not content.get("head_dim"):
+            filled["head_dim"] = _whole(content, "hidden_size", where) // heads
+    usual = {
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-5,
+        "rms_norm_eps": 1e-6,
+        "router_aux_loss_coef": 0.001,
+    }
+    for key in family.mapped:
+        if filled.get(key) is None and key in usual:
+            filled[key] = usual[key]
+        if key not in usual:
+            _whole(filled, key, where)
+    return filled
+
+
+def _whole(content: Config, key: str, where: str) -> int:
+    value = content.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise DataError(f"{where}: {key} is {value!r}, expected a whole number above 0")
+    return value
+
+
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What megatron-core's scaling of rotary frequencies has built in."""
+
+
+def _rotary(flags: dict[str, Any], content: Config, where: str) -> list[str]:
+    """Add the flags of the rotary embedding; no notes, as anything else is refused."""
+    if flags.get("position-embedding-type") != "rope":
+        return []
+    rope = dict(content.get("rope_parameters") or content.get("rope_scaling") or {})
+    theta = rope.pop("rope_theta", content.get("rope_theta", 10000.0))
+    if not isinstance(theta, int | float) or theta != int(theta) or theta < 1:
+        raise DataError(f"{where}: rope_theta is {theta!r}, expected a whole number")
+    flags["rotary-base"] = int(theta)
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    if kind == "default":
+        return []
+    if kind != "llama3":
+        raise DataError(
+            f"{where}: rope_type {kind!r} cannot be trained here; expected default or llama3"
+        )
+    for key, value in _LLAMA3.items():
+        if rope.get(key) != value:
+            raise DataError(
+                f"{where}: {key} of rope_type llama3 is {rope.get(key)!r}; megatron-core knows "
+                f"{value} only"
+            )
+    flags |= {"use-rope-scaling": True, "rope-scaling-factor": float(rope["factor"])}
+    return []
+
+
+def _window(flags: dict[str, Any], content: Config) -> list[str]:
+    """Bound the positions by a sliding window, within which attention sees all tokens."""
+    window = content.get("sliding_window")
+    unused = content.get("use_sliding_window") is False
+    if not window or unused or window >= flags["max-position-embeddings"]:
+        return []
+    flags["max-position-embeddings"] = window
+    return [f"sliding_window {window} is not mapped: samples may have {window} tokens at most"]
+
+
+def _sizes(flags: dict[str, Any]) -> Sizes:
+    heads = flags["num-attention-heads"]
+    return Sizes(
+        layers=flags["num-layers"],
+        hidden=flags["hidden-size"],
+        ffn=flags["ffn-hidden-size"],
+        heads=heads,
+        groups=flags.get("num-query-groups", heads),
+        head=flags.get("kv-channels", flags["hidden-size"] // heads),
+        vocab=flags["padded-vocab-size"],
+        positions=flags["max-position-embeddings"],
+        experts=flags.get("num-experts", 0),
+        expert_ffn=flags.get("moe-ffn-hidden-size", flags["ffn-hidden-size"]),
+        untied="untie-embeddings-and-output-weights" in flags,
+    )
+
+
+def write_config(name: str, args: Any, dtype: str) -> Config:
+    """The ``config.json`` of a model that was trained with ``args``.
+
+    Args:
+        name: its family.
+        dtype: of its tensors, as PyTorch calls it.
+
+    Raises:
+        DataError: the model is not of that family.
+    """
+    if name not in FAMILIES:
+        raise DataError(f"--family {name}: expected one of {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    _check_family(name, args)
+    content: Config = {"architectures": [family.class_name], "model_type": name}
+    for key, flag in family.mapped.items():
+        value = getattr(args, _DESTINATIONS.get(flag, flag.replace("-", "_")))
+        content[key] = value[0] if isinstance(value, list) else value
+    if "num_key_value_heads" in content and not args.group_query_attention:
+        content["num_key_value_heads"] = args.num_attention_heads
+    content["tie_word_embeddings"] = not args.untie_embeddings_and_output_weights
+    content |= {key: values[0] for key, values in family.only.items() if values[0] is not None}
+    if family.flags.get("position-embedding-type") == "rope":
+        content["rope_theta"] = float(args.rotary_base)
+        content["rope_scaling"] = None
+        if args.use_rope_scaling:
+            factor = {"factor": args.rope_scaling_factor}
+            content["rope_scaling"] = {"rope_type": "llama3", **factor, **_LLAMA3}
+    if args.num_experts:
+        content["norm_topk_prob"] = not args.moe_router_pre_softmax
+    content["torch_dtype"] = dtype
+    return content
+
+
+_DESTINATIONS = {"norm-epsilon": "layernorm_epsilon"}
+"""Flag -> its attribute, where that has another name."""
+_TRAITS = {
+    "swiglu": "swiglu",
+    "normalization": "normalization",
+    "position-embedding-type": "position_embedding_type",
+    "add-qkv-bias": "add_qkv_bias",
+    "qk-layernorm": "qk_layernorm",
+}
+ATTRIBUTES = (
+    *(*_TRAITS.values(), "add_bias_linear", "num_experts", "moe_router_pre_softmax"),
+    *("group_query_attention", "untie_embeddings_and_output_weights", "rotary_base"),
+    *("use_rope_scaling", "rope_scaling_factor", "num_query_groups"),
+)
+"""Attributes of parsed flags that :func:`write_config` reads beside the mapped ones."""
+_TRAITS_OF_GPT = {"normalization": "LayerNorm", "position-embedding-type": "learned_absolute"}
+
+
+def _check_family(name: str, args: Any) -> None:
+    """Refuse a model whose layers are not those of the family."""
+    wanted = {**_TRAITS_OF_GPT, **FAMILIES[name].flags}
+    for flag, attribute in _TRAITS.items():
+        here, there = getattr(args, attribute), wanted.get(flag, False)
+        if here != there:
+            raise DataError(f"--family {name}: the model has --{flag} {here}, {name} has {there}")
+    if args.add_bias_linear == ("disable-bias-linear" in wanted):
+        raise DataError(f"--family {name}: the model's linear layers have other biases")
+    if bool(args.num_experts) != ("num_local_experts" in FAMILIES[name].mapped):
+        raise DataError(f"--family {name}: the model has {args.num_experts or 'no'} experts")
+
+
+def flags_of(folder: str | Path) -> dict[str, Any]:
+    """The flags of the model in a folder, with their dashes."""
+    return {f"--{name}": value for name, value in read_config(folder).flags.items()}
+
+
+assert FAMILIES.keys() == TABLES.keys()

@@ -1,0 +1,258 @@
+"""Conversion of tiny random models: bit by bit back, and every bad input in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.dpp.cli.checkpoint_files import find
+from megatron.dpp.commands.convert import main
+from megatron.dpp.convert.folder import Folder
+from megatron.dpp.convert.to_megatron import to_megatron
+from megatron.dpp.errors import DataError
+from megatron.dpp.models import entries, num_parameters, read_config
+from tests.convert import tiny
+
+FAMILIES = tuple(tiny.MODELS)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the folder of a family's model, made once."""
+    root = tmp_path_factory.mktemp("models")
+
+    def find_or_make(family: str) -> Path:
+        folder = root / family
+        return folder if folder.is_dir() else tiny.make(family, folder)
+
+    return find_or_make
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def converted(*words: str | Path) -> None:
+    assert main([str(word) for word in words]) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_round_trip_is_bitwise(
+    family: str, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = made(family)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    converted(source, tmp_path / "ours")
+    converted(tmp_path / "ours", tmp_path / "back")
+    before, after = tensors_of(source), tensors_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    assert json.loads((source / "config.json").read_text()) == json.loads(
+        (tmp_path / "back" / "config.json").read_text()
+    )
+    assert (tmp_path / "back" / "chat_template.jinja").read_text() == "{{ messages }}"
+    config = read_config(source)
+    model = tiny.load(tmp_path / "back")
+    assert num_parameters(config.family, config.sizes) == model.num_parameters()
+
+
+def test_shards_and_types(made: Callable[[str], Path], tmp_path: Path) -> None:
+    """Several files in, several out; bf16 on request, with a ``config.json`` that says so."""
+    source = tiny.make("llama", tmp_path / "sharded", shard="60KB")
+    assert len(list(source.glob("*.safetensors"))) > 2
+    converted(source, tmp_path / "ours")
+    converted(tmp_path / "ours", tmp_path / "back", "--shard-size", "3e-5", "--dtype", "bfloat16")
+    files = list((tmp_path / "back").glob("*.safetensors"))
+    assert len(files) > 2
+    assert max(file.stat().st_size for file in files) < 40_000
+    model = tiny.load(tmp_path / "back")
+    assert model.dtype == torch.bfloat16
+    for name, tensor in tensors_of(source).items():
+        assert torch.equal(tensor.bfloat16(), model.state_dict()[name]), name
+
+
+def test_a_config_is_written_for_a_model_that_had_none(
+    made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for family in FAMILIES:
+        source, ours = made(family), tmp_path / f"{family}-ours"
+        converted(source, ours)
+        shutil.rmtree(ours / "hf")
+        converted(ours, tmp_path / family, "--family", family)
+        tokens = torch.arange(40)[None]
+        with torch.no_grad():
+            same = [tiny.load(each)(tokens).logits for each in (source, tmp_path / family)]
+        assert torch.equal(*same), family
+
+
+def test_a_killed_conversion_leaves_nothing_that_loads(
+    made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    target = tmp_path / "ours"
+    child = os.fork()
+    if not child:
+        to_megatron(made("llama"), target, progress=lambda _: os._exit(9))
+    os.waitpid(child, 0)
+    assert not target.exists()
+    (left,) = tmp_path.iterdir()
+    assert find(str(left)) is None
+    assert find(str(left / "new")) is None
+    converted(made("llama"), target)
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def without(folder: Path, name: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def turn(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+
+
+def index(folder: Path) -> None:
+    names = load_file(folder / "model.safetensors")
+    weights = dict.fromkeys(names, "model-00001-of-00001.safetensors")
+    text = json.dumps({"weight_map": weights})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+NORM = "model.norm.weight"
+BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "architecture": (lambda f: edit(f, model_type="mamba"), "model_type 'mamba' is not supported"),
+    "activation": (lambda f: edit(f, hidden_act="gelu"), "hidden_act is 'gelu'"),
+    "rotary": (
+        lambda f: edit(f, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
+        "rope_type 'yarn' cannot be trained here",
+    ),
+    "no heads": (lambda f: edit(f, num_attention_heads=0), "num_attention_heads is 0"),
+    "quantized": (lambda f: edit(f, quantization_config={"bits": 4}), "a quantized model"),
+    "no json": (lambda f: (f / "config.json").write_text("{"), "not JSON"),
+    "vocabulary": (lambda f: edit(f, vocab_size=95), "has shape [96, 32], config.json says [95"),
+    "shard": (index, "model-00001-of-00001.safetensors: missing"),
+    "truncated": (cut, "damaged or not whole"),
+    "missing": (lambda f: without(f, NORM), f"lacks {NORM}"),
+    "extra": (lambda f: edit(f, num_hidden_layers=3), "which llama does not have"),
+    "type": (lambda f: turn(f, NORM, lambda t: t.to(torch.int8)), f"{NORM} is I8"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(
+    name: str,
+    made: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = shutil.copytree(made("llama"), tmp_path / "source")
+    spoil, said = BAD[name]
+    spoil(source)
+    assert main([str(source), str(tmp_path / "target")]) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_bad_checkpoints_and_targets_are_one_line(
+    made: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, ours = made("llama"), tmp_path / "ours"
+    converted(source, ours)
+    other = made("qwen3")
+
+    def refused(said: str, *words: str | Path) -> None:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 1
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+
+    refused("exists; name another target", source, ours)
+    refused("no such directory", tmp_path / "nowhere", tmp_path / "x")
+    refused("neither a Hugging Face model nor a checkpoint", tmp_path, tmp_path / "x")
+    refused(
+        "linear_qkv.weight is [4, 64, 32], the model's is", ours, tmp_path / "x", "--like", other
+    )
+    refused("must be above 0", ours, tmp_path / "x", "--shard-size", "0")
+    refused("no such checkpoint", ours, tmp_path / "x", "--step", "7")
+    shutil.rmtree(ours / "hf")
+    refused("--like DIR", ours, tmp_path / "x")
+    refused(
+        "--family qwen2: the model has --add-qkv-bias", ours, tmp_path / "x", "--family", "qwen2"
+    )
+    (shard,) = (ours / "release").glob("*.distcp")
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shard.write_bytes(damaged)
+    refused("damaged since it was saved", ours, tmp_path / "x", "--like", source)
+    assert not (tmp_path / "x").exists()
+
+
+def test_names_without_prefix_and_buffers_are_read(
+    made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Files of GPT-2 as they are published."""
+    source = shutil.copytree(made("gpt2"), tmp_path / "published")
+    tensors = tensors_of(source)
+    bare = {name.removeprefix("transformer."): each for name, each in tensors.items()}
+    bare["h.0.attn.bias"] = torch.ones(1)
+    save_file(bare, source / "model.safetensors")
+    found = Folder(source)
+    for entry in found.entries():
+        for part, tensor in zip(entry.parts, found.read(entry), strict=True):
+            assert torch.equal(tensor, tensors[part.name])
+
+
+def test_notes_name_what_is_not_mapped(made: Callable[[str], Path], tmp_path: Path) -> None:
+    source = shutil.copytree(made("mistral"), tmp_path / "noted")
+    edit(source, sliding_window=16, attention_dropout=0.5)
+    config = read_config(source)
+    assert config.flags["max-position-embeddings"] == 16
+    assert [note.split(": ")[1] for note in config.notes] == [
+        "sliding_window 16 is not mapped",
+        "attention_dropout 0.5 is not mapped to a flag",
+    ]
+
+
+def test_every_tensor_has_one_place(made: Callable[[str], Path]) -> None:
+    for family in FAMILIES:
+        found = list(entries(family, read_config(made(family)).sizes))
+        places = [(each.key, each.place) for each in found]
+        names = [part.name for each in found if not each.twin for part in each.parts]
+        assert len(set(places)) == len(places)
+        assert len(set(names)) == len(names)
+
+
+def test_a_family_must_be_the_models() -> None:
+    from megatron.dpp.models import write_config
+
+    with pytest.raises(DataError, match="--family nothing: expected one of llama"):
+        write_config("nothing", SimpleNamespace(), "float32")

@@ -1,0 +1,85 @@
+"""Tiny random models of every family, made with transformers."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.dpp.models import read_config
+
+_SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_GPT2 = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 4}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {**_SIZES, "rope_parameters": _LLAMA3}),
+    "mistral": ("Mistral", {**_SIZES, "sliding_window": 4096}),
+    "qwen2": ("Qwen2", {**_SIZES, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**_SIZES, "head_dim": 16}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **_SIZES,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": ("Mixtral", {**_SIZES, "num_local_experts": 4, "num_key_value_heads": 4}),
+    "gpt2": ("GPT2", {**_GPT2, "bos_token_id": 0, "eos_token_id": 0}),
+}
+"""Family -> the start of transformers' class names, and its settings."""
+
+
+def make(family: str, folder: Path, *, shard: str = "1GB", **more: Any) -> Path:
+    """A model whose parameters are all drawn, norms and biases too."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    start, settings = MODELS[family]
+    head = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
+    config = getattr(transformers, f"{start}Config")(**settings | more)
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{start}{head}")(config)
+    for name, parameter in model.named_parameters():
+        scale = parameter.ndim == 1 and name.endswith("weight")
+        torch.nn.init.normal_(parameter, mean=float(scale), std=0.2)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def load(folder: Path) -> Any:
+    """The model in a folder, as transformers loads it."""
+    import transformers
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+
+
+def words(folder: Path) -> list[str]:
+    """The flags of the model in a folder."""
+    found: list[str] = []
+    for name, value in read_config(folder).flags.items():
+        found += [f"--{name}", *([] if value is True else [str(value)])]
+    return found
