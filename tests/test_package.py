@@ -77,6 +77,8 @@ def fresh_environment(folder: Path) -> Path:
     """The Python of an environment that also sees the packages of the tests' environment."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
+    # An old setuptools of its own would hide the one that the installed torch requires.
+    run(python, "-m", "pip", "uninstall", "--yes", "setuptools", cwd=folder)
     purelib = run(
         python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder
     )

@@ -26,11 +26,11 @@ def test_experts_and_sequences_are_dealt_out() -> None:
     assert (args.expert_model_parallel_size, args.data_parallel, args.use_dpp) == (2, 2, True)
     args = args_of("--mode 3d --procs 8 --tp 2 --pp 2 --ep 4 --model sample-experts")
     assert (args.expert_tensor_parallel_size, args.sequence_parallel) == (1, True)
+    assert args_of("--mode 3d --procs 4 --cp 2").context_parallel_size == 2
     for words, said in {
         "--procs 4 --ep 2": "expert parallelism needs --num-experts",
         "--procs 6 --ep 3 --model sample-experts": "4 experts cannot be divided by 3",
         "--procs 2 --ep 4 --model sample-experts": "2 ranks of a stage cannot be divided by 4",
-        "--procs 4 --cp 2": "context parallelism needs --transformer-impl transformer_engine",
         "--procs 4 --pp 2 --cp 4": "1 x 2 x 4 = 8 does not divide 4 ranks",
     }.items():
         with pytest.raises(ConfigError, match=said):

@@ -16,8 +16,12 @@ TENSOR = "--tensor-model-parallel-size"
 def test_context_ranks_share_all_out(flags: str) -> None:
     alone = shape(flags)
     shared = dataclasses.replace(alone, context=4)
+    shared = dataclasses.replace(shared, gathers_keys=False)
     for measure in (layer_bytes, deferred_bytes, head_bytes, logits):
         assert measure(shared) == pytest.approx(measure(alone) / 4)
+    keys = 2 * shared.element_bytes * shared.tokens * shared.model.keys
+    gathering = dataclasses.replace(shared, gathers_keys=True)
+    assert layer_bytes(gathering) == pytest.approx(layer_bytes(shared) + 3 * keys)
 
 
 @pytest.mark.parametrize("measure", [layer_bytes, deferred_bytes, head_bytes, logits])

@@ -34,9 +34,6 @@ from megatron.core.distributed.param_and_grad_buffer import (  # noqa: E402
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.tensor_parallel.mappings import (  # noqa: E402
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
@@ -46,7 +43,9 @@ from megatron.core.transformer.moe.moe_utils import (  # noqa: E402
 from megatron.core.utils import get_model_config  # noqa: E402
 
 from megatron.dpp import DppConfig, DppSchedule  # noqa: E402
+from megatron.dpp.mcore import context  # noqa: E402
 from megatron.dpp.mcore.compat import replaced  # noqa: E402
+from megatron.dpp.mcore.experts import GroupedExperts  # noqa: E402
 from megatron.dpp.mcore.graphs.reductions import Reductions  # noqa: E402
 from megatron.dpp.mcore.layers import block_spec, prediction_spec  # noqa: E402
 from megatron.dpp.mcore.packed import packed_params, positions  # noqa: E402
@@ -59,29 +58,11 @@ DOCUMENTS = 3
 """Documents of a packed microbatch, of at most SEQUENCE * MICRO_BATCH tokens together."""
 
 
-class GatheredAttention(torch.nn.Module):
-    """Causal attention of a part of the sequence over all keys and values, which it gathers from
-    the context-parallel ranks; megatron-core's own needs Transformer Engine.
-    """
-
-    def __init__(self, config: Any, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
-        group = parallel_state.get_context_parallel_group()
-        key, value = (gather_from_sequence_parallel_region(t, group=group) for t in (key, value))
-        first, length = dist.get_rank(group) * len(query), len(key)
-        places = torch.arange(length)
-        allowed = places[None, :] <= places[first : first + len(query), None]
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        context = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
-        return context.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
-
-
 def own_part(tokens: torch.Tensor) -> torch.Tensor:
     """This context-parallel rank's part of a sequence [b, s]."""
-    parts = parallel_state.get_context_parallel_world_size()
-    return tokens.chunk(parts, dim=1)[parallel_state.get_context_parallel_rank()]
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return tokens
+    return context.own_part(tokens.t(), parallel_state.get_context_parallel_group()).t()
 
 
 def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -147,19 +128,20 @@ def build_chunk(case: dict[str, Any], config: Any, ddp_config: Any, chunk: int) 
     pre = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     post = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
     implementation = case.get("spec", "torch")
-    block = block_spec(config, implementation=implementation, vp_stage=stage)
-    if config.context_parallel_size > 1:
-        for layer in block.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = GatheredAttention
+    own = {"implementation": implementation, "vp_stage": stage}
+    own["grouped_experts"] = case.get("grouped", False)
+    block = block_spec(config, **own)
     model = GPTModel(
         config, block, VOCABULARY, SEQUENCE, pre_process=pre, post_process=post, vp_stage=stage,
         share_embeddings_and_output_weights=not case.get("untied"),
         position_embedding_type=case.get(
             "positions", "none" if config.mtp_num_layers else "learned_absolute"
         ),
-        mtp_block_spec=prediction_spec(config, implementation=implementation, vp_stage=stage),
+        mtp_block_spec=prediction_spec(config, **own),
     )  # fmt: skip
     model.model_type = 1
+    found = any(isinstance(module, GroupedExperts) for module in model.modules())
+    assert found == case.get("grouped", False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in case.get("frozen", ())))
     if SUPPORT is None:
@@ -171,9 +153,15 @@ def build_chunk(case: dict[str, Any], config: Any, ddp_config: Any, chunk: int) 
     return wrapped
 
 
+def drawn(case: dict[str, Any]) -> torch.Generator:
+    """Random numbers of microbatches, the same for every stage of a pipeline."""
+    replica = 0 if case.get("same_data") else parallel_state.get_data_parallel_rank()
+    return torch.Generator().manual_seed(17 + replica)
+
+
 def batches(case: dict[str, Any]) -> Any:
-    """Endless microbatches, the same for every stage of a pipeline, different per replica."""
-    generator = torch.Generator().manual_seed(17 + parallel_state.get_data_parallel_rank())
+    """Endless microbatches."""
+    generator = drawn(case)
     while True:
         length = SEQUENCE
         if case.get("lengths"):  # of one microbatch; half of them have the longest
@@ -185,11 +173,13 @@ def batches(case: dict[str, Any]) -> Any:
 
 def documents(case: dict[str, Any]) -> Any:
     """Endless microbatches of :data:`DOCUMENTS` documents each, packed or one by one."""
-    generator = torch.Generator().manual_seed(17 + parallel_state.get_data_parallel_rank())
+    generator, cut = drawn(case), 2 * case.get("multiple", case.get("cp", 1))
     while True:
         lengths = torch.randint(1, 11, (DOCUMENTS,), generator=generator).tolist()
         if case.get("tp", 1) > 1:
             lengths = [length + length % 2 for length in lengths]
+        if cut > 2:  # the row alone must have a length that context-parallel ranks can cut
+            lengths[-1] += -sum(lengths) % cut
         found = [torch.randint(0, VOCABULARY, (1, n + 1), generator=generator) for n in lengths]
         if case["packed"] == "one by one":
             yield from ([document] for document in found)
@@ -249,6 +239,7 @@ class ForwardStep:
             starts = lengths.cumsum(0).int().cuda()
             places = positions(starts, inputs.shape[1])[None]
             params = packed_params(starts, int(lengths.max()))
+            inputs, places, labels = map(own_part, (inputs, places, labels))
             output = model(inputs, places, None, labels=labels, packed_seq_params=params)
         return output, partial(token_loss, labels >= 0)
 
@@ -325,7 +316,26 @@ def compare_unpacked(case: dict[str, Any], packed: dict[str, Any]) -> None:
         close(got, wanted)
 
 
-def run_case(case: dict[str, Any]) -> None:
+def compare_uncut(case: dict[str, Any], cut: dict[str, Any]) -> None:
+    """The first step has the losses and gradients of sequences that no ranks share. Leaves the
+    process groups of such a layout.
+    """
+    sums = torch.tensor(cut["sums"][: case["m"]])
+    dist.all_reduce(sums, group=parallel_state.get_context_parallel_group())
+    alone = case | {"cp": 1, "multiple": case["cp"], "same_data": True, "iterations": 1}
+    parallel_state.destroy_model_parallel()
+    initialize(alone)
+    with StaticSchedule(DppConfig(), seed=1234) as schedule:
+        expected = train(alone, schedule)
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+    close(sums, torch.tensor(expected["sums"][: case["m"]]))
+    for got, wanted in zip(cut["gradients"], expected["gradients"], strict=True):
+        assert wanted.abs().max() > 1e-3
+        close(got, wanted)
+
+
+def initialize(case: dict[str, Any]) -> None:
+    """Make the process groups of a case's layout."""
     get_moe_layer_wise_logging_tracker().clear()  # its tensors are as long as a case's model
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.get("tp", 1), pipeline_model_parallel_size=case["p"],
@@ -335,17 +345,22 @@ def run_case(case: dict[str, Any]) -> None:
         context_parallel_size=case.get("cp", 1),
         num_distributed_optimizer_instances=case.get("instances", 1),
     )  # fmt: skip
+
+
+def run_case(case: dict[str, Any]) -> None:
+    initialize(case)
     own = DppConfig(transport=case.get("expected_over", "auto"))
     with StaticSchedule(own, seed=1234) as schedule:
         expected = train(case, schedule)
     assert all(map(torch.isfinite, map(torch.tensor, expected["losses"])))
     if "partial" in case and parallel_state.is_pipeline_first_stage(ignore_virtual=True):
         assert set(expected["told"]) == {True, False}
-    if "packed" in case and not case.get("dropout"):
+    if "packed" in case and not case.get("dropout") and case.get("cp", 1) == 1:
         compare_unpacked(case, expected)
     deviated = 0
     for settings in case["runs"]:
         kind: Any = StaticSchedule if settings.pop("static", False) else DppSchedule
+        grouped = settings.pop("grouped", False)
         replays: list[Rerun] = []
         if settings.get("cuda_graphs") == "on" and SUPPORT is not None:
             kind = partial(kind, capture=partial(Rerun, replays=replays))
@@ -354,7 +369,7 @@ def run_case(case: dict[str, Any]) -> None:
             begun_by_replays() as begun,
             kind(DppConfig(**settings), seed=1234, log=said.append) as schedule,
         ):
-            got = train(case, schedule)
+            got = train(case | {"grouped": grouped}, schedule)
         if case.get("bucket_size"):
             assert begun, f"{case['name']} with {settings}: no replay began a reduction"
             assert SUPPORT is not None or all(begun), "a reduction waited for a replay's end"
@@ -366,6 +381,8 @@ def run_case(case: dict[str, Any]) -> None:
         dist.all_gather_object(moved, got["out of order"])
         deviated += any(moved)
     assert deviated >= case.get("deviates", 0), f"{case['name']}: {deviated} runs deviated"
+    if case.get("uncut"):
+        compare_uncut(case, expected)
     dist.barrier()
     parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:

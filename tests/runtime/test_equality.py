@@ -299,7 +299,28 @@ def test_expert_parallel() -> None:
 
 
 def test_context_parallel() -> None:
-    check(4, case("cp2", 2, 4, {"inject": LATE}, v=2, cp=2, layers=4, deviates=1))
+    """Also the losses and gradients of the same sequences on one rank each."""
+    told = {"cp": 2, "per_token": True, "uncut": True, "positions": "rope"}
+    check(
+        4,
+        case("cp2", 2, 4, {"inject": LATE}, v=2, layers=4, **told, deviates=1),
+        case("cp2, packed", 2, 3, {"inject": LATE}, layers=2, **told, packed="together",
+             model=UNLIKE | {"num_query_groups": 2}),
+    )  # fmt: skip
+
+
+def test_grouped_products_of_experts() -> None:
+    """Bitwise those of one expert after the other, fused or split, also where the distributed
+    optimizer moves the weights."""
+    late, fused = {"inject": LATE, "grouped": True}, {"split_backward": False, "grouped": True}
+    check(
+        2,
+        case("grouped", 2, 3, late, fused, model=EXPERTS | SHARED, layers=2),
+        case("grouped, bf16", 2, 3, late, fused, model=EXPERTS, layers=2, bf16=True),
+        case("grouped, replicas", 1, 3, late, model=EXPERTS, layers=1, **OPTIMIZED),
+        case("grouped, further tokens", 2, 3, late, layers=2, recompute="full",
+             model=EXPERTS | {"mtp_num_layers": 1}),
+    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -69,6 +69,11 @@ def _family(args: Args, arch: str) -> None:
     for flag in ("sft", "variable_length"):
         name = flag.replace("_", "-")
         require(not getattr(args, flag), f"--{name}: BERT's samples have one length; GPT's have")
+    require(
+        args.context_parallel_size == 1,
+        f"--context-parallel-size {args.context_parallel_size}: BERT's attention is not causal; "
+        "only GPT's sequences are cut",
+    )
     for flag in ("num_experts", "mtp_num_layers"):
         name = flag.replace("_", "-")
         require(not getattr(args, flag), f"--{name}: BERT's layers have none; GPT's have")
@@ -329,12 +334,15 @@ def _kernels(args: Args) -> None:
         args.transformer_impl = "local"
     if args.transformer_impl == "local":
         args.no_persist_layer_norm = True
+        require(
+            args.context_parallel_size == 1 or not args.reset_attention_mask,
+            f"--context-parallel-size {args.context_parallel_size} with --reset-attention-mask: "
+            "the local layers cut causal attention alone; leave one of them out",
+        )
         needs_kernels = {
-            "--context-parallel-size above 1": args.context_parallel_size > 1,
             "--multi-latent-attention": args.multi_latent_attention,
             "--apply-layernorm-1p": args.layernorm_zero_centered_gamma,
             "--fp8-format": args.fp8,
-            "--moe-grouped-gemm": args.moe_grouped_gemm,
             "--moe-permute-fusion": args.moe_permute_fusion,
             "--moe-router-fusion": args.moe_router_fusion,
             "--moe-latent-size": args.moe_latent_size,

@@ -58,6 +58,11 @@ def _expert_layers(args: Args) -> None:
         "an expert's bias; add --disable-bias-linear",
     )
     require(
+        not (args.moe_grouped_gemm and args.add_bias_linear and args.transformer_impl == "local"),
+        "--moe-grouped-gemm with --transformer-impl local: grouped products add no bias; add "
+        "--disable-bias-linear",
+    )
+    require(
         not args.bias_gelu_fusion or args.swiglu,
         "--num-experts: experts cannot fuse bias and GeLU; add --no-bias-gelu-fusion, "
         "--disable-bias-linear or --swiglu",

@@ -69,7 +69,11 @@ def _check_packing(args: argparse.Namespace) -> None:
         f"--packing {args.packing} with --micro-batch-size {args.micro_batch_size}: a packed "
         "microbatch is one row; give --micro-batch-size 1",
     )
-    require(args.context_parallel_size == 1, "--packing does not go with --context-parallel-size")
+    require(
+        args.context_parallel_size == 1 or args.transformer_impl == "local",
+        f"--packing {args.packing} with --context-parallel-size {args.context_parallel_size} needs "
+        f"--transformer-impl local, not {args.transformer_impl}",
+    )
     if args.packing_budget is None:
         args.packing_budget = args.seq_length
     require(args.packing_budget >= 1, f"--packing-budget {args.packing_budget}: must be at least 1")

@@ -228,8 +228,12 @@ def _layouts(
     options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape
 ) -> Iterator[tuple[Layout, bool]]:
     """Possible layouts, and whether their layers are planned; then they need not divide evenly."""
-    model = divisible(flags, setting, uneven=True)
-    model = dataclasses.replace(model, num_heads=plain.model.num_heads)
+    model = dataclasses.replace(
+        divisible(flags, uneven=True),
+        num_heads=plain.model.num_heads,
+        # The local layers' exchange does not overlap, and has not been measured.
+        has_context=setting.on_gpu and flags.get("--transformer-impl") == "transformer_engine",
+    )
     for layout in possible_layouts(setting.world_size, model):
         stages = layout.pipeline * layout.chunks
         planned = is_planned(options, flags, layout, setting)

@@ -44,13 +44,13 @@ class Divisible:
     Args:
         num_layers: 0 where other flags cut them.
         num_experts: 0 without experts.
-        has_context: its attention can be cut along the sequence.
+        has_context: layouts with context parallelism are among the possible ones.
     """
 
     num_layers: int
     num_heads: int
     num_experts: int = 0
-    has_context: bool = False
+    has_context: bool = True
 
 
 def check_layout(layout: Layout, world_size: int, model: Divisible, devices: str) -> None:
@@ -85,8 +85,6 @@ def _problem(layout: Layout, world_size: int, model: Divisible) -> str | None:
         return "chunks need a pipeline"
     if model.num_layers % stages:
         return f"{model.num_layers} layers cannot be divided by {stages} virtual stages"
-    if layout.context > 1 and not model.has_context:
-        return "context parallelism needs --transformer-impl transformer_engine, on GPUs"
     return _expert_problem(layout, world_size, model)
 
 

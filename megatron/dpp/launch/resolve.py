@@ -299,7 +299,7 @@ def resolve(
     if options.mode != "megatron":
         planned = is_planned(options, flags, layout, setting)
         uneven = planned or any(name in flags for name in _CUTS)
-        model = divisible(flags, setting, uneven=uneven)
+        model = divisible(flags, uneven=uneven)
         check_layout(layout, setting.world_size, model, setting.option)
         if planned:
             flags["--dpp-plan"] = SHAPES
@@ -338,7 +338,7 @@ def asked_layout(options: argparse.Namespace, flags: Flags) -> Layout:
     )
 
 
-def divisible(flags: Flags, setting: Setting, *, uneven: bool) -> Divisible:
+def divisible(flags: Flags, *, uneven: bool) -> Divisible:
     """The sizes of the model that a layout must divide.
 
     Args:
@@ -348,7 +348,6 @@ def divisible(flags: Flags, setting: Setting, *, uneven: bool) -> Divisible:
         num_layers=0 if uneven else whole(flags, "--num-layers"),
         num_heads=whole(flags, "--num-attention-heads"),
         num_experts=whole(flags, "--num-experts") if "--num-experts" in flags else 0,
-        has_context=setting.on_gpu and flags.get("--transformer-impl") == "transformer_engine",
     )
 
 

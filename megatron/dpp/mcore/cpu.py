@@ -81,6 +81,8 @@ class _CudaMeansCpu(TorchFunctionMode):
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if kwargs and "device" in kwargs:
             kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
+        if kwargs and "pin_memory" in kwargs:  # rope_utils.py:62
+            kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to:
             args = tuple(_on_cpu(arg) for arg in args)
         return func(*args, **(kwargs or {}))

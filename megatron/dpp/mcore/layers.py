@@ -12,11 +12,12 @@ import contextlib
 import copy
 import importlib.util
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_decoder_layer_specs,
@@ -26,6 +27,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import (
@@ -35,7 +37,8 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore import compat, packed
+from megatron.dpp.mcore import compat, context, packed
+from megatron.dpp.mcore.experts import GroupedExperts
 
 IMPLEMENTATIONS = ("torch", "megatron", "transformer_engine")
 
@@ -92,6 +95,11 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config=config)
         _check_sdpa_can(config)
+        self.context_ranks: Any = None
+        if config.context_parallel_size > 1:
+            _check_context_can(attn_mask_type, own_masks=own_masks)
+            own = getattr(pg_collection, "cp", None)
+            self.context_ranks = own or parallel_state.get_context_parallel_group()
         self.attn_mask_type = attn_mask_type
         self.own_masks = own_masks
         head_size = config.kv_channels
@@ -120,6 +128,8 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]
         mask_type = attn_mask_type or self.attn_mask_type
         dropout = self.dropout if self.training else 0.0
         with self._random_draws(dropout):
+            if self.context_ranks is not None:
+                return self._attend_to_all_ranks(query, key, value, dropout, packed_seq_params)
             if packed_seq_params is not None:
                 documents = packed.documents_of(packed_seq_params)
                 q, k, v = packed.as_packed(query, key, value)
@@ -131,11 +141,30 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]
             causal &= attention_mask is None or not self.own_masks
             allowed = None if causal or attention_mask is None else ~attention_mask
             q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-            context = F.scaled_dot_product_attention(
+            output = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal,
                 scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1],
             )  # fmt: skip
-        return context.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+        return output.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+
+    def _attend_to_all_ranks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout: float,
+        packed_seq_params: Any,
+    ) -> torch.Tensor:
+        """Attend where context-parallel ranks hold parts of the sequence."""
+        allowed = None
+        if packed_seq_params is not None:
+            query, key, value = packed.as_packed(query, key, value)
+            tokens = len(query) * self.context_ranks.size()
+            allowed = packed.documents_of(packed_seq_params).allowed(tokens, causal=True)
+        return context.attend(
+            query, key, value, self.context_ranks,
+            scale=self.softmax_scale, dropout=dropout, allowed=allowed,
+        )  # fmt: skip
 
     def _random_draws(self, dropout: float) -> contextlib.AbstractContextManager[None]:
         """The random state from which this attention draws."""
@@ -149,7 +178,6 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]
 def _check_sdpa_can(config: TransformerConfig) -> None:
     """Refuse settings that this attention does not support."""
     refused = {
-        "--context-parallel-size": config.context_parallel_size > 1,
         "--window-size": config.window_size is not None,
         "--softmax-type": config.softmax_type != "vanilla",
     }
@@ -160,6 +188,16 @@ def _check_sdpa_can(config: TransformerConfig) -> None:
             )
 
 
+def _check_context_can(mask_type: AttnMaskType, *, own_masks: bool) -> None:
+    """Refuse masks that a sequence cut over context-parallel ranks does not support."""
+    if own_masks or mask_type not in packed.CAUSAL:
+        what = "--reset-attention-mask" if own_masks else f"attention of type {mask_type.name}"
+        raise ConfigError(
+            f"--context-parallel-size above 1 with {what}: the local layers cut causal attention "
+            "alone; use --context-parallel-size 1"
+        )
+
+
 def block_spec(
     config: TransformerConfig,
     *,
@@ -167,6 +205,7 @@ def block_spec(
     implementation: str = "torch",
     vp_stage: int | None = None,
     own_masks: bool = False,
+    grouped_experts: bool = False,
 ) -> TransformerBlockSubmodules:
     """The spec of this rank's transformer block.
 
@@ -177,6 +216,7 @@ def block_spec(
         vp_stage: the virtual pipeline stage (chunk) to build, or None without virtual stages.
         own_masks: samples bring attention masks that are not the plain causal one
             (``--reset-attention-mask``); ``torch`` leaves masks unread without this.
+        grouped_experts: experts of local layers run their products as one each.
 
     Returns:
         What ``GPTModel`` and ``BertModel`` take as ``transformer_layer_spec``.
@@ -203,7 +243,8 @@ def block_spec(
     )
     if implementation == "transformer_engine":
         return block
-    layers = [_local_layer(layer, implementation, own_masks) for layer in block.layer_specs]
+    local = _LocalLayers(config, implementation, own_masks, grouped_experts)
+    layers = [local.made_from(layer) for layer in block.layer_specs]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
 
 
@@ -213,6 +254,7 @@ def prediction_spec(
     implementation: str = "torch",
     vp_stage: int | None = None,
     own_masks: bool = False,
+    grouped_experts: bool = False,
 ) -> Any | None:
     """The spec of the layers that predict further tokens (``config.mtp_num_layers``), each around a
     layer like the model's last.
@@ -230,11 +272,12 @@ def prediction_spec(
     block = get_gpt_mtp_block_spec(config, layers[-1], engine, vp_stage=vp_stage)
     if block is not None and not engine:
         block = copy.deepcopy(block)
+        local = _LocalLayers(config, implementation, own_masks, grouped_experts)
         for layer in block.layer_specs:
             parts = layer.submodules
             parts.enorm = parts.hnorm = parts.layer_norm = TorchNorm
             name = compat.field_name(compat.MTP_LAYER)
-            setattr(parts, name, _local_layer(getattr(parts, name), implementation, own_masks))
+            setattr(parts, name, local.made_from(getattr(parts, name)))
     return block
 
 
@@ -249,7 +292,8 @@ def _bert_block(
 
         layer, norm = bert_layer_specs.get_bert_layer_with_transformer_engine_spec(), TENorm
     else:
-        layer = _local_layer(bert_layer_specs.bert_layer_local_spec, implementation, packs=False)
+        local = _LocalLayers(config, implementation, packs=False)
+        layer = local.made_from(bert_layer_specs.bert_layer_local_spec)
         norm = TorchNorm
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
@@ -275,27 +319,46 @@ def _name_missing_kernel() -> None:
         setattr(moe_utils, name, None)
 
 
-def _local_layer(
-    layer: ModuleSpec, implementation: str, own_masks: bool = False, *, packs: bool = True
-) -> ModuleSpec:
-    """A layer's spec with our norms and attention; ``packs``: for packed sequences, too. BERT's
-    must stay, as ``BertModel`` reads the shape of its masks from the attention's class.
+@dataclass(frozen=True)
+class _LocalLayers:
+    """Makes the specs of local layers.
+
+    Args:
+        config: with context parallelism the attention is ours.
+        implementation: ``torch`` or ``megatron``.
+        own_masks: see :func:`block_spec`, as ``grouped_experts``.
+        packs: for packed sequences, too. BERT's must not, as ``BertModel`` reads the shape of its
+            masks from the attention's class.
     """
-    layer = copy.deepcopy(layer)
-    parts = layer.submodules
-    parts.input_layernorm = TorchNorm
-    parts.pre_mlp_layernorm = TorchNorm
-    attention = parts.self_attention.submodules
-    if packs and parts.self_attention.module is SelfAttention:
-        parts.self_attention.module = packed.PackedSelfAttention
-    if implementation == "torch":
-        attention.core_attention = ModuleSpec(SdpaAttention, params={"own_masks": own_masks})
-    elif packs and attention.core_attention is DotProductAttention:
-        attention.core_attention = packed.PackedDotProductAttention
-    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-        if getattr(attention, name, None) is WrappedTorchNorm:
-            setattr(attention, name, TorchNorm)
-    return layer
+
+    config: TransformerConfig
+    implementation: str
+    own_masks: bool = False
+    grouped_experts: bool = False
+    packs: bool = True
+
+    def made_from(self, layer: ModuleSpec) -> ModuleSpec:
+        """A layer's spec with our norms, attention and experts."""
+        layer = copy.deepcopy(layer)
+        parts = layer.submodules
+        parts.input_layernorm = TorchNorm
+        parts.pre_mlp_layernorm = TorchNorm
+        attention = parts.self_attention.submodules
+        if self.packs and parts.self_attention.module is SelfAttention:
+            parts.self_attention.module = packed.PackedSelfAttention
+        if self.implementation == "torch" or self.config.context_parallel_size > 1:
+            attention.core_attention = ModuleSpec(
+                SdpaAttention, params={"own_masks": self.own_masks}
+            )
+        elif self.packs and attention.core_attention is DotProductAttention:
+            attention.core_attention = packed.PackedDotProductAttention
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if getattr(attention, name, None) is WrappedTorchNorm:
+                setattr(attention, name, TorchNorm)
+        experts: Any = getattr(parts.mlp.submodules, "experts", None)
+        if self.grouped_experts and getattr(experts, "module", None) is SequentialMLP:
+            experts.module = GroupedExperts
+        return layer
 
 
 def _require_transformer_engine() -> None:

@@ -20,14 +20,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore import context
 
-_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+"""Masks of causal attention."""
 _LARGEST_HEAD = 256
 """Largest head size of the variable-length kernels."""
 _OWN_FORMAT = "documents"
@@ -144,7 +147,10 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
         if packed_seq_params is not None:
             config = self.config
             parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+            parts *= config.context_parallel_size
             places = documents_of(packed_seq_params).positions(hidden_states.shape[0] * parts)
+            if config.context_parallel_size > 1:
+                places = context.own_part(places, parallel_state.get_context_parallel_group())
             if isinstance(rotary_pos_emb, torch.Tensor):
                 rotary_pos_emb = rotary_pos_emb[places]
             elif rotary_pos_emb is not None:
@@ -220,27 +226,27 @@ def attend(
     Returns:
         [t, 1, np * hn].
     """
-    causal, tokens = mask_type in _CAUSAL, len(query)
+    causal, tokens = mask_type in CAUSAL, len(query)
     kernel = _kernel(query, dropout) if query.is_cuda else None
     if kernel is not None:
         q, k, v = (tensor.squeeze(1) for tensor in (query, key, value))
-        context = kernel(q, k, v, documents, causal=causal, scale=scale, dropout=dropout)
-        return context.reshape(tokens, 1, -1)
+        output = kernel(q, k, v, documents, causal=causal, scale=scale, dropout=dropout)
+        return output.reshape(tokens, 1, -1)
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     sdpa = functools.partial(
         F.scaled_dot_product_attention, dropout_p=dropout, scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     if query.is_cuda:
-        context = sdpa(q, k, v, attn_mask=documents.allowed(tokens, causal=causal))
+        output = sdpa(q, k, v, attn_mask=documents.allowed(tokens, causal=causal))
     else:
         parts = [
             sdpa(*(each[:, :, begin:end] for each in (q, k, v)), is_causal=causal)
             for begin, end in documents.bounds(tokens)
             if end > begin
         ]
-        context = torch.cat(parts, dim=2)
-    return context.permute(2, 0, 1, 3).reshape(tokens, 1, -1)
+        output = torch.cat(parts, dim=2)
+    return output.permute(2, 0, 1, 3).reshape(tokens, 1, -1)
 
 
 def _kernel(query: torch.Tensor, dropout: float) -> Callable[..., torch.Tensor] | None:
@@ -294,8 +300,8 @@ def _by_torch(
         else:
             k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
     starts, longest = documents.starts, documents.longest
-    context: torch.Tensor = function(q, k, v, starts, starts, longest, longest, **options)
-    return context
+    output: torch.Tensor = function(q, k, v, starts, starts, longest, longest, **options)
+    return output
 
 
 def _by_flash_attention(
@@ -306,8 +312,8 @@ def _by_flash_attention(
     function = _imported("flash_attn", "flash_attn_varlen_func")
     assert function is not None
     starts, longest = documents.starts, documents.longest
-    context: torch.Tensor = function(
+    output: torch.Tensor = function(
         q, k, v, starts, starts, longest, longest, dropout_p=dropout, softmax_scale=scale,
         causal=causal,
     )  # fmt: skip
-    return context
+    return output

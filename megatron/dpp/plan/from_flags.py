@@ -38,6 +38,7 @@ def shape_of(
         pipeline=args.pipeline_model_parallel_size,
         data=args.data_parallel_size,
         context=args.context_parallel_size,
+        gathers_keys=local,
         sequence_parallel=args.sequence_parallel,
         per_node=per_node or args.world_size,
         mapped=args.use_tp_pp_dp_mapping,

@@ -158,6 +158,8 @@ class RunShape:
 
     Args:
         layers: transformer layers of each virtual stage, stage ``chunk * pipeline + rank``.
+        gathers_keys: each context-parallel rank keeps the keys and values of all, as the local
+            layers do.
         per_node: ranks of one node.
         mapped: ``--use-tp-pp-dp-mapping``: the pipeline's stages are nearer than the replicas.
         shard: what data-parallel ranks share: ``none``, ``optimizer`` (ZeRO stage 1),
@@ -174,6 +176,7 @@ class RunShape:
     pipeline: int = 1
     data: int = 1
     context: int = 1
+    gathers_keys: bool = False
     sequence_parallel: bool = False
     per_node: int = 8
     mapped: bool = False

@@ -135,6 +135,8 @@ def transformer_config(args: Args) -> TransformerConfig:
         "pipeline_dtype": args.params_dtype,
         "batch_p2p_comm": not args.overlap_p2p_comm,
         "num_moe_experts": args.num_experts,
+        # The local layers have grouped products of their own.
+        "moe_grouped_gemm": args.moe_grouped_gemm and args.transformer_impl != "local",
         "cuda_graph_scope": [],  # as Megatron-LM's flag; the field's own default is deprecated
         "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,

@@ -98,6 +98,7 @@ def build_gpt(
         "implementation": _layer_implementation(args),
         "vp_stage": vp_stage,
         "own_masks": args.reset_attention_mask,
+        "grouped_experts": args.moe_grouped_gemm,
     }
     return GPTModel(
         **_model_values(args, config),

@@ -31,6 +31,7 @@ from megatron.core.utils import (
 )
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore.experts import GroupedExperts, GroupedLinear, weight_gradients
 from megatron.dpp.mcore.wgrad import fused as fused_wgrad
 from megatron.dpp.mcore.wgrad.te import DelayedModules
 
@@ -70,6 +71,24 @@ class _Deferred:
             layer.accumulate(torch.empty_like(layer.weight))
         else:
             layer.accumulate(grad_output.t().matmul(total_input))
+
+
+@dataclass(frozen=True)
+class _DeferredGroup:
+    """The operands of the weight gradients of one linear layer of all experts."""
+
+    accumulate: list[Callable[[torch.Tensor], None]]
+    input: torch.Tensor
+    grad_output: torch.Tensor
+    ends: torch.Tensor
+
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.input, self.grad_output))
+
+    def compute(self) -> None:
+        gradients = weight_gradients(self.input, self.grad_output, self.ends)
+        for accumulate, gradient in zip(self.accumulate, gradients, strict=True):
+            accumulate(gradient)
 
 
 class DeferredWork(Protocol):
@@ -168,6 +187,7 @@ class WeightGradients:
         self._current: dict[int, list[DeferredWork]] | None = None
         self._waiting: dict[tuple[int, int], dict[int, list[DeferredWork]]] = {}
         self._layers: list[tuple[Any, Callable[..., torch.Tensor]]] = []
+        self._groups: list[tuple[GroupedLinear, Callable[..., None]]] = []
         self._held_bytes = 0
         self._delayed: list[DelayedModules] = []
         self.num_pieces = tuple(self._prepare(chunk) for chunk in chunks)
@@ -199,6 +219,8 @@ class WeightGradients:
             for module in layer.modules():
                 if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                     self._add(module, number, chunk)
+                elif isinstance(module, GroupedExperts):
+                    self._add_group(module, number, chunk)
         deferred = self._delayed[-1] or len(self._layers) > num_known
         return len(layers) if deferred else 0
 
@@ -233,6 +255,17 @@ class WeightGradients:
 
         self._layers.append((module, forward_impl))
 
+    def _add_group(self, experts: GroupedExperts, piece: int, chunk: torch.nn.Module) -> None:
+        for linear in experts.linears:
+            if not all(weight.requires_grad for weight in linear.weights):
+                continue
+            accumulate = [gradient_accumulator(weight, chunk) for weight in linear.weights]
+
+            def defer(*operands: torch.Tensor, accumulate: list[Any] = accumulate) -> None:
+                self.defer(piece, _DeferredGroup(accumulate, *operands))
+
+            self._groups.append((linear, defer))
+
     @contextmanager
     def bound(self) -> Iterator[None]:
         """Make the layers' backwards defer for one step; the model is restored after it."""
@@ -240,11 +273,15 @@ class WeightGradients:
             modules.restart()
         for module, forward_impl in self._layers:
             module._forward_impl = forward_impl
+        for linear, defer in self._groups:
+            linear.defer = defer
         try:
             yield
         finally:
             for module, _ in self._layers:
                 del module._forward_impl
+            for linear, _ in self._groups:
+                linear.defer = None
         for modules in self._delayed:
             modules.check_empty()
 

@@ -1,0 +1,81 @@
+"""Grouped products of experts, without a model around them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore import experts
+from megatron.dpp.mcore.experts import GroupedExperts, GroupedLinear, weight_gradients
+
+COUNTS = [5, 0, 9]
+
+
+def layers(dtype: torch.dtype = torch.float32) -> list[torch.nn.Linear]:
+    torch.manual_seed(1)
+    return [torch.nn.Linear(16, 24, bias=False, dtype=dtype) for _ in COUNTS]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("together", [True, False])
+def test_products_equal_those_of_one_expert_after_the_other(
+    dtype: torch.dtype, together: bool
+) -> None:
+    """Bit by bit, where an expert has no token, too, and where the weights lie apart."""
+    own, single = layers(dtype), layers(dtype)
+    linear = GroupedLinear(own)
+    if together:
+        linear.lay_out()
+    assert (linear.together().data_ptr() == own[0].weight.data_ptr()) is together
+    tokens = torch.randn(sum(COUNTS), 16, dtype=dtype)
+    ends = torch.tensor(COUNTS).cumsum(0).to(torch.int32)
+    one, other = (tokens.clone().requires_grad_() for _ in range(2))
+    got = linear(one, ends)
+    parts = zip(single, other.split(COUNTS), strict=True)
+    expected = torch.cat([layer(part) for layer, part in parts])
+    assert torch.equal(got, expected)
+    probe = torch.randn_like(got)
+    got.backward(probe)
+    expected.backward(probe)
+    assert torch.equal(one.grad, other.grad)
+    for layer, alone in zip(own, single, strict=True):
+        assert torch.equal(layer.weight.grad, alone.weight.grad)
+
+
+def test_weight_gradients_are_deferred_unless_autograd_would_stop_before_them() -> None:
+    linear, kept = GroupedLinear(layers()), []
+    linear.defer = lambda *operands: kept.append(operands)
+    ends = torch.tensor(COUNTS).cumsum(0).to(torch.int32)
+    tokens = torch.randn(sum(COUNTS), 16)
+    linear(tokens, ends).sum().backward()  # nothing before it wants a gradient
+    now = [weight.grad for weight in linear.weights]
+    assert not kept and all(gradient is not None for gradient in now)
+    for weight in linear.weights:
+        weight.grad = None
+    linear(tokens.requires_grad_(), ends).sum().backward()
+    assert len(kept) == 1 and not any(weight.grad is not None for weight in linear.weights)
+    for got, wanted in zip(weight_gradients(*kept[0]), now, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_what_cannot_be_grouped_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = GroupedExperts.__new__(GroupedExperts)
+    torch.nn.Module.__init__(built)
+    built.config = SimpleNamespace(add_bias_linear=False)
+    weight = SimpleNamespace(
+        is_cuda=True, dtype=torch.bfloat16, shape=(24, 12), element_size=lambda: 2
+    )
+    built.linears = (SimpleNamespace(weights=[weight]),)
+    with pytest.raises(ConfigError, match=r"experts of \[24, 12\] in torch.bfloat16"):
+        built._check()
+    weight.shape = (24, 16)
+    built._check()
+    built.config.add_bias_linear = True
+    with pytest.raises(ConfigError, match="--disable-bias-linear"):
+        built._check()
+    monkeypatch.setattr(experts, "grouped_mm", None)
+    with pytest.raises(ConfigError, match=r"has no torch.nn.functional.grouped_mm"):
+        built._check()
