@@ -65,7 +65,7 @@ def compare(folder: Path, num_ranks: int, cases: list[tuple[str, str]]) -> None:
             assert main([str(source), str(ours)]) == 0
             with torch.no_grad():
                 wanted[family] = tiny.load(source)(tokens).logits
-        words = [*tiny.words(source), *FLAGS.split(), "--load", str(ours), *LAYOUTS[layout].split()]
+        words = [*tiny.words(source), *FLAGS, "--load", str(ours), *LAYOUTS[layout].split()]
         lines.append([f"{family}-{layout}", words])
     (folder / "cases.json").write_text(json.dumps(lines))
     run_ranks(WORKER, num_ranks, [str(folder / "cases.json")], timeout=150)

@@ -81,7 +81,10 @@ def ddp_config(**values: Any) -> Any:
     return PLAIN_DDP_CONFIG(**values, delay_wgrad_compute=DELAY[0])
 
 
-def block_spec(config: Any, *, implementation: str, vp_stage: int | None) -> Any:
+def block_spec(
+    config: Any, *, implementation: str, vp_stage: int | None, grouped_experts: bool
+) -> Any:
+    assert not grouped_experts
     if REAL:
         return training_spec(config, implementation="transformer_engine", vp_stage=vp_stage)
     layer = copy.deepcopy(get_gpt_layer_with_transformer_engine_spec())

@@ -238,6 +238,7 @@ def test_an_environment_that_must_not_be_written_to_gets_a_venv_over_it(
     commands: list[list[str]] = []
     at_hand = environment(is_writable=False, missing=["tqdm>=4"])
     monkeypatch.setattr(setup_environment, "VENV_PYTHON", tmp_path / ".venv" / "bin" / "python")
+    monkeypatch.setattr(setup_environment, "KEPT", tmp_path / "build" / "python")
     monkeypatch.setattr(setup_environment, "describe", lambda _: at_hand)
     monkeypatch.setattr(setup_environment, "inspect", lambda python, _: environment(python=python))
     monkeypatch.setattr(

@@ -20,7 +20,7 @@ from megatron.dpp.train.checkpointing import Checkpointer, Wanted
 ARGS = {
     "ckpt_format": "torch", "async_save": False, "exit_signal_handler": False,
     "save_retain_interval": None, "load": None, "ckpt_step": None, "pretrained_checkpoint": None,
-    "exit_on_missing_checkpoint": False, "finetune": False, "no_load_optim": False,
+    "exit_on_missing_checkpoint": False, "finetune": False, "load_hf": None, "no_load_optim": False,
     "no_load_rng": False, "no_save_optim": False, "no_save_rng": False, "fp16": False,
     "bf16": False, "use_torch_fsdp2": False, "use_distributed_optimizer": False, "world_size": 1,
     "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,

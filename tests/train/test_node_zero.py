@@ -17,6 +17,7 @@ dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, 
 args = argparse.Namespace(world_size=2)
 run = Run(args=args, rank=rank, device=torch.device("cpu"), timers=None)
 run.say_ends("lm loss: 4.2" if rank else "of rank 0, which has no loss")
+dist.barrier()  # a rank that ends first cuts the others' connections
 dist.destroy_process_group()
 """
 
