@@ -93,6 +93,12 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--seq-length 64", 1, "--max-position-embeddings 32 is below"),
         ("--batch-size 4", 1, "use --micro-batch-size"),
         ("--context-parallel-size 2 --reset-attention-mask", 2, "cut causal attention alone"),
+        (
+            "--seq-length 12 --context-parallel-size 2 --tensor-model-parallel-size 4 "
+            "--sequence-parallel",
+            8,
+            "12 is not divisible by --tensor-model-parallel-size 4 times --context-parallel-size 2",
+        ),
         ("--num-experts 4", 1, "cannot add an expert's bias; add --disable-bias-linear"),
         (
             "--num-experts 4 --expert-model-parallel-size 2 --moe-grouped-gemm",

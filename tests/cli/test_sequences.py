@@ -11,6 +11,7 @@ import numpy
 import pytest
 
 from megatron.dpp.cli.files import check_data
+from megatron.dpp.cli.validate_sequences import _check_packing
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.sim.lengths import read_costs
 
@@ -88,3 +89,21 @@ def test_tokens_without_marks_of_answers_are_refused(tmp_path: Path) -> None:
     index(tmp_path / "y_chat_document")
     with pytest.raises(DataError, match="y_answers_document"):
         checked(tmp_path / "y_chat_document")
+
+
+def test_further_tokens_of_packed_and_cut_rows_are_refused() -> None:
+    """megatron-core looks for the next token in a document's part on the same rank."""
+    args = argparse.Namespace(
+        packing="ffd",
+        packing_budget=None,
+        micro_batch_size=1,
+        context_parallel_size=2,
+        transformer_impl="local",
+        mtp_num_layers=1,
+        seq_length=64,
+    )
+    with pytest.raises(ConfigError, match="does not go with --mtp-num-layers 1"):
+        _check_packing(args)
+    args.mtp_num_layers = None
+    _check_packing(args)
+    assert args.packing_budget == 64

@@ -151,11 +151,18 @@ def test_a_router_out_of_balance_costs_time_and_memory() -> None:
 
 def test_context_parallel_ranks_pass_keys_and_values_round() -> None:
     alone = dataclasses.replace(shape(), data=1)
-    ring = dataclasses.replace(alone, context=4)
+    ring = dataclasses.replace(alone, context=4, gathers_keys=False)
     assert traffic(alone).context == 0
     # Of the 64 tokens of a rank, to three others: in F keys and values, in B also their gradients.
     assert traffic(ring).context == 8 * ring.num_microbatches * 3 * 3 * 2 * 64 * 256 * 2
     assert least_bytes(ring) < least_bytes(alone)
+    gathered = dataclasses.replace(ring, gathers_keys=True)
+    assert traffic(gathered).context == traffic(ring).context * 2 / 3
+    again = dataclasses.replace(gathered, recompute="selective")
+    assert traffic(again).context == traffic(ring).context
+    # A ring passes beside the products of attention, a gather comes before them.
+    device = dataclasses.replace(even_device(), link=1e11)
+    assert estimate(gathered, device).seconds > estimate(ring, device).seconds
 
 
 def test_flops_of_experts_are_those_of_the_layers_that_hold_them() -> None:

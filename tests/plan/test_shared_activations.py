@@ -22,6 +22,8 @@ def test_context_ranks_share_all_out(flags: str) -> None:
     keys = 2 * shared.element_bytes * shared.tokens * shared.model.keys
     gathering = dataclasses.replace(shared, gathers_keys=True)
     assert layer_bytes(gathering) == pytest.approx(layer_bytes(shared) + 3 * keys)
+    again = dataclasses.replace(gathering, recompute="selective")  # gathered once more in B
+    assert layer_bytes(again) == layer_bytes(dataclasses.replace(again, gathers_keys=False))
 
 
 @pytest.mark.parametrize("measure", [layer_bytes, deferred_bytes, head_bytes, logits])

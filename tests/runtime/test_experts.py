@@ -61,6 +61,18 @@ def test_weight_gradients_are_deferred_unless_autograd_would_stop_before_them() 
         assert torch.equal(got, wanted)
 
 
+def test_no_gradient_is_added_within_a_product() -> None:
+    """Without tokens the experts run one after the other. If that added a gradient in place, DDP
+    would take the next microbatch's for added, too.
+    """
+    built = GroupedExperts.__new__(GroupedExperts)
+    torch.nn.Module.__init__(built)
+    fused = [SimpleNamespace(gradient_accumulation_fusion=True) for _ in COUNTS]
+    built.linears = (GroupedLinear(fused[:1]), GroupedLinear(fused[1:]))
+    built._leave_fusion()
+    assert not any(layer.gradient_accumulation_fusion for layer in fused)
+
+
 def test_what_cannot_be_grouped_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     built = GroupedExperts.__new__(GroupedExperts)
     torch.nn.Module.__init__(built)

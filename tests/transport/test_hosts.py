@@ -18,6 +18,7 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, PeerDead, SetupError
 from megatron.dpp.transport.rendezvous import Rendezvous
 from tests.netns import ADDRESSES, Hosts, two_hosts
+from tests.runtime.launcher import free_port
 from tests.transport.kinds import PATIENCE, forked, open_from_file, opened, pair, take_next
 
 LISTENING = "0A"
@@ -115,11 +116,11 @@ def run_over(port_range: tuple[int, int]) -> list[int]:
 def free_ports(count: int) -> int:
     """The first of so many free ports in a row."""
     while True:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            for port in range(first + 1, first + count):
+        first = free_port()
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
                 stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return int(first)
+            return first
 
 
 def test_ranks_listen_on_the_named_ports_alone_and_again() -> None:

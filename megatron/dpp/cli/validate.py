@@ -162,9 +162,9 @@ def _layout(args: Args) -> None:
         args.sequence_parallel = False
     if args.sequence_parallel:
         require(
-            args.seq_length % tensor == 0,
-            f"--seq-length {args.seq_length} is not divisible by "
-            f"--tensor-model-parallel-size {tensor} (--sequence-parallel)",
+            args.seq_length % (tensor * context) == 0,
+            f"--seq-length {args.seq_length} is not divisible by --tensor-model-parallel-size "
+            f"{tensor} times --context-parallel-size {context} (--sequence-parallel)",
         )
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = tensor

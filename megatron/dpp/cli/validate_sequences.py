@@ -74,6 +74,12 @@ def _check_packing(args: argparse.Namespace) -> None:
         f"--packing {args.packing} with --context-parallel-size {args.context_parallel_size} needs "
         f"--transformer-impl local, not {args.transformer_impl}",
     )
+    require(
+        args.context_parallel_size == 1 or not args.mtp_num_layers,
+        f"--packing {args.packing} with --context-parallel-size {args.context_parallel_size} does "
+        f"not go with --mtp-num-layers {args.mtp_num_layers}: the next tokens of a packed document "
+        "lie on another rank",
+    )
     if args.packing_budget is None:
         args.packing_budget = args.seq_length
     require(args.packing_budget >= 1, f"--packing-budget {args.packing_budget}: must be at least 1")

@@ -148,8 +148,18 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
             GroupedLinear([getattr(expert, name) for expert in self.local_experts])
             for name in names
         )
+        if len(self.local_experts) > 1:
+            self._leave_fusion()
         self._check()
         self._lay_out()
+
+    def _leave_fusion(self) -> None:
+        """Let no weight gradient be added within a product: where no expert has a token, one after
+        the other would do so, and DDP would drop the gradients of later grouped products.
+        """
+        for linear in self.linears:
+            for layer in linear.layers:
+                layer.gradient_accumulation_fusion = False
 
     def _check(self) -> None:
         if grouped_mm is None:

@@ -145,8 +145,15 @@ def traffic(shape: RunShape) -> Traffic:
         tensor=layers * count * collective_bytes(shape),
         data=_data_parallel_bytes(shape),
         experts=layers * 2 * (forwards + 1) * dispatch_bytes(shape),
-        context=layers * (forwards + 2) * ring_bytes(shape),
+        context=layers * _key_exchanges(shape) * ring_bytes(shape),
     )
+
+
+def _key_exchanges(shape: RunShape) -> int:
+    """Times that a layer's keys and values go round the context-parallel ranks."""
+    if shape.gathers_keys:  # each forward gathers them, the backward scatters their gradients
+        return 2 if shape.recompute == "none" else 3
+    return 4 if shape.recompute == "full" else 3
 
 
 def _data_parallel_bytes(shape: RunShape) -> float:

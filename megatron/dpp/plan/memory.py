@@ -186,7 +186,8 @@ def _attention_bytes(shape: RunShape) -> float:
     """Queries, keys and values, the core of attention, the projection's input, a dropout mask."""
     model, e, t, tokens = shape.model, shape.element_bytes, shape.tensor, shape.tokens
     context = e * tokens * model.queries / t
-    keys = 2 * model.keys * (shape.context if shape.gathers_keys else 1)
+    gathered = shape.gathers_keys and shape.recompute != "selective"
+    keys = 2 * model.keys * (shape.context if gathered else 1)
     total = e * tokens * (model.queries + keys) / t + context
     total += e * tokens * (model.queries + model.keys) / t if model.rotary else 0
     total += shape.outside if model.hidden_dropout else 0

@@ -219,7 +219,10 @@ def _layer_seconds(shape: RunShape, device: Device) -> Times:
         for passes, slowdown in zip((1, 2), constants.ATTENTION_SLOWDOWN, strict=True)
     )
     ring, dispatch = ring_seconds(shape, device), 2 * dispatch_seconds(shape, device)
-    core, core_backward = max(core, ring), max(core_backward, 2 * ring)
+    if shape.gathers_keys:  # before attention and after it
+        core, core_backward = core + ring, core_backward + ring
+    else:
+        core, core_backward = max(core, ring), max(core_backward, 2 * ring)
     kept = layer_bytes(dataclasses.replace(shape, recompute="none"))
     before, after = (
         passes * (kept / device.bytes_per_second) for passes in constants.BETWEEN_PRODUCTS
