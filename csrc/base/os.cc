@@ -19,6 +19,8 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr size_t kPage = 4096;
 constexpr uintptr_t kLargePage = 2 << 20;
 constexpr size_t kPiece = 4 << 20;
+// Smaller blocks, as a bell's, are never refused for a control group's limit.
+constexpr size_t kLeastRefused = 1 << 20;
 
 // Memory of this machine; the largest number where the kernel does not say.
 // By a system call: a stream over /proc/meminfo has given 0 in a build where the value was not 0.
@@ -87,10 +89,12 @@ SharedMemory SharedMemory::create(const std::string& name, size_t bytes) {
     throw Error(Fault::kSetup, what + ": only " + std::to_string(total) +
                                    " bytes are available (fewer --dpp-slots need less)");
   }
-  if (const MemoryRoom room = memory_room(); bytes > room.bytes) {
-    throw Error(Fault::kSetup, what + ": only " + std::to_string(room.bytes) +
-                                   " bytes are left, as " + room.limit +
-                                   " (fewer --dpp-slots need less; docker: --memory)");
+  if (bytes >= kLeastRefused) {
+    if (const MemoryRoom room = memory_room(); bytes > room.bytes) {
+      throw Error(Fault::kSetup, what + ": only " + std::to_string(room.bytes) +
+                                     " bytes are left, as " + room.limit +
+                                     " (fewer --dpp-slots need less; docker: --memory)");
+    }
   }
   UniqueFd fd(::memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) throw Error(Fault::kSetup, with_errno("memfd_create: " + what));

@@ -212,12 +212,12 @@ PYBIND11_MODULE(_native, module) {
   module.attr("dtype_names") = dtypes;
   module.def(
       "memory_room",
-      [](const std::string& groups, const std::string& mount) -> py::object {
-        const dpp::MemoryRoom room = dpp::memory_room(groups, mount);
+      [](const std::string& groups, const std::string& mount, size_t free_swap) -> py::object {
+        const dpp::MemoryRoom room = dpp::memory_room(groups, mount, free_swap);
         if (room.limit.empty()) return py::none();
         return py::make_tuple(room.bytes, room.limit);
       },
-      py::arg("groups") = "/proc/self/cgroup", py::arg("mount") = "/sys/fs/cgroup",
+      py::arg("groups"), py::arg("mount"), py::arg("free_swap"),
       "(bytes left, which limit leaves them) by control groups; None without a limit.");
 
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
@@ -246,6 +246,7 @@ PYBIND11_MODULE(_native, module) {
           },
           "Owns the sockets from here on.")
       .def("drop_link", &Transport::drop_link, no_gil)
+      .def("describe_peer", &Transport::describe_peer)
       .def("make_board", &Transport::make_board)
       .def(
           "use_board",

@@ -42,6 +42,7 @@ class Peer {
 
   int rank() const { return rank_; }
   const std::string& description() const { return description_; }
+  void describe(std::string description) { description_ = std::move(description); }  // at set-up
   int socket() const { return socket_.get(); }
   int pidfd() const { return pidfd_.get(); }
   bool departed() const { return departed_.load(std::memory_order_acquire); }
@@ -70,7 +71,7 @@ class Peer {
   void parse(const OnNote& on_note);
 
   const int rank_;
-  const std::string description_;
+  std::string description_;
   UniqueFd socket_;
   UniqueFd pidfd_;
   std::optional<Bell> bell_;

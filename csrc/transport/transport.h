@@ -57,6 +57,9 @@ class Transport {
   }
   // Undoes the set-up of a peer's channels and link, which another kind then sets up anew.
   void drop_link(int peer);
+  void describe_peer(int peer, std::string description) {
+    find_peer(peer)->describe(std::move(description));
+  }
   Bell* bell() { return &bell_; }
   const Copier& copier() const { return copier_; }
   const ChannelSpec& incoming(size_t channel) const { return incoming_.at(channel).spec; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,21 +17,26 @@ from tests.conftest import REPOSITORY
 
 MIB = 1 << 20
 PATIENCE = 60.0
-SECOND = ("", "memory.max", "memory.current", "")
-FIRST = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+SECOND = ("", "memory.max", "memory.current", "", "memory.swap.max")
+FIRST = (
+    *("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    "memory.memsw.limit_in_bytes",
+)
+UNLIMITED = 9223372036854771712
+"""The limit of a group of version 1 that has none."""
 
 
-def room(tmp_path: Path, line: str) -> tuple[int, str] | None:
+def room(tmp_path: Path, line: str, free_swap: int = 0) -> tuple[int, str] | None:
     (tmp_path / "groups").write_text(f"3:cpu:/elsewhere\n{line}\n")
     found: tuple[int, str] | None = load_native().memory_room(
-        str(tmp_path / "groups"), str(tmp_path)
+        str(tmp_path / "groups"), str(tmp_path), free_swap
     )
     return found
 
 
 def group(folder: Path, version: tuple[str, ...], limit: str, used: int, cached: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    _, limit_file, used_file, prefix = version
+    limit_file, used_file, prefix = version[1:4]
     (folder / limit_file).write_text(f"{limit}\n")
     (folder / used_file).write_text(f"{used}\n")
     (folder / "memory.stat").write_text(
@@ -63,15 +69,107 @@ def test_without_a_limit_or_readable_files_there_is_room(tmp_path: Path) -> None
     group(tmp_path, SECOND, "much", 0)
     assert room(tmp_path, "0::/") is None
     assert room(tmp_path, "nonsense") is None
-    assert load_native().memory_room("/none", "/none") is None
+    assert load_native().memory_room("/none", "/none", 0) is None
+
+
+def test_the_largest_number_of_version_1_is_no_limit(tmp_path: Path) -> None:
+    group(tmp_path / "memory/a", FIRST, str(UNLIMITED), 90 * MIB)
+    assert room(tmp_path, "4:memory:/a") is None
+
+
+def test_caches_of_the_kernel_do_not_count_as_used(tmp_path: Path) -> None:
+    group(tmp_path, SECOND, str(100 * MIB), 90 * MIB, cached=10 * MIB)
+    with (tmp_path / "memory.stat").open("a") as file:
+        file.write(f"slab_reclaimable {50 * MIB}\nslab_unreclaimable {20 * MIB}\n")
+    found = room(tmp_path, "0::/")
+    assert found is not None and found[0] == 70 * MIB
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "parents_limit", "free", "left"),
+    [
+        ("max", 0, "max", 30 * MIB, 40 * MIB),  # this machine's
+        ("max", 0, "max", 0, 10 * MIB),
+        (str(50 * MIB), 45 * MIB, "max", 30 * MIB, 15 * MIB),
+        ("0", 0, "max", 30 * MIB, 10 * MIB),
+        ("max", 0, "0", 30 * MIB, 10 * MIB),
+    ],
+)
+def test_free_swap_is_room_too(
+    limit: str, used: int, parents_limit: str, free: int, left: int, tmp_path: Path
+) -> None:
+    group(tmp_path / "a", SECOND, "max", 0)
+    group(tmp_path / "a/b", SECOND, str(100 * MIB), 90 * MIB)
+    for folder, most, swapped in (("a", parents_limit, 0), ("a/b", limit, used)):
+        (tmp_path / folder / "memory.swap.max").write_text(f"{most}\n")
+        (tmp_path / folder / "memory.swap.current").write_text(f"{swapped}\n")
+    found = room(tmp_path, "0::/a/b", free)
+    assert found is not None and found[0] == left
+    assert found[1].endswith(f"and {left - 10 * MIB} bytes of swap are free")
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"),
+    [(100 * MIB, 10 * MIB), (115 * MIB, 25 * MIB), (200 * MIB, 40 * MIB), (UNLIMITED, 40 * MIB)],
+)
+def test_limits_of_swap_in_version_1_count_memory_too(
+    limit: int, left: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "memory"
+    group(folder, FIRST, str(100 * MIB), 90 * MIB)
+    (folder / "memory.memsw.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.memsw.usage_in_bytes").write_text(f"{90 * MIB}\n")
+    found = room(tmp_path, "4:memory:/", free_swap=30 * MIB)
+    assert found is not None and found[0] == left
 
 
 ASKS = """
 import socket, sys
 from tests.transport import raw
 native = raw.load(sys.argv[1])
-raw.start(native, 1, [raw.channel(0, 256 << 20)], [socket.socketpair()[0] for _ in range(2)])
+slots = [raw.channel(0, int(sys.argv[2]))]
+raw.start(native, 1, slots, [socket.socketpair()[0] for _ in range(2)]).close()
 """
+ELSEWHERE = """
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <fcntl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+extern "C" int open(const char* path, int flags, ...) {
+  std::string found = path;
+  if (found == "/proc/self/cgroup" || found.rfind("/sys/fs/cgroup/", 0) == 0)
+    found = std::getenv("GROUPS_BELOW") + found;
+  return static_cast<int>(syscall(SYS_openat, AT_FDCWD, found.c_str(), flags, 0666));
+}
+"""
+
+
+def ask(slot_bytes: int, *before: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Open a transport with two slots in a process of its own."""
+    return subprocess.run(
+        [*before, sys.executable, "-c", ASKS, load_native().__file__, str(slot_bytes)],
+        cwd=REPOSITORY, env=os.environ | settings, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the other open with")
+def test_a_full_group_refuses_slots_but_no_small_block(tmp_path: Path) -> None:
+    library = tmp_path / "elsewhere.so"
+    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
+    subprocess.run(command, input=ELSEWHERE, text=True, check=True, timeout=PATIENCE)
+    full = tmp_path / "sys/fs/cgroup"
+    group(full, SECOND, str(64 * MIB), 64 * MIB)
+    (full / SECOND[4]).write_text("0")
+    (full / "memory.swap.current").write_text("0")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    settings = {"LD_PRELOAD": str(library), "GROUPS_BELOW": str(tmp_path)}
+    done = ask(MIB, **settings)
+    assert done.returncode == 1 and "only 0 bytes are left, as the limit of" in done.stderr
+    done = ask(MIB // 4, **settings)
+    assert done.returncode == 0, done.stderr
 
 
 @contextlib.contextmanager
@@ -79,16 +177,18 @@ def limited(mebibytes: int) -> Iterator[Path]:
     """A control group of this machine with a limit; skips where none can be made."""
     first = Path("/sys/fs/cgroup/memory")
     folder = (first if first.is_dir() else first.parent) / f"dpp-test-{os.getpid()}"
-    name = FIRST[1] if first.is_dir() else SECOND[1]
+    version = FIRST if first.is_dir() else SECOND
     try:
         folder.mkdir()
     except OSError as error:
         pytest.skip(f"no control group can be made: {error}")
     try:
         try:
-            (folder / name).write_text(str(mebibytes * MIB))
+            (folder / version[1]).write_text(str(mebibytes * MIB))
         except OSError as error:
             pytest.skip(f"no limit can be set: {error}")
+        if (folder / version[4]).exists():  # no swap
+            (folder / version[4]).write_text(str(mebibytes * MIB) if version is FIRST else "0")
         yield folder
     finally:
         folder.rmdir()
@@ -96,11 +196,8 @@ def limited(mebibytes: int) -> Iterator[Path]:
 
 def test_slots_beyond_a_real_limit_are_refused_before_they_are_allocated() -> None:
     with limited(256) as folder:
-        done = subprocess.run(
-            ["sh", "-c", f'echo $$ > {folder}/cgroup.procs && exec "$@"', "sh",
-             sys.executable, "-c", ASKS, load_native().__file__],
-            cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE,
-        )  # fmt: skip
+        enter = f'echo $$ > {folder}/cgroup.procs && exec "$@"'
+        done = ask(256 * MIB, "sh", "-c", enter, "sh")
     assert done.returncode == 1, done.stderr
     assert "SetupError" in done.stderr
     assert f"the limit of control group {folder} is {256 * MIB} bytes" in done.stderr

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +27,8 @@ from megatron.dpp.errors import (
 )
 from megatron.dpp.transport import TransportOptions
 from megatron.dpp.transport.choose import choose
-from megatron.dpp.transport.joining import Facts
-from megatron.dpp.transport.kinds import kinds_of_links
+from megatron.dpp.transport.joining import Facts, PeerLink
+from megatron.dpp.transport.kinds import kinds_of_links, rdma
 from megatron.dpp.transport.native import load_native
 from megatron.dpp.transport.options import RdmaOptions
 from megatron.dpp.transport.rdma_ports import (
@@ -199,6 +203,58 @@ def test_auto_gives_links_that_cannot_be_set_up_to_tcp(
         assert "[rdma: rank " in link.reason and text in link.reason, link.reason
     if times == 1:
         assert links[0].reason == links[1].reason
+
+
+def test_errors_name_the_kind_that_a_link_has_fallen_back_to(
+    trouble: Trouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[socket.socket] = []
+    original = PeerLink.receive
+
+    def receive(self: PeerLink, max_fds: int = 0) -> tuple[dict[str, Any], list[int]]:
+        if self.rank == 1 and not kept:
+            kept.append(self.sock.dup())
+        return original(self, max_fds)
+
+    monkeypatch.setattr(PeerLink, "receive", receive)
+    trouble("fail-registration", 100)
+    with opened("auto", pair()) as (a, _), kept[0] as control:
+        control.sendall(b"\0\0\x63")  # a note of no known kind
+        error = until_failure(a)
+    assert re.search(r"rank 1 \(pid \d+ on .*, tcp\) sent a note of kind 99", str(error)), error
+
+
+@pytest.mark.parametrize("letter", ["x", "\u00e4", "\U0001f600", '"', "\udcff", " a\n"])
+def test_a_fault_of_any_letters_fits_into_a_set_up_message(
+    letter: str, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise SetupError("no way: " + letter * 5000)
+
+    monkeypatch.setattr(rdma, "_make", refuse)
+    with opened("auto", pair()) as (a, b):
+        links = [end.links()[0] for end in (a, b)]
+    for link in links:
+        assert link.kind == "tcp" and "[rdma: rank " in link.reason and "no way: " in link.reason
+        assert len(link.reason) < 1000 and "\n" not in link.reason
+
+
+@pytest.mark.parametrize("failed", ["\u00e4" * 2000, "  ", ["\n"] * 500, 7])
+def test_what_a_peer_says_of_its_fault_fits_too(
+    failed: object, monkeypatch: pytest.MonkeyPatch, trouble: Trouble
+) -> None:
+    original = PeerLink.send
+
+    def send(self: PeerLink, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        if self.rank == 0 and "rdma" in message:
+            body = json.dumps({"failed": failed}, ensure_ascii=False).encode()
+            self.sock.sendall(len(body).to_bytes(2, "little") + body)
+        else:
+            original(self, message, fds)
+
+    monkeypatch.setattr(PeerLink, "send", send)
+    with opened("auto", pair()) as (a, b):
+        assert [end.links()[0].kind for end in (a, b)] == ["tcp", "tcp"]
 
 
 def test_auto_uses_rdma_that_can_be_set_up(trouble: Trouble) -> None:

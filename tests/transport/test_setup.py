@@ -184,6 +184,27 @@ def test_facts_of_wrong_types_are_named(field: str, value: Any) -> None:
     assert "rank 1" in said or kind == "VersionMismatch"
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("tcp_address", ["h", float("inf")], "port inf, expected 1 to 65535"),
+        ("tcp_address", ["h", 99999], "port 99999, expected 1 to 65535"),
+        ("tcp_address", ["h", 0], "port 0, expected"),
+        ("tcp_address", ["h", "80"], "port 80, expected"),
+        ("tcp_address", ["h\0", 80], "host 'h"),
+        ("tcp_address", [5, 80], "host '5'"),
+        ("found", {"rdma": 5}, "found rdma is '5'"),
+        ("found", {"rdma": {}}, "'place'"),
+        ("found", {"rdma": {"place": {}}}, "missing 4 required"),
+        ("found", {"rdma": {"place": 5}}, "must be a mapping"),
+    ],
+)
+def test_facts_with_wrong_contents_are_named(field: str, value: Any, text: str) -> None:
+    said = refused_facts(json.dumps({**GOOD, field: value}))
+    assert said.startswith("ProtocolError: rank 0: the store holds broken facts of rank 1"), said
+    assert text in said
+
+
 @pytest.mark.parametrize("kind", [socket.SOCK_SEQPACKET, socket.SOCK_STREAM])
 @pytest.mark.parametrize(
     ("sent", "error", "text"),

@@ -229,15 +229,20 @@ class _Opening:
             assert failed.instead is not None
             reason = f"{failed.instead.reason} [{failed.kind.name}: {why}]"
             self._choices[peer] = dataclasses.replace(failed.instead, reason=reason)
+            setup.native.describe_peer(peer, self._description(peer))
         setup.failed.clear()
 
     def _add_peer(self, native: Any, control: Connection, fds: list[int]) -> None:
         peer = control.peer
-        facts, kind = self._facts[peer], self._choices[peer].kind.name
-        about = f"rank {peer} (pid {facts.pid} on {facts.hostname}, {kind})"
         socket_fd = os.dup(control.sock.fileno())
         pidfd, control.pidfd = control.pidfd, -1
-        native.add_peer(peer, about, socket_fd, pidfd, fds[0] if fds else -1)
+        bell_fd = fds[0] if fds else -1
+        native.add_peer(peer, self._description(peer), socket_fd, pidfd, bell_fd)
+
+    def _description(self, peer: int) -> str:
+        """A peer's name in errors."""
+        facts, kind = self._facts[peer], self._choices[peer].kind.name
+        return f"rank {peer} (pid {facts.pid} on {facts.hostname}, {kind})"
 
     def _send_offer(self, link: PeerLink, board_fd: int) -> None:
         message: dict[str, Any] = {"channels": _digest(self._incoming, link.incoming)}

@@ -31,6 +31,7 @@ from megatron.dpp.transport import handshake
 from megatron.dpp.transport.admission import Admission, Connection, identify
 from megatron.dpp.transport.joining import Facts
 from megatron.dpp.transport.options import TransportOptions
+from megatron.dpp.transport.rdma_ports import Place
 
 CONTROL = "control"
 """Purpose of a link's first connection, whose end means that the peer is gone."""
@@ -318,13 +319,17 @@ def _read_facts(text: str, peer: int, own: Facts) -> Facts:
         fields = handshake.read_object(text)
         _compare(own, fields)
         if (address := fields["tcp_address"]) is not None:
-            host, port = address
-            fields["tcp_address"] = (str(host), int(port))
+            fields["tcp_address"] = _read_address(*address)
         facts = Facts(**fields)
         for name, value in asdict(facts).items():
             ours = getattr(own, name)
             if name != "tcp_address" and type(value) is not type(ours):
                 raise TypeError(f"{name} is {str(value)[:80]!r}")
+        for kind, result in facts.found.items():
+            if not isinstance(result, dict):
+                raise TypeError(f"found {kind} is {str(result)[:80]!r}")
+            if "missing" not in result:
+                Place(**result["place"])
         if facts.rank != peer:
             raise ValueError(f"they are of rank {facts.rank}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -332,6 +337,15 @@ def _read_facts(text: str, peer: int, own: Facts) -> Facts:
             f"rank {own.rank}: the store holds broken facts of rank {peer}: {error}"
         ) from error
     return facts
+
+
+def _read_address(host: Any, port: Any) -> tuple[str, int]:
+    """A host and a port of TCP, such as a socket can connect to."""
+    if type(port) is not int or not 0 < port < 65536:
+        raise ValueError(f"tcp_address has port {str(port)[:80]}, expected 1 to 65535")
+    if not isinstance(host, str) or not host.isascii() or "\0" in host:
+        raise ValueError(f"tcp_address has host {str(host)[:80]!r}")
+    return host, port
 
 
 def _compare(own: Facts, peer: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ is ``csrc/transport/rdma.h``.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -23,7 +24,7 @@ _NAME = "rdma"
 _ELEMENT_BYTES = 4
 """Bytes of the widest usual element; --workload counts elements."""
 _LONGEST_FAULT = 800
-"""Characters of a fault that a set-up message has room for."""
+"""Encoded bytes of a fault that a set-up message has room for."""
 
 
 def look(
@@ -121,15 +122,25 @@ class _Faults:
             asked_for = self._setup.options.gpudirect == "on"
             if link.peer not in self._setup.has_other_kind or asked_for:
                 raise
-            self.found[link.peer] = f"rank {link.rank}: {one_line(error, _LONGEST_FAULT)}"
+            self.found[link.peer] = _fitting(f"rank {link.rank}: {one_line(error)}")
 
     def hear(self, link: PeerLink, message: Mapping[str, Any]) -> None:
         """Note the fault in a peer's message, unless there is one already."""
-        if not (failed := message.get("failed")):
+        if not message.get("failed"):
             return
+        failed = _fitting(str(message["failed"])) or "no reason given"
         if link.peer not in self._setup.has_other_kind:
             raise SetupError(f"rank {link.rank}: RDMA with rank {link.peer} failed there: {failed}")
-        self.found.setdefault(link.peer, str(failed))
+        self.found.setdefault(link.peer, failed)
+
+
+def _fitting(fault: str) -> str:
+    """The beginning of a fault, as one line of at most ``_LONGEST_FAULT`` bytes of JSON."""
+    text = fault[:_LONGEST_FAULT].encode(errors="replace").decode()  # no half surrogate pairs
+    text = " ".join(text.split())
+    while len(json.dumps(text)) > _LONGEST_FAULT:
+        text = text[:-1].rstrip()
+    return text
 
 
 def _connect(made: Any, link: PeerLink, message: Mapping[str, Any]) -> None:
