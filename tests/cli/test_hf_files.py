@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.dpp.cli import hf_files
+from megatron.dpp.cli import checkpoint_args, hf_files
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.checkpoint_args import STRUCTURE
 from megatron.dpp.cli.validate import validate
@@ -157,6 +157,21 @@ def test_an_export_needs_the_folder_that_training_started_from(tmp_path: Path) -
     with pytest.raises(DataError, match=r"--save-hf .*--rotary-base is 7, there 500000"):
         check([*words, "--rotary-base", "7"], *target, "--pretrained-checkpoint", converted)
     assert to_megatron.ORIGIN == hf_files.ORIGIN
+
+
+@pytest.mark.parametrize("family", _FOLDERS)
+def test_a_converted_checkpoint_brings_its_whole_model(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--use-checkpoint-args`` gives what the folder's flags would have given."""
+    folder, _ = make(tmp_path / "there", family)
+    saved = to_megatron.saved_args(read_config(folder))
+    monkeypatch.setattr(checkpoint_args, "find_start", lambda _: folder)
+    monkeypatch.setattr(checkpoint_args, "_required_args", lambda _: saved)
+    args = parse_args([*_RUN.split(), "--use-checkpoint-args", "--load", str(folder)])
+    checkpoint_args.take_checkpoint_args(args)
+    args.load_hf = str(folder)
+    hf_files.check_hf(validate(args, 1, "gpt"))
 
 
 def test_every_attribute_of_the_structure_is_one_of_a_flag() -> None:
