@@ -108,16 +108,16 @@ def _structure(args: argparse.Namespace) -> dict[str, Any]:
         values["num_query_groups"] = args.num_attention_heads
     values["kv_channels"] = args.kv_channels or args.hidden_size // args.num_attention_heads
     values["moe_ffn_hidden_size"] = args.moe_ffn_hidden_size or args.ffn_hidden_size
-    values["add_qkv_bias"] |= args.add_bias_linear
     if args.position_embedding_type == "learned_absolute":
         values["max_position_embeddings"] = args.max_position_embeddings
     rotary = args.position_embedding_type == "rope"
-    idle = {
+    used = {
+        "add_qkv_bias": not args.add_bias_linear,  # which implies it
         "rope_scaling_factor": args.use_rope_scaling,
         **{name: rotary for name in values if name.startswith(("rotary_", "use_rope"))},
         **{name: args.num_experts for name in values if name.startswith("moe_")},
     }
-    return {name: value for name, value in values.items() if idle.get(name, True)}
+    return {name: value for name, value in values.items() if used.get(name, True)}
 
 
 _FLAGS = {"layernorm_epsilon": "--norm-epsilon", "add_bias_linear": "--disable-bias-linear"}
