@@ -124,6 +124,14 @@ def test_another_tokenizer_is_refused(name: str, tmp_path: Path) -> None:
     assert f"its tokenizer is not {other}: 'b' is 0 there, 1 in {name}" in str(error.value)
 
 
+def test_a_vocabulary_beside_sentence_pieces_is_refused(tmp_path: Path) -> None:
+    folder, words = make(tmp_path / "there", "llama")
+    (folder / "tokenizer.model").touch()
+    check(words, "--load-hf", folder)
+    with pytest.raises(DataError, match=r"its tokenizer is tokenizer\.model, --vocab-file mine"):
+        check(words, "--load-hf", folder, "--vocab-file", "mine")
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -17,6 +17,7 @@ from megatron.dpp.text_files import read_text
 ORIGIN = "hf"
 """Folder beside a converted checkpoint that keeps ``config.json`` and the tokenizer."""
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
+_PIECES = "tokenizer.model"
 
 
 def check_hf(args: argparse.Namespace) -> None:
@@ -135,9 +136,14 @@ def _spelled(name: str, value: Any) -> str:
 
 
 def _check_tokenizer(args: argparse.Namespace, folder: Path) -> None:
-    """Refuse a vocabulary with other ids than the folder's, as far as both are files of JSON."""
+    """Refuse a vocabulary with other ids than the folder's, as far as they can be read."""
     given = getattr(args, "tokenizer_model", None) or args.vocab_file
     theirs = next((folder / name for name in _VOCABULARIES if (folder / name).is_file()), None)
+    if theirs is None and args.vocab_file and (folder / _PIECES).is_file():
+        raise DataError(
+            f"--load-hf {folder}: its tokenizer is {_PIECES}, --vocab-file {args.vocab_file} has "
+            "other ids; let transformers save it as tokenizer.json"
+        )
     if given is None or theirs is None:
         return
     ours = Path(given) / _VOCABULARIES[0] if Path(given).is_dir() else Path(given)
