@@ -1,6 +1,6 @@
 """Arguments that a checkpoint holds: adopted with ``--use-checkpoint-args``, else compared.
 
-``preflight`` calls :func:`take_checkpoint_args` before it checks anything. Names and precedence are
+``preflight`` calls :func:`take_checkpoint_args` before it checks anything. Precedence is
 Megatron-LM core_v0.16.1's: sizes on the command line win, the rest of the architecture is the
 checkpoint's. ``files`` and ``checkpointing`` compare.
 """
@@ -16,19 +16,30 @@ from megatron.dpp.cli.checkpoint_files import Found, find_start
 from megatron.dpp.cli.checkpoint_reader import read_archive
 from megatron.dpp.errors import ConfigError, DataError
 
+SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
 _UNLESS_GIVEN = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "num_attention_heads",
-    "kv_channels", "max_position_embeddings", "padded_vocab_size", "ckpt_format",
+    *SIZES, "seq_length", "max_position_embeddings", "padded_vocab_size", "ckpt_format",
 )  # fmt: skip
+STRUCTURE = (
+    "num_query_groups", "group_query_attention", "position_embedding_type", "rotary_base",
+    "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling", "rope_scaling_factor", "no_rope_freq", "add_bias_linear", "add_qkv_bias",
+    "qk_layernorm", "qk_l2_norm", "squared_relu", "quick_geglu", "swiglu", "glu_linear_offset",
+    "activation_func_clamp_value", "untie_embeddings_and_output_weights", "softmax_type",
+    "softmax_scale", "window_size", "window_attn_skip_freq", "attention_output_gate",
+    "multi_latent_attention", "layernorm_zero_centered_gamma", "layernorm_epsilon",
+    "normalization", "apply_residual_connection_post_layernorm", "num_experts", "moe_layer_freq",
+    "moe_ffn_hidden_size", "moe_latent_size", "moe_router_topk", "moe_router_pre_softmax",
+    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_score_function",
+    "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_apply_probs_on_input",
+)  # fmt: skip
+"""Attributes that say what a model of given sizes computes."""
 _ALWAYS = (
-    "num_query_groups", "group_query_attention", "position_embedding_type",
-    "add_position_embedding", "use_rotary_position_embeddings", "rotary_base", "rotary_percent",
-    "rotary_interleaved", "add_bias_linear", "add_qkv_bias", "squared_relu", "swiglu",
-    "untie_embeddings_and_output_weights", "layernorm_zero_centered_gamma", "normalization",
-    "apply_query_key_layer_scaling", "attention_dropout", "hidden_dropout", "num_experts",
-    "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
-    "moe_grouped_gemm", "moe_shared_expert_intermediate_size", "moe_router_score_function",
-    "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "tokenizer_type",
+    *STRUCTURE, "add_position_embedding", "use_rotary_position_embeddings",
+    "apply_query_key_layer_scaling", "attention_dropout", "hidden_dropout", "moe_grouped_gemm",
+    "tokenizer_type", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
+    "v_head_dim", "rotary_scaling_factor", "mscale", "mscale_all_dim", "rope_type",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.dpp.cli.checkpoint_args import check_model, check_optimizer, saved_args
 from megatron.dpp.cli.checkpoint_files import Found, check_engine, check_whole, find_start
+from megatron.dpp.cli.hf_files import check_hf
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.sequence_files import (
     answers_prefix,
@@ -20,7 +21,6 @@ from megatron.dpp.cli.sequence_files import (
     read_lengths,
 )
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.models import read_config
 from megatron.dpp.plan.flops import length_costs
 from megatron.dpp.text_files import read_mapping, read_text
 from megatron.dpp.trace import TraceLayout
@@ -131,10 +131,11 @@ def check_outputs(args: argparse.Namespace) -> None:
             raise DataError(
                 f"--dpp-record {args.dpp_record}: {folder} is no directory that can be written to"
             )
-    _check_hf(args)
+    check_hf(args)
     trace = args.trace_dir if args.trace else None
     for flag, given in (
         ("--save", args.save),
+        ("--save-hf", args.save_hf),
         ("--tensorboard-dir", args.tensorboard_dir),
         ("--trace-dir", trace),
         ("--metrics-file", args.metrics_file),
@@ -151,23 +152,6 @@ def check_outputs(args: argparse.Namespace) -> None:
             raise DataError(f"{flag} {given}: {there} is a file, a directory is expected")
         if not os.access(there, os.W_OK | os.X_OK):
             raise DataError(f"{flag} {given}: {there} is not writable")
-
-
-def _check_hf(args: argparse.Namespace) -> None:
-    """Refuse ``--save-hf`` without a checkpoint or onto something, and a bad ``--load-hf``."""
-    if args.save_hf and not args.save:
-        raise DataError(f"--save-hf {args.save_hf}: needs --save, whose last checkpoint it turns")
-    if args.save_hf and Path(args.save_hf).exists():
-        raise DataError(f"--save-hf {args.save_hf}: exists; name another target")
-    if not args.load_hf:
-        return
-    for flag in ("use_torch_fsdp2", "deepspeed_zero_stage"):
-        if getattr(args, flag):
-            raise DataError(
-                f"--load-hf {args.load_hf} does not go with --{flag.replace('_', '-')}: run "
-                "megatron-dpp convert, then give --pretrained-checkpoint"
-            )
-    read_config(args.load_hf)
 
 
 def written_directories(args: RunConfig) -> list[tuple[str, Path]]:

@@ -59,9 +59,9 @@ def run_job(args: RunConfig, task_name: str, rank: int, tokenizer: Any) -> None:
     note_progress(run, "Starting job")
     with _recorder(run, layout) as run.recorder, contextlib.ExitStack() as stack:
         _train(run, task_name, stack)
-    if args.save_hf and run.is_first:
-        export(run)
     _leave(run)  # not after an error: the other ranks may be in the middle of a collective
+    if args.save_hf and run.is_first:
+        export(run)  # may take longer than a collective's deadline: no rank waits
     if args.trace:
         run.say(f"trace: {trace_folder}")
         run.say(f"look at it: python profiling/aggregate.py --benchmark_dir {trace_folder}")

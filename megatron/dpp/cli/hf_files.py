@@ -1,0 +1,171 @@
+"""Checks ``--load-hf`` and ``--save-hf`` before the start: flags, tokenizer and target."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.cli.arguments import parse_args
+from megatron.dpp.cli.checkpoint_args import SIZES, STRUCTURE
+from megatron.dpp.errors import DataError
+from megatron.dpp.models import read_config
+from megatron.dpp.models.fields import CONFIG
+from megatron.dpp.text_files import read_text
+
+ORIGIN = "hf"
+"""Folder beside a converted checkpoint that keeps ``config.json`` and the tokenizer."""
+_VOCABULARIES = ("tokenizer.json", "vocab.json")
+_PIECES = "tokenizer.model"
+
+
+def check_hf(args: argparse.Namespace) -> None:
+    """Refuse a ``--load-hf`` of another model and a ``--save-hf`` that would fail at the end.
+
+    Raises:
+        DataError: naming the flag and what is in the way.
+    """
+    if args.load_hf:
+        _check_load(args)
+    if args.save_hf:
+        _check_save(args)
+
+
+def _check_load(args: argparse.Namespace) -> None:
+    given = f"--load-hf {args.load_hf}"
+    _refuse_engines(args, given, "run megatron-dpp convert, then give --pretrained-checkpoint")
+    if args.pretrained_checkpoint:
+        raise DataError(
+            f"{given} and --pretrained-checkpoint {args.pretrained_checkpoint} exclude each other: "
+            "a run starts from one of them"
+        )
+    _check_model(args, Path(args.load_hf), given)
+    _check_tokenizer(args, Path(args.load_hf))
+
+
+def _check_save(args: argparse.Namespace) -> None:
+    given = f"--save-hf {args.save_hf}"
+    if not args.save:
+        raise DataError(f"{given}: needs --save, whose last checkpoint it turns")
+    if Path(args.save_hf).exists():
+        raise DataError(f"{given}: exists; name another target")
+    _refuse_engines(args, given, "train without it, or convert a checkpoint of another run")
+    if args.ckpt_format != "torch_dist":
+        raise DataError(f"{given} needs --ckpt-format torch_dist, not {args.ckpt_format}")
+    origin = find_origin(args)
+    if origin is None:
+        raise DataError(
+            f"{given}: the config.json of the model is not known; start from --load-hf or from a "
+            "converted checkpoint, or run megatron-dpp convert with --family after training"
+        )
+    if not args.load_hf:
+        _check_model(args, origin, given)
+
+
+def _refuse_engines(args: argparse.Namespace, given: str, instead: str) -> None:
+    for name in ("use_torch_fsdp2", "deepspeed_zero_stage"):
+        if getattr(args, name):
+            raise DataError(f"{given} does not go with --{name.replace('_', '-')}: {instead}")
+
+
+def find_origin(args: argparse.Namespace) -> Path | None:
+    """The folder with the ``config.json`` of the model that a run starts from."""
+    if args.load_hf:
+        return Path(args.load_hf)
+    save = Path(args.save)
+    places = [save / ORIGIN, save.parent / ORIGIN]
+    for each in filter(None, (args.pretrained_checkpoint, args.load)):
+        places += [Path(each), Path(each) / ORIGIN]
+    return next((place for place in places if (place / CONFIG).is_file()), None)
+
+
+def _check_model(args: argparse.Namespace, folder: Path, given: str) -> None:
+    """Compare the flags that shape a model or change its numbers with a ``config.json``."""
+    config = read_config(folder)
+    words: list[str] = []
+    for name, value in config.flags.items():
+        words += [f"--{name}", *([] if value is True else [str(value)])]
+    here, there = _structure(args), _structure(parse_args(words))
+    other = [
+        f"{_flag(name)} is {_spelled(name, here[name])}, there {_spelled(name, there[name])}"
+        for name in here
+        if name in there and here[name] != there[name]
+    ]
+    rows = args.padded_vocab_size
+    if rows and rows < config.sizes.vocab:
+        other.append(f"--padded-vocab-size is {rows}, there {config.sizes.vocab}")
+    if other:
+        raise DataError(
+            f"{given}: the run's model is not that of {folder / CONFIG}: {'; '.join(other)}; "
+            f"megatron-dpp train --model {folder} gives its flags"
+        )
+
+
+def _structure(args: argparse.Namespace) -> dict[str, Any]:
+    """The values that a model has: implied ones are filled in, idle ones left out."""
+    values = {name: getattr(args, name) for name in (*SIZES, *STRUCTURE)}
+    if not values.pop("group_query_attention"):
+        values["num_query_groups"] = args.num_attention_heads
+    values["kv_channels"] = args.kv_channels or args.hidden_size // args.num_attention_heads
+    values["moe_ffn_hidden_size"] = args.moe_ffn_hidden_size or args.ffn_hidden_size
+    if args.position_embedding_type == "learned_absolute":
+        values["max_position_embeddings"] = args.max_position_embeddings
+    rotary = args.position_embedding_type == "rope"
+    used = {
+        "add_qkv_bias": not args.add_bias_linear,  # which implies it
+        "rope_scaling_factor": args.use_rope_scaling,
+        **{name: rotary for name in values if name.startswith(("rotary_", "use_rope"))},
+        **{name: args.num_experts for name in values if name.startswith("moe_")},
+    }
+    return {name: value for name, value in values.items() if used.get(name, True)}
+
+
+_FLAGS = {"layernorm_epsilon": "--norm-epsilon", "add_bias_linear": "--disable-bias-linear"}
+"""Attribute -> its flag, where that has another name."""
+
+
+def _flag(name: str) -> str:
+    return _FLAGS.get(name, "--" + name.replace("_", "-"))
+
+
+def _spelled(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value != (name == "add_bias_linear") else "off"
+    return "not given" if value is None else str(value)
+
+
+def _check_tokenizer(args: argparse.Namespace, folder: Path) -> None:
+    """Refuse a vocabulary with other ids than the folder's, as far as they can be read."""
+    given = getattr(args, "tokenizer_model", None) or args.vocab_file
+    theirs = next((folder / name for name in _VOCABULARIES if (folder / name).is_file()), None)
+    if theirs is None and args.vocab_file and (folder / _PIECES).is_file():
+        raise DataError(
+            f"--load-hf {folder}: its tokenizer is {_PIECES}, --vocab-file {args.vocab_file} has "
+            "other ids; let transformers save it as tokenizer.json"
+        )
+    if given is None or theirs is None:
+        return
+    ours = Path(given) / _VOCABULARIES[0] if Path(given).is_dir() else Path(given)
+    if not ours.is_file():  # made later, or refused where it is read
+        return
+    here, there = _ids(ours), _ids(theirs)
+    token = next((each for each in here if there and there.get(each) != here[each]), None)
+    if token is not None:
+        raise DataError(
+            f"--load-hf {folder}: its tokenizer is not {ours}: {token!r} is {here[token]} there, "
+            f"{there.get(token)} in {theirs.name}; train with --tokenizer {folder}"
+        )
+
+
+def _ids(file: Path) -> dict[str, int]:
+    """Token -> id; nothing where the file is of another kind."""
+    try:
+        content = json.loads(read_text(file))
+        vocab = content["model"]["vocab"] if "model" in content else content
+        if isinstance(vocab, list):  # with scores, in the order of ids
+            vocab = {token: index for index, (token, _) in enumerate(vocab)}
+        added = content["added_tokens"] if "model" in content else []
+        return dict(vocab) | {each["content"]: each["id"] for each in added}
+    except (ValueError, KeyError, TypeError):
+        return {}

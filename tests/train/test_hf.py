@@ -1,0 +1,90 @@
+"""``--load-hf`` uses every tensor of a folder, ``--save-hf`` writes a trained model only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.errors import DataError
+from megatron.dpp.models import Sizes, entries
+from megatron.dpp.train import hf, job
+
+_SIZES = Sizes(
+    layers=4,
+    hidden=32,
+    ffn=48,
+    heads=4,
+    groups=2,
+    head=8,
+    vocab=96,
+    positions=64,
+    experts=0,
+    expert_ffn=48,
+    untied=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "key"), [("qwen2", "linear_qkv.bias"), ("qwen3", "q_layernorm")]
+)
+def test_tensors_that_no_rank_used_are_refused(family: str, key: str) -> None:
+    tensors = list(entries(family, _SIZES))
+    used = {(each.key, each.place) for each in tensors if not each.twin}
+    hf.check_all_used(Path("folder"), tensors, used)
+    less = {(name, place) for name, place in used if key not in name}
+    assert less < used
+    with pytest.raises(DataError, match=r"--load-hf folder: .* no place for model\.layers\.0\."):
+        hf.check_all_used(Path("folder"), tensors, less)
+
+
+def test_a_model_with_fewer_layers_is_refused() -> None:
+    entry = next(each for each in entries("llama", _SIZES) if each.counts == (4,))
+    shape = (2, *entry.shape)
+    shard: Any = SimpleNamespace(
+        key=entry.key,
+        data=torch.zeros(entry.shape),
+        global_shape=shape,
+        global_offset=(0,) * len(shape),
+        local_shape=entry.shape,
+    )
+    folder: Any = SimpleNamespace(path="folder")
+    with pytest.raises(DataError, match=r"has \[4\] layers .* the run's model \[2\]"):
+        hf._copy(folder, entry, shard)
+
+
+@pytest.mark.parametrize(
+    ("iteration", "skips", "written"), [(5, False, False), (9, False, True), (0, True, True)]
+)
+def test_only_a_complete_training_is_exported(
+    iteration: int, skips: bool, written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Path] = []
+    said: list[str] = []
+    monkeypatch.setattr(hf, "to_hf", lambda *words, **_: calls.append(words[1]))
+    args = SimpleNamespace(
+        skip_train=skips, train_iters=9, save="save", save_hf="new", load_hf="there"
+    )
+    run: Any = SimpleNamespace(args=args, iteration=iteration, say=said.append)
+    hf.export(run)
+    assert calls == [Path("new")] * written
+    assert ("not written" in said[0]) is not written
+
+
+def test_no_rank_waits_for_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process groups are gone before the export, which may take longer than their deadline."""
+    calls: list[str] = []
+    for name in ("_leave", "export", "_train", "note_progress", "_save_settings", "_link_trace"):
+        monkeypatch.setattr(job, name, lambda *_, name=name: calls.append(name))
+    args = SimpleNamespace(save_hf="new", trace=False, dpp_plan=None, trace_dir=".")
+    run: Any = SimpleNamespace(args=args, is_first=True, say=lambda _: None)
+    monkeypatch.setattr(job, "initialize", lambda *_: run)
+    monkeypatch.setattr(job.settings, "summary", lambda *_: "")
+    monkeypatch.setattr(job, "trace_layout", lambda *_: SimpleNamespace(path=Path))
+    for name in ("data", "pipeline_model", "tensor_model"):
+        monkeypatch.setattr(job.mpu, f"get_{name}_parallel_rank", lambda: 0)
+    job.run_job(args, "gpt", 0, None)  # type: ignore[arg-type]
+    assert calls[-2:] == ["_leave", "export"]
