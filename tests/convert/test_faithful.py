@@ -144,6 +144,16 @@ def test_a_config_that_the_run_did_not_train_is_refused(
     assert not (tmp_path / "x").exists()
 
 
+def test_biases_that_others_imply_are_no_difference(
+    made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A run with biases in all linear layers saves ``add_qkv_bias``, too."""
+    source = made("gpt2")
+    ours = stored(source, tmp_path / "ours", add_qkv_bias=True)
+    assert same(export(ours, tmp_path / "x", source), load_file(source / "model.safetensors"))
+    to_hf(ours, tmp_path / "y", family="gpt2", progress=lambda _: None)
+
+
 def test_names_of_fields_stay(made: Callable[[str], Path], tmp_path: Path) -> None:
     """Versions of transformers differ in what they call the number of experts."""
     source = made("qwen3_moe")
@@ -270,9 +280,21 @@ def test_rotary_fields_are_read_or_refused(
     content = json.loads((made("llama") / "config.json").read_text())
     with pytest.raises(DataError, match=said):
         parse_config(content | {"rope_parameters": rope}, "x")
+    with pytest.raises(DataError, match="remove one"):
+        parse_config(content | {"rope_scaling": {"type": "yarn"}}, "x")
     harmless = {"rope_type": "default", "partial_rotary_factor": 1.0, "factor": None}
     flags = parse_config(content | {"rope_parameters": harmless}, "x").flags
     assert "use-rope-scaling" not in flags
+
+
+@pytest.mark.parametrize("change", [{"sliding_window": "8"}, {"rms_norm_eps": "x"}])
+def test_values_of_another_type_are_refused(
+    change: dict[str, Any], made: Callable[[str], Path]
+) -> None:
+    content = json.loads((made("mistral") / "config.json").read_text())
+    (name,) = change
+    with pytest.raises(DataError, match=f"{name} is '.', expected a"):
+        parse_config(content | change, "x")
 
 
 @pytest.mark.parametrize("file", ["../source/model.safetensors", "/x", 7, None, []])

@@ -7,6 +7,7 @@ generate may be left, and a note names it.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,7 @@ def parse_config(content: Config, where: str) -> HfConfig:
     for key, flag in family.mapped.items():
         flags[flag] = filled[key]
     _add_rotary(flags, filled, where)
-    notes = [f"{where}: {text}" for text in _window(flags, filled)]
+    notes = [f"{where}: {text}" for text in _window(flags, filled, where)]
     if flags.pop("num-query-groups", flags["num-attention-heads"]) != flags["num-attention-heads"]:
         flags |= {"group-query-attention": True, "num-query-groups": filled["num_key_value_heads"]}
     if not filled["tie_word_embeddings"]:
@@ -273,8 +274,11 @@ def _filled(family: Family, content: Config, where: str) -> Config:
     for key in family.mapped:
         if key not in _REAL:
             _whole(filled, key, where)
-        elif filled[key] is None:
+            continue
+        if filled[key] is None:
             filled[key] = family.usual[key]
+        if not isinstance(filled[key], int | float) or not 0 <= filled[key] < math.inf:
+            raise DataError(f"{where}: {key} is {filled[key]!r}, expected a number from 0 on")
     return filled
 
 
@@ -297,7 +301,10 @@ def _add_rotary(flags: dict[str, Any], filled: Config, where: str) -> None:
     """Add the flags of the rotary embedding, and refuse what they cannot say."""
     if flags.get("position-embedding-type") != "rope":
         return
-    rope = filled.get("rope_parameters") or filled.get("rope_scaling") or {}
+    new, old = filled.get("rope_parameters"), filled.get("rope_scaling")
+    if new and old and new != old:
+        raise DataError(f"{where}: rope_parameters is {new}, rope_scaling is {old}; remove one")
+    rope = new or old or {}
     if not isinstance(rope, dict):
         raise DataError(f"{where}: rope_parameters is {rope!r}, expected an object")
     rope = {key: value for key, value in rope.items() if value is not None}
@@ -307,8 +314,8 @@ def _add_rotary(flags: dict[str, Any], filled: Config, where: str) -> None:
     flags["rotary-base"] = int(theta)
     if rope.get("partial_rotary_factor") == 1:
         del rope["partial_rotary_factor"]
-    old = rope.pop("type", "default")
-    kind = rope.pop("rope_type", old)
+    older = rope.pop("type", "default")
+    kind = rope.pop("rope_type", older)
     if kind == "llama3":
         _add_llama3(flags, rope, where)
     elif kind != "default":
@@ -330,16 +337,17 @@ def _add_llama3(flags: dict[str, Any], rope: Config, where: str) -> None:
                 f"{where}: {key} of rope_type llama3 is {found!r}; megatron-core knows {value} only"
             )
     factor = rope.pop("factor", None)
-    if not isinstance(factor, int | float) or not 1 <= factor < float("inf"):
+    if not isinstance(factor, int | float) or not 1 <= factor < math.inf:
         raise DataError(f"{where}: factor of rope_type llama3 is {factor!r}, expected 1 or more")
     flags |= {"use-rope-scaling": True, "rope-scaling-factor": float(factor)}
 
 
-def _window(flags: dict[str, Any], filled: Config) -> list[str]:
+def _window(flags: dict[str, Any], filled: Config, where: str) -> list[str]:
     """Bound the positions by a sliding window, within which attention sees all tokens."""
-    window = filled.get("sliding_window")
-    unused = filled.get("use_sliding_window") is False
-    if not window or unused or window >= flags["max-position-embeddings"]:
+    if not filled.get("sliding_window") or filled.get("use_sliding_window") is False:
+        return []
+    window = _whole(filled, "sliding_window", where)
+    if window >= flags["max-position-embeddings"]:
         return []
     flags["max-position-embeddings"] = window
     return [f"sliding_window {window} is not mapped: samples may have {window} tokens at most"]

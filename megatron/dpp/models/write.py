@@ -102,7 +102,7 @@ def check_run(config: HfConfig, args: Any, where: str) -> None:
     """
     heads = getattr(args, "num_attention_heads", None)
     pairs = [
-        (flag, getattr(args, _attribute(flag), None), config.flags.get(flag, default))
+        (flag, _value(args, flag), config.flags.get(flag, default))
         for flag, default in _COMPARED.items()
     ]
     grouped = getattr(args, "group_query_attention", False)
@@ -124,11 +124,18 @@ def _attribute(flag: str) -> str:
     return _DESTINATIONS.get(flag, flag.replace("-", "_"))
 
 
+def _value(args: Any, flag: str) -> Any:
+    """The value of a flag; biases of all linear layers imply those of queries, keys and values."""
+    if flag == "add-qkv-bias" and getattr(args, "add_bias_linear", False):
+        return False
+    return getattr(args, _attribute(flag), None)
+
+
 def _check_family(name: str, args: Any) -> None:
     """Refuse a model whose layers are not those of the family."""
     family = FAMILIES[name]
     for flag, usual in _TRAITS.items():
-        here, there = getattr(args, _attribute(flag)), family.flags.get(flag, usual)
+        here, there = _value(args, flag), family.flags.get(flag, usual)
         if here != there:
             raise DataError(f"--family {name}: the model has --{flag} {here}, {name} has {there}")
     if args.add_bias_linear == ("disable-bias-linear" in family.flags):
