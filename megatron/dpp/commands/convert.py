@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -51,8 +52,12 @@ def _run(args: argparse.Namespace) -> int:
 
     if not args.source.is_dir():
         raise DataError(f"{args.source}: no such directory")
-    if not args.shard_size > 0:
-        raise DataError(f"--shard-size {args.shard_size:g}: must be above 0")
+    if not 0 < args.shard_size < math.inf:
+        raise DataError(f"--shard-size {args.shard_size:g}: must be above 0 and finite")
+    from_hf = (args.source / CONFIG).is_file()
+    for name in ("like", "family", "step"):
+        if from_hf and getattr(args, name) is not None:
+            raise DataError(f"--{name}: {args.source} is a Hugging Face model, not a checkpoint")
     dtype = getattr(torch, args.dtype) if args.dtype else None
     start, total = time.monotonic(), 0
     with progress_bar(_bytes_of(args.source)) as bar:
@@ -62,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
             total += done
             bar.update(done)
 
-        if (args.source / CONFIG).is_file():
+        if from_hf:
             notes = to_megatron(args.source, args.target, dtype=dtype, progress=progress)
         else:
             config = to_hf(

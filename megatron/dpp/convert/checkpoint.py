@@ -6,9 +6,10 @@ import argparse
 import io
 import json
 import math
+import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.dpp.cli import checkpoint_files as files
+from megatron.dpp.convert.folder import some
 from megatron.dpp.errors import DataError, one_line
 from megatron.dpp.models import Entry, Sizes
 
@@ -45,6 +47,12 @@ _STATES = (
     *("mlp.linear_fc1", "mlp.linear_fc2"),
 )
 _EXPERT_STATES = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
+
+_NO_MODEL = re.compile(
+    r"(chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state|iteration)"
+    r"|.*\._extra_state"
+)
+"""Starts of the names of tensors that are no parameters."""
 
 Read = Callable[[Entry], torch.Tensor]
 
@@ -188,16 +196,27 @@ class Stored:
                 for leading in range(min(3, len(offset))):
                     self._chunks[index.fqn, offset[:leading]].append(chunk)
 
-    def dtype(self, key: str) -> torch.dtype:
-        """The type of a tensor."""
-        found: torch.dtype = self._tensors[key].properties.dtype
+    def dtype(self, entry: Entry) -> torch.dtype:
+        """The type of an entry's tensor."""
+        found: torch.dtype = self._tensors[self._find(entry)[0]].properties.dtype
         return found
+
+    def holds(self, entry: Entry) -> bool:
+        """True if there is a tensor of this entry."""
+        return self._lookup(entry) is not None
+
+    def check_rest(self, entries: Iterable[Entry], family: str) -> None:
+        """Refuse a checkpoint with parameters of the model beside these entries."""
+        used = {place[0] for place in map(self._lookup, entries) if place}
+        rest = [key for key in self._tensors if key not in used and not _NO_MODEL.match(key)]
+        if rest:
+            raise DataError(f"{self._path}: holds {some(rest)}, which {family} does not have")
 
     def check(self, entry: Entry) -> None:
         """Refuse a checkpoint that lacks an entry, or has it in another shape."""
         key, place = self._find(entry)
         shape = tuple(self._tensors[key].size)
-        wanted = (*entry.counts, *entry.shape) if len(place) else entry.shape
+        wanted = (*entry.counts[len(entry.counts) - len(place) :], *entry.shape)
         fits = shape == wanted
         if entry.by_vocab:
             fits = shape[0] >= wanted[0] and shape[1:] == wanted[1:]
@@ -205,6 +224,12 @@ class Stored:
             raise DataError(f"{self._path}: {key} is {list(shape)}, the model's is {list(wanted)}")
 
     def _find(self, entry: Entry) -> tuple[str, tuple[int, ...]]:
+        found = self._lookup(entry)
+        if found is None:
+            raise DataError(f"{self._path}: holds no {entry.key}; it is of another model")
+        return found
+
+    def _lookup(self, entry: Entry) -> tuple[str, tuple[int, ...]] | None:
         """Name and leading indices of an entry, whose layers may be tensors of their own."""
         if entry.key in self._tensors:
             return entry.key, entry.place
@@ -213,12 +238,12 @@ class Stored:
             own = entry.key.replace(prefix, f"{prefix}{entry.place[0]}.")
             if own in self._tensors:
                 return own, entry.place[1:]
-        raise DataError(f"{self._path}: holds no {entry.key}; it is of another model")
+        return None
 
     def read(self, entry: Entry) -> torch.Tensor:
         """The tensor of an entry; rows that pad the vocabulary are left out."""
         key, place = self._find(entry)
-        whole = torch.empty(entry.shape, dtype=self.dtype(key))
+        whole = torch.empty(entry.shape, dtype=self.dtype(entry))
         filled = 0
         for chunk in self._chunks[key, place]:  # along layers and experts each has one
             at, size = chunk.offset[len(place) :], chunk.size[len(place) :]

@@ -40,7 +40,8 @@ class Folder:
         self._open: dict[Path, Any] = {}
         self._files = self._find()
         self._prefix = self._own_prefix()
-        self.dtype = self._check()
+        self.dtypes = self._check()
+        self.dtype = next(iter(self.dtypes.values()))
 
     def entries(self) -> Iterable[Entry]:
         """The tensors of the model."""
@@ -66,9 +67,12 @@ class Folder:
                 )
             return dict.fromkeys(self._names(self.path / WEIGHTS), self.path / WEIGHTS)
         try:
-            weights: dict[str, str] = dict(json.loads(read_text(index))["weight_map"])
+            weights: dict[str, Any] = dict(json.loads(read_text(index))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{index}: no index of weights ({one_line(error)})") from error
+        for name, file in weights.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise DataError(f"{index}: {name} is in {file!r}, expected the name of a file")
         files = {name: self.path / file for name, file in weights.items()}
         there = {file: set(self._names(file)) for file in sorted(set(files.values()))}
         for name, file in files.items():
@@ -105,19 +109,18 @@ class Folder:
 
     # --- checks ---
 
-    def _check(self) -> torch.dtype:
-        """Compare names, shapes and types with the model's; the type of its first tensor."""
+    def _check(self) -> dict[str, torch.dtype]:
+        """Compare names, shapes and types with the model's; tensor -> type."""
         parts = {self._own(part.name): part for each in self.entries() for part in each.parts}
         missing = [name for name in parts if name not in self._files]
         if missing:
-            raise DataError(f"{self.path}: lacks {_some(missing)}")
+            raise DataError(f"{self.path}: lacks {some(missing)}")
         extra = [name for name in self._files if name not in parts and not self._may_be(name)]
         if extra:
             raise DataError(
-                f"{self.path}: holds {_some(extra)}, which {self.config.family} does not have"
+                f"{self.path}: holds {some(extra)}, which {self.config.family} does not have"
             )
-        kinds = {name: self._check_part(name, parts[name].shape) for name in parts}
-        return _FLOATS[next(iter(kinds.values()))]
+        return {name: _FLOATS[self._check_part(name, parts[name].shape)] for name in parts}
 
     def _may_be(self, name: str) -> bool:
         """True for buffers of older files, and for tied output weights that were saved too."""
@@ -136,7 +139,31 @@ class Folder:
         return kind
 
 
-def _some(names: list[str]) -> str:
+def one_dtype(found: dict[str, torch.dtype], where: Path) -> torch.dtype:
+    """The type of all tensors.
+
+    Args:
+        found: tensor -> type.
+
+    Raises:
+        DataError: they have several.
+    """
+    first, kind = next(iter(found.items()))
+    for name, other in found.items():
+        if other != kind:
+            raise DataError(
+                f"{where}: {first} is {_short(kind)}, {name} is {_short(other)}; say which type "
+                "all are to have (--dtype)"
+            )
+    return kind
+
+
+def _short(kind: torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")
+
+
+def some(names: list[str]) -> str:
+    """The first of many names, for errors."""
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more
 

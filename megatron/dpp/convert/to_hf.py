@@ -11,12 +11,13 @@ import torch
 from megatron.dpp.cli import checkpoint_files, checksums
 from megatron.dpp.cli.checkpoint_args import saved_args
 from megatron.dpp.convert.checkpoint import Stored
-from megatron.dpp.convert.folder import Shards, copy_files
+from megatron.dpp.convert.folder import Shards, copy_files, one_dtype
 from megatron.dpp.convert.rules import split
 from megatron.dpp.convert.to_megatron import ORIGIN, Progress, unfinished
 from megatron.dpp.errors import DataError
-from megatron.dpp.models import HfConfig, entries, read_config, write_config
+from megatron.dpp.models import Entry, HfConfig, Part, entries, read_config, write_config
 from megatron.dpp.models.fields import CONFIG, parse_config
+from megatron.dpp.models.write import check_run
 
 SHARD_BYTES = 5 * 10**9
 
@@ -57,11 +58,10 @@ def to_hf(
     checksums.check(found.path, sums, list(sums))
     stored = Stored(found.path)
     config = read_config(like) if like else _from_args(str(family), args, source)
-    tensors = list(entries(config.family, config.sizes))
-    tensors = [each for each in tensors if not each.twin]
-    for entry in tensors:
-        stored.check(entry)
-    kind = dtype or stored.dtype(tensors[0].key)
+    tensors = _checked(stored, config)
+    if like and args is not None:
+        check_run(config, args, str(like / CONFIG))
+    kind = dtype or one_dtype({each.key: stored.dtype(each) for each in tensors}, found.path)
     sizes = {
         part.name: part.num_elements * kind.itemsize for each in tensors for part in each.parts
     }
@@ -77,6 +77,21 @@ def to_hf(
             copy_files(like, scratch)
         _write_config(scratch / CONFIG, config.content, kind)
     return config
+
+
+def _checked(stored: Stored, config: HfConfig) -> list[Entry]:
+    """The entries to read: of twins that which is stored. All of the model must be there, and no
+    more."""
+    chosen: dict[tuple[Part, ...], Entry] = {}
+    tensors = list(entries(config.family, config.sizes))
+    for each in tensors:
+        first = chosen.setdefault(each.parts, each)
+        if each.twin and not stored.holds(first) and stored.holds(each):
+            chosen[each.parts] = each
+    for each in chosen.values():
+        stored.check(each)
+    stored.check_rest(tensors, config.family)
+    return list(chosen.values())
 
 
 def _find(source: Path, step: int | None) -> checkpoint_files.Found:

@@ -13,12 +13,13 @@ import torch
 from megatron.dpp.cli import checkpoint_files, checksums
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.convert import checkpoint
-from megatron.dpp.convert.folder import Folder, copy_files
+from megatron.dpp.convert.folder import Folder, copy_files, one_dtype
 from megatron.dpp.convert.rules import join
 from megatron.dpp.errors import DataError
 from megatron.dpp.locks import lock_directory
 from megatron.dpp.models import Entry, HfConfig
-from megatron.dpp.models.fields import ATTRIBUTES, CONFIG
+from megatron.dpp.models.fields import CONFIG
+from megatron.dpp.models.write import ATTRIBUTES
 
 ORIGIN = "hf"
 """Folder beside a converted checkpoint that keeps ``config.json`` and the tokenizer."""
@@ -43,6 +44,7 @@ def to_megatron(
     """
     folder = Folder(source)
     sizes = folder.config.sizes
+    kind = dtype or one_dtype(folder.dtypes, source)
 
     def read(entry: Entry) -> torch.Tensor:
         whole = join(entry.rule, folder.read(entry), sizes)
@@ -56,7 +58,7 @@ def to_megatron(
             release,
             list(folder.entries()),
             sizes,
-            dtype or folder.dtype,
+            kind,
             read,
             saved_args(folder.config),
         )

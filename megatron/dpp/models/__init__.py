@@ -1,7 +1,8 @@
 """Models that people know: their tensors, and their ``config.json`` as Megatron's flags."""
 
-from megatron.dpp.models.fields import HfConfig, flags_of, read_config, write_config
+from megatron.dpp.models.fields import HfConfig, flags_of, read_config
 from megatron.dpp.models.tables import TABLES, Entry, Part, Sizes, entries, num_parameters
+from megatron.dpp.models.write import write_config
 
 __all__ = [
     "TABLES",

@@ -7,6 +7,7 @@ generate may be left, and a note names it.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,11 @@ _OF_GPT2 = {
     "initializer_range": "init-method-std",
 }
 _OF_EXPERTS = {
-    "num_local_experts": "num-experts",
     "num_experts_per_tok": "moe-router-topk",
     "router_aux_loss_coef": "moe-aux-loss-coeff",
 }
-_OTHER_NAMES = {"num_experts": "num_local_experts"}
-"""Names of a field in files of other versions of transformers -> its name here."""
+_OTHER_NAMES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
+"""Names of a field in files of other versions of transformers -> its name in a family's table."""
 
 _SWITCHES = ("swiglu", "disable-bias-linear")
 _VALUES = {"normalization": "RMSNorm", "position-embedding-type": "rope"}
@@ -66,14 +66,14 @@ class Family:
         mapped: field -> flag.
         flags: flags that all its models have; True for a switch.
         only: field -> the values that can be trained; the first is that of a file without it.
-        tied: ``tie_word_embeddings`` of a file without it.
+        usual: field -> transformers' value for a file without it.
     """
 
     class_name: str
     mapped: dict[str, str]
     flags: dict[str, Any] = field(default_factory=dict)
     only: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    tied: bool = False
+    usual: dict[str, Any] = field(default_factory=dict)
 
 
 _ROTARY = dict.fromkeys(_SWITCHES, True) | _VALUES
@@ -85,34 +85,56 @@ _ALL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None),
     "use_sliding_window": (False, None),
 }
+_USUAL: Config = {
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
+_USUAL_SPARSE = _USUAL | {"router_aux_loss_coef": 0.001}
 _SPARSE = _ALL | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
 
 FAMILIES = {
-    "llama": Family(class_name="LlamaForCausalLM", mapped=_MAPPED, flags=_ROTARY, only=_ALL),
-    "mistral": Family(class_name="MistralForCausalLM", mapped=_MAPPED, flags=_ROTARY, only=_ALL),
+    "llama": Family(
+        class_name="LlamaForCausalLM", mapped=_MAPPED, flags=_ROTARY, only=_ALL, usual=_USUAL
+    ),
+    "mistral": Family(
+        class_name="MistralForCausalLM",
+        mapped=_MAPPED,
+        flags=_ROTARY,
+        only=_ALL,
+        usual=_USUAL | {"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
     "qwen2": Family(
         class_name="Qwen2ForCausalLM",
         mapped=_MAPPED,
         flags=_ROTARY | {"add-qkv-bias": True},
         only=_ALL,
+        usual=_USUAL | {"num_key_value_heads": 32},
     ),
     "qwen3": Family(
         class_name="Qwen3ForCausalLM",
         mapped=_MAPPED,
         flags=_ROTARY | {"qk-layernorm": True},
         only=_ALL,
+        usual=_USUAL | {"num_key_value_heads": 32, "head_dim": 128},
     ),
     "qwen3_moe": Family(
         class_name="Qwen3MoeForCausalLM",
-        mapped=_MAPPED | _OF_EXPERTS | {"moe_intermediate_size": "moe-ffn-hidden-size"},
+        mapped=_MAPPED
+        | _OF_EXPERTS
+        | {"num_experts": "num-experts", "moe_intermediate_size": "moe-ffn-hidden-size"},
         flags=_ROTARY | _ROUTING | {"qk-layernorm": True},
         only=_SPARSE,
+        usual=_USUAL_SPARSE | {"num_key_value_heads": 4, "norm_topk_prob": False},
     ),
     "mixtral": Family(
         class_name="MixtralForCausalLM",
-        mapped=_MAPPED | _OF_EXPERTS,
+        mapped=_MAPPED | _OF_EXPERTS | {"num_local_experts": "num-experts"},
         flags=_ROTARY | _ROUTING,
         only=_SPARSE | {"router_jitter_noise": (0.0, None)},
+        usual=_USUAL_SPARSE | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     ),
     "gpt2": Family(
         class_name="GPT2LMHeadModel",
@@ -123,7 +145,11 @@ FAMILIES = {
             "scale_attn_by_inverse_layer_idx": (False, None),
             "add_cross_attention": (False, None),
         },
-        tied=True,
+        usual={
+            "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 """``model_type`` -> its family."""
@@ -145,6 +171,7 @@ class HfConfig:
     """A ``config.json``.
 
     Args:
+        content: the file's, as it is.
         flags: flags of training, without dashes in front; True for a switch.
         notes: fields that no flag stands for.
     """
@@ -188,7 +215,7 @@ def parse_config(content: Config, where: str) -> HfConfig:
         raise DataError(
             f"{where}: model_type {name!r} is not supported; expected one of {', '.join(FAMILIES)}"
         )
-    content = {_OTHER_NAMES.get(key, key): value for key, value in content.items()}
+    original, content = content, _renamed(family, content)
     if content.get("quantization_config"):
         raise DataError(f"{where}: a quantized model; convert needs one in 16 or 32 bits")
     for key, values in family.only.items():
@@ -201,13 +228,13 @@ def parse_config(content: Config, where: str) -> HfConfig:
     flags = dict(family.flags)
     for key, flag in family.mapped.items():
         flags[flag] = filled[key]
-    notes = [f"{where}: {text}" for text in _rotary(flags, content, where) if text]
-    notes += [f"{where}: {text}" for text in _window(flags, content)]
+    _add_rotary(flags, filled, where)
+    notes = [f"{where}: {text}" for text in _window(flags, filled, where)]
     if flags.pop("num-query-groups", flags["num-attention-heads"]) != flags["num-attention-heads"]:
         flags |= {"group-query-attention": True, "num-query-groups": filled["num_key_value_heads"]}
-    if not content.get("tie_word_embeddings", family.tied):
+    if not filled["tie_word_embeddings"]:
         flags["untie-embeddings-and-output-weights"] = True
-    if not content.get("norm_topk_prob", True):
+    if not filled.get("norm_topk_prob", True):
         flags["moe-router-pre-softmax"] = True
     known = {*family.mapped, *family.only, *_SILENT}
     notes += [
@@ -216,31 +243,42 @@ def parse_config(content: Config, where: str) -> HfConfig:
         if key not in known and value not in (None, False, 0, 0.0, [], {})
     ]
     sizes = _sizes(flags)
-    return HfConfig(family=str(name), content=content, sizes=sizes, flags=flags, notes=tuple(notes))
+    return HfConfig(
+        family=str(name), content=original, sizes=sizes, flags=flags, notes=tuple(notes)
+    )
+
+
+def _renamed(family: Family, content: Config) -> Config:
+    """The fields under the names that the family's table has."""
+    renamed = dict(content)
+    for other, name in _OTHER_NAMES.items():
+        if other in content and name in family.mapped:
+            renamed.setdefault(name, renamed.pop(other))
+    return renamed
+
+
+_REAL = ("initializer_range", "layer_norm_epsilon", "rms_norm_eps", "router_aux_loss_coef")
+"""Mapped fields that are no whole numbers."""
 
 
 def _filled(family: Family, content: Config, where: str) -> Config:
     """The mapped fields, with transformers' values for those that a file may lack."""
-    filled = dict(content)
+    filled = family.usual | content
     if "n_embd" in family.mapped:
         filled["n_inner"] = content.get("n_inner") or 4 * _whole(content, "n_embd", where)
     else:
         heads = _whole(content, "num_attention_heads", where)
-        if not content.get("num_key_value_heads"):
-            filled["num_key_value_heads"] = heads
-        if not content.get("head_dim"):
+        filled["num_key_value_heads"] = filled.get("num_key_value_heads") or heads
+        if not filled.get("head_dim"):
             filled["head_dim"] = _whole(content, "hidden_size", where) // heads
-    usual = {
-        "initializer_range": 0.02,
-        "layer_norm_epsilon": 1e-5,
-        "rms_norm_eps": 1e-6,
-        "router_aux_loss_coef": 0.001,
-    }
     for key in family.mapped:
-        if filled.get(key) is None and key in usual:
-            filled[key] = usual[key]
-        if key not in usual:
+        if key not in _REAL:
             _whole(filled, key, where)
+            continue
+        if filled[key] is None:
+            filled[key] = family.usual[key]
+        if not isinstance(filled[key], int | float) or not 0 <= filled[key] < math.inf:
+            raise DataError(f"{where}: {key} is {filled[key]!r}, expected a number from 0 on")
     return filled
 
 
@@ -251,7 +289,7 @@ def _whole(content: Config, key: str, where: str) -> int:
     return value
 
 
-_LLAMA3 = {
+LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -259,38 +297,57 @@ _LLAMA3 = {
 """What megatron-core's scaling of rotary frequencies has built in."""
 
 
-def _rotary(flags: dict[str, Any], content: Config, where: str) -> list[str]:
-    """Add the flags of the rotary embedding; no notes, as anything else is refused."""
+def _add_rotary(flags: dict[str, Any], filled: Config, where: str) -> None:
+    """Add the flags of the rotary embedding, and refuse what they cannot say."""
     if flags.get("position-embedding-type") != "rope":
-        return []
-    rope = dict(content.get("rope_parameters") or content.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", content.get("rope_theta", 10000.0))
-    if not isinstance(theta, int | float) or theta != int(theta) or theta < 1:
+        return
+    new, old = filled.get("rope_parameters"), filled.get("rope_scaling")
+    if new and old and new != old:
+        raise DataError(f"{where}: rope_parameters is {new}, rope_scaling is {old}; remove one")
+    rope = new or old or {}
+    if not isinstance(rope, dict):
+        raise DataError(f"{where}: rope_parameters is {rope!r}, expected an object")
+    rope = {key: value for key, value in rope.items() if value is not None}
+    theta = rope.pop("rope_theta", filled["rope_theta"])
+    if not isinstance(theta, int | float) or not float(theta).is_integer() or theta < 1:
         raise DataError(f"{where}: rope_theta is {theta!r}, expected a whole number")
     flags["rotary-base"] = int(theta)
-    kind = rope.pop("rope_type", rope.pop("type", "default"))
-    rope.pop("type", None)
-    if kind == "default":
-        return []
-    if kind != "llama3":
+    if rope.get("partial_rotary_factor") == 1:
+        del rope["partial_rotary_factor"]
+    older = rope.pop("type", "default")
+    kind = rope.pop("rope_type", older)
+    if kind == "llama3":
+        _add_llama3(flags, rope, where)
+    elif kind != "default":
         raise DataError(
             f"{where}: rope_type {kind!r} cannot be trained here; expected default or llama3"
         )
-    for key, value in _LLAMA3.items():
-        if rope.get(key) != value:
+    if rope:
+        raise DataError(
+            f"{where}: {', '.join(map(str, rope))} of rope_type {kind} cannot be trained here"
+        )
+
+
+def _add_llama3(flags: dict[str, Any], rope: Config, where: str) -> None:
+    """Add the flags of llama3's scaling, and take its fields out of ``rope``."""
+    for key, value in LLAMA3.items():
+        found = rope.pop(key, None)
+        if found != value:
             raise DataError(
-                f"{where}: {key} of rope_type llama3 is {rope.get(key)!r}; megatron-core knows "
-                f"{value} only"
+                f"{where}: {key} of rope_type llama3 is {found!r}; megatron-core knows {value} only"
             )
-    flags |= {"use-rope-scaling": True, "rope-scaling-factor": float(rope["factor"])}
-    return []
+    factor = rope.pop("factor", None)
+    if not isinstance(factor, int | float) or not 1 <= factor < math.inf:
+        raise DataError(f"{where}: factor of rope_type llama3 is {factor!r}, expected 1 or more")
+    flags |= {"use-rope-scaling": True, "rope-scaling-factor": float(factor)}
 
 
-def _window(flags: dict[str, Any], content: Config) -> list[str]:
+def _window(flags: dict[str, Any], filled: Config, where: str) -> list[str]:
     """Bound the positions by a sliding window, within which attention sees all tokens."""
-    window = content.get("sliding_window")
-    unused = content.get("use_sliding_window") is False
-    if not window or unused or window >= flags["max-position-embeddings"]:
+    if not filled.get("sliding_window") or filled.get("use_sliding_window") is False:
+        return []
+    window = _whole(filled, "sliding_window", where)
+    if window >= flags["max-position-embeddings"]:
         return []
     flags["max-position-embeddings"] = window
     return [f"sliding_window {window} is not mapped: samples may have {window} tokens at most"]
@@ -311,71 +368,6 @@ def _sizes(flags: dict[str, Any]) -> Sizes:
         expert_ffn=flags.get("moe-ffn-hidden-size", flags["ffn-hidden-size"]),
         untied="untie-embeddings-and-output-weights" in flags,
     )
-
-
-def write_config(name: str, args: Any, dtype: str) -> Config:
-    """The ``config.json`` of a model that was trained with ``args``.
-
-    Args:
-        name: its family.
-        dtype: of its tensors, as PyTorch calls it.
-
-    Raises:
-        DataError: the model is not of that family.
-    """
-    if name not in FAMILIES:
-        raise DataError(f"--family {name}: expected one of {', '.join(FAMILIES)}")
-    family = FAMILIES[name]
-    _check_family(name, args)
-    content: Config = {"architectures": [family.class_name], "model_type": name}
-    for key, flag in family.mapped.items():
-        value = getattr(args, _DESTINATIONS.get(flag, flag.replace("-", "_")))
-        content[key] = value[0] if isinstance(value, list) else value
-    if "num_key_value_heads" in content and not args.group_query_attention:
-        content["num_key_value_heads"] = args.num_attention_heads
-    content["tie_word_embeddings"] = not args.untie_embeddings_and_output_weights
-    content |= {key: values[0] for key, values in family.only.items() if values[0] is not None}
-    if family.flags.get("position-embedding-type") == "rope":
-        content["rope_theta"] = float(args.rotary_base)
-        content["rope_scaling"] = None
-        if args.use_rope_scaling:
-            factor = {"factor": args.rope_scaling_factor}
-            content["rope_scaling"] = {"rope_type": "llama3", **factor, **_LLAMA3}
-    if args.num_experts:
-        content["norm_topk_prob"] = not args.moe_router_pre_softmax
-    content["torch_dtype"] = dtype
-    return content
-
-
-_DESTINATIONS = {"norm-epsilon": "layernorm_epsilon"}
-"""Flag -> its attribute, where that has another name."""
-_TRAITS = {
-    "swiglu": "swiglu",
-    "normalization": "normalization",
-    "position-embedding-type": "position_embedding_type",
-    "add-qkv-bias": "add_qkv_bias",
-    "qk-layernorm": "qk_layernorm",
-}
-ATTRIBUTES = (
-    *(*_TRAITS.values(), "add_bias_linear", "num_experts", "moe_router_pre_softmax"),
-    *("group_query_attention", "untie_embeddings_and_output_weights", "rotary_base"),
-    *("use_rope_scaling", "rope_scaling_factor", "num_query_groups"),
-)
-"""Attributes of parsed flags that :func:`write_config` reads beside the mapped ones."""
-_TRAITS_OF_GPT = {"normalization": "LayerNorm", "position-embedding-type": "learned_absolute"}
-
-
-def _check_family(name: str, args: Any) -> None:
-    """Refuse a model whose layers are not those of the family."""
-    wanted = {**_TRAITS_OF_GPT, **FAMILIES[name].flags}
-    for flag, attribute in _TRAITS.items():
-        here, there = getattr(args, attribute), wanted.get(flag, False)
-        if here != there:
-            raise DataError(f"--family {name}: the model has --{flag} {here}, {name} has {there}")
-    if args.add_bias_linear == ("disable-bias-linear" in wanted):
-        raise DataError(f"--family {name}: the model's linear layers have other biases")
-    if bool(args.num_experts) != ("num_local_experts" in FAMILIES[name].mapped):
-        raise DataError(f"--family {name}: the model has {args.num_experts or 'no'} experts")
 
 
 def flags_of(folder: str | Path) -> dict[str, Any]:
