@@ -303,9 +303,11 @@ def keep(environment: Environment) -> None:
     Raises:
         SetupFailed: it cannot be written.
     """
-    scratch = KEPT.with_name(f".python-{os.getpid()}")
+    line, scratch = f"{environment.python}\n", KEPT.with_name(f".python-{os.getpid()}")
     try:
-        scratch.write_text(f"{environment.python}\n")
+        if KEPT.is_file() and KEPT.read_text() == line:
+            return
+        scratch.write_text(line)
         scratch.replace(KEPT)
     except OSError as error:
         scratch.unlink(missing_ok=True)
