@@ -36,6 +36,7 @@ OTHER_PROGRAMS = {
     "docker",
     "export",
     "ibv_rc_pingpong",
+    "ln",
     "nvidia-cuda-mps-control",
     "rping",
     "source",

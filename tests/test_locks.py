@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,6 +61,24 @@ def test_the_second_of_two_is_refused_in_a_second_and_told_who_is_first(
     with locks.lock_directory(tmp_path, "--save") as lock:  # gone with its process
         assert not lock.warning
     assert not (tmp_path / locks.LOCK_NAME).read_bytes()
+
+
+@pytest.mark.parametrize("take", [locks.check_free, locks.lock_directory])
+def test_the_processes_of_a_killed_run_have_a_moment_to_end(
+    take: Callable[[Path, str], locks.Lock | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, waited = locks.lock_directory(tmp_path, "--save"), []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if sum(waited) > 0.1:
+            lock.close()
+
+    clock = SimpleNamespace(monotonic=lambda: sum(waited), sleep=sleep, time=time.time)
+    monkeypatch.setattr(locks, "time", clock)
+    with take(tmp_path, "--save") or contextlib.nullcontext():
+        pass
+    assert 0.1 < sum(waited) < 0.2
 
 
 def test_a_holder_on_another_host_that_did_not_release_is_a_warning(tmp_path: Path) -> None:

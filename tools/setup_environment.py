@@ -13,7 +13,6 @@ notes the choice in ``build/python``, where ``tools/setup.sh`` looks when ``PYTH
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
@@ -103,20 +102,25 @@ def inspect(python: str, requirement_files: list[str]) -> Environment:
     return Environment(**json.loads(result.stdout))
 
 
-def existing_environment(at_hand: Environment, requirement_files: list[str]) -> Environment | None:
-    """The environment at hand, the one that was kept or ``.venv``, whichever can be used first;
-    None if none can."""
+def existing_environment(
+    at_hand: Environment, requirement_files: list[str], *, anew: bool
+) -> Environment | None:
+    """The environment at hand, the one that was kept (unless ``anew``) or ``.venv``, whichever can
+    be used first; None if none can."""
     if at_hand.torch and (at_hand.is_writable or not at_hand.missing):
         return at_hand
-    kept = Path(KEPT.read_text().strip()) if KEPT.is_file() else VENV_PYTHON
+    has_kept = KEPT.is_file() and not anew
+    kept = Path(KEPT.read_text().strip()) if has_kept else VENV_PYTHON
     there = [python for python in (kept, VENV_PYTHON) if python.is_file()]
     return inspect(str(there[0]), requirement_files) if there else None
 
 
-def choose_environment(requirement_files: list[str]) -> tuple[Environment, list[str]]:
+def choose_environment(
+    requirement_files: list[str], *, anew: bool
+) -> tuple[Environment, list[str]]:
     """The environment to use, made when needed, and what was done for it."""
     at_hand = describe(requirement_files)
-    found = existing_environment(at_hand, requirement_files)
+    found = existing_environment(at_hand, requirement_files, anew=anew)
     if found:
         return found, []
     command = [sys.executable, "-m", "venv", str(VENV_PYTHON.parents[1])]
@@ -272,13 +276,13 @@ def link_command(environment: Environment) -> None:
         command.symlink_to("../../megatron-dpp")
 
 
-def check_ready(requirement_files: list[str], why: OSError) -> Environment:
+def check_ready(requirement_files: list[str], why: OSError, *, anew: bool) -> Environment:
     """The environment of a clone that cannot be written to, where everything is there already.
 
     Raises:
         SetupFailed: there is something to do.
     """
-    environment = existing_environment(describe(requirement_files), requirement_files)
+    environment = existing_environment(describe(requirement_files), requirement_files, anew=anew)
     if environment is None:
         to_do = "make .venv"
     elif environment.missing:
@@ -293,13 +297,33 @@ def check_ready(requirement_files: list[str], why: OSError) -> Environment:
     )
 
 
-def set_up(requirement_files: list[str]) -> tuple[Environment, list[str]]:
+def keep(environment: Environment) -> None:
+    """Notes the environment in ``build/python``, at once: others read the file without the lock.
+
+    Raises:
+        SetupFailed: it cannot be written.
+    """
+    line, scratch = f"{environment.python}\n", KEPT.with_name(f".python-{os.getpid()}")
+    try:
+        if KEPT.is_file() and KEPT.read_text() == line:
+            return
+        scratch.write_text(line)
+        scratch.replace(KEPT)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise SetupFailed(f"{KEPT}: {error.strerror}; the earlier choice is kept") from error
+
+
+def set_up(requirement_files: list[str], *, anew: bool) -> tuple[Environment, list[str]]:
     """Runs the missing steps; returns the environment and the steps that were run.
+
+    Args:
+        anew: choose the environment without regard to the one that was kept, and keep it.
 
     Raises:
         SetupFailed: a compiler, a package or an environment cannot be had.
     """
-    environment, done = choose_environment(requirement_files)
+    environment, done = choose_environment(requirement_files, anew=anew)
     is_stale = extension_is_stale(environment)
     if is_stale:
         check_compiler(environment)  # before minutes of downloads
@@ -307,17 +331,19 @@ def set_up(requirement_files: list[str]) -> tuple[Environment, list[str]]:
     if is_stale:
         done += build_extension(environment)
     link_command(environment)
+    if anew:
+        keep(environment)
     return inspect(environment.python, requirement_files), done
 
 
-def set_up_alone(requirement_files: list[str]) -> tuple[Environment, list[str]]:
+def set_up_alone(requirement_files: list[str], *, anew: bool) -> tuple[Environment, list[str]]:
     """:func:`set_up` under the lock; where none can be had, only looks."""
     try:
         lock = take_lock()
     except OSError as error:
-        return check_ready(requirement_files, error), []
+        return check_ready(requirement_files, error, anew=anew), []
     with lock:
-        return set_up(requirement_files)
+        return set_up(requirement_files, anew=anew)
 
 
 def main() -> int:
@@ -332,17 +358,11 @@ def main() -> int:
         print(json.dumps(asdict(describe(args.describe))))
         return 0
     files = ["requirements.txt", *(["requirements-dev.txt"] if args.dev else [])]
-    with contextlib.suppress(OSError):  # of a clone that cannot be written to
-        if args.keep:
-            KEPT.unlink(missing_ok=True)
     try:
-        environment, done = set_up_alone(files)
+        environment, done = set_up_alone(files, anew=args.keep)
     except SetupFailed as error:
         print(f"error: set-up: {error}", file=sys.stderr)
         return 2
-    if args.keep:
-        with contextlib.suppress(OSError):
-            KEPT.write_text(f"{environment.python}\n")
     what = ", ".join(done) or "nothing to do"
     using = f"using {environment.python}, PyTorch {environment.torch}"
     if done or not args.quiet:

@@ -91,10 +91,15 @@ def tell_torchrun(text: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(
+        scratch = Path(f"{path}.{os.getpid()}")  # torchrun fails on a file that is not whole
+        try:
+            scratch.write_text(
                 json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8"
             )
+            scratch.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                scratch.unlink()
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:

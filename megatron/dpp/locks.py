@@ -98,12 +98,9 @@ def lock_file(file: IO[bytes], path: Path, named: str) -> None:
     Raises:
         DataError: another process holds the lock; ``file`` is closed then.
     """
-    deadline = time.monotonic() + _PATIENCE_S
-    while not _locked(file, fcntl.LOCK_EX):
-        if time.monotonic() > deadline:
-            file.close()
-            raise _taken(path, named)
-        time.sleep(0.02)
+    if not _locked(file, fcntl.LOCK_EX):
+        file.close()
+        raise _taken(path, named)
 
 
 def check_free(directory: str | Path, flag: str) -> None:
@@ -123,11 +120,20 @@ def check_free(directory: str | Path, flag: str) -> None:
 
 
 def _locked(file: IO[bytes], kind: int) -> bool:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in _UNSUPPORTED  # a file system without locks
-    return True
+    """True once the file is locked, or where the file system has no locks; False where others hold
+    it for longer than :data:`_PATIENCE_S`."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                return True
+        else:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
 
 
 def _owner(path: Path) -> tuple[str, int] | None:

@@ -73,28 +73,41 @@ def test_checkpoints_go_into_the_directory_where_an_interval_asks_for_them(tmp_p
 
 
 def check(home: Path, *words: str, first_node: bool = True) -> None:
-    log = "train.log" if first_node else "train-node1.log"
-    check_home([*ARGV, *words], {"RUN_DIR": str(home)}, log, first_node=first_node)
+    check_home([*ARGV, *words], {"RUN_DIR": str(home)}, first_node=first_node)
 
 
 def test_a_directory_takes_no_second_run_but_the_one_that_goes_on(tmp_path: Path) -> None:
-    saved, other = str(tmp_path / "checkpoints"), str(tmp_path / "other")
-    check(tmp_path / "new")
-    check(tmp_path)  # nothing of a run is in it
-    (tmp_path / "train.log").touch()  # a run that ended before it wrote its settings
-    with pytest.raises(DataError, match=r"train.log of an earlier run is there; name another dir"):
-        check(tmp_path)
-    check(tmp_path, "--save", saved, "--load", saved)  # started again by a batch system
-    (tmp_path / "settings.yaml").write_text(f'save: "{saved}"\n# load: null\n')
+    home, saved, other = tmp_path / "home", str(tmp_path / "saved"), str(tmp_path / "other")
+    check(home)
+    home.mkdir()
+    for log in ("train.log", "train-node0.log"):  # the nodes did not meet, or the shell's own
+        (home / log).touch()
+    check(home)  # no run has begun to train
+    (home / "settings.yaml").write_text(f'save: "{saved}"\n# load: null\n')
     continued = re.escape(f"settings.yaml of an earlier run is there; name another directory, or "
     f"let that run go on: --load {saved}")  # fmt: skip
     for words in ([], ["--load", other], ["--save", saved], ["--load", saved, "--finetune"]):
         with pytest.raises(DataError, match=continued):
-            check(tmp_path, *words)
-    check(tmp_path, "--load", f"{saved}/../checkpoints")
-    (tmp_path / "train-node1.log").touch()
-    with pytest.raises(DataError, match="of an earlier run"):
-        check(tmp_path, first_node=False)
+            check(home, *words)
+    check(home, "--load", f"{saved}/../saved")
+    (home / "settings.yaml").rename(home / "metrics.jsonl")  # the last rank's node has it alone
+    with pytest.raises(DataError, match=r"metrics.jsonl of an earlier run"):
+        check(home, first_node=False)
+
+
+def test_a_run_goes_on_where_its_directories_were_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, moved = tmp_path / "home", str(tmp_path / "moved")
+    home.mkdir()
+    (home / "settings.yaml").write_text('save: "somewhere/else"\n')
+    check(home, "--save", moved, "--load", f"{moved}/.")  # started again by a batch system
+    check(home, "--load", str(home / "checkpoints"))
+    monkeypatch.chdir(home)
+    check(Path("."), "--load", "checkpoints")
+    for words in (["--load", moved], ["--load", f"{home}-2"], ["--save", moved]):
+        with pytest.raises(DataError, match="go on: --load somewhere/else"):
+            check(home, *words)
 
 
 def test_a_directory_in_use_is_refused_on_the_first_node_alone(tmp_path: Path) -> None:

@@ -37,6 +37,11 @@ def test_a_grid_of_nothing():
     assert format_grid([[], []]) == "(nothing ran)"
 
 
+def test_one_microbatch_is_no_plural(capsys):
+    status, out, _ = run(capsys, "--pp", "2", "--microbatches", "1", "--no-grid")
+    assert status == 0 and ", 1 microbatch, " in out
+
+
 def test_command_line_prints_grid_ratio_and_peak(capsys):
     status, out, _ = run(capsys, "--pp", "2", "--chunks", "1", "--microbatches", "2")
     assert status == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from megatron.dpp import errors
 from megatron.dpp.cli import preflight
 from megatron.dpp.cli.arguments import parse_args, warnings_of
 from megatron.dpp.cli.environment import check_visible_gpus
@@ -205,12 +207,15 @@ def test_a_data_set_smaller_than_a_sequence_is_a_warning(tmp_path: Path) -> None
     with pytest.raises(DataError, match=refused):
         preflight.check("gpt", [*words, "--split", "949,50,1"], 1)
     args, _ = preflight.check("gpt", [*words, "--split", "1,0,0"], 1)
-    (line,) = warnings_of_data(args)
+    (line,) = warnings_of_data(args, "gpt")
     assert line == (
-        f"{prefix}.bin holds 6 tokens, fewer than one sequence of 16: each sample repeats them"
+        f"{prefix}.bin holds 6 tokens, fewer than a sample of 17 (--seq-length + 1): each sample "
+        "repeats them"
     )
-    args, _ = preflight.check("gpt", [*words, "--split", "1,0,0", "--seq-length", "6"], 1)
-    assert not warnings_of_data(args)
+    assert not warnings_of_data(args, "bert")  # pads a short document
+    for length, number in (("6", 1), ("5", 0)):
+        args, _ = preflight.check("gpt", [*words, "--split", "1,0,0", "--seq-length", length], 1)
+        assert len(warnings_of_data(args, "gpt")) == number
 
 
 def test_torchruns_own_report_ends_with_our_error(tmp_path: Path) -> None:
@@ -222,6 +227,26 @@ def test_torchruns_own_report_ends_with_our_error(tmp_path: Path) -> None:
     report = str(ChildFailedError("pretrain_gpt.py", {1: failure}))
     (said,) = (line for line in report.splitlines() if "traceback :" in line)
     assert "error: unknown flag --no-such-flag" in said
+
+
+@pytest.mark.parametrize("fails", ["write_text", "replace"])
+def test_torchrun_never_finds_half_an_error(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent would end with a JSONDecodeError."""
+
+    def full(path: Path, *_: object, **__: object) -> None:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, fails, full)
+        errors.tell_torchrun("error: wrong")
+    assert not list(tmp_path.iterdir())
+    errors.tell_torchrun("error: wrong")
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["message"]["message"] == "error: wrong"
 
 
 def test_a_tenth_of_the_learning_rate_is_printed_as_one() -> None:

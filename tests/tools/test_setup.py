@@ -244,7 +244,48 @@ def test_an_environment_that_must_not_be_written_to_gets_a_venv_over_it(
     monkeypatch.setattr(
         setup_environment, "_run_logged", lambda command, _: commands.append(command)
     )
-    chosen, done = setup_environment.choose_environment(["requirements.txt"])
+    chosen, done = setup_environment.choose_environment(["requirements.txt"], anew=True)
     assert chosen.python == str(tmp_path / ".venv" / "bin" / "python")
     assert done == ["made .venv"]
     assert commands[0][-1] == "--system-site-packages"
+
+
+def test_a_kept_choice_lasts_until_another_set_up_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, seen = tmp_path / "python", []
+    kept.write_text("/old/python\n")
+    monkeypatch.setattr(setup_environment, "KEPT", kept)
+    monkeypatch.setattr(setup_environment, "extension_is_stale", lambda _: False)
+    monkeypatch.setattr(setup_environment, "describe", lambda _: environment(python="/new/python"))
+    monkeypatch.setattr(setup_environment, "inspect", lambda python, _: environment(python=python))
+
+    def install(_: Environment) -> list[str]:
+        seen.append(kept.read_text())
+        if len(seen) == 1:
+            raise SetupFailed("no index")
+        return []
+
+    monkeypatch.setattr(setup_environment, "install", install)
+    with pytest.raises(SetupFailed, match="no index"):
+        setup_environment.set_up([], anew=True)
+    assert kept.read_text() == "/old/python\n"
+    setup_environment.set_up([], anew=False)
+    assert kept.read_text() == "/old/python\n"
+    setup_environment.set_up([], anew=True)
+    assert seen == ["/old/python\n"] * 3  # another start may read it at any time
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [
+        ("python", "/new/python\n")
+    ]
+
+
+def test_a_named_interpreter_without_pytorch_does_not_lead_to_the_kept_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, of in (("KEPT", tmp_path / "kept"), ("VENV_PYTHON", tmp_path / "venv")):
+        of.write_text(sys.executable)
+        monkeypatch.setattr(setup_environment, name, of)
+    monkeypatch.setattr(setup_environment, "inspect", lambda python, _: environment(python=python))
+    for anew, python in ((False, sys.executable), (True, str(tmp_path / "venv"))):
+        found = setup_environment.existing_environment(environment(torch=None), [], anew=anew)
+        assert found is not None and found.python == python

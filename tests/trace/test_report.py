@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megatron.dpp.pictures.page import _layout
 from megatron.dpp.pictures.style import COLOURS, duration
 from megatron.dpp.trace.scalars import IterationScalars
 from tests.trace.injected import inject
@@ -226,6 +227,12 @@ def test_two_ranks_that_are_equally_slow_are_both_named(tmp_path):
     assert all(s["effect"] > 0.1 for s in numbers["stragglers"])
     alone = [p["gain"] for p in numbers["what_if"] if p["name"].startswith("without slow-rank")]
     assert max(alone) < 0.1
+
+
+def test_one_microbatch_is_no_plural():
+    run = {"data": 1, "pipeline": 2, "tensor": 1, "chunks": 1}
+    assert _layout(run | {"microbatches": 1}).endswith("2 × 1 chunk, tensor 1, 1 microbatch")
+    assert _layout(run | {"microbatches": 4}).endswith("4 microbatches")
 
 
 def test_every_plot_is_a_png(made):

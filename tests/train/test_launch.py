@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import config_from_args, parse_args
 
 from megatron.dpp.train import torchrun as launch
 from tests.runtime.launcher import start, wait
@@ -68,6 +70,23 @@ def test_torchruns_folder_is_gone_at_the_end(
     assert launch.run() == 0
     assert seen[0].parent == tmp_path
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_several_processes_of_a_node_get_one_thread_each_without_a_banner(
+    count: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    words = ["torchrun", f"--nproc_per_node={count}", "--standalone", "script.py"]
+
+    def configure() -> None:
+        config_from_args(parse_args(words[1:]))
+
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(launch, "main", configure)
+    assert launch.run() == 0
+    assert os.environ.get("OMP_NUM_THREADS") == (None if count == 1 else "1")
+    assert "OMP_NUM_THREADS" not in caplog.text
 
 
 _MEET = """

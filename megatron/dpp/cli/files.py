@@ -212,9 +212,10 @@ def _prefixes(words: list[str]) -> list[str]:
     return words[1::2] if len(words) == 2 * len(weights) else words
 
 
-def warnings_of_data(args: argparse.Namespace) -> list[str]:
-    """A line for each data set that holds fewer tokens than a sequence."""
-    if args.mock_data or args.variable_lengths:
+def warnings_of_data(args: argparse.Namespace, task_name: str) -> list[str]:
+    """A line for each data set that holds fewer tokens than a sample of GPT, which has one more
+    than a sequence. BERT fills up short samples."""
+    if task_name != "gpt" or args.mock_data or args.variable_lengths:
         return []
     words, per_split = data_words(args)
     groups = [_prefixes(group or []) for group in (words, *(per_split or []))]
@@ -223,10 +224,10 @@ def warnings_of_data(args: argparse.Namespace) -> list[str]:
         if Path(f"{prefix}.bin").stat().st_size > args.seq_length * max(_TOKEN_BYTES.values()):
             continue
         tokens = int(read_lengths(prefix).sum())
-        if tokens < args.seq_length:
+        if tokens <= args.seq_length:
             lines.append(
-                f"{prefix}.bin holds {tokens} tokens, fewer than one sequence of "
-                f"{args.seq_length}: each sample repeats them"
+                f"{prefix}.bin holds {tokens} tokens, fewer than a sample of "
+                f"{args.seq_length + 1} (--seq-length + 1): each sample repeats them"
             )
     return lines
 

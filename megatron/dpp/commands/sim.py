@@ -399,9 +399,10 @@ def _comparison(
 def _report(
     args: argparse.Namespace, shape: Shape, results: dict[str, list[Result]], unit: str
 ) -> None:
+    plural = "es" if shape.num_microbatches > 1 else ""
     print(
         f"{shape.num_ranks} ranks x {shape.num_chunks} chunks, "
-        f"{shape.num_microbatches} microbatches, {args.seeds} seed(s)"
+        f"{shape.num_microbatches} microbatch{plural}, {args.seeds} seed(s)"
     )
     print(f"{'schedule':24s} {'makespan':>10s} {'ratio':>7s} {'peak':>6s}  peak by rank")
     for name, runs in results.items():

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import json
@@ -23,7 +24,7 @@ from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.errors import DataError
 from megatron.dpp.locks import Lock, check_free
 
-_RUNS = Path("runs")
+_RUNS, _METRICS = Path("runs"), "metrics.jsonl"
 _READ_BYTES = 1 << 16
 
 
@@ -55,13 +56,12 @@ def make_home(arch: str, argv: Sequence[str], world_size: int, env: Mapping[str,
     return home
 
 
-def check_home(argv: Sequence[str], env: Mapping[str, str], log: str, *, first_node: bool) -> None:
-    """Refuse directories that another run writes into, and a ``RUN_DIR`` of an earlier run. Only a
-    run that goes on from that run's checkpoints may add to its files.
+def check_home(argv: Sequence[str], env: Mapping[str, str], *, first_node: bool) -> None:
+    """Refuse directories that another run writes into, and a ``RUN_DIR`` in which an earlier run
+    began to train. Only a run that goes on from that run's checkpoints may add to its files.
 
     Args:
         argv: flags of the training script, or those among them that say where checkpoints lie.
-        log: file name of this node's log.
         first_node: of the run, which holds the locks of its directories.
 
     Raises:
@@ -74,15 +74,24 @@ def check_home(argv: Sequence[str], env: Mapping[str, str], log: str, *, first_n
     if not named:
         return
     home = Path(named)
-    there = [home / name for name in (settings.FILE_NAME, log) if (home / name).is_file()]
-    saved = _saved_by(home) or args.save
-    goes_on = args.load and saved and not args.finetune
-    if there and not (goes_on and Path(args.load).resolve() == Path(saved).resolve()):
+    there = [name for name in (settings.FILE_NAME, _METRICS) if (home / name).is_file()]
+    saved = _saved_by(home)
+    if there and not _goes_on(args, home, saved):
+        saved = saved or args.save
         how = f", or let that run go on: --load {saved}" if saved else ""
         raise DataError(
-            f"RUN_DIR {named}: {there[0].name} of an earlier run is there; name another "
-            f"directory{how}"
+            f"RUN_DIR {named}: {there[0]} of an earlier run is there; name another directory{how}"
         )
+
+
+def _goes_on(args: argparse.Namespace, home: Path, saved: str | None) -> bool:
+    """True where the run loads what the run in ``home`` saved. Its path may read otherwise by now:
+    the directory was moved, is mounted elsewhere, or was named from another directory."""
+    if not args.load or args.finetune:
+        return False
+    load = Path(args.load).resolve()
+    same = (Path(each).resolve() for each in (saved, args.save) if each)
+    return load in same or load.is_relative_to(home.resolve())
 
 
 def _saved_by(home: Path) -> str | None:
@@ -99,7 +108,7 @@ def flags_of_home(home: Path, argv: Sequence[str]) -> list[str]:
     """Flags that put into ``home`` what ``argv`` names no place for."""
     args, flags = parse_args(argv), []
     if not args.metrics_file:
-        flags += ["--metrics-file", str(home / "metrics.jsonl")]
+        flags += ["--metrics-file", str(home / _METRICS)]
     if not args.tensorboard_dir and importlib.util.find_spec("tensorboard"):
         flags += ["--tensorboard-dir", str(home / "tensorboard")]
     if args.trace and "trace_dir" not in args.given:

@@ -203,7 +203,7 @@ def refuse_taken(job: Job, argv: Sequence[str]) -> None:
     Raises:
         DataError: naming the other run.
     """
-    check_home(argv, os.environ, job.log_name(), first_node=job.node_rank == 0)
+    check_home(argv, os.environ, first_node=job.node_rank == 0)
 
 
 def is_dry_run() -> bool:

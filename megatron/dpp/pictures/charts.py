@@ -259,9 +259,10 @@ def plot_bubble(report: Report, width: float) -> Picture | None:
         f"Idle: {percent(measured)}, {abs(measured - formula) * 100:.1f} points {side} the "
         f"formula of the static schedule"
     )
+    plural = "es" if count > 1 else ""
     note = (
         f"formula: (p - 1) / (v m + p - 1) = {percent(formula)} with p = {ranks} ranks, "
-        f"v = {chunks} chunks, m = {count} microbatches; equal stages, no messages"
+        f"v = {chunks} chunks, m = {count} microbatch{plural}; equal stages, no messages"
     )
     picture = Picture(title, width, note)
     rows = [("formula", "drain", formula)]

@@ -114,7 +114,7 @@ def _layout(run: dict[str, Any]) -> str:
     return (
         f"data {run['data']}, pipeline {run['pipeline']} × {run['chunks']} "
         f"chunk{'s' if run['chunks'] > 1 else ''}, tensor {run['tensor']}, "
-        f"{run['microbatches']} microbatches"
+        f"{run['microbatches']} microbatch{'es' if run['microbatches'] > 1 else ''}"
     )
 
 

@@ -58,7 +58,7 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
 
 def _train(args: RunConfig, task_name: str, rank: int, tokenizer: Tokenizer) -> int:
     if rank == 0:
-        for line in [*arguments.warnings_of(args), *warnings_of_data(args)]:
+        for line in [*arguments.warnings_of(args), *warnings_of_data(args, task_name)]:
             print(f"warning: {line}", file=sys.stderr, flush=True)
     try:
         from megatron.dpp.train.job import run_job

@@ -76,10 +76,15 @@ def _stay_on_this_host() -> None:
     sys.argv[1:1] = ["--local-addr", _LOOPBACK]
 
 
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """False for torchrun's banner that several processes of a node get one thread each."""
+    return "OMP_NUM_THREADS" not in record.getMessage()
+
+
 def run() -> int:
     """Runs torchrun; 1 when the nodes do not meet in time or a rank fails, 128 plus the number of
     a signal that ended it."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning
+    logging.getLogger("torch.distributed.run").addFilter(_is_worth_a_line)
     for name in _SAID_HERE:
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(
             logging.CRITICAL
