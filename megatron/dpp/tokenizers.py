@@ -3,21 +3,26 @@
 megatron-core's wheel asks a hub for its vocabularies even when both files are given, so byte-level
 BPE (GPT-2) and WordPiece (BERT) are built here on the ``tokenizers`` package. Ids, special tokens
 and vocabulary sizes are Megatron-LM's, so a corpus preprocessed by either gives the same bytes.
-Nothing here imports torch.
+A ``tokenizer.json`` is the package's own format. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import unicodedata
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.text_files import read_text
 
 _END_OF_TEXT = "<|endoftext|>"
+_ENDS = (_END_OF_TEXT, "<|end_of_text|>", "</s>")
+"""Ends of a text in a ``tokenizer.json`` without a ``tokenizer_config.json``."""
+_SPECIAL = re.compile(r"<\|[^|\s]+\|>")
 _BERT_TOKENS = {"unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
 _BERT_ADDED = {"bos": "[BOS]", "eos": "[EOS]"}
 
@@ -45,6 +50,8 @@ class Tokenizer:
     mask: int
     bos: int
     eos: int
+    begin: tuple[int, ...] = ()
+    """Ids that start a document."""
 
     def __init__(
         self, vocab: dict[str, int], special: dict[str, int], *paths: str, **options: object
@@ -70,6 +77,25 @@ class Tokenizer:
     def detokenize(self, ids: Iterable[int]) -> str:
         """Text of ``ids``, as near to the original as the kind allows."""
         raise NotImplementedError
+
+    def special_tokens(self) -> dict[str, int]:
+        """Tokens that only a chat template may write, with their ids."""
+        return {text: index for text, index in self.vocab.items() if _SPECIAL.fullmatch(text)}
+
+    def template_tokens(self) -> dict[str, str]:
+        """Tokens that chat templates name."""
+        return {"bos_token": "", "eos_token": _END_OF_TEXT}
+
+    def tokenize_chat(self, text: str, special: dict[str, int]) -> list[int]:
+        """Ids of a chat's text, whose ``special`` tokens are one each."""
+        ids: list[int] = []
+        end = 0
+        for match in _SPECIAL.finditer(text):
+            if match.group() in special:
+                ids += self.tokenize(text[end : match.start()])
+                ids.append(special[match.group()])
+                end = match.end()
+        return ids + self.tokenize(text[end:])
 
 
 class GPT2BPETokenizer(Tokenizer):
@@ -106,6 +132,63 @@ class GPT2BPETokenizer(Tokenizer):
     def detokenize(self, ids: Iterable[int]) -> str:
         text: str = self._tokenizer.decode([int(index) for index in ids], skip_special_tokens=False)
         return text
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """The tokenizer of a ``tokenizer.json``, with its own normalizer, splitting rule and tokens.
+
+    ``tokenizer_config.json`` beside it names the tokens that begin and end a text. ``eod`` is the
+    latter. A document begins with the former where the file's post-processor adds it. No ``pad`` is
+    set: it is often the same as ``eos``, and megatron-core leaves padding out of the loss.
+
+    Args:
+        path: the file or its directory.
+
+    Raises:
+        DataError: a file is missing or broken, or names no end of a text.
+    """
+
+    def __init__(self, path: str) -> None:
+        from tokenizers import Tokenizer as FastTokenizer
+
+        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        text = read_text(file, "--tokenizer-model")
+        try:
+            self._tokenizer = FastTokenizer.from_str(text)
+        except Exception as error:  # the package raises plain Exception
+            raise DataError(f"--tokenizer-model {file}: no tokenizer ({error})") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._special = {
+            token.content: index
+            for index, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._named = _named_tokens(file, vocab)
+        special = {name.removesuffix("_token"): vocab[token] for name, token in self._named.items()}
+        super().__init__(vocab, {"eod": special["eos"], **special}, str(file))
+        self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
+        first = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
+        if "bos" in special and first == [special["bos"]]:
+            self.begin = (special["bos"],)
+
+    def tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        text: str = self._tokenizer.decode([int(index) for index in ids], skip_special_tokens=False)
+        return text
+
+    def special_tokens(self) -> dict[str, int]:
+        return self._special | {token: self.vocab[token] for token in self._named.values()}
+
+    def template_tokens(self) -> dict[str, str]:
+        return {"bos_token": "", **self._named}
+
+    def tokenize_chat(self, text: str, special: dict[str, int]) -> list[int]:
+        return self.tokenize(text)  # the file says which tokens are special
 
 
 class BertWordPieceTokenizer(Tokenizer):
@@ -183,6 +266,7 @@ TOKENIZER_TYPES = (
     "BertWordPieceLowerCase",
     "BertWordPieceCase",
     "NullTokenizer",
+    "HuggingFaceTokenizer",
 )
 """Names that ``--tokenizer-type`` accepts."""
 
@@ -192,12 +276,14 @@ def build_tokenizer(
     vocab_file: str | None = None,
     merge_file: str | None = None,
     *,
+    tokenizer_model: str | None = None,
     vocab_size: int | None = None,
     vocab_extra_ids: int = 0,
 ) -> Tokenizer:
     """Builds the tokenizer that ``--tokenizer-type`` names.
 
     Args:
+        tokenizer_model: a ``tokenizer.json`` or its directory, of a ``HuggingFaceTokenizer``.
         vocab_size: number of ids of a ``NullTokenizer``.
         vocab_extra_ids: further ``<extra_id_i>`` tokens of a BERT vocabulary.
 
@@ -210,6 +296,8 @@ def build_tokenizer(
             _required(tokenizer_type, "--vocab-file", vocab_file),
             _required(tokenizer_type, "--merge-file", merge_file),
         )
+    if tokenizer_type == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer(_required(tokenizer_type, "--tokenizer-model", tokenizer_model))
     if tokenizer_type in ("BertWordPieceLowerCase", "BertWordPieceCase"):
         return BertWordPieceTokenizer(
             _required(tokenizer_type, "--vocab-file", vocab_file),
@@ -281,6 +369,35 @@ def _required(tokenizer_type: str, flag: str, value: str | None) -> str:
     if not value:
         raise ConfigError(f"--tokenizer-type {tokenizer_type} needs {flag}")
     return value
+
+
+def _named_tokens(file: Path, vocab: dict[str, int]) -> dict[str, str]:
+    """``eos_token``, and ``bos_token`` where there is one, of the tokenizer in ``file``."""
+    beside = file.with_name("tokenizer_config.json")
+    config: dict[str, Any] = {}
+    if beside.is_file():
+        try:
+            config = dict(json.loads(read_text(beside)))
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{beside}: not a JSON object ({error})") from error
+    named: dict[str, str] = {}
+    for name in ("bos_token", "eos_token"):
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is None:
+            continue
+        if token not in vocab:
+            raise DataError(f"{beside}: {name} is {token!r}, which {file.name} lacks")
+        named[name] = token
+    if "eos_token" not in named:
+        end = next((token for token in _ENDS if token in vocab), None)
+        if end is None:
+            raise DataError(
+                f"--tokenizer-model {file}: {', '.join(_ENDS)} are not in it; name the end of a "
+                f'text in {beside}, as {{"eos_token": "..."}}'
+            )
+        named["eos_token"] = end
+    return named
 
 
 def _read_json_vocab(path: str) -> dict[str, int]:

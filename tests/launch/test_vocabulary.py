@@ -48,23 +48,26 @@ def test_a_tokenizer_is_trained_once_and_used(text: Path) -> None:
     assert describe_tokens(data.flags).endswith("0 of them unknown; vocabulary of 280")
 
 
-@pytest.mark.parametrize("form", ["tokenizer.json", "vocab.json"])
-def test_files_of_ones_own_are_taken(text: Path, tmp_path: Path, form: str) -> None:
-    trained = tokenizer_flags("gpt", "train:280", text)
-    folder = Path(trained["--vocab-file"]).parent
-    if form == "tokenizer.json":
-        from tokenizers import ByteLevelBPETokenizer
+def test_files_of_ones_own_are_taken(text: Path, tmp_path: Path) -> None:
+    """A directory with ``tokenizer.json`` and a pair means the former: Qwen's pair lacks tokens."""
+    from tokenizers import ByteLevelBPETokenizer
 
-        folder = tmp_path / "own"
-        folder.mkdir()
-        whole = ByteLevelBPETokenizer(*trained.values())
-        whole.add_special_tokens(["<|endoftext|>"])
-        whole.save(str(folder / form))
-    for choice in (folder, folder / form):
-        taken = tokenizer_flags("gpt", str(choice), text)
-        assert json.loads(Path(taken["--vocab-file"]).read_text()) == json.loads(
-            Path(trained["--vocab-file"]).read_text()
-        )
+    pair = tokenizer_flags("gpt", "train:280", text)
+    folder = Path(pair["--vocab-file"]).parent
+    for choice in (folder, folder / "vocab.json"):
+        assert tokenizer_flags("gpt", str(choice), text) == pair
+    whole = ByteLevelBPETokenizer(*pair.values())
+    whole.add_special_tokens(["<|endoftext|>"])
+    whole.save(str(folder / "tokenizer.json"))
+    named = {"--tokenizer-type": "HuggingFaceTokenizer"}
+    named["--tokenizer-model"] = str(folder / "tokenizer.json")
+    for choice in (folder, folder / "tokenizer.json"):
+        assert tokenizer_flags("gpt", str(choice), text) == named
+    assert tokenizer_flags("gpt", str(folder / "vocab.json"), text) == pair
+    ours = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=named["--tokenizer-model"])
+    older = build_tokenizer("GPT2BPETokenizer", *pair.values())
+    said = "the quick brown fox, number 12345"
+    assert ours.tokenize(said) == older.tokenize(said) and ours.eod == older.eod
 
 
 def test_choices_that_cannot_work_are_refused(text: Path, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import numpy
 import pytest
 
 from megatron.dpp.commands import preprocess
-from megatron.dpp.commands.chats import PLAIN, BadLine, ChatEncoder, find_template
+from megatron.dpp.commands.chats import PLAIN, ChatEncoder, find_template
+from megatron.dpp.commands.json_lines import BadLine
 from megatron.dpp.errors import DataError
 from megatron.dpp.tokenizers import GPT2BPETokenizer
 from tests.conftest import REPOSITORY

@@ -41,6 +41,7 @@ def output(board: Path, temporary: Path) -> str:
 def test_the_loaders_workers_leave_no_folder(output: str, temporary: Path) -> None:
     assert "validation loss" in output
     assert not list(temporary.glob("pymp-*"))
+    assert "Traceback" not in output
 
 
 def test_the_log_says_what_each_rank_may_hold_and_held(output: str) -> None:

@@ -106,6 +106,7 @@ _IN_SHORT = (
     "num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings",
     "micro_batch_size", "global_batch_size", "train_iters", "lr", "min_lr", "bf16", "fp16",
     "data_path", "split", "tokenizer_type", "vocab_file", "merge_file",
+    "tokenizer_model",
     "tensor_model_parallel_size", "pipeline_model_parallel_size",
     "num_virtual_stages_per_pipeline_rank", "use_dpp", "dpp_policy", "dpp_activation_cap", "save",
     "load", "save_interval", "eval_interval", "trace", "metrics_file", "tensorboard_dir", "device",

@@ -169,6 +169,7 @@ def build_vocabulary(args: RunConfig) -> tuple[RunConfig, Tokenizer]:
         args.tokenizer_type,
         args.vocab_file,
         args.merge_file,
+        tokenizer_model=args.tokenizer_model,
         vocab_size=args.vocab_size,
         vocab_extra_ids=args.vocab_extra_ids,
     )

@@ -66,6 +66,11 @@ def _family(args: Args, arch: str) -> None:
     args.tokenizer_type = args.tokenizer_type or TOKENIZERS[arch]
     if arch != "bert":
         return
+    require(
+        args.tokenizer_type != "HuggingFaceTokenizer",
+        "--tokenizer-type HuggingFaceTokenizer: BERT needs BertWordPieceLowerCase or "
+        "BertWordPieceCase, and a vocab.txt",
+    )
     for flag in ("sft", "variable_length"):
         name = flag.replace("_", "-")
         require(not getattr(args, flag), f"--{name}: BERT's samples have one length; GPT's have")

@@ -8,10 +8,10 @@ with ``add_generation_prompt``. Text and answers are tokenised apart, as at gene
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.dpp.commands.json_lines import BadLine
 from megatron.dpp.errors import DataError
 from megatron.dpp.text_files import nearest_path, read_text
 from megatron.dpp.tokenizers import Tokenizer
@@ -21,7 +21,7 @@ CHAT_KEY, ANSWERS_KEY = "chat", "answers"
 
 PLAIN = (
     "{% for message in messages %}"
-    "{% if message.role == 'assistant' %}Assistant: {{ message.content }}<|endoftext|>"
+    "{% if message.role == 'assistant' %}Assistant: {{ message.content }}{{ eos_token }}"
     "{% else %}{{ message.role | capitalize }}: {{ message.content }}\n{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
@@ -30,11 +30,6 @@ PLAIN = (
 text closes an answer."""
 
 _ROLES = "role", "content"
-_SPECIAL = re.compile(r"<\|[^|\s]+\|>")
-
-
-class BadLine(Exception):
-    """A line cannot be used; the text says why."""
 
 
 def template_beside(folder: Path) -> str | None:
@@ -60,9 +55,9 @@ def template_beside(folder: Path) -> str | None:
     return None if found is None else str(found)
 
 
-def find_template(name: str, vocab_file: str | None) -> str:
+def find_template(name: str, vocabulary: str | None) -> str:
     """The template that ``--sft-tokenizer-prompt-format`` names: ``default`` is the one beside the
-    vocabulary, ``auto`` that or else ``plain``, any other a file.
+    vocabulary (a file or a directory), ``auto`` that or else ``plain``, any other a file.
 
     Raises:
         DataError: there is none.
@@ -71,7 +66,8 @@ def find_template(name: str, vocab_file: str | None) -> str:
         return PLAIN
     flag = f"--sft-tokenizer-prompt-format {name}"
     if name in ("auto", "default"):
-        folder = Path(vocab_file or ".").parent
+        folder = Path(vocabulary or ".")
+        folder = folder if folder.is_dir() else folder.parent
         found = template_beside(folder)
         if found is None and name == "default":
             raise DataError(
@@ -107,16 +103,17 @@ class ChatEncoder:
         except ModuleNotFoundError:
             raise DataError("--sft needs Jinja; pip install jinja2") from None
         self._tokenizer, self._errors = tokenizer, jinja2.TemplateError
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        named = tokenizer.template_tokens()
         environment.globals["raise_exception"] = _refuse
         try:
-            self._template = environment.from_string(template, globals=_NAMED)
+            self._template = environment.from_string(template, globals=named)
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template is not valid: {error}") from error
-        self._special = {
-            text: index for text, index in tokenizer.vocab.items() if _SPECIAL.fullmatch(text)
-        }
-        end = _NAMED["eos_token"]
+        self._special = tokenizer.special_tokens()
+        end = named["eos_token"]
         if end not in self._special and (end in template or "eos_token" in template):
             raise DataError(
                 f"the chat template ends answers with {end}, which the vocabulary lacks; name the "
@@ -131,7 +128,7 @@ class ChatEncoder:
         """
         messages = _messages(document)
         for message in messages:
-            held = [text for text in _SPECIAL.findall(message["content"]) if text in self._special]
+            held = [text for text in self._special if text in message["content"]]
             if held:
                 raise BadLine(f"a message holds the special token {held[0]}")
         ids: list[int] = []
@@ -145,7 +142,7 @@ class ChatEncoder:
             if not (before.startswith(done) and after.startswith(before)):
                 raise BadLine(f"the template changes what comes before message {number + 1}")
             for text, mark in ((before[len(done) :], 0), (after[len(before) :], 1)):
-                new = self._tokenize(text)
+                new = self._tokenizer.tokenize_chat(text, self._special)
                 ids += new
                 marks += [mark] * len(new)
             done = after
@@ -156,21 +153,6 @@ class ChatEncoder:
             return str(self._template.render(messages=messages, add_generation_prompt=ask))
         except (self._errors, TypeError, ValueError) as error:
             raise BadLine(f"the chat template refuses it: {error}") from error
-
-    def _tokenize(self, text: str) -> list[int]:
-        """Ids of ``text``, whose special tokens are one each."""
-        ids: list[int] = []
-        end = 0
-        for match in _SPECIAL.finditer(text):
-            if match.group() in self._special:
-                ids += self._tokenizer.tokenize(text[end : match.start()])
-                ids.append(self._special[match.group()])
-                end = match.end()
-        return ids + self._tokenizer.tokenize(text[end:])
-
-
-_NAMED = {"bos_token": "", "eos_token": "<|endoftext|>"}
-"""Tokens that templates name."""
 
 
 def _refuse(message: str) -> NoReturn:

@@ -12,7 +12,6 @@ import functools
 import glob
 import gzip
 import importlib
-import json
 import multiprocessing
 import os
 import sys
@@ -33,11 +32,11 @@ import numpy as np
 from megatron.dpp.commands.chats import (
     ANSWERS_KEY,
     CHAT_KEY,
-    BadLine,
     ChatEncoder,
     find_template,
 )
 from megatron.dpp.commands.common import new_parser, progress_bar
+from megatron.dpp.commands.json_lines import BadLine, parse_line, text_of
 from megatron.dpp.commands.sentences import SPLITTERS, make_splitter
 from megatron.dpp.errors import ConfigError, DataError, DppError
 from megatron.dpp.tokenizers import TOKENIZER_TYPES, build_tokenizer
@@ -46,6 +45,7 @@ _BATCH_LINES = 64
 _BATCH_BYTES = 1 << 20
 _BATCHES_PER_WORKER = 4
 _MOST_BAD_LINES_SHOWN = 20
+_CHAT_TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class EncoderOptions:
     tokenizer_type: str
     vocab_file: str | None = None
     merge_file: str | None = None
+    tokenizer_model: str | None = None
     vocab_size: int | None = None
     vocab_extra_ids: int = 0
     json_keys: tuple[str, ...] = ("text",)
@@ -107,6 +108,7 @@ class Encoder:
             options.tokenizer_type,
             options.vocab_file,
             options.merge_file,
+            tokenizer_model=options.tokenizer_model,
             vocab_size=options.vocab_size,
             vocab_extra_ids=options.vocab_extra_ids,
         )
@@ -122,13 +124,13 @@ class Encoder:
 
     def encode_line(self, line: bytes) -> dict[str, Encoded]:
         """Encodes each of the asked keys of one JSON line; raises :class:`BadLine`."""
-        document = _parse_line(line)
+        document = parse_line(line)
         if self._chats is not None:
             ids, answers = self._chats.encode(document)
             self._check(ids)
             found = {CHAT_KEY: ids, ANSWERS_KEY: answers}
             return {key: Encoded(np.asarray(v, np.int32), [len(v)]) for key, v in found.items()}
-        return {key: self._encode(_text_of(document, key)) for key in self._options.json_keys}
+        return {key: self._encode(text_of(document, key)) for key in self._options.json_keys}
 
     def _encode(self, text: str | list[str]) -> Encoded:
         ids: list[int] = []
@@ -141,6 +143,9 @@ class Encoder:
             if sentence_ids:
                 ids.extend(sentence_ids)
                 lengths.append(len(sentence_ids))
+        if ids and self._tokenizer.begin:
+            ids[:0] = self._tokenizer.begin
+            lengths[0] += len(self._tokenizer.begin)
         if ids and self._options.append_eod:
             ids.append(self._tokenizer.eod)
             lengths[-1] += 1
@@ -157,34 +162,6 @@ class Encoder:
         if isinstance(text, list):
             return text
         return self._split(text) if self._split else [text]
-
-
-def _parse_line(line: bytes) -> dict[str, Any]:
-    if not line.strip():
-        raise BadLine("empty line")
-    try:
-        document = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadLine(f"not UTF-8: {error.reason} at byte {error.start}") from error
-    except (ValueError, RecursionError) as error:
-        raise BadLine(f"not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise BadLine(f"expected a JSON object, found {type(document).__name__}")
-    return document
-
-
-def _text_of(document: dict[str, Any], key: str) -> str | list[str]:
-    if key not in document:
-        raise BadLine(f'no key "{key}" (it has {", ".join(sorted(document)) or "none"})')
-    text = document[key]
-    parts = text if isinstance(text, list) else [text]
-    if not all(isinstance(part, str) for part in parts):
-        raise BadLine(f'"{key}" holds neither a text nor a list of texts')
-    try:
-        "".join(parts).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BadLine(f'"{key}" holds half a surrogate pair at {error.start}') from error
-    return parts if isinstance(text, list) else str(text)
 
 
 @functools.cache
@@ -411,6 +388,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
            help=", ".join(TOKENIZER_TYPES))  # fmt: skip
     tokens("--vocab-file", metavar="FILE")
     tokens("--merge-file", metavar="FILE")
+    tokens("--tokenizer-model", metavar="FILE", help="tokenizer.json or its directory")
     tokens("--vocab-size", type=int, metavar="N", help="for NullTokenizer")
     tokens("--vocab-extra-ids", type=int, default=0, metavar="N")
     tokens("--append-eod", action="store_true", help="end documents with a token")
@@ -442,10 +420,15 @@ def _check_arguments(args: argparse.Namespace) -> None:
         if getattr(args, name) not in (None, 1):
             flag = "--" + name.replace("_", "-")
             print(f"warning: {flag} has no effect: one run writes one output", file=sys.stderr)
-    if args.sft and (args.split_sentences or args.tokenizer_type != "GPT2BPETokenizer"):
-        raise ConfigError("--sft needs --tokenizer-type GPT2BPETokenizer and whole documents")
+    if args.sft and (args.split_sentences or args.tokenizer_type not in _CHAT_TOKENIZERS):
+        kinds = " or ".join(_CHAT_TOKENIZERS)
+        raise ConfigError(f"--sft needs --tokenizer-type {kinds} and whole documents")
     if args.tokenizer_type.startswith("Bert") and not args.split_sentences:
         print("warning: BERT's data needs --split-sentences", file=sys.stderr)
+
+
+def _template(args: argparse.Namespace) -> str:
+    return find_template(args.sft_tokenizer_prompt_format, args.tokenizer_model or args.vocab_file)
 
 
 def options_from(args: argparse.Namespace) -> EncoderOptions:
@@ -453,6 +436,7 @@ def options_from(args: argparse.Namespace) -> EncoderOptions:
         tokenizer_type=args.tokenizer_type,
         vocab_file=args.vocab_file,
         merge_file=args.merge_file,
+        tokenizer_model=args.tokenizer_model,
         vocab_size=args.vocab_size,
         vocab_extra_ids=args.vocab_extra_ids,
         json_keys=(CHAT_KEY, ANSWERS_KEY) if args.sft else tuple(args.json_keys),
@@ -460,9 +444,7 @@ def options_from(args: argparse.Namespace) -> EncoderOptions:
         splitter=args.sentence_splitter if args.split_sentences else None,
         language=args.lang,
         keep_newlines=args.keep_newlines,
-        chat_template=find_template(args.sft_tokenizer_prompt_format, args.vocab_file)
-        if args.sft
-        else None,
+        chat_template=_template(args) if args.sft else None,
     )
 
 

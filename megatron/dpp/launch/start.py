@@ -89,7 +89,7 @@ def prepare(
     own = [] if kind == [TOKENIZERS[arch]] else kind
     files = [str(vocabulary[name]) for name in _FILES if name in vocabulary]
     more = _chat_words(flags) if chats else list(_PREPROCESSING[arch])
-    sources = [*files, *(_templates(flags, files) if chats else [])]
+    sources = [*files, *_beside(flags, vocabulary, chats=chats)]
     prefix = _output(text, sources, [*own, *(more if chats else [])], sample=path is None)
     tokens = f"{prefix}_{level}"
     found = {**vocabulary, "--data-path": tokens}
@@ -126,6 +126,7 @@ def describe_tokens(flags: Flags) -> str:
         else str(flags.get("--tokenizer-type", "BertWordPieceLowerCase")),
         flags.get("--vocab-file"),
         flags.get("--merge-file"),
+        tokenizer_model=flags.get("--tokenizer-model"),
         vocab_size=flags.get("--vocab-size"),
     )
     kind = "u2" if tokenizer.vocab_size < 65500 else "i4"  # as megatron-core chooses it
@@ -159,7 +160,7 @@ def length_note(flags: Flags) -> list[str]:
     ]
 
 
-_FILES = ("--vocab-file", "--merge-file")
+_FILES = ("--vocab-file", "--merge-file", "--tokenizer-model")
 _LEVELS = {"gpt": "text_document", "bert": "text_sentence"}
 _PREPROCESSING = {
     "gpt": ["--append-eod"],
@@ -175,10 +176,13 @@ def _chat_words(flags: Flags) -> list[str]:
     return ["--sft", *([_FORMAT, str(flags[_FORMAT])] if _FORMAT in flags else [])]
 
 
-def _templates(flags: Flags, vocabulary: list[str]) -> list[str]:
-    """Files that may hold the chat template."""
+def _beside(flags: Flags, vocabulary: Flags, *, chats: bool) -> list[str]:
+    """Files that may hold the chat template and the names of tokens."""
+    files = [str(vocabulary[name]) for name in _FILES if name in vocabulary]
+    if not chats and "--tokenizer-model" not in vocabulary:
+        return []
     named = Path(str(flags.get(_FORMAT, "")))
-    folder = Path(vocabulary[0]).parent if vocabulary else Path()
+    folder = Path(files[0]).parent if files else Path()
     beside = [folder / name for name in TEMPLATE_FILES]
     return [str(path) for path in [named, *beside] if path.is_file()]
 
@@ -203,7 +207,11 @@ def _vocabulary(arch: str, flags: Flags) -> Flags:
     """The tokenizer's flags: those given, or the sample's vocabulary."""
     if "--tokenizer-type" in flags or "--vocab-file" in flags:
         names = ("--tokenizer-type", *_FILES)
-        return {name: flags[name] for name in names if name in flags}
+        found = {name: flags[name] for name in names if name in flags}
+        model = Path(str(found.get("--tokenizer-model", "")))
+        if "--tokenizer-model" in found and model.is_dir():
+            found["--tokenizer-model"] = str(model / "tokenizer.json")
+        return found
     return sample_vocabulary(arch)
 
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ CHOICES = (
     "on this corpus) or --tokenizer sample (the sample's 1,409 tokens)"
 )
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
-"""Files of a tokenizer that hold its chat template."""
+"""Files of a tokenizer that hold its chat template and the names of its tokens."""
 _END_OF_TEXT = "<|endoftext|>"
 _PAIRS = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
 _HUB = Path("~/.cache/huggingface/hub")
@@ -61,7 +60,7 @@ def tokenizer_flags(arch: str, choice: str, text: Path | None) -> Flags:
         return _pair_flags(*_trained(text, int(size)))
     if kind == "gpt2":
         return _pair_flags(*_gpt2(text))
-    return _pair_flags(*_own(Path(choice), text))
+    return _own(Path(choice))
 
 
 def sample_vocabulary(arch: str) -> Flags:
@@ -103,44 +102,20 @@ def _gpt2(text: Path | None) -> tuple[Path, Path]:
     )
 
 
-def _own(path: Path, text: Path | None) -> tuple[Path, Path]:
-    folder = path if path.is_dir() else path.parent
+def _own(path: Path) -> Flags:
+    """The flags of a tokenizer's directory, or of one of its files."""
     if not path.exists():
         raise DataError(f"--tokenizer {path}: no such file or directory; choose {CHOICES}")
-    if path.is_dir() or path.name != "tokenizer.json":
-        pair = _pair_in(folder)
-        if pair is not None:
-            return pair
-    file = folder / "tokenizer.json"
-    if not file.is_file():
+    folder = path if path.is_dir() else path.parent
+    file = path if path.name == "tokenizer.json" else folder / "tokenizer.json"
+    pair = _pair_in(folder)
+    if file.is_file() and (path.is_dir() or path == file or pair is None):
+        return {"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": str(file)}
+    if pair is None:
         raise DataError(
             f"--tokenizer {path}: neither tokenizer.json nor vocab.json with merges.txt is there"
         )
-    return _pair_of(file, (text.absolute().parent if text else Path.cwd()))
-
-
-def _pair_of(file: Path, folder: Path) -> tuple[Path, Path]:
-    """The vocabulary and merges of a ``tokenizer.json``, written below ``folder``."""
-    content = read_text(file, "--tokenizer")
-    try:
-        whole: dict[str, Any] = json.loads(content)
-        model, splitting = whole["model"], json.dumps(whole["pre_tokenizer"])
-        vocab: dict[str, int] = dict(model["vocab"])
-        vocab |= {each["content"]: each["id"] for each in whole.get("added_tokens") or []}
-        merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"--tokenizer {file}: no BPE tokenizer ({error!r})") from error
-    if '"Split"' in splitting or '"ByteLevel"' not in splitting or _END_OF_TEXT not in vocab:
-        raise DataError(
-            f"--tokenizer {file}: only byte-level BPE with GPT-2's splitting rule and "
-            f"{_END_OF_TEXT} is supported"
-        )
-    target = folder / f"tokenizer-{_digest(content)}"
-    pair = _write_pair(target, vocab, merges)
-    for name in TEMPLATE_FILES:
-        if (file.parent / name).is_file():
-            shutil.copyfile(file.parent / name, target / name)
-    return pair
+    return _pair_flags(*pair)
 
 
 def _trained(text: Path, size: int) -> tuple[Path, Path]:

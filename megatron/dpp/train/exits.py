@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -94,11 +95,11 @@ def prepare_worker(worker: int, *, outlives_sigterm: bool) -> None:
 def _serve_without_a_name() -> None:
     """Lets the rank fetch a worker's tensors from a socket whose folder is gone already.
 
-    Python makes that folder at the first tensor, and only a worker that ends in good order removes
-    it. The rank, a process of the same user, reaches the socket through /proc.
+    Python would make that folder at the first tensor, and only a worker that ends in good order
+    would remove it. The rank, a process of the same user, reaches the socket through /proc.
     """
     process: Any = multiprocessing.current_process()
-    process._config.pop("tempdir", None)  # the rank's, if it has one
+    process._config["tempdir"] = tempfile.mkdtemp(prefix="pymp-")  # which no finalizer removes
     sharer: Any = resource_sharer._resource_sharer  # type: ignore[attr-defined]
     sharer._start()
     folder = Path(sharer._address).parent

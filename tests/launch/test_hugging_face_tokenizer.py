@@ -1,0 +1,114 @@
+"""``tokenizer.json`` with a splitting rule of its own: ids, token files, chats and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from megatron.dpp.cli import preflight
+from megatron.dpp.commands import preprocess
+from megatron.dpp.commands.chats import ChatEncoder, find_template
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.launch.main import main
+from megatron.dpp.launch.start import prepare
+from megatron.dpp.tokenizers import HuggingFaceTokenizer
+from tests.convert import tiny
+
+TEXTS = ["It's 1234567 and\n\n  the  year 2024, isn't IT?", "a chat \u00fc <|end|> b" * 3]
+CHAT = [
+    {"role": "user", "content": "Year?"},
+    {"role": "assistant", "content": " 1234567"},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "content": "the year"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny.add_tokenizer(tmp_path / "model", TEXTS, 300)
+    return tmp_path / "model"
+
+
+def theirs(folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_ids_are_those_of_transformers(folder: Path) -> None:
+    """Numbers are cut after three digits, which GPT-2's rule does not do."""
+    ours, reference = HuggingFaceTokenizer(str(folder)), theirs(folder)
+    for text in TEXTS:
+        ids = ours.tokenize(text)
+        assert ids == reference(text, add_special_tokens=False)["input_ids"]
+        assert [*ours.begin, *ids] == reference(text)["input_ids"]
+        assert ours.detokenize(ids) == text
+    assert not any(len(token) > 3 for token in ours.vocab if token.isdigit())
+    assert (ours.bos, ours.eos, ours.eod, ours.vocab_size) == (0, 1, 1, len(reference))
+    with pytest.raises(NotImplementedError):
+        _ = ours.pad
+
+
+def test_a_chat_has_the_ids_of_its_template_in_transformers(folder: Path) -> None:
+    encoder = ChatEncoder(HuggingFaceTokenizer(str(folder)), find_template("auto", str(folder)))
+    ids, marks = encoder.encode({"messages": CHAT})
+    reference = theirs(folder)
+    text = reference.apply_chat_template(CHAT, tokenize=False)
+    assert reference.decode(ids) == text
+    answers = [i for i, mark in zip(ids, marks, strict=True) if mark]
+    assert reference.decode(answers) == " 1234567<|end|>the year<|end|>"
+    assert ids.count(1) == 4 and ids[0] == 0
+
+
+def test_documents_begin_and_end_with_the_tokens_of_the_file(folder: Path) -> None:
+    source = folder.parent / "text.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    data = prepare("gpt", str(source), {}, tokenizer=str(folder))
+    assert data.flags["--tokenizer-model"] == str(folder / "tokenizer.json")
+    assert data.preparation is not None
+    assert preprocess.main([*data.preparation[1:], "--workers", "1"]) == 0
+    tokens = numpy.fromfile(f"{data.flags['--data-path']}.bin", dtype=numpy.uint16).tolist()
+    wanted = [[*theirs(folder)(text)["input_ids"], 1] for text in TEXTS]
+    assert tokens == wanted[0] + wanted[1]
+    assert prepare("gpt", str(source), {}, tokenizer=str(folder)).preparation is None
+    config = folder / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"eos_token": "<|end|>"', '"eos_token": "a"'))
+    assert prepare("gpt", str(source), {}, tokenizer=str(folder)).preparation is not None
+
+
+@pytest.mark.parametrize("sft", [False, True])
+def test_train_takes_it(folder: Path, capsys: pytest.CaptureFixture[str], *, sft: bool) -> None:
+    source = folder.parent / "lines.jsonl"
+    source.write_text(json.dumps({"messages": CHAT} if sft else {"text": TEXTS[0]}) + "\n")
+    words = ["--procs", "2", "--data", str(source), "--tokenizer", str(folder), "--dry-run"]
+    assert main([*words, *(["--sft"] if sft else [])]) == 0
+    said = capsys.readouterr().out
+    assert f"--tokenizer-model {folder}/tokenizer.json" in said
+    assert "--tokenizer-type HuggingFaceTokenizer" in said
+
+
+def test_a_tokenizer_that_cannot_work_is_named(folder: Path) -> None:
+    file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    config.write_text('{"eos_token": "<|none|>"}')
+    with pytest.raises(DataError, match=r"eos_token is '<\|none\|>', which tokenizer.json lacks"):
+        HuggingFaceTokenizer(str(folder))
+    config.unlink()
+    with pytest.raises(DataError, match="name the end of a text in"):
+        HuggingFaceTokenizer(str(folder))
+    config.write_text("[1]")
+    with pytest.raises(DataError, match="not a JSON object"):
+        HuggingFaceTokenizer(str(folder))
+    file.write_text('{"model": 1}')
+    with pytest.raises(DataError, match="no tokenizer"):
+        HuggingFaceTokenizer(str(file))
+    with pytest.raises(DataError, match=r"--tokenizer-model .*none"):
+        HuggingFaceTokenizer(str(folder / "none"))
+    words = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1 "
+    words += "--max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --mock-data "
+    words += f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {file}"
+    with pytest.raises(ConfigError, match=r"BERT needs BertWordPieceLowerCase"):
+        preflight.check("bert", words.split(), 1)
