@@ -172,6 +172,7 @@ def test_a_message_travels_for_its_delay_and_never_overtakes() -> None:
     assert a.pending() == 1
     first = b.take(0)
     assert (first.sent_ns, first.arrived_ns, first.microbatch) == (0, 3_000_000_000, 0)
+    assert b.take(0).arrived_ns == 3_000_000_000, "it waited behind the first"
     while list(b.poll()) != [3]:
         assert b.wait(9.0)
     assert made.now() == 5.0  # two seconds after it got its slot
@@ -193,6 +194,15 @@ def test_a_message_taken_in_flight_has_no_time_of_arrival() -> None:
     assert d.coming() == ()
     with pytest.raises(IndexError):
         d.take(0)
+
+
+def test_a_message_that_nobody_takes_keeps_its_slot() -> None:
+    _, a, b = network()
+    for number in range(3):
+        put(a, number)
+    assert (list(b.poll()), a.pending()) == ([2], 1)
+    b.take(0)
+    assert (list(b.poll()), a.pending()) == ([3], 0)
 
 
 def test_a_stalled_channel_holds_back_and_lets_go() -> None:
@@ -230,3 +240,6 @@ def test_a_follower_of_a_fake_board_reads_from_the_beginning(
     assert other.board.next() == 8
     leader.board.append(10)
     assert [other.board.next() for _ in range(3)] == [9, 10, None]
+    leader.board.append(11)
+    with pytest.raises(TransferTimeout):
+        leader.board.append(12)  # the first follower has read neither

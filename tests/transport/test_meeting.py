@@ -88,10 +88,10 @@ def test_a_proof_is_for_one_side_one_order_and_one_purpose() -> None:
         handshake._transcript(*given)
         for given in (
             (1, 2, "x", "y", "p"), (2, 1, "x", "y", "p"), (1, 2, "y", "x", "p"),
-            (1, 2, "x", "y", "q"),
+            (1, 2, "x", "y", "q"), (3, 2, "x", "y", "p"),
         )
     ]  # fmt: skip
-    assert len(set(texts)) == 4
+    assert len(set(texts)) == 5
     proof = {"proof": handshake._proof(TOKEN, "connector", texts[0])}
     assert handshake._proves(TOKEN, "connector", texts[0], proof)
     assert not handshake._proves(TOKEN, "acceptor", texts[0], proof)
