@@ -244,6 +244,20 @@ def test_measured_memory_is_the_largest_of_the_stage_and_later_that_of_slots() -
     assert kept == [80]
 
 
+def test_the_largest_of_a_stage_is_that_of_its_group_on_the_model_s_device() -> None:
+    own: Any = schedule_of()
+    asked: list[Any] = []
+
+    def largest(*values: float, device: torch.device) -> list[float]:
+        asked.append((values, device))
+        return [9.0, 8.0]
+
+    own._session = SimpleNamespace(group=SimpleNamespace(largest=largest))
+    call = call_of(boundary_example=lambda: torch.zeros(1, device="meta"))
+    assert own._stage_max(call, 3.0, 4.0) == [9.0, 8.0]
+    assert asked == [((3.0, 4.0), torch.device("meta"))]
+
+
 # One call -----------------------------------------------------------------------------------------
 
 

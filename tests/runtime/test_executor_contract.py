@@ -312,6 +312,25 @@ def test_gaps_last_from_the_first_idle_look_to_the_task(clock: VirtualClock) -> 
     assert log.events == once + [e.replace("F0", "F1").replace("n 0", "n 1") for e in once]
 
 
+def test_a_gap_keeps_its_first_cause_unless_that_was_the_lookahead(clock: VirtualClock) -> None:
+    log = Log()
+    executor = rank_of(network_of(1, clock=clock, stepping=True), LAST, recorder=log)
+    for moment, cause in enumerate(("lookahead", "lookahead", "message", "lookahead", "warm-up")):
+        clock.advance_to(1000.0 + moment)
+        executor._open_gap(cause, f"since {moment}")
+    clock.advance_to(1005.0)
+    executor._close_gap()
+    executor._close_gap()
+    clock.advance_to(1006.0)
+    executor._open_gap("warm-up")
+    clock.advance_to(1008.0)
+    executor._close_gap()
+    seconds = [(a // 10**9 - 1000, b // 10**9 - 1000, *rest) for a, b, *rest in log.gaps]
+    assert seconds == [
+        (0, 2, "lookahead", "since 0"), (2, 5, "message", "since 2"), (6, 8, "warm-up", ""),
+    ]  # fmt: skip
+
+
 def test_a_trace_file_has_the_gaps_between_its_tasks(tmp_path: Path) -> None:
     """Tasks, gaps and arrivals of a rank in the file: no gap overlaps a task, and each ends with
     the arrival that it waited for.

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore.wgrad.te import DelayedModules, adding, why_fused
+from megatron.dpp.mcore.wgrad.te import DelayedModules, _has_trained_weight, adding, why_fused
 from tests.runtime import te_double
 from tests.runtime.launcher import run_ranks
 
@@ -221,3 +221,29 @@ def test_a_frozen_weight_with_a_trained_bias_is_refused() -> None:
         DelayedModules(layer, [layer], with_hooks(layer))
     layer.fc.bias.requires_grad_(False)
     assert not DelayedModules(layer, [layer], with_hooks(layer))
+
+
+class Layer(torch.nn.Module):
+    """Parameters of 1 (a bias) or 2 dimensions; with ``delayed`` they skip the backward's hook."""
+
+    def __init__(self, **parameters: tuple[int, bool, bool]) -> None:
+        super().__init__()
+        for name, (dimensions, trained, delayed) in parameters.items():
+            made = torch.nn.Parameter(torch.zeros([1] * dimensions), requires_grad=trained)
+            if delayed:
+                made.skip_backward_post_hook = True  # type: ignore[attr-defined]
+            self.register_parameter(name, made)
+
+
+def test_only_a_weight_that_is_trained_and_delayed_is_put_into_a_queue() -> None:
+    assert _has_trained_weight(Layer(weight=(2, True, True)))
+    assert _has_trained_weight(Layer(weight=(2, True, True), bias=(1, True, True)))
+    assert _has_trained_weight(Layer(weight=(2, True, True), bias=(1, False, True)))
+    assert not _has_trained_weight(Layer(weight=(2, False, True), bias=(1, False, True)))
+    assert not _has_trained_weight(Layer(weight=(2, True, False), norm=(1, True, False)))
+    assert not _has_trained_weight(Layer(weight=(2, False, True), norm=(1, True, False)))
+    outer = Layer(norm=(1, True, False))
+    outer.inner = Layer(weight=(2, True, True))
+    assert not _has_trained_weight(outer), "its layers have queues of their own"
+    with pytest.raises(ConfigError, match="a Layer of Transformer Engine with a frozen weight"):
+        _has_trained_weight(Layer(weight=(2, False, True), bias=(1, True, True)))

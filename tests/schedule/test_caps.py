@@ -209,6 +209,11 @@ def test_breadth_first_with_bytes_begins_when_an_activation_is_measured():
     assert training.scheduler(where, split=True).policy is BUILT_IN["breadth-first"]
 
 
+def test_memory_that_nothing_else_is_known_of_has_an_even_last_rank_and_no_slots():
+    memory = Memory(activation_bytes=100, deferred_bytes=60)
+    assert (memory.head_room, memory.last_layers, memory.slots) == (1.0, 1.0, False)
+
+
 @pytest.mark.parametrize(
     ("activation", "deferred", "beta"),
     [(100, 60, 0.4), (100, 0, 1.0), (100, 100, 0.0), (100, 140, 0.0), (0, 60, 0.0)],

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.dpp.errors import PeerDead, ProtocolError, TransportUnavailable
+from megatron.dpp.transport import ChannelSpec, Direction
 from megatron.dpp.transport.kinds import dist
 from megatron.dpp.transport.kinds.dist import DistTransport
 from tests.transport.kinds import PATIENCE, close_and_wait, opened, pair, take_next
@@ -79,3 +83,102 @@ def test_a_link_that_breaks_behind_an_end_is_no_failure() -> None:
         assert b.departed(0)
         b.poll()
         held.let_go.set()
+
+
+# One rank's side, without a network ---------------------------------------------------------------
+
+
+def alone(*incoming: ChannelSpec, outgoing: Sequence[ChannelSpec] = ()) -> Any:
+    """The transport of rank 1, whose channels have no threads."""
+    made: Any = object.__new__(DistTransport)
+    made.rank, made.incoming, made.outgoing = 1, list(incoming), list(outgoing)
+    made.changed = threading.Condition()
+    made._seen = made._version = 0
+    made._failure, made._ended, made._closed, made._bell = None, set(), False, None
+    made._device = torch.device("cpu")
+    made._incoming = made._outgoing = ()
+    return made
+
+
+IN, IN_1, OUT = pair()[0], pair()[1], pair()[2]
+OTHER = ChannelSpec(2, 1, 0, Direction.BACKWARD, 64)
+
+
+def test_a_peer_has_left_with_the_end_of_its_last_channel() -> None:
+    rank = alone(IN, IN_1, OTHER, outgoing=[OUT])
+    assert not rank.departed(0) and not rank.departed(5)
+    rank.note_end(IN)
+    assert not rank.departed(0)
+    rank.note_end(OTHER)
+    assert rank.departed(2) and not rank.departed(0)
+    rank.note_end(IN_1)
+    assert rank.departed(0) and rank._version == 3
+
+
+def test_a_broken_link_is_its_peers_and_the_first_one_counts() -> None:
+    rank = alone(IN, OTHER, outgoing=[OUT])
+    rank.note_end(OTHER)
+    rank.fail_link(OUT, RuntimeError("reset\nmore"))
+    rank.fail_link(IN, RuntimeError("later"))
+    with pytest.raises(PeerDead) as caught:
+        rank._check()
+    assert str(caught.value) == f"rank 1: rank 0 is gone ({OUT}): reset"
+    closing = alone(IN)
+    closing._closed = True
+    closing.fail_link(IN, RuntimeError("reset"))
+    with pytest.raises(TransportUnavailable, match="rank 1: the transport is closed"):
+        closing._check()
+
+
+def test_every_channel_of_a_pair_has_a_tag_of_its_own() -> None:
+    rank = alone()
+    rank._groups = {0: "lower", 2: "higher"}
+    specs = [
+        ChannelSpec(0, 1, chunk, direction, 64) for chunk in range(2) for direction in Direction
+    ]
+    found = [rank._address(spec, 0) for spec in specs]
+    assert found == [("lower", 0, tag) for tag in range(4)]
+    assert rank._address(specs[0], 2) == ("higher", 1, 0)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"no JSON",
+        b'{"dtype": "float32", "shape": [1]}',
+        b'{"labels": [0, 0, 0, 1, 0], "shape": [1]}',
+        b'{"labels": [0, 0, 0, 1, 0], "dtype": "pigeon", "shape": [1]}',
+        b'{"labels": [0, 0, 0, 1, 0], "dtype": "float32", "shape": "x"}',
+        b'{"labels": [0, 0, 0, 1, 0], "dtype": "float32", "shape": [1000]}',
+    ],
+)
+def test_a_broken_header_is_a_failure_that_stays(header: bytes) -> None:
+    rank = alone(IN)
+    buffer = torch.zeros(512 + 64, dtype=torch.uint8)
+    padded = bytearray(header.ljust(512))
+    buffer[:512] = torch.frombuffer(padded, dtype=torch.uint8)
+    source = SimpleNamespace(
+        spec=IN, messages=deque([(buffer, 7)]), credit=threading.Semaphore(0), num_arrived=1
+    )
+    rank._incoming = [source]
+    for call in (lambda: rank.take(0), rank.poll):
+        with pytest.raises(ProtocolError, match="rank 1: broken header on forward of chunk 0"):
+            call()
+    assert source.credit.acquire(blocking=False), "its place is free"
+
+
+def test_a_wait_ends_at_once_with_a_change_since_the_last_poll() -> None:
+    rank = alone()
+    rank.poll()
+    assert not rank.wait(0.0)
+    rank.ring()
+    assert rank.wait(30.0) and rank.wait(30.0), "until the next poll"
+    rank.poll()
+    assert not rank.wait(0.0)
+    asked: list[float] = []
+    rank._bell = SimpleNamespace(
+        wait=lambda seconds: bool(asked.append(seconds)), poll=lambda: None, ring=lambda: None
+    )
+    assert not rank.wait(0.5)
+    rank.ring()
+    assert rank.wait(0.5) and asked == [0.5]

@@ -1,0 +1,400 @@
+"""The kind that a link gets: from the facts of both ranks, and from the options."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from megatron.dpp.config import DppConfig
+from megatron.dpp.errors import ConfigError, TransportUnavailable
+from megatron.dpp.transport import (
+    ChannelSpec,
+    Direction,
+    LinkInfo,
+    TransportOptions,
+    gpu,
+    open_transport,
+    opening,
+    rdma_ports,
+)
+from megatron.dpp.transport.board_hosts import BoardHosts, hosts_of
+from megatron.dpp.transport.choose import Choice, choose
+from megatron.dpp.transport.joining import Facts
+from megatron.dpp.transport.kinds import TransportKind, cuda_ipc, find, shm, staged, tcp
+from megatron.dpp.transport.opening import _Opening
+
+
+def facts(rank: int, **changes: Any) -> Facts:
+    fields = {
+        "rank": rank, "abi": 1, "host": "h", "hostname": f"node{rank}", "uid": 7, "pid": 1,
+        "device": "cuda", "unix_address": "", "tcp_address": ("10.0.0.1", 1), "settings": {},
+        "gpu": f"gpu{rank}",
+    }  # fmt: skip
+    return Facts(**{**fields, **changes})
+
+
+def kind(name: str, against: str | None = None, **capabilities: Any) -> TransportKind:
+    return TransportKind(
+        name=name, reason=f"{name} fits", obstacle=lambda one, other: against, **capabilities
+    )
+
+
+# A pair of ranks ----------------------------------------------------------------------------------
+
+
+def test_both_ranks_ask_a_kind_in_one_order() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def obstacle(one: Facts, other: Facts) -> None:
+        asked.append((one.rank, other.rank))
+
+    asks = TransportKind(name="asks", reason="", obstacle=obstacle)
+    for own, peer in ((3, 10), (10, 3)):
+        choose(facts(own), facts(peer), [asks])
+    assert asked == [(3, 10)] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "in_place", "noted"),
+    [
+        ({}, True, False),
+        ({}, False, True),
+        ({"device": "cpu", "gpu": ""}, False, False),
+        ({"gpu": ""}, True, True),
+        ({"device": "cpu"}, True, False),
+    ],
+)
+def test_the_reason_says_when_gpu_tensors_pass_through_the_host(
+    changes: dict[str, Any], in_place: bool, noted: bool
+) -> None:
+    one = kind("one", device_memory=in_place)
+    other = facts(1, **changes)
+    if changes.get("device") == "cpu":
+        choice = choose(facts(0, **changes), other, [one])
+    else:
+        choice = choose(facts(0), other, [one])
+    note = "; CUDA tensors pass through the host's memory" if noted else ""
+    assert choice.reason == f"one fits{note}"
+
+
+def test_only_a_link_between_hosts_says_which_better_one_was_not_possible() -> None:
+    local, fast = kind("local", "far", between_hosts=False), kind("fast", "no card")
+    fast = dataclasses.replace(fast, between_hosts=True)
+    slow = kind("slow", between_hosts=True, device_memory=True)
+    here = kind("here", device_memory=True)
+    assert choose(facts(0), facts(1), [local, fast, slow]).reason == "slow fits [fast: no card]"
+    assert choose(facts(0), facts(1), [local, slow]).reason == "slow fits"
+    assert choose(facts(0), facts(1), [fast, here]).reason == "here fits"
+
+
+def test_a_kind_that_may_fail_has_the_next_possible_one_behind_it() -> None:
+    may_fail = kind("may-fail", may_fail=True, connections=("a",))
+    kinds = [may_fail, kind("never", "no"), kind("next", connections=("b", "c")), kind("last")]
+    choice = choose(facts(0), facts(1), kinds)
+    assert choice.kind is may_fail and choice.instead is not None
+    assert choice.instead.kind.name == "next" and choice.instead.instead is None
+    assert choice.connections == ("a", "b", "c")
+    asked_for = choose(facts(0), facts(1), kinds, "may-fail")
+    assert asked_for.instead is None and asked_for.reason.startswith("asked for: may-fail")
+
+
+def test_every_obstacle_is_named_where_no_kind_is_possible() -> None:
+    kinds = [kind("one", "too far"), kind("two", "too old")]
+    text = r"--dpp-transport auto between rank 0 \(node0\) and rank 4 \(node4\): one: too far; two:"
+    with pytest.raises(TransportUnavailable, match=text):
+        choose(facts(4), facts(0), kinds)
+    with pytest.raises(TransportUnavailable, match="it links no ranks"):
+        choose(facts(4), facts(0), [])
+
+
+def test_what_stands_against_a_kind() -> None:
+    good = facts(0), facts(1)
+    for module in (shm, staged, cuda_ipc, tcp):
+        assert module.obstacle(*good) is None
+    hosts = facts(0), facts(1, host="g")
+    users = facts(0), facts(1, uid=8)
+    for module in (shm, staged, cuda_ipc):
+        assert module.obstacle(*hosts) == "node0 and node1 do not share memory"
+        assert module.obstacle(*users) == "the processes belong to users 7 and 8"
+    for rank in range(2):
+        sides = [facts(0), facts(1)]
+        sides[rank] = facts(rank, gpu="", device="cpu")
+        assert staged.obstacle(*sides) == f"rank {rank} has no GPU of NVIDIA (device cpu)"
+        sides[rank] = facts(rank, tcp_address=None)
+        assert f"rank {rank} on node{rank} listens on no address" in str(tcp.obstacle(*sides))
+        sides[rank] = facts(rank, gpu_access={f"gpu{1 - rank}": False, f"gpu{rank}": True})
+        text = f"the GPU of rank {rank} has no peer access to the one of rank {1 - rank}"
+        assert cuda_ipc.obstacle(*sides) == text
+        sides[rank] = facts(rank, gpu_access={f"gpu{1 - rank}": True, f"gpu{rank}": False})
+        assert cuda_ipc.obstacle(*sides) is None
+
+
+# Opening ------------------------------------------------------------------------------------------
+
+SPECS = [
+    ChannelSpec(3, 4, 1, Direction.FORWARD, 10, 2),
+    ChannelSpec(2, 4, 0, Direction.BACKWARD, 20, 3),
+    ChannelSpec(3, 4, 0, Direction.BACKWARD, 30, 4),
+    ChannelSpec(3, 4, 0, Direction.FORWARD, 40, 5),
+]
+
+
+def opening_of(kind: str = "auto", **changes: Any) -> _Opening:
+    made: Any = object.__new__(_Opening)
+    made._rank, made._kind = 4, kind
+    made._options = TransportOptions(**changes)
+    made._incoming, made._outgoing = SPECS, [ChannelSpec(4, 5, 0, Direction.FORWARD, 1)]
+    made._board_ranks, made._board_counters, made._board = [], 0, None
+    made._notes, made._choices, made._facts = {}, {}, {}
+    result: _Opening = made
+    return result
+
+
+def test_both_ends_list_the_channels_of_a_link_in_one_order() -> None:
+    assert opening._channels_with(SPECS, 3) == [3, 2, 0]
+    assert opening._channels_with(SPECS, 2) == [1]
+    shuffled = [SPECS[2], SPECS[0], SPECS[3]]
+    theirs = opening._digest(shuffled, opening._channels_with(shuffled, 4))
+    assert theirs == opening._digest(SPECS, [3, 2, 0])
+    forward, backward = int(Direction.FORWARD), int(Direction.BACKWARD)
+    assert theirs == [[0, forward, 40, 5], [0, backward, 30, 4], [1, forward, 10, 2]]
+
+
+def test_a_rank_has_a_link_with_every_peer_of_a_channel_or_of_its_board() -> None:
+    made = opening_of()
+    assert made._peers() == [2, 3, 5]
+    made._board = BoardHosts(4, (1, 4), (1,))
+    assert made._peers() == [1, 2, 3, 5]
+    made._outgoing = [ChannelSpec(4, 4, 0, Direction.FORWARD, 1)]
+    with pytest.raises(ConfigError, match="rank 4 has a channel to itself beside others"):
+        made._peers()
+
+
+def test_the_board_of_a_rank_follows_the_hosts() -> None:
+    made = opening_of()
+    own = facts(4, host="b")
+    assert made._find_board(own) is None
+    made._board_ranks = [9, 4, 2, 7]
+    made._facts = {9: facts(9, host="a"), 2: facts(2, host="b"), 7: facts(7, host="a")}
+    assert made._find_board(own) == BoardHosts(4, (4, 2), (9, 4))
+
+
+def test_members_of_a_board_without_channels_take_a_kind_that_carries_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(opening, "kinds_of_links", lambda wanted: [kind(f"link {wanted}")])
+    monkeypatch.setattr(opening, "kinds_of_boards", lambda: [kind("board")])
+    made = opening_of("tcp")
+    made._facts = {peer: facts(peer, device="cpu") for peer in (3, 5, 6)}
+    own = facts(4, device="cpu")
+    names = [made._choose(own, peer).kind.name for peer in (3, 5, 6)]
+    assert names == ["link tcp", "link tcp", "board"]
+    assert made._choose(own, 3).reason == "asked for: tcp"
+    assert made._choose(own, 6).reason == "board fits"
+
+
+def test_a_rank_listens_for_other_hosts_only_where_it_is_told_to() -> None:
+    assert opening_of()._tcp_host() is None
+    assert opening_of("shm")._tcp_host() is None
+    assert opening_of("tcp")._tcp_host() == "127.0.0.1"
+    for name in ("auto", "shm", "tcp"):
+        assert opening_of(name, node_ips="10.0.0.9")._tcp_host() == "10.0.0.9"
+
+
+@pytest.mark.parametrize(
+    ("cores", "local", "asked", "spins"),
+    [
+        (4, "4", None, True),
+        (3, "4", None, False),
+        (3, None, None, True),
+        (2, None, None, False),
+        (1, "4", True, True),
+        (9, "4", False, False),
+    ],
+)
+def test_a_rank_spins_where_every_rank_has_a_core(
+    cores: int, local: str | None, asked: bool | None, spins: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    made: Any = opening_of(spin=asked, timeout=8.0, max_pending=16, checksum=True)
+    made._library = SimpleNamespace(Transport=lambda **given: given)
+    given = made._make_native(2)
+    assert given["spin"] is spins
+    assert (given["rank"], given["timeout"], given["max_pending"]) == (4, 8.0, 16)
+    assert given["checksum"] is True
+    assert given["outgoing"] == [(4, 5, 0, int(Direction.FORWARD), 1, 2)]
+    assert given["incoming"][1] == (2, 4, 0, int(Direction.BACKWARD), 20, 3)
+
+
+def test_what_was_chosen_and_noted_reaches_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = opening_of(abandon_after=2.5)
+    made._device = torch.device("cpu")
+    plain, direct = kind("shm"), kind("cuda_ipc", device_memory=True)
+    made._choices = {3: Choice(direct, "near"), 5: Choice(plain, "far"), 6: Choice(direct, "r")}
+    made._notes = {5: "; noted"}
+    made._board_ranks, made._board = [9, 4], BoardHosts(4, (4,), (9, 4))
+    taken: dict[str, Any] = {}
+    monkeypatch.setattr(opening, "NativeTransport", lambda native, **given: taken.update(given))
+    made._wrap(None, facts(4))
+    assert taken["in_place"] == {3, 6}
+    links = [LinkInfo(3, "cuda_ipc", "near"), LinkInfo(5, "shm", "far; noted")]
+    assert taken["links"] == [*links, LinkInfo(6, "cuda_ipc", "r")]
+    board = taken["board"]
+    assert (board.index, board.size, board.spans_hosts) == (1, 2, True)
+    assert taken["abandon_after"] == 2.5
+    assert (taken["incoming"], taken["outgoing"]) == (made._incoming, made._outgoing)
+    made._board = hosts_of(4, [9, 4], {9: "a", 4: "a"})
+    made._wrap(None, facts(4, gpu=""))
+    assert taken["in_place"] == set() and not taken["board"].spans_hosts
+
+
+def test_every_purpose_that_a_link_may_need_has_a_connection() -> None:
+    made = opening_of()
+    behind = Choice(kind("slow", connections=("data 0", "data 1"), between_hosts=True), "")
+    made._choices = {
+        3: Choice(kind("shm"), ""),
+        5: Choice(kind("fast", between_hosts=True), "", behind),
+    }
+    made._facts = {3: facts(3), 5: facts(5)}
+    wanted = [(one.rank, purpose, remote) for one, purpose, remote in made._wanted_connections()]
+    far = [(5, purpose, True) for purpose in ("control", "data 0", "data 1")]
+    assert wanted == [(3, "control", False), *far]
+
+
+def test_a_link_that_could_not_be_joined_goes_to_the_next_kind() -> None:
+    made = opening_of()
+    behind = Choice(kind("slow"), "slow fits")
+    made._choices = {peer: Choice(kind("fast"), "fast fits", behind) for peer in (3, 5)}
+    setup: Any = SimpleNamespace(failed={5: "the cable"})
+    made._fall_back(setup)
+    assert made._choices[3].kind.name == "fast"
+    assert made._choices[5].reason == "slow fits [fast: the cable]"
+    assert setup.failed == {}
+
+
+# Options, and the rest of what a rank looks up ----------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["timeout", "setup_timeout", "peer_timeout", "workload"])
+def test_options_have_least_values(field: str) -> None:
+    least = 1 if field == "workload" else 0.001
+    assert getattr(TransportOptions(**{field: least}), field) == least
+    for wrong in (0, -1):
+        with pytest.raises(ConfigError, match=f"option {field} is {wrong}; the least is {least}"):
+            TransportOptions(**{field: wrong})
+
+
+def test_as_many_puts_may_wait_as_a_power_of_two() -> None:
+    for number in (1, 2, 1024):
+        assert TransportOptions(max_pending=number).max_pending == number
+    for wrong in (0, -4, 3, 6):
+        with pytest.raises(ConfigError, match=f"max_pending is {wrong}; give a power of two"):
+            TransportOptions(max_pending=wrong)
+
+
+def test_options_default_to_those_of_a_run() -> None:
+    config, options = DppConfig(), TransportOptions()
+    for name in ("timeout", "workload", "checksum", "gpudirect", "peer_timeout", "token_file"):
+        assert getattr(options, name) == getattr(config, name), name
+    for field in dataclasses.fields(options.rdma):
+        assert getattr(options.rdma, field.name) == getattr(config, f"rdma_{field.name}")
+
+
+def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    assert gpu.device_index(torch.device("cuda", 0)) == 0
+    assert gpu.device_index(torch.device("cuda", 2)) == 2
+    assert gpu.device_index(torch.device("cuda")) == 5
+
+
+def test_a_gpu_reaches_itself_and_its_peers_alone() -> None:
+    ways = {"a": "same", "b": "yes", "c": "no"}
+    own = SimpleNamespace(uuid="a", access_to=ways.__getitem__, visible=lambda: list(ways))
+    asked: list[int] = []
+
+    def device(number: int) -> Any:
+        asked.append(number)
+        if number == 1:
+            raise TransportUnavailable("no driver")
+        return own
+
+    library = SimpleNamespace(CudaDevice=device)
+    access = {"a": True, "b": True, "c": False}
+    assert gpu.gpu_facts(library, torch.device("cuda", 3)) == ("a", access)
+    assert gpu.gpu_facts(library, torch.device("cuda", 1)) == ("", {})
+    assert gpu.gpu_facts(library, torch.device("cpu")) == ("", {})
+    assert asked == [3, 1]
+
+
+def test_channels_of_other_ranks_are_refused() -> None:
+    channel = ChannelSpec(0, 1, 0, Direction.FORWARD, 8)
+    with pytest.raises(ConfigError, match="rank 2 neither sends nor receives on the channel forw"):
+        open_transport([channel], rank=2, store=HashStore())
+    with pytest.raises(ConfigError, match="needs a store to find them"):
+        open_transport([channel], rank=1, store=None)
+    own = ChannelSpec(1, 1, 0, Direction.FORWARD, 8)
+    with pytest.raises(ConfigError, match="needs a store to find them"):
+        open_transport([own], rank=1, store=None, board_ranks=(1, 2))
+    with open_transport([own], rank=1, store=None, board_ranks=(1,), board_counters=3) as alone:
+        assert alone.board is not None and list(alone.board.common()) == [0, 0, 0]
+
+
+def test_only_the_kinds_over_a_network_are_between_hosts() -> None:
+    names = ("cuda_ipc", "staged", "shm", "rdma", "tcp", "dist", "fake")
+    found = {
+        name: [
+            field
+            for field in (
+                "between_hosts",
+                "announces",
+                "device_memory",
+                "carries_board",
+                "may_fail",
+            )
+            if getattr(find(name), field)
+        ]
+        for name in names
+    }
+    assert found == {
+        "cuda_ipc": ["announces", "device_memory"], "staged": ["device_memory"],
+        "shm": ["carries_board"], "rdma": ["between_hosts", "device_memory", "may_fail"],
+        "tcp": ["between_hosts", "carries_board"], "dist": ["between_hosts"], "fake": [],
+    }  # fmt: skip
+
+
+# Ports --------------------------------------------------------------------------------------------
+
+
+def test_an_interface_names_its_infiniband_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rdma_ports, "Path", lambda _: tmp_path)
+    for name in ("ib0", "ib1", "ib2"):
+        (tmp_path / name / "device" / "infiniband" / "mlx5_3").mkdir(parents=True)
+    (tmp_path / "eth0").mkdir()
+    (tmp_path / "ib1" / "dev_port").write_text("1\n")
+    (tmp_path / "ib2" / "dev_port").write_text("no number")
+    ports = [rdma_ports._infiniband_interfaces(name) for name in ("ib0", "ib1", "ib2")]
+    assert ports == [[("mlx5_3", port)] for port in (1, 2, 1)]
+    assert rdma_ports._infiniband_interfaces("eth0") == []
+    assert rdma_ports._infiniband_interfaces("") == []
+
+
+def test_a_rank_without_an_address_looks_for_no_port() -> None:
+    options = TransportOptions().rdma
+    place, why = rdma_ports.find_place(None, None, options, torch.device("cpu"))
+    assert place is None and "--node-ips" in why
+    ports = [{"device": "d", "port": 1, "infiniband": True, "active": True, "addresses": []}]
+    found = rdma_ports.choose_place(ports, "10.0.0.5", [("d", 1)])
+    assert found[0] is None and "no RDMA port has the address" in found[1]

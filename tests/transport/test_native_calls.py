@@ -1,0 +1,262 @@
+"""The Python side of the native transport: its calls into C++, and the tensors that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.errors import PeerDead, TransferTimeout
+from megatron.dpp.transport import ChannelSpec, Direction, LinkInfo
+from megatron.dpp.transport import native as module
+from megatron.dpp.transport.native import NativeBoard, NativeTransport, load_native
+
+OUTGOING = [
+    ChannelSpec(1, 2, 0, Direction.FORWARD, 1 << 12),
+    ChannelSpec(1, 0, 1, Direction.BACKWARD, 1 << 12),
+]
+INCOMING = [
+    ChannelSpec(0, 1, 0, Direction.FORWARD, 1 << 12),
+    ChannelSpec(2, 1, 0, Direction.BACKWARD, 1 << 12),
+    ChannelSpec(2, 1, 1, Direction.BACKWARD, 1 << 12),
+]
+FLOAT = load_native().dtype_names.index("float32")
+
+
+class Native:
+    """The C++ transport: keeps every call, and says what the test sets."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.puts, self.sent = [0, 0], [0, 0]
+        self.borrows = True
+        self.gone: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: self.calls.append((name, *given))
+
+    def put(self, channel: int, *given: Any) -> bool:
+        self.puts[channel] += 1
+        self.calls.append(("put", channel, *given))
+        return self.borrows
+
+    def num_puts(self, channel: int) -> int:
+        return self.puts[channel]
+
+    def done(self, channel: int) -> int:
+        return self.sent[channel]
+
+    def poll(self, count: int) -> list[int]:
+        return [5] * count
+
+    def coming(self, count: int) -> list[int]:
+        return [6] * count
+
+    def head(self, channel: int) -> tuple[Any, ...]:
+        return FLOAT, (3,), (1,), 12, 40, 41, 42, 43, 44, 45 + channel
+
+    def wait(self, seconds: float) -> bool:
+        return seconds > 1.0
+
+    def pending(self) -> int:
+        return sum(self.puts) - sum(self.sent)
+
+    def departed(self, peer: int) -> bool:
+        return peer in self.gone
+
+
+def made(native: Native, kinds: Sequence[str] = ("shm",), in_place: Any = ()) -> NativeTransport:
+    links = [LinkInfo(peer, kind, "") for peer, kind in enumerate(kinds)]
+    return NativeTransport(
+        native, rank=1, incoming=INCOMING, outgoing=OUTGOING, device=torch.device("cpu"),
+        links=links, board=None, in_place=in_place,
+    )  # fmt: skip
+
+
+def put(transport: NativeTransport, channel: int, tensor: torch.Tensor) -> None:
+    transport.put(channel, tensor, iteration=3, microbatch=4, part=5, num_parts=6)
+
+
+def kept(transport: NativeTransport) -> list[list[int]]:
+    return [[number for number, _ in channel] for channel in transport._kept]
+
+
+def test_a_put_gives_cxx_the_tensor_and_its_labels() -> None:
+    native = Native()
+    tensor = torch.ones(2, 3)
+    put(made(native), 1, tensor)
+    labels = (3, 4, 5, 6)
+    expected = ("put", 1, tensor.data_ptr(), 24, FLOAT, (2, 3), *labels, 0)
+    assert native.calls == [expected]
+
+
+def test_a_tensor_is_kept_until_the_put_of_its_channel_is_done() -> None:
+    native = Native()
+    transport = made(native)
+    for channel, size in ((0, 1), (1, 10), (0, 100), (0, 1000)):
+        put(transport, channel, torch.ones(size, dtype=torch.uint8))
+    assert kept(transport) == [[1, 2, 3], [1]]
+    assert transport.pending_bytes() == 1111
+    native.sent = [2, 0]
+    assert transport.poll() == [5, 5, 5]
+    assert kept(transport) == [[3], [1]]
+    assert transport.pending_bytes() == 1010
+    native.sent = [3, 0]
+    assert transport.pending() == 1
+    assert kept(transport) == [[], [1]]
+    native.sent = [3, 1]
+    assert transport.pending_bytes() == 0
+    assert kept(transport) == [[], []]
+    put(transport, 0, torch.ones(1))
+    transport.close()
+    assert kept(transport) == [[], []]
+
+
+def test_only_tensors_that_cxx_still_reads_are_kept() -> None:
+    native = Native()
+    native.borrows = False
+    transport = made(native)
+    put(transport, 0, torch.ones(4))
+    assert kept(transport) == [[], []]
+    native.borrows = True
+    tensor = torch.ones(4)
+    where = tensor.data_ptr()
+    put(transport, 0, tensor)
+    tensor.data = torch.empty(1)
+    assert [(number, one.data_ptr()) for number, one in transport._kept[0]] == [(2, where)]
+
+
+def test_a_failure_is_looked_for_before_puts_are_counted() -> None:
+    native = Native()
+    transport = made(native)
+    transport.pending()
+    assert native.calls == [("check",)]
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.full(self.shape, 7.0)
+
+
+def test_links_that_read_gpu_memory_get_the_stream_and_others_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda gpu: 900 + gpu, raising=False)
+    native = Native()
+    transport = made(native, in_place={2})
+    transport._gpu = 3
+    tensor = torch.ones(5).as_subclass(OnGpu)
+    put(transport, 0, tensor)  # to rank 2
+    put(transport, 1, tensor)  # to rank 0
+    (first, second) = native.calls
+    assert (first[2], first[-1]) == (tensor.data_ptr(), 903)
+    assert second[2] != tensor.data_ptr() and second[-1] == 0
+    assert transport._kept[1][0][1].tolist() == [7.0] * 5
+    transport._gpu = -1
+    for channel, stream in ((0, 0), (1, 899), (2, 899)):
+        native.calls.clear()
+        message = transport.take(channel)
+        assert native.calls == [("take", channel, message.tensor.data_ptr(), 12, stream)]
+        assert message[1:] == (40, 41, 42, 43, 44, 45 + channel)
+        assert message.tensor.shape == (3,) and message.tensor.dtype == torch.float32
+
+
+def test_what_cannot_be_named_in_a_header_is_refused() -> None:
+    native = Native()
+    transport = made(native)
+    put(transport, 0, torch.ones([1] * 8))
+    for wrong in (torch.ones([1] * 9), torch.empty(2, dtype=torch.uint16)):
+        with pytest.raises(ValueError, match=r"rank 1 -> 2: cannot send torch\.\w+ with \d dim"):
+            put(transport, 0, wrong)
+    assert len(native.calls) == len(transport._kept[0]) == 1
+
+
+def test_a_link_that_announces_lets_messages_be_taken_ahead() -> None:
+    assert made(Native(), ["shm", "tcp"]).coming() == ()
+    assert made(Native(), ["shm", "cuda_ipc"]).coming() == [6, 6, 6]
+
+
+def test_a_flush_without_progress_names_a_receiver_that_left_with_puts_before_it() -> None:
+    native = Native()
+    transport = made(native)
+    put(transport, 1, torch.ones(1))  # to rank 0
+    native.gone = {2}
+    error = transport._unsent(1, 0.5)
+    assert type(error) is TransferTimeout
+    assert "rank 1: 1 puts are pending, and none left for 0.5 s" in str(error)
+    native.gone = {0}
+    error = transport._unsent(1, 0.5)
+    assert type(error) is PeerDead and "rank 0 has closed its transport" in str(error)
+    native.sent = [0, 1]
+    assert type(transport._unsent(1, 0.5)) is TransferTimeout
+
+
+class Watch:
+    """Stands for the thread that ends a process."""
+
+    def __init__(self, *given: Any) -> None:
+        self.given, self.stops = given, 0
+
+    def stop(self) -> None:
+        self.stops += 1
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_nobody_ends_a_process_whose_transport_has_ended(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "Abandon", Watch)
+    native = Native()
+    transport = NativeTransport(
+        native, rank=1, incoming=[], outgoing=[], device=torch.device("cpu"), links=[],
+        board=None, abandon_after=3.0,
+    )  # fmt: skip
+    watch: Any = transport._abandon
+    assert watch.given[1:] == (1, 3.0)
+    getattr(transport, end)(*(["why"] if end == "abort" else []))
+    transport.close()
+    assert watch.stops == 1
+    assert native.calls[0] == (("abort", "why") if end == "abort" else ("close",))
+
+
+def test_a_forked_child_only_closes_what_it_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Abandon", Watch)
+    native = Native()
+    transport = made(native)
+    watch: Any = Watch()
+    transport._abandon = watch
+    transport._disown()
+    transport.close()
+    assert watch.stops == 0 and native.calls == [("disown",), ("close",)]
+
+
+def test_plain_questions_are_passed_on() -> None:
+    native = Native()
+    native.gone = {2}
+    transport = made(native)
+    assert [transport.departed(peer) for peer in (0, 2)] == [False, True]
+    assert [transport.wait(seconds) for seconds in (0.5, 2.0)] == [False, True]
+    transport.ring()
+    assert native.calls == [("ring",)]
+    assert [link.kind for link in transport.links()] == ["shm"]
+
+
+def test_words_of_a_board_have_63_bits() -> None:
+    native = Native()
+    board = NativeBoard(native, index=1, size=3, spans_hosts=True)
+    assert (board.index, board.size, board.spans_hosts) == (1, 3, True)
+    for word in (-1, 1 << 63):
+        with pytest.raises(ValueError, match=f"board word {word} is outside"):
+            board.append(word)
+    assert native.calls == []
+    for word in (0, (1 << 63) - 1):
+        board.append(word)
+    board.post([1, 2])
+    appended = [("board_append", 0), ("board_append", (1 << 63) - 1)]
+    assert native.calls == [*appended, ("board_post", [1, 2])]
