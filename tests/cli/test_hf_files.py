@@ -158,6 +158,8 @@ def test_an_export_needs_the_folder_that_training_started_from(tmp_path: Path) -
     with pytest.raises(DataError, match=r"the config\.json of the model is not known"):
         check(words, *target)
     check(words, *target, "--load-hf", folder)
+    with pytest.raises(DataError, match=r"--save-hf .* the model has --mtp-num-layers 1"):
+        check([*words, "--mtp-num-layers", "1"], *target, "--load-hf", folder)
     converted = tmp_path / "converted"
     converted.mkdir()
     folder.rename(converted / hf_files.ORIGIN)

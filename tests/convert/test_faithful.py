@@ -126,8 +126,8 @@ def test_options_that_no_config_says_are_refused(
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("rotary_base", 5000000, "says --rotary-base 10000, the checkpoint's run had 5000000"),
-        ("layernorm_epsilon", 1e-5, "says --norm-epsilon 1e-06, the checkpoint's run had 1e-05"),
+        ("rotary_base", 5000000, "says --rotary-base 10000, the run has 5000000"),
+        ("layernorm_epsilon", 1e-5, "says --norm-epsilon 1e-06, the run has 1e-05"),
         ("rope_scaling_factor", 4.0, "says --rope-scaling-factor 8.0, .* 4.0"),
         ("use_rope_scaling", False, "says --use-rope-scaling True, .* False"),
         ("num_attention_heads", 8, "says --num-attention-heads 4, .* 8"),

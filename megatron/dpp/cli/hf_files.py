@@ -12,6 +12,7 @@ from megatron.dpp.cli.checkpoint_args import SIZES, STRUCTURE
 from megatron.dpp.errors import DataError
 from megatron.dpp.models import read_config
 from megatron.dpp.models.fields import CONFIG
+from megatron.dpp.models.write import check_run
 from megatron.dpp.text_files import read_text
 
 ORIGIN = "hf"
@@ -61,6 +62,7 @@ def _check_save(args: argparse.Namespace) -> None:
         )
     if not args.load_hf:
         _check_model(args, origin, given)
+    check_run(read_config(origin), args, f"{given}: {origin / CONFIG}")
 
 
 def _refuse_engines(args: argparse.Namespace, given: str, instead: str) -> None:

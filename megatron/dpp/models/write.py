@@ -114,8 +114,8 @@ def check_run(config: HfConfig, args: Any, where: str) -> None:
     for flag, here, there in pairs:
         if here is not None and there is not None and here != there:
             raise DataError(
-                f"{where}: says --{flag} {there}, the checkpoint's run had {here}: name a folder "
-                "with the run's value (--like DIR)"
+                f"{where}: says --{flag} {there}, the run has {here}: name a folder with the run's "
+                "value (--like DIR of megatron-dpp convert)"
             )
     _check_plain(config.family, args, where)
 

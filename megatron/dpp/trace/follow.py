@@ -129,5 +129,8 @@ def newest_run(directory: Path) -> Path:
     """
     paths = [*directory.glob(FILE_PATTERN), *directory.glob(f"*/{FILE_PATTERN}")]
     if not paths:
-        raise DataError(f"{directory}: no trace (files are called {FILE_PATTERN})")
+        raise DataError(
+            f"{directory}: no trace (files are called {FILE_PATTERN}); train with --trace, or with "
+            "TRACE=1 in a launch script"
+        )
     return max(paths, key=lambda path: path.stat().st_mtime).parent
