@@ -276,8 +276,12 @@ def test_a_link_that_could_not_be_joined_goes_to_the_next_kind() -> None:
     made = opening_of()
     behind = Choice(kind("slow"), "slow fits")
     made._choices = {peer: Choice(kind("fast"), "fast fits", behind) for peer in (3, 5)}
-    setup: Any = SimpleNamespace(failed={5: "the cable"})
+    described: list[int] = []
+    native = SimpleNamespace(describe_peer=lambda peer, _: described.append(peer))
+    setup: Any = SimpleNamespace(failed={5: "the cable"}, native=native)
+    made._description = lambda peer: f"rank {peer}"  # type: ignore[method-assign]
     made._fall_back(setup)
+    assert described == [5]
     assert made._choices[3].kind.name == "fast"
     assert made._choices[5].reason == "slow fits [fast: the cable]"
     assert setup.failed == {}

@@ -1,4 +1,4 @@
-"""What the transports share: limits of channels, deadlines of a flush, and the fake network."""
+"""The common part of transports: limits of channels, deadlines of a flush, and the fake network."""
 
 from __future__ import annotations
 

@@ -407,7 +407,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     for flag in ("--keep-sequential-samples", "--legacy-tokenizer"):
         runtime(flag, action="store_true", help="always on")
     for flag in ("--partitions", "--log-interval"):
-        runtime(flag, type=int, metavar="N", help="accepted, without effect")
+        runtime(flag, type=int, metavar="N", help=argparse.SUPPRESS)
     return parser
 
 
