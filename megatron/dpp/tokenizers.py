@@ -98,7 +98,21 @@ class Tokenizer:
         return ids + self.tokenize(text[end:])
 
 
-class GPT2BPETokenizer(Tokenizer):
+class _FastTokenizer(Tokenizer):
+    """A tokenizer of the ``tokenizers`` package."""
+
+    _tokenizer: Any
+
+    def tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        text: str = self._tokenizer.decode([int(index) for index in ids], skip_special_tokens=False)
+        return text
+
+
+class GPT2BPETokenizer(_FastTokenizer):
     """Byte-level BPE with GPT-2's splitting rule.
 
     Args:
@@ -125,16 +139,8 @@ class GPT2BPETokenizer(Tokenizer):
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = decoders.ByteLevel()
 
-    def tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
 
-    def detokenize(self, ids: Iterable[int]) -> str:
-        text: str = self._tokenizer.decode([int(index) for index in ids], skip_special_tokens=False)
-        return text
-
-
-class HuggingFaceTokenizer(Tokenizer):
+class HuggingFaceTokenizer(_FastTokenizer):
     """The tokenizer of a ``tokenizer.json``, with its own normalizer, splitting rule and tokens.
 
     ``tokenizer_config.json`` beside it names the tokens that begin and end a text. ``eod`` is the
@@ -172,14 +178,6 @@ class HuggingFaceTokenizer(Tokenizer):
         first = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
         if "bos" in special and first == [special["bos"]]:
             self.begin = (special["bos"],)
-
-    def tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
-    def detokenize(self, ids: Iterable[int]) -> str:
-        text: str = self._tokenizer.decode([int(index) for index in ids], skip_special_tokens=False)
-        return text
 
     def special_tokens(self) -> dict[str, int]:
         return self._special | {token: self.vocab[token] for token in self._named.values()}

@@ -15,16 +15,12 @@ from megatron.dpp.cli.validate import validate
 from megatron.dpp.convert import to_megatron
 from megatron.dpp.errors import DataError
 from megatron.dpp.models import read_config
+from megatron.dpp.models.fields import ORIGIN
+from tests.convert.tiny import SIZES
 
 _LLAMA: dict[str, Any] = {
     "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    **SIZES,
     "rope_theta": 500000.0,
     "rms_norm_eps": 1e-6,
 }
@@ -48,10 +44,7 @@ def make(folder: Path, family: str) -> tuple[Path, list[str]]:
     """A folder with a ``config.json`` alone, and the flags of its model."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(_FOLDERS[family]))
-    words: list[str] = []
-    for name, value in read_config(folder).flags.items():
-        words += [f"--{name}", *([] if value is True else [str(value)])]
-    return folder, words
+    return folder, read_config(folder).words()
 
 
 def check(words: list[str], *more: str | Path) -> None:
@@ -162,11 +155,10 @@ def test_an_export_needs_the_folder_that_training_started_from(tmp_path: Path) -
         check([*words, "--mtp-num-layers", "1"], *target, "--load-hf", folder)
     converted = tmp_path / "converted"
     converted.mkdir()
-    folder.rename(converted / hf_files.ORIGIN)
+    folder.rename(converted / ORIGIN)
     check(words, *target, "--pretrained-checkpoint", converted)
     with pytest.raises(DataError, match=r"--save-hf .*--rotary-base is 7, there 500000"):
         check([*words, "--rotary-base", "7"], *target, "--pretrained-checkpoint", converted)
-    assert to_megatron.ORIGIN == hf_files.ORIGIN
 
 
 @pytest.mark.parametrize("family", _FOLDERS)

@@ -11,7 +11,7 @@ import torch
 
 from megatron.dpp.models import read_config
 
-_SIZES = {
+SIZES = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -30,14 +30,14 @@ _LLAMA3 = {
 }
 _GPT2 = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 4}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {**_SIZES, "rope_parameters": _LLAMA3}),
-    "mistral": ("Mistral", {**_SIZES, "sliding_window": 4096}),
-    "qwen2": ("Qwen2", {**_SIZES, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", {**_SIZES, "head_dim": 16}),
+    "llama": ("Llama", {**SIZES, "rope_parameters": _LLAMA3}),
+    "mistral": ("Mistral", {**SIZES, "sliding_window": 4096}),
+    "qwen2": ("Qwen2", {**SIZES, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**SIZES, "head_dim": 16}),
     "qwen3_moe": (
         "Qwen3Moe",
         {
-            **_SIZES,
+            **SIZES,
             "head_dim": 16,
             "num_experts": 4,
             "num_experts_per_tok": 2,
@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
-    "mixtral": ("Mixtral", {**_SIZES, "num_local_experts": 4, "num_key_value_heads": 4}),
+    "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4, "num_key_value_heads": 4}),
     "gpt2": ("GPT2", {**_GPT2, "bos_token_id": 0, "eos_token_id": 0}),
 }
 """Family -> the start of transformers' class names, and its settings."""
@@ -80,10 +80,7 @@ def load(folder: Path) -> Any:
 
 def words(folder: Path) -> list[str]:
     """The flags of the model in a folder."""
-    found: list[str] = []
-    for name, value in read_config(folder).flags.items():
-        found += [f"--{name}", *([] if value is True else [str(value)])]
-    return found
+    return read_config(folder).words()
 
 
 _SPLIT = (

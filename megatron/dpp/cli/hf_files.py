@@ -11,12 +11,10 @@ from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.checkpoint_args import SIZES, STRUCTURE
 from megatron.dpp.errors import DataError
 from megatron.dpp.models import read_config
-from megatron.dpp.models.fields import CONFIG
+from megatron.dpp.models.fields import CONFIG, find_origin
 from megatron.dpp.models.write import check_run
 from megatron.dpp.text_files import read_text
 
-ORIGIN = "hf"
-"""Folder beside a converted checkpoint that keeps ``config.json`` and the tokenizer."""
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
 _PIECES = "tokenizer.model"
 
@@ -54,7 +52,7 @@ def _check_save(args: argparse.Namespace) -> None:
     _refuse_engines(args, given, "train without it, or convert a checkpoint of another run")
     if args.ckpt_format != "torch_dist":
         raise DataError(f"{given} needs --ckpt-format torch_dist, not {args.ckpt_format}")
-    origin = find_origin(args)
+    origin = origin_of(args)
     if origin is None:
         raise DataError(
             f"{given}: the config.json of the model is not known; start from --load-hf or from a "
@@ -71,24 +69,17 @@ def _refuse_engines(args: argparse.Namespace, given: str, instead: str) -> None:
             raise DataError(f"{given} does not go with --{name.replace('_', '-')}: {instead}")
 
 
-def find_origin(args: argparse.Namespace) -> Path | None:
+def origin_of(args: argparse.Namespace) -> Path | None:
     """The folder with the ``config.json`` of the model that a run starts from."""
     if args.load_hf:
         return Path(args.load_hf)
-    save = Path(args.save)
-    places = [save / ORIGIN, save.parent / ORIGIN]
-    for each in filter(None, (args.pretrained_checkpoint, args.load)):
-        places += [Path(each), Path(each) / ORIGIN]
-    return next((place for place in places if (place / CONFIG).is_file()), None)
+    return find_origin(Path(args.save), (args.pretrained_checkpoint, args.load))
 
 
 def _check_model(args: argparse.Namespace, folder: Path, given: str) -> None:
     """Compare the flags that shape a model or change its numbers with a ``config.json``."""
     config = read_config(folder)
-    words: list[str] = []
-    for name, value in config.flags.items():
-        words += [f"--{name}", *([] if value is True else [str(value)])]
-    here, there = _structure(args), _structure(parse_args(words))
+    here, there = _structure(args), _structure(parse_args(config.words()))
     other = [
         f"{_flag(name)} is {_spelled(name, here[name])}, there {_spelled(name, there[name])}"
         for name in here

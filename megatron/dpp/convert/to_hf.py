@@ -13,10 +13,10 @@ from megatron.dpp.cli.checkpoint_args import saved_args
 from megatron.dpp.convert.checkpoint import Stored
 from megatron.dpp.convert.folder import Shards, copy_files, one_dtype
 from megatron.dpp.convert.rules import split
-from megatron.dpp.convert.to_megatron import ORIGIN, Progress, unfinished
+from megatron.dpp.convert.to_megatron import Progress, unfinished
 from megatron.dpp.errors import DataError
 from megatron.dpp.models import Entry, HfConfig, Part, entries, read_config, write_config
-from megatron.dpp.models.fields import CONFIG, parse_config
+from megatron.dpp.models.fields import CONFIG, find_origin, parse_config
 from megatron.dpp.models.write import check_run
 
 SHARD_BYTES = 5 * 10**9
@@ -48,7 +48,8 @@ def to_hf(
     """
     found = _find(source, step)
     args = saved_args(found)
-    like = like or _origin(source, args)
+    started = [getattr(args, name, None) for name in ("load_hf", "pretrained_checkpoint", "load")]
+    like = like or find_origin(source, started)
     if like is None and family is None:
         raise DataError(
             f"{source}: its config.json is not known; name the folder of the model that training "
@@ -102,15 +103,6 @@ def _find(source: Path, step: int | None) -> checkpoint_files.Found:
     if found is None:
         raise DataError(f"{source}: neither a Hugging Face model nor a checkpoint is there")
     return found
-
-
-def _origin(source: Path, args: Any) -> Path | None:
-    """The folder with the ``config.json`` of a checkpoint's model."""
-    started = [getattr(args, name, None) for name in ("load_hf", "pretrained_checkpoint", "load")]
-    places = [source / ORIGIN, source.parent / ORIGIN]
-    for each in filter(None, started):
-        places += [Path(each), Path(each) / ORIGIN]
-    return next((place for place in places if (place / CONFIG).is_file()), None)
 
 
 def _from_args(family: str, args: Any, source: Path) -> HfConfig:

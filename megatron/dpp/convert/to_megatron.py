@@ -18,11 +18,8 @@ from megatron.dpp.convert.rules import join
 from megatron.dpp.errors import DataError
 from megatron.dpp.locks import lock_directory
 from megatron.dpp.models import Entry, HfConfig
-from megatron.dpp.models.fields import CONFIG
+from megatron.dpp.models.fields import CONFIG, ORIGIN
 from megatron.dpp.models.write import ATTRIBUTES
-
-ORIGIN = "hf"
-"""Folder beside a converted checkpoint that keeps ``config.json`` and the tokenizer."""
 
 Progress = Callable[[int], None]
 
@@ -74,10 +71,7 @@ def to_megatron(
 
 def saved_args(config: HfConfig) -> argparse.Namespace:
     """The model's flags as a checkpoint holds them."""
-    words: list[str] = []
-    for name, value in config.flags.items():
-        words += [f"--{name}", *([] if value is True else [str(value)])]
-    parsed = parse_args(words)
+    parsed = parse_args(config.words())
     values = {name: getattr(parsed, name) for name in (*parsed.given, *ATTRIBUTES)}
     return argparse.Namespace(**values, hf_family=config.family)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from megatron.dpp.models.tables import TABLES, Sizes
 from megatron.dpp.text_files import read_text
 
 CONFIG = "config.json"
+ORIGIN = "hf"
+"""Folder beside a converted checkpoint that keeps ``config.json`` and the tokenizer."""
 Config = dict[str, Any]
 """The content of a ``config.json``."""
 
@@ -182,6 +185,13 @@ class HfConfig:
     flags: dict[str, Any]
     notes: tuple[str, ...] = ()
 
+    def words(self) -> list[str]:
+        """The flags as words of a command line."""
+        words: list[str] = []
+        for name, value in self.flags.items():
+            words += [f"--{name}", *([] if value is True else [str(value)])]
+        return words
+
 
 def read_config(folder: str | Path) -> HfConfig:
     """The ``config.json`` in a folder of a Hugging Face model.
@@ -198,6 +208,16 @@ def read_config(folder: str | Path) -> HfConfig:
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object")
     return parse_config(content, str(path))
+
+
+def find_origin(save: Path, started: Iterable[str | None]) -> Path | None:
+    """The folder with the ``config.json`` of a checkpoint's model: beside the checkpoint, or what
+    its run started from.
+    """
+    places = [save / ORIGIN, save.parent / ORIGIN]
+    for each in filter(None, started):
+        places += [Path(each), Path(each) / ORIGIN]
+    return next((place for place in places if (place / CONFIG).is_file()), None)
 
 
 def parse_config(content: Config, where: str) -> HfConfig:

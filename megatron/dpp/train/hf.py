@@ -12,7 +12,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-from megatron.dpp.cli.hf_files import find_origin
+from megatron.dpp.cli.hf_files import origin_of
 from megatron.dpp.convert.folder import Folder
 from megatron.dpp.convert.rules import join
 from megatron.dpp.convert.to_hf import to_hf
@@ -105,5 +105,5 @@ def export(run: Run) -> None:
             f"{run.iteration} of {args.train_iters}"
         )
         return
-    to_hf(Path(args.save), Path(args.save_hf), like=find_origin(args), progress=lambda _: None)
+    to_hf(Path(args.save), Path(args.save_hf), like=origin_of(args), progress=lambda _: None)
     run.say(f"Hugging Face model: {args.save_hf}")
