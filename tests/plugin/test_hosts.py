@@ -12,6 +12,10 @@ import pytest
 
 from tests.plugin.hosts import DYNAMIC, NEWEST, PP2X2, VERSIONS, Hosts, records
 
+EXPERTS = (
+    f"{PP2X2} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
+    "--moe-router-load-balancing-type aux_loss --disable-bias-linear"
+)
 CASES = {
     "pp2": (2, "--pipeline-model-parallel-size 2", ""),
     "pp2-x2": (2, PP2X2, ""),
@@ -28,12 +32,8 @@ CASES = {
         "--overlap-param-gather",
         "",
     ),
-    "experts": (
-        2,
-        f"{PP2X2} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
-        "--moe-router-load-balancing-type aux_loss --disable-bias-linear",
-        "",
-    ),
+    "experts": (2, EXPERTS, ""),
+    "experts-ep2": (4, f"{EXPERTS} --expert-model-parallel-size 2", ""),
     "delays": (2, PP2X2, "--dpp-inject jitter:0.5,slow-rank:1:1.5,slow-link:0-1:2ms"),
 }
 """Name -> ranks, flags of both runs, and flags of the dynamic one."""
