@@ -11,7 +11,7 @@ from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.schedule.reference import padded_microbatches
 
 _COUNTS = ("ranks", "tensor", "layers", "hidden", "heads", "sequence", "vocabulary", "micro_batch",
-           "rounds", "iterations", "slots")  # fmt: skip
+           "rounds", "iterations", "slots", "topk", "expert_parallel")  # fmt: skip
 
 
 def check(args: argparse.Namespace) -> None:
@@ -23,6 +23,15 @@ def check(args: argparse.Namespace) -> None:
     for name in _COUNTS:
         _at_least_one(f"--{name.replace('_', '-')}", getattr(args, name))
     require(args.sleep_ms > 0, f"--sleep-ms {args.sleep_ms:g}: must be above 0")
+    require(
+        args.experts % args.expert_parallel == 0 and (args.experts or args.expert_parallel == 1),
+        f"--experts {args.experts} and --expert-parallel {args.expert_parallel}: the ranks of a "
+        "group must share the experts evenly",
+    )
+    require(
+        not args.experts or args.topk <= args.experts,
+        f"--topk {args.topk}: --experts {args.experts} is less",
+    )
     for num in args.microbatches:
         _at_least_one("--microbatches", num)
         for name in args.names:

@@ -31,12 +31,13 @@ class Model:
             tensor_model_parallel_size=args.tensor,
             pipeline_model_parallel_size=args.ranks,
             virtual_pipeline_model_parallel_size=virtual,
+            expert_model_parallel_size=args.expert_parallel,
         )
         torch.manual_seed(1234)
         model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
         self.config = self._config(virtual, layout)
         self.chunks = [self._chunk(c if virtual else None) for c in range(num_chunks)]
-        generator = torch.Generator().manual_seed(7)
+        generator = torch.Generator().manual_seed(7 + parallel_state.get_data_parallel_rank())
         shape = (args.micro_batch, args.sequence + 1)
         self.tokens = torch.randint(0, args.vocabulary, shape, generator=generator).cuda()
         self.positions = torch.arange(args.sequence, device="cuda").expand(args.micro_batch, -1)
@@ -73,9 +74,28 @@ class Model:
             recompute_num_layers=1 if args.recompute == "full" else None,
             overlap_p2p_comm=virtual is not None,
             batch_p2p_comm=virtual is None,
+            **self._experts(),
         )
         config.finalize_model_grads_func = finalize_model_grads
         return config
+
+    def _experts(self) -> dict[str, Any]:
+        """The options of a mixture of experts, Mixtral's form: SwiGLU without biases."""
+        args = self.args
+        if not args.experts:
+            return {}
+        return {
+            "num_moe_experts": args.experts,
+            "moe_router_topk": args.topk,
+            "moe_ffn_hidden_size": args.expert_hidden or 4 * args.hidden,
+            "moe_grouped_gemm": args.grouped_gemm,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "none",
+            "expert_model_parallel_size": args.expert_parallel,
+            "add_bias_linear": False,
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+        }
 
     def _chunk(self, stage: int | None) -> Any:
         from megatron.core import parallel_state

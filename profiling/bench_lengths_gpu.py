@@ -202,5 +202,7 @@ MODEL = {
     "recompute": None,
     "no_gradient_accumulation_fusion": False,
     "cross_entropy_loss_fusion": False,
+    "experts": 0,
+    "expert_parallel": 1,
 }
 """What the model of bench_schedule.py asks for beside them."""

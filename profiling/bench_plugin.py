@@ -2,9 +2,10 @@
 
     python profiling/bench_plugin.py --sources DIR [--json FILE]
 
-DIR holds archives ``NAME.tar.xz`` of Megatron-LM, or folders NAME. Each version runs on two ranks,
-with sequences of one length and of unlike lengths, both schedules in turns. Every run is a process
-group of its own; its first steps are not timed. No run begins after ``--seconds``.
+DIR holds archives ``NAME.tar.xz`` of Megatron-LM, or folders NAME. Each version runs
+on ``--ranks`` ranks, with sequences of one length and of unlike lengths, both schedules in turns.
+Every run is a process group of its own; its first steps are not timed. No run begins after
+``--seconds``.
 """
 
 from __future__ import annotations
@@ -65,11 +66,17 @@ def parse_arguments() -> argparse.Namespace:
         untimed=(5, "first steps, which are not timed"),
         seconds=(330.0, "no run begins later than this"), json=("", "file for the results"),
         hidden=4096, layers=8, heads=32, sequence=(2048, "longest sequence"),
-        microbatches=16, chunks=(2, "model chunks per rank"), vocabulary=8191, seed=1,
+        ranks=(2, "pipeline size"), microbatches=16, chunks=(2, "model chunks per rank"),
+        vocabulary=8191, seed=1,
         median=(600.0, "median of the unlike lengths, which are lognormal with sigma 1"),
     )  # fmt: skip
     args = parser.parse_args()
     args.versions = args.versions.split(",")
+    if args.layers % (args.ranks * args.chunks):
+        parser.error(
+            f"--layers {args.layers}: must be a multiple of --ranks {args.ranks} x --chunks "
+            f"{args.chunks}"
+        )
     if args.untimed >= args.iterations:
         parser.error(f"--untimed {args.untimed}: must be below --iterations {args.iterations}")
     for version in args.versions:
@@ -106,7 +113,7 @@ def flags(args: argparse.Namespace) -> list[str]:
     """The script's flags."""
     import torch
 
-    layers = args.layers // (2 * args.chunks)
+    layers = args.layers // (args.ranks * args.chunks)
     words = (
         f"--num-layers {args.layers} --hidden-size {args.hidden} --seq-length {args.sequence} "
         f"--num-attention-heads {args.heads} --max-position-embeddings {args.sequence} "
@@ -115,7 +122,7 @@ def flags(args: argparse.Namespace) -> list[str]:
         "--eval-iters 1 --eval-interval 1000 "
         f"--mock-data --tokenizer-type NullTokenizer --vocab-size {args.vocabulary} "
         "--num-workers 0 --attention-dropout 0 --hidden-dropout 0 --transformer-impl local "
-        "--pipeline-model-parallel-size 2 --no-gradient-accumulation-fusion "
+        f"--pipeline-model-parallel-size {args.ranks} --no-gradient-accumulation-fusion "
         "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion "
         "--no-rope-fusion --no-persist-layer-norm"
     )
@@ -138,7 +145,7 @@ def run(args: argparse.Namespace, version: str, row: str, arm: str, folder: Path
         "BENCH_LENGTHS": ",".join(map(str, drawn)),
     }  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", "-m", "megatron.dpp.run", str(_ENTRY)]
+    command += ["--nproc_per_node", str(args.ranks), "-m", "megatron.dpp.run", str(_ENTRY)]
     try:
         done = subprocess.run(
             [*command, *flags(args), *ARMS[arm]], env=environment, capture_output=True, text=True,
@@ -150,7 +157,7 @@ def run(args: argparse.Namespace, version: str, row: str, arm: str, folder: Path
     if done.returncode or not steps:
         told = done.stderr.split("torch.distributed.elastic.multiprocessing.errors")[0]
         return {"error": f"status {done.returncode}\n{done.stdout[-1500:]}\n{told[-4000:]}"}
-    peaks = [Path(f"{record}.{rank}").read_text(encoding="utf-8") for rank in range(2)]
+    peaks = [Path(f"{record}.{rank}").read_text(encoding="utf-8") for rank in range(args.ranks)]
     return {
         "ms": [float(took) for took, _ in steps],
         "losses": [loss for _, loss in steps],
@@ -161,15 +168,15 @@ def run(args: argparse.Namespace, version: str, row: str, arm: str, folder: Path
 def report(
     args: argparse.Namespace, found: dict[tuple[str, str, str], list[dict[str, Any]]]
 ) -> None:
-    """Print the medians of all steps, the larger peak of the two ranks, and the last loss."""
+    """Print the medians of all steps, the largest peak of the ranks, and the last loss."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(
-        f"\nhidden {args.hidden}, {args.layers} layers, PP2 x {args.chunks}, {args.microbatches} "
-        f"microbatches of {args.sequence} tokens, or {sum(lengths(args))} tokens in all, "
-        f"{args.iterations - args.untimed} timed steps of each run, {device}, torch "
-        f"{torch.__version__}\n"
+        f"\nhidden {args.hidden}, {args.layers} layers, PP{args.ranks} x {args.chunks}, "
+        f"{args.microbatches} microbatches of {args.sequence} tokens, or "
+        f"{sum(lengths(args))} tokens in all, "
+        f"{args.iterations - args.untimed} timed steps of each run, {device}, torch {torch.__version__}\n"
     )
     medians = {
         cell: statistics.median(ms for result in results for ms in result["ms"])

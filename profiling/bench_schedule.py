@@ -3,6 +3,7 @@
 
     python profiling/bench_schedule.py --ranks 4 --hidden 4096 --vocabulary 4096 --microbatches 8
     python profiling/bench_schedule.py --ranks 4 --inject transient:2x:20% --microbatches 32
+    python profiling/bench_schedule.py --ranks 2 --experts 8 --expert-parallel 2 --microbatches 16
     python profiling/bench_schedule.py --ranks 2 --vocabulary 50304 --schedules static2,laidsplit2 \
         --layout 'Etttt|ttttt|ttttt|ttL'
 
@@ -90,6 +91,11 @@ def parse_arguments() -> argparse.Namespace:
         ranks=(4, "pipeline size"),
         tensor=(1, "tensor-parallel size"),
         sequence_parallel=(False, "with --tensor"),
+        experts=(0, "of each layer; none if 0"),
+        topk=(2, "experts of a token"),
+        expert_hidden=(0, "of an expert; 4 x --hidden if 0"),
+        expert_parallel=(1, "expert-parallel size; its ranks are replicas of the rest"),
+        grouped_gemm=(False, "as --moe-grouped-gemm"),
         layers=16,
         hidden=4096,
         heads=32,
@@ -126,6 +132,10 @@ def parse_arguments() -> argparse.Namespace:
     except ConfigError as error:
         _refuse(str(error).replace("--dpp-activation-cap", "--cap"))
     return args
+
+
+def _num_gpus(args: argparse.Namespace) -> int:
+    return int(args.ranks * args.tensor * args.expert_parallel)
 
 
 def _refuse(text: str) -> NoReturn:
@@ -295,6 +305,7 @@ def report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     print(
         f"\nhidden {args.hidden}, {args.layers} layers, vocabulary {args.vocabulary}, sequence "
         f"{args.sequence}, micro batch {args.micro_batch}, PP={args.ranks}, TP={args.tensor}, "
+        f"EP={args.expert_parallel} of {args.experts} experts, "
         f"inject {args.inject or 'nothing'}, {torch.cuda.get_device_name()}, torch "
         f"{torch.__version__}\n"
     )
@@ -313,10 +324,13 @@ def report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 def _cells(args: argparse.Namespace, row: dict[str, Any], static: float | None) -> list[object]:
     """A line of the table; ``static`` is the best static schedule's time in ms."""
-    tokens = row["microbatches"] * args.micro_batch * args.sequence
-    layer = 12 * args.hidden**2 + args.sequence * args.hidden
+    tokens = row["microbatches"] * args.micro_batch * args.sequence * args.expert_parallel
+    feed_forward = 8 * args.hidden**2
+    if args.experts:  # SwiGLU has three matrices
+        feed_forward = args.topk * 3 * args.hidden * (args.expert_hidden or 4 * args.hidden)
+    layer = 4 * args.hidden**2 + feed_forward + args.sequence * args.hidden
     operations = 6 * tokens * (args.layers * layer + args.hidden * args.vocabulary)
-    seconds, num_gpus = row["ms"] * 1e-3, args.ranks * args.tensor
+    seconds, num_gpus = row["ms"] * 1e-3, _num_gpus(args)
     low, high = row["spread_ms"]
     return [
         row["microbatches"],
@@ -340,7 +354,7 @@ def main() -> int:
 
         return bench_sleeping.run(args)
     if "RANK" not in os.environ:
-        return harness.start_ranks(args.ranks * args.tensor, CUBLAS_WORKSPACE_CONFIG=":4096:8")
+        return harness.start_ranks(_num_gpus(args), CUBLAS_WORKSPACE_CONFIG=":4096:8")
     worker(args)
     return 0
 

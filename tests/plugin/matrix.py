@@ -1,7 +1,7 @@
 """The table of versions and features in ``docs/plugin.md``, made from a run of test_hosts.py.
 
-    tools/test.sh --long tests/plugin/test_hosts.py --junitxml=hosts.xml
-    python -m tests.plugin.matrix hosts.xml
+tools/test.sh --long tests/plugin/test_hosts.py --junitxml=hosts.xml
+python -m tests.plugin.matrix hosts.xml
 """
 
 from __future__ import annotations
