@@ -175,8 +175,8 @@ def report(
     print(
         f"\nhidden {args.hidden}, {args.layers} layers, PP{args.ranks} x {args.chunks}, "
         f"{args.microbatches} microbatches of {args.sequence} tokens, or "
-        f"{sum(lengths(args))} tokens in all, "
-        f"{args.iterations - args.untimed} timed steps of each run, {device}, torch {torch.__version__}\n"
+        f"{sum(lengths(args))} tokens in all, {args.iterations - args.untimed} timed steps of "
+        f"each run, {device}, torch {torch.__version__}\n"
     )
     medians = {
         cell: statistics.median(ms for result in results for ms in result["ms"])
