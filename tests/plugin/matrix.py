@@ -79,9 +79,11 @@ def in_page(page: str) -> str:
 
 
 def main() -> None:
-    """Put the table of a run into the page."""
-    page = PAGE.read_text(encoding="utf-8")
-    made = table(results(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    """Put the table of the given reports into the page."""
+    page, found = PAGE.read_text(encoding="utf-8"), {}
+    for report in sys.argv[1:]:
+        found |= results(Path(report).read_text(encoding="utf-8"))
+    made = table(found)
     PAGE.write_text(page.replace(in_page(page), made), encoding="utf-8")
 
 
