@@ -101,13 +101,15 @@ class Hosts:
         """
         root, entry = self.unpacked(version), Path(__file__).with_name("entry.py")
         port, processes = str(free_port()), []
+        given = os.environ.get("PYTHONPATH")  # packages of the tests' environment
+        path = [str(root), str(REPOSITORY), str(self._folder), *([given] if given else [])]
         for rank in range(num_ranks):
             environment = {
                 **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore",
-                "PYTHONPATH": os.pathsep.join(map(str, (root, REPOSITORY, self._folder))),
+                "PYTHONPATH": os.pathsep.join(path),
                 "HOST": str(root / "pretrain_gpt.py"), "RECORD": str(record),
             }  # fmt: skip
             with Path(f"{record}.{rank}.log").open("w") as log:  # more than a pipe holds
