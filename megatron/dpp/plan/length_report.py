@@ -284,8 +284,8 @@ def _sentence(section: Mapping[str, Any]) -> str:
 
 
 def _gains_sentence(section: Mapping[str, Any]) -> str:
-    """What the run's schedule and order gained over the static schedule as drawn, and what others
-    would; by the simulator.
+    """The gain of the run's schedule and order over the static schedule as drawn, and that of the
+    best row; by the simulator.
     """
     rows = section["gains"]
     ran = next(row for row in rows if row["ran"])
