@@ -6,10 +6,31 @@ import argparse
 import gc
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The contents of one microbatch; several sequences are packed.
+
+    Args:
+        numbers: of its sequences; each has tokens of its own.
+        lengths: in tokens.
+        width: tokens that the microbatch is padded to, without a loss; 0 for none.
+    """
+
+    numbers: tuple[int, ...]
+    lengths: tuple[int, ...]
+    width: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens with padding."""
+        return max(sum(self.lengths), self.width)
 
 
 class Model:
@@ -42,7 +63,7 @@ class Model:
         self.tokens = torch.randint(0, args.vocabulary, shape, generator=generator).cuda()
         self.positions = torch.arange(args.sequence, device="cuda").expand(args.micro_batch, -1)
         self.num_bytes = reserved()
-        self._packed: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._made: dict[Sequences, tuple[torch.Tensor, ...]] = {}
 
     def _config(self, virtual: int | None, layout: str | None) -> Any:
         from megatron.core.distributed import finalize_model_grads
@@ -128,16 +149,16 @@ class Model:
         return DistributedDataParallel(self.config, options, model)
 
     def step(
-        self, schedule: Any, num_microbatches: int, lengths: Sequence[tuple[int, ...]] = ()
+        self, schedule: Any, num_microbatches: int, microbatches: Sequence[Sequences] = ()
     ) -> list[Any]:
-        """One forward and backward of all microbatches, of sequences of these lengths if any are
-        given; several of one microbatch are packed.
-        """
+        """One forward and backward of all microbatches; without any given, of the longest."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         single = self.num_chunks == 1
-        whole = [(self.args.sequence,)] * num_microbatches
-        iterators: list[Any] = [iter(list(enumerate(lengths or whole))) for _ in self.chunks]
+        given = microbatches or [
+            Sequences((number,), (self.args.sequence,)) for number in range(num_microbatches)
+        ]
+        iterators: list[Any] = [iter(list(given)) for _ in self.chunks]
         return schedule(
             forward_step_func=self._forward,
             data_iterator=iterators[0] if single else iterators,
@@ -150,24 +171,38 @@ class Model:
     def _forward(self, iterator: Any, model: Any) -> Any:
         from megatron.dpp.mcore.packed import packed_params
 
-        number, lengths = next(iterator)
-        length = sum(lengths)
-        tokens = (self.tokens[:, : length + 1] + number) % self.args.vocabulary
-        places, packed = self.positions[:, :length], None
-        if len(lengths) > 1:
-            starts, places = self._documents(lengths)
-            packed = packed_params(starts, max(lengths))
-        output = model(tokens[:, :-1], places, None, labels=tokens[:, 1:], packed_seq_params=packed)
-        return output, partial(_loss)
+        given, packed = next(iterator), None
+        if len(given.lengths) == 1 and not given.width:
+            (length,) = given.lengths
+            row, places, mask = self._row(given.numbers[0], length), self.positions, None
+            tokens, labels, places = row[:, :-1], row[:, 1:], places[:, :length]
+        else:
+            starts, tokens, labels, places, mask = self._several(given)
+            if len(given.lengths) > 1:
+                packed = packed_params(starts, max(given.lengths))
+        output = model(tokens, places, None, labels=labels, packed_seq_params=packed)
+        return output, partial(_loss, mask=mask)
 
-    def _documents(self, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """First tokens and positions of packed sequences, made once."""
-        from megatron.dpp.mcore.packed import positions
+    def _row(self, number: int, length: int) -> torch.Tensor:
+        return (self.tokens[:, : length + 1] + number) % self.args.vocabulary
 
-        if lengths not in self._packed:
-            starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).cuda()
-            self._packed[lengths] = starts, positions(starts, sum(lengths))[None]
-        return self._packed[lengths]
+    def _several(self, given: Sequences) -> tuple[torch.Tensor, ...]:
+        """First tokens of packed or padded sequences, then their tokens, labels, positions and the
+        mask of the loss; made once.
+        """
+        if given not in self._made:
+            rows = [self._row(*each) for each in zip(given.numbers, given.lengths, strict=True)]
+            rest = given.tokens - sum(given.lengths)
+            columns = [
+                torch.cat([row[:, part] for row in rows], 1)
+                for part in (slice(None, -1), slice(1, None))
+            ]
+            columns.append(torch.cat([self.positions[:, :length] for length in given.lengths], 1))
+            columns.append(torch.ones_like(columns[0]))
+            starts = torch.tensor([0, *itertools.accumulate(given.lengths)], dtype=torch.int32)
+            padded = (torch.nn.functional.pad(column, (0, rest)) for column in columns)
+            self._made[given] = starts.cuda(), *padded
+        return self._made[given]
 
     def gradients(self) -> list[torch.Tensor]:
         """A copy of every gradient buffer."""
@@ -182,8 +217,11 @@ class Model:
         torch.cuda.empty_cache()
 
 
-def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = output.float().mean()
+def _loss(
+    output: torch.Tensor, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    losses = output.float()
+    loss = losses.mean() if mask is None else (losses * mask).sum() / mask.sum()
     return loss, {"lm loss": loss.detach()}
 
 

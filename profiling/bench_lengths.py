@@ -1,21 +1,30 @@
 """Schedules for microbatches of unlike length: a GPT on GPUs, else stages that sleep.
 
-Real processes, the real executor over the real transport, and megatron-core's own schedule over
-gloo with ``variable_seq_lengths``. A task sleeps as long as its sequence of drawn length is to
-take; messages have the length's shape. The simulator's prediction stands beside each measurement.
-The arms are the static schedule and ours, in the drawn order and in the best of four orders.
+Sleeping stages need no cores: real processes, the real executor over the real transport, and
+megatron-core's own schedule with ``variable_seq_lengths``. A task sleeps as long as its sequences
+of drawn length are to take; messages have the length's shape. The simulator's prediction stands
+beside each measurement.
+
+The arms are the static schedule and ours, each as drawn (one sequence per microbatch), in the best
+of the named orders, and ``best``: packed or not, in whichever order is simulated to be fastest. The
+static schedule sends over our channels, which need no exchange of shapes and are as asynchronous
+as those of the simulator; ``static, gloo`` is megatron-core's own exchange.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import random
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import bench_lengths_gpu
@@ -30,39 +39,32 @@ from bench_sleeping import (
     cpu_rank,
     megatron_step,
 )
+from lengths_plans import LENGTHS, PACKED_ROW, Microbatches, Plans, longest_of, mean_tokens
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.plan.lengths import best_order, orders
+from megatron.dpp.mcore.static import ChannelExchange, over_channels, ring_channels
 from megatron.dpp.schedule import Geometry, Kind, Scheduler, parse_cap
-from megatron.dpp.sim import Costs, ScheduleConfig, Shape, run_static
-from megatron.dpp.sim.lengths import MIXES, LengthCosts
+from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.trace import NullRecorder
 
 _HIDDEN = 8
+_COSTS = LengthCosts.transformer()
+_ARMS = (
+    ("static, gloo", "drawn"),
+    *(("static", plan) for plan in ("drawn", "ordered", "best")),
+    *(("ours", plan) for plan in ("drawn", "ordered", "best")),
+)
+_WARM_UP = 0.05
+"""Share of a task's time in the untimed step before each timed one."""
 
 
 class Batch:
-    """One iteration's microbatches in an order: their lengths, and what each task is to take.
+    """One iteration's microbatches in an order, and the seconds that each task is to take."""
 
-    Args:
-        lengths: in tokens.
-        longest: most tokens that the mix may give.
-    """
-
-    def __init__(self, args: argparse.Namespace, lengths: Sequence[int], longest: int) -> None:
-        self.lengths, p, v = lengths, args.ranks, args.chunks
-        self.shape = Shape(p, v, len(lengths), tuple(lengths), longest)
-        costs = LengthCosts.transformer().of([[n] for n in lengths], num_ranks=p, num_chunks=v)
-        seconds = args.forward_ms * 1e-3 * v
-        scaled = [[[t * seconds for t in row] for row in kind] for kind in costs.durations]
-        self.costs = Costs((scaled[0], scaled[1], scaled[2]), costs.hops)
-
-    def predicted(self, arm: str) -> float:
-        """Seconds of the simulated iteration."""
-        if arm == "static":
-            name = "interleaved" if self.shape.num_chunks > 1 else "1f1b"
-            return run_static(name, self.shape, self.costs).makespan
-        return ScheduleConfig().run(self.shape, self.costs).makespan
+    def __init__(self, plans: Plans, microbatches: Microbatches, unit: float) -> None:
+        lengths = plans.of(microbatches)
+        self.sizes, self.longest = [sum(each) for each in lengths], plans.longest
+        self.seconds = {kind: [unit * _COSTS.time(kind, n) for n in lengths] for kind in Kind}
 
 
 class Naps:
@@ -72,11 +74,10 @@ class Naps:
         self._batch, self._fused = batch, fused
 
     def __call__(self, kind: str, chunk: int, microbatch: int) -> None:
-        stage = chunk * self._batch.shape.num_ranks + dist.get_rank()
-        times = self._batch.costs.durations
-        seconds = times[Kind[kind]][stage][microbatch]
+        times = self._batch.seconds
+        seconds = times[Kind[kind]][microbatch]
         if kind == "B" and self._fused:
-            seconds += times[Kind.W][stage][microbatch]
+            seconds += times[Kind.W][microbatch]
         _sleep_exactly(seconds)
 
 
@@ -99,7 +100,7 @@ class Runner(SleepingRunner):
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(Naps(batch, fused=False))  # type: ignore[arg-type]
-        self._lengths = batch.lengths
+        self._lengths = batch.sizes
 
     def forward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
         super().forward(chunk, microbatch, received)
@@ -110,14 +111,38 @@ class Runner(SleepingRunner):
         return torch.zeros(self._lengths[microbatch], 1, _HIDDEN)
 
 
-def static_step(args: argparse.Namespace, batch: Batch) -> None:
-    """One step of megatron-core's own schedule."""
-    naps = Naps(batch, fused=True)
-    megatron_step(
-        args.ranks, args.chunks, len(batch.lengths), batch.shape.largest,
-        lambda config, chunk: Chunk(config, naps, chunk, batch.lengths),
-        variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",
-    )  # fmt: skip
+class Static:
+    """megatron-core's own schedule.
+
+    Args:
+        exchange: takes its messages; None for its own exchange over gloo, with shapes ahead.
+    """
+
+    def __init__(self, exchange: ChannelExchange | None) -> None:
+        self._exchange = exchange
+
+    @classmethod
+    def over_channels(cls, args: argparse.Namespace, longest: int) -> Static:
+        """Over channels whose slots hold the longest microbatch."""
+        from megatron.dpp.runtime.links import open_links
+
+        specs = ring_channels(tuple(range(args.ranks)), dist.get_rank(), longest * _HIDDEN * 4, 2)
+        transport = open_links(specs, DppConfig(transport=args.transport))
+        return cls(ChannelExchange(transport, 60.0))
+
+    def step(self, args: argparse.Namespace, batch: Batch) -> None:
+        """Run one iteration."""
+        naps, exchange = Naps(batch, fused=True), self._exchange
+        with over_channels(exchange) if exchange else contextlib.nullcontext():
+            megatron_step(
+                args.ranks, args.chunks, len(batch.sizes), batch.longest,
+                lambda config, chunk: Chunk(config, naps, chunk, batch.sizes),
+                variable_seq_lengths=exchange is None, moe_token_dispatcher_type="alltoall",
+            )  # fmt: skip
+
+    def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.transport.close()
 
 
 class Ours:
@@ -139,10 +164,10 @@ class Ours:
         from megatron.dpp.runtime.executor import Executor
         from megatron.dpp.runtime.timer import HostTimer
 
-        shape, links = batch.shape, self._links
-        geometry = Geometry(shape.num_ranks, dist.get_rank(), args.chunks, shape.num_microbatches)
+        links = self._links
+        geometry = Geometry(args.ranks, dist.get_rank(), args.chunks, len(batch.sizes))
         cap = parse_cap("auto", geometry).chunks
-        scheduler = Scheduler(geometry, cap=cap, largest=shape.largest)
+        scheduler = Scheduler(geometry, cap=cap, largest=batch.longest)
         decider = decider_for(scheduler, links.channels.receiving, None)
         decider.start(links.consumed)
         Executor(
@@ -164,34 +189,52 @@ class Ours:
         self._links.transport.close()
 
 
-def measure(args: argparse.Namespace) -> list[tuple[str, str, float, float]]:
-    """Arm, order, predicted and measured seconds of each of the four."""
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row per arm: predicted and measured seconds of a step, of each batch."""
     from megatron.core import parallel_state
 
-    mix, rng = MIXES[args.lengths], random.Random(args.seed)
-    drawn = [mix.draw(rng) for _ in range(args.microbatches)]
-    v = args.chunks
+    rng, v, longest = random.Random(args.seed), args.chunks, longest_of(args.lengths)
+    batches = [
+        Plans(
+            args.lengths, rng, rows=args.microbatches or 8 * args.ranks, ranks=args.ranks,
+            chunks=v, longest=longest, costs=_COSTS,
+        )
+        for _ in range(args.batches)
+    ]  # fmt: skip
+    lengths = [length for batch in batches for length in batch.lengths]
+    unit = args.forward_ms * 1e-3 / statistics.fmean(_COSTS.time(Kind.F, [n]) for n in lengths)
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=args.ranks,
         virtual_pipeline_model_parallel_size=v if v > 1 else None,
     )
-    ours, rows = Ours(args, mix.longest), []
-
-    def batch(order: Sequence[int]) -> Batch:
-        return Batch(args, [drawn[i] for i in order], mix.longest)
-
-    for arm, step in (("static", static_step), ("ours", ours.step)):
-        best = best_order(drawn, args.ranks, lambda order, arm=arm: batch(order).predicted(arm))
-        for name, order in (("drawn", orders(drawn, args.ranks)["drawn"]), best):
-            one = batch(order)
-            took = [_seconds(partial(step, args, one)) for _ in range(args.rounds + 1)][1:]
-            rows.append((arm, name, one.predicted(arm), statistics.median(took)))
-    ours.close()
+    schedules = {
+        "static, gloo": Static(None),
+        "static": Static.over_channels(args, longest),
+        "ours": Ours(args, longest),
+    }
+    rows = [
+        {"ranks": args.ranks, "tokens": mean_tokens(batches), "schedule": name, "plan": plan,
+         "predicted": [], "measured": [], "chosen": []}
+        for name, plan in _ARMS
+    ]  # fmt: skip
+    for plans in batches:
+        for row in rows:
+            simulated = row["schedule"].split(",")[0]
+            step = schedules[row["schedule"]].step
+            chosen, microbatches = plans.planned(simulated, row["plan"])
+            step(args, Batch(plans, microbatches, unit * _WARM_UP))
+            batch = Batch(plans, microbatches, unit)
+            took = [_seconds(partial(step, args, batch)) for _ in range(args.rounds)]
+            row["predicted"].append(unit * v * plans.seconds(simulated, microbatches))
+            row["measured"].append(statistics.median(took))
+            row["chosen"].append(chosen)
+    for schedule in schedules.values():
+        schedule.close()
     parallel_state.destroy_model_parallel()
     return rows
 
 
-def _seconds(step: Any) -> float:
+def _seconds(step: Callable[[], None]) -> float:
     dist.barrier()
     start = time.perf_counter()
     step()
@@ -199,15 +242,62 @@ def _seconds(step: Any) -> float:
     return seconds
 
 
-def main() -> int:
+def report(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+    """Print the table of all sizes, and what the last arms gain over the static ones."""
+    print(
+        f"\nsleeping stages, {args.chunks} chunks per rank, lengths {args.lengths}, "
+        f"{args.batches} batches, F of the mean sequence {args.forward_ms:g} ms, torch "
+        f"{torch.__version__}, {os.cpu_count()} cores\n"
+    )
+    means = [
+        {**row, **{name: statistics.fmean(row[name]) for name in ("predicted", "measured")}}
+        for row in rows
+    ]
+    base = {(row["ranks"], row["plan"]): row for row in means if row["schedule"] == "static"}
+    shown = []
+    for row in means:
+        gains = []
+        for plan in ("drawn", "best"):
+            gain = [base[row["ranks"], plan][n] / row[n] for n in ("measured", "predicted")]
+            gains.append(f"{gain[0]:.2f} ({gain[1]:.2f})")
+        guess, took, chosen = row["predicted"], row["measured"], dict.fromkeys(row["chosen"])
+        shown.append(
+            (row["ranks"], row["schedule"], row["plan"], " / ".join(chosen), f"{guess:.3f}",
+             f"{took:.3f}", f"{took / guess:.3f}", *gains)
+        )  # fmt: skip
+    harness.print_table(
+        "ranks | schedule | plan | chosen | predicted s | measured s | measured / predicted | "
+        "gain over static drawn (predicted) | over static best (predicted)",
+        shown,
+    )
+
+
+def run_sleeping(args: argparse.Namespace, sizes: Sequence[int]) -> int:
+    """Start a pipeline of each size, one after the other, and report all of them."""
+    rows: list[dict[str, Any]] = []
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "rows.json"
+            if harness.start_ranks(size, f"--ranks={size}", f"--json={path}", **quiet):
+                return 1
+            rows += json.loads(path.read_text(encoding="utf-8"))["rows"]
+    report(args, rows)
+    harness.write_json(args.json, {"arguments": vars(args), "rows": rows})
+    return 0
+
+
+def parse_arguments() -> tuple[argparse.Namespace, list[int]]:
+    """The command line, and the sizes of pipelines; a bad one ends the program with a line."""
     parser = harness.new_parser(
         __doc__,
-        ranks=2,
+        ranks=("2", "pipeline ranks; several sizes like 4,8 where stages sleep"),
         chunks=2,
-        microbatches=16,
-        lengths=("sft", "sft or long"),
-        forward_ms=(4.0, "of a chunk's F of the mean microbatch"),
-        rounds=3,
+        microbatches=(0, "of a batch as drawn; 0: 8 per rank"),
+        lengths=("sft", f"{', '.join(LENGTHS)}"),
+        sleeping=(False, "stages sleep, although there are GPUs"),
+        forward_ms=(8.0, "of a chunk's F of the mean sequence, where stages sleep"),
+        rounds=(0, "timed steps of each batch; 0: 1 where stages sleep, 3 on GPUs"),
         seed=0,
         transport=("auto", "kind of our channels"),
         json=("", "write the rows there"),
@@ -215,25 +305,46 @@ def main() -> int:
     )
     args = parser.parse_args()
     vars(args).update(bench_lengths_gpu.MODEL)
+    words = args.ranks.split(",")
+    if not all(word.isdecimal() and int(word) >= 2 for word in words):
+        parser.error(f"--ranks {args.ranks}: expected 2 or more, or sizes like 4,8")
+    sizes = [int(word) for word in words]
+    if args.lengths not in LENGTHS:
+        parser.error(f"--lengths {args.lengths}: expected one of {', '.join(LENGTHS)}")
+    if args.lengths == "packed8k" and 0 < args.sequence < PACKED_ROW:
+        parser.error(f"--sequence {args.sequence}: packed8k has rows of {PACKED_ROW} tokens")
+    for size in sizes:
+        if args.chunks > 1 and args.microbatches % size:
+            parser.error(f"--microbatches {args.microbatches}: must be a multiple of {size} ranks")
+    for name in ("chunks", "batches", "forward_ms"):
+        if getattr(args, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    unknown = set(filter(None, args.arms.split(";"))) - set(bench_lengths_gpu.ARMS)
+    if unknown:
+        parser.error(
+            f"--arms: no {', '.join(sorted(unknown))}; expected some of "
+            f"{'; '.join(bench_lengths_gpu.ARMS)}"
+        )
+    args.ranks, args.sleeping = sizes[0], args.sleeping or not torch.cuda.is_available()
+    args.rounds = args.rounds or (1 if args.sleeping else 3)
+    if len(sizes) > 1 and not args.sleeping:
+        parser.error(f"--ranks {','.join(words)}: several sizes need --sleeping")
+    return args, sizes
+
+
+def main() -> int:
+    args, sizes = parse_arguments()
+    if "RANK" not in os.environ and args.sleeping:
+        return run_sleeping(args, sizes)
     if "RANK" not in os.environ:
         return harness.start_ranks(args.ranks, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
-    if torch.cuda.is_available():
+    if not args.sleeping:
         bench_lengths_gpu.run(args)
         return 0
     with cpu_rank():
         rows = measure(args)
         if dist.get_rank() == 0:
-            print(f"\nPP={args.ranks} x {args.chunks}, {args.microbatches} of {args.lengths}\n")
-            static = rows[0]
-            harness.print_table(
-                "schedule | order | predicted s | measured s | predicted gain | measured gain",
-                [
-                    (arm, name, f"{guess:.3f}", f"{took:.3f}", f"{static[2] / guess:.2f}",
-                     f"{static[3] / took:.2f}")
-                    for arm, name, guess, took in rows
-                ],
-            )  # fmt: skip
-            harness.write_json(args.json, {"arguments": vars(args), "rows": rows})
+            harness.write_json(args.json, {"rows": rows})
     return 0
 
 

@@ -1,7 +1,10 @@
 """The GPU side of bench_lengths.py: a real GPT over sequences of unlike length.
 
-Every arm runs the same global batches, one sequence per microbatch or packed. In each turn an arm
-runs a batch once untimed, since new lengths make the allocator grow, and then timed.
+Every arm runs the same sequences. In each turn an arm runs a batch once untimed, since new lengths
+make the allocator grow, and then timed. A microbatch that two arms share must have the same loss to
+the last bit; the mean loss of a batch differs between packed, padded and other rows by rounding.
+
+``profiling/shared_gpus`` runs both ranks on one GPU: losses and memory are the same, times are not.
 """
 
 from __future__ import annotations
@@ -14,109 +17,126 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import harness
 import torch
 import torch.distributed as dist
-from bench_gpt import Model
+from bench_gpt import Model, Sequences
+from lengths_plans import Plans, longest_of, mean_tokens
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.plan.lengths import pack
-from megatron.dpp.schedule import Kind
-from megatron.dpp.sim.lengths import MIXES, LengthCosts
+from megatron.dpp.sim.lengths import LengthCosts
 
-Microbatch = tuple[int, ...]
-"""Lengths of the sequences of a microbatch; several are packed."""
+_LONGEST = 65536
+"""Longest sequence that runs unless ``--sequence`` says otherwise."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A schedule, and the order of its microbatches.
+    """A schedule, and the plan of its microbatches.
 
     Args:
-        order: ``drawn``, ``sorted`` or ``packed`` (even costs, as drawn otherwise).
+        plan: one of :data:`lengths_plans.PLANS`, or ``padded``: as drawn, every microbatch padded
+            to the longest.
         cap: as --dpp-activation-cap; None for megatron-core's own schedule.
         split: with tasks of their own for weight gradients.
     """
 
-    order: str
+    plan: str
     cap: str | None = None
     split: bool = True
 
-    def schedule(self) -> Any:
+    def schedule(self, args: argparse.Namespace) -> Any:
         from megatron.dpp import DppSchedule
         from megatron.dpp.runtime.static import StaticSchedule
 
+        plain = DppConfig(cuda_graphs="off")
         if self.cap is None:
-            return StaticSchedule(DppConfig(cuda_graphs="off"))
-        return DppSchedule(
-            DppConfig(cuda_graphs="off", activation_cap=self.cap, split_backward=self.split)
-        )
+            return StaticSchedule(replace(plain, transport=args.static_transport))
+        return DppSchedule(replace(plain, activation_cap=self.cap, split_backward=self.split))
 
-    def microbatches(self, args: argparse.Namespace, drawn: Sequence[int]) -> list[Microbatch]:
-        """The lengths of each microbatch, in order."""
-        if self.order != "packed":
-            return [(n,) for n in (sorted(drawn) if self.order == "sorted" else drawn)]
-        costs = [LengthCosts.transformer(args.hidden).time(Kind.F, [n]) for n in drawn]
-        num_bins = min(len(drawn), 4 * args.ranks)
-        bins = pack(drawn, args.sequence, "even", costs=costs, num_bins=num_bins)
-        return [tuple(drawn[index] for index in indices) for indices in bins]
+    def microbatches(self, plans: Plans) -> list[Sequences]:
+        """The sequences of each microbatch, in order."""
+        plan, width = ("drawn", plans.longest) if self.plan == "padded" else (self.plan, 0)
+        _, found = plans.planned("static" if self.cap is None else "ours", plan)
+        lengths = plans.of(found)
+        return [Sequences(*map(tuple, each), width) for each in zip(found, lengths, strict=True)]
 
 
 ARMS = {
+    "padded static": Arm("padded"),
     "static drawn": Arm("drawn"),
     "static sorted": Arm("sorted"),
     "static packed": Arm("packed"),
+    "static best": Arm("best"),
     "ours drawn": Arm("drawn", "auto"),
+    "ours best": Arm("best", "auto"),
+    "ours drawn, cap static": Arm("drawn", "static"),
+    "ours best, cap static": Arm("best", "static"),
     "ours sorted": Arm("sorted", "auto"),
     "ours packed": Arm("packed", "auto"),
-    "ours drawn, cap static": Arm("drawn", "static"),
     "ours sorted, cap static": Arm("sorted", "static"),
     "ours packed, cap static": Arm("packed", "static"),
     "fused drawn": Arm("drawn", "auto", split=False),
 }
+_USUAL = tuple(ARMS)[:9]
+"""Arms that run unless ``--arms`` names some."""
 
 
 @dataclass
 class Found:
     """The measurements of one arm."""
 
-    losses: list[list[float]]
+    losses: list[dict[Sequences, float]]
     """Of each microbatch of each batch."""
     reserved: float
     allocated: float
     times: list[float] = field(default_factory=list)
+
+    def mean_losses(self) -> list[float]:
+        """The mean loss of a token, of each batch."""
+        found = []
+        for batch in self.losses:
+            total = sum(loss * sum(each.lengths) for each, loss in batch.items())
+            found.append(total / sum(sum(each.lengths) for each in batch))
+        return found
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure all arms on this rank's GPU; rank 0 prints the table."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    args.sequence = args.sequence or min(longest_of(args.lengths), _LONGEST)
     model = Model(args, args.chunks, None)
     model.config.variable_seq_lengths = True
     model.config.moe_token_dispatcher_type = "alltoall"  # megatron-core asks for it beside that
-    rng, draw = random.Random(args.seed), MIXES[args.lengths].draw
+    rng = random.Random(args.seed)
     batches = [
-        [min(draw(rng), args.sequence) for _ in range(args.microbatches)]
+        Plans(
+            args.lengths, rng, rows=args.microbatches or 8 * args.ranks, ranks=args.ranks,
+            chunks=args.chunks, longest=args.sequence, costs=LengthCosts.transformer(args.hidden),
+        )
         for _ in range(args.batches)
-    ]
-    arms = {name: ARMS[name] for name in (args.arms.split(";") if args.arms else ARMS)}
-    schedules = {name: arm.schedule() for name, arm in arms.items()}
+    ]  # fmt: skip
+    arms = {name: ARMS[name] for name in (args.arms.split(";") if args.arms else _USUAL)}
+    schedules = {name: arm.schedule(args) for name, arm in arms.items()}
+    plans = {name: [arm.microbatches(batch) for batch in batches] for name, arm in arms.items()}
     found: dict[str, Found] = {}
-    for name, arm in arms.items():
+    for name in arms:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        losses = [_step(args, model, schedules[name], arm, batch)[1] for batch in batches]
+        losses = [_step(model, schedules[name], each)[1] for each in plans[name]]
         peaks = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
         found[name] = Found(losses, *harness.over_ranks(*peaks, device="cuda"))
     for _ in range(args.rounds):
-        for batch in batches:
-            for name, arm in arms.items():
-                _step(args, model, schedules[name], arm, batch)
-                found[name].times.append(_step(args, model, schedules[name], arm, batch)[0])
+        for number in range(args.batches):
+            for name in arms:
+                _step(model, schedules[name], plans[name][number])
+                took, _ = _step(model, schedules[name], plans[name][number])
+                found[name].times.append(took)
     if dist.get_rank() == 0:
         _report(args, batches, found)
     for schedule in schedules.values():
@@ -125,12 +145,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _step(
-    args: argparse.Namespace, model: Model, schedule: Any, arm: Arm, batch: Sequence[int]
-) -> tuple[float, list[float]]:
+    model: Model, schedule: Any, microbatches: Sequence[Sequences]
+) -> tuple[float, dict[Sequences, float]]:
     """Milliseconds of one step on the slowest rank, and the losses of its microbatches."""
-    microbatches = arm.microbatches(args, batch)
-    if arm.cap is not None:
-        schedule.announce([sum(lengths) for lengths in microbatches])
+    if hasattr(schedule, "announce"):
+        schedule.announce([each.tokens for each in microbatches])
     torch.cuda.synchronize()
     dist.barrier()
     start = time.perf_counter()
@@ -139,42 +158,59 @@ def _step(
     (slowest,) = harness.over_ranks(time.perf_counter() - start, device="cuda")
     # Only the last rank has losses.
     own = [entry["lm loss"].item() for entry in entries] or [-math.inf] * len(microbatches)
-    return slowest * 1e3, harness.over_ranks(*own, device="cuda")
+    losses = harness.over_ranks(*own, device="cuda")
+    return slowest * 1e3, dict(zip(microbatches, losses, strict=True))
 
 
-def _report(
-    args: argparse.Namespace, batches: Sequence[Sequence[int]], found: dict[str, Found]
-) -> None:
-    tokens = [sum(batch) for batch in batches]
+def _report(args: argparse.Namespace, batches: Sequence[Plans], found: dict[str, Found]) -> None:
     print(
         f"\nhidden {args.hidden}, {args.layers} layers, vocabulary {args.vocabulary}, "
-        f"PP={args.ranks} x {args.chunks}, {args.microbatches} sequences of {args.lengths} at most "
-        f"{args.sequence} tokens, {args.batches} batches of {statistics.fmean(tokens):,.0f} "
-        f"tokens, {torch.cuda.get_device_name()}, torch {torch.__version__}\n"
+        f"PP={args.ranks} x {args.chunks}, lengths {args.lengths}, at most {args.sequence} tokens, "
+        f"{args.batches} batches of {mean_tokens(batches):,.0f} tokens, "
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n"
     )
     rows = []
     for name, one in found.items():
         ratios = {}
-        for other in ("drawn", "sorted", "packed"):
+        for other in ("drawn", "sorted", "best"):
             static = found.get(f"static {other}")
             pairs = zip(one.times, static.times, strict=True) if static else ()
             ratios[other] = [a / b for a, b in pairs]
-        alike = found.get(f"static {ARMS[name].order}")
+        alike = found.get(f"static {ARMS[name].plan}")
         rows.append(
             (name, f"{statistics.fmean(one.times):.1f}", *(_mean(r) for r in ratios.values()),
              f"{min(ratios['drawn'], default=0):.3f}..{max(ratios['drawn'], default=0):.3f}",
              f"{one.allocated / 1e9:.2f}", f"{one.reserved / 1e9:.2f}",
              f"{one.reserved / alike.reserved:.3f}" if alike else "-",
-             one.losses == alike.losses if alike else "-")
+             *_compared(one, found))
         )  # fmt: skip
     harness.print_table(
-        "arm | mean ms | / static drawn | / static sorted | / static packed | spread | "
-        "peak allocated GB | peak reserved GB | reserved / static in this order | losses equal",
+        "arm | mean ms | / static drawn | / static sorted | / static best | spread | "
+        "peak allocated GB | peak reserved GB | reserved / static of this plan | "
+        "losses equal to those of other arms | mean loss off by",
         rows,
     )
-    harness.write_json(
-        args.json, {"batches": batches, "arms": {name: vars(one) for name, one in found.items()}}
-    )
+    facts = {
+        name: {**vars(one), "losses": [list(batch.items()) for batch in one.losses]}
+        for name, one in found.items()
+    }
+    harness.write_json(args.json, {"batches": [batch.lengths for batch in batches], "arms": facts})
+
+
+def _compared(one: Found, found: dict[str, Found]) -> tuple[str, str]:
+    """Microbatches whose loss is equal in all arms that ran them, of those that another arm ran;
+    and the largest difference of a batch's mean loss to the first arm's, relative.
+    """
+    others = [other for other in found.values() if other is not one]
+    equal = shared = 0
+    for number, batch in enumerate(one.losses):
+        for each, loss in batch.items():
+            theirs = [o.losses[number][each] for o in others if each in o.losses[number]]
+            shared += bool(theirs)
+            equal += bool(theirs) and all(other == loss for other in theirs)
+    first = next(iter(found.values())).mean_losses()
+    pairs = zip(one.mean_losses(), first, strict=True)
+    return f"{equal} of {shared}", f"{max(abs(a / b - 1) for a, b in pairs):.1e}"
 
 
 def _mean(ratios: Sequence[float]) -> str:
@@ -188,9 +224,10 @@ def options() -> dict[str, Any]:
         "heads": 32,
         "layers": 8,
         "vocabulary": 4096,
-        "sequence": (16384, "longest sequence on GPUs"),
-        "batches": (4, "length sets on GPUs"),
-        "arms": ("", "arms on GPUs, separated by semicolons; all if empty"),
+        "sequence": (0, f"longest sequence on GPUs; 0: of the lengths, at most {_LONGEST}"),
+        "batches": (2, "batches drawn"),
+        "arms": ("", "arms on GPUs, separated by semicolons: " + ", ".join(ARMS)),
+        "static_transport": ("auto", "auto: megatron-core's own exchange; else a kind of channel"),
     }
 
 

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron.dpp.config import DppConfig
@@ -62,6 +62,7 @@ class Plugin:
         self._traces_only = trace is not None and trace.only
         self._trace = StepTrace(trace, self._say)
         self._num_steps = 0
+        self._sizes: Sequence[int] | None = None
         self._original: Callable[..., Any] = compat.lookup(compat.GET_SCHEDULE)
         self._schedule: DppSchedule | None = None
         self._said: set[str] = set()
@@ -95,14 +96,23 @@ class Plugin:
         schedule = self._schedule
         assert schedule is not None
         if not keywords.get("forward_only"):
+            if self._sizes is not None:
+                schedule.announce(self._sizes)
             schedule.iteration = compat.host_iteration(schedule.iteration)
             if needs_task_rng(_as_list(keywords["model"])):
                 self._say(_TASK_RNG if self._config.task_rng else _NO_TASK_RNG)
+            self._sizes = None
         with self._trace.step(self._step_number(keywords), keywords, "dpp") as schedule.recorder:
             return schedule(**keywords)
 
+    def announce(self, sizes: Sequence[int]) -> None:
+        """Keep the sizes of the next training step's microbatches for its call."""
+        self._sizes = list(sizes)
+
     def _run_own(self, schedule: Callable[..., Any], **keywords: Any) -> list[Any]:
         """Run one step with megatron-core's own schedule."""
+        if not keywords.get("forward_only"):
+            self._sizes = None
         with self._trace.static_step(self._step_number(keywords), keywords):
             losses: list[Any] = schedule(**keywords)
             return losses
@@ -180,6 +190,17 @@ def install(
         )
     _installed = Plugin(config, strict=strict, trace=trace)
     atexit.register(uninstall)
+
+
+def announce(sizes: Sequence[int]) -> None:
+    """Tell the tokens of each microbatch of the next training step, on all ranks alike, before the
+    host's loop calls the schedule. Without an installation nothing happens.
+
+    A rank otherwise learns a size when the microbatch's first forward begins there, which is enough
+    for all settings but ``activation_cap="static"``.
+    """
+    if _installed is not None:
+        _installed.announce(sizes)
 
 
 def uninstall() -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.pictures.page import _lengths
 from megatron.dpp.plan.length_report import (
     FILE,
     StepLengths,
     fit,
+    gains,
     length_lines,
     length_report,
     read_steps,
@@ -85,6 +87,34 @@ def test_the_section_has_classes_padding_and_gains(tmp_path: Path) -> None:
     assert min(s for (name, _), s in times.items() if name == "static") < times["static", "drawn"]
     text = "\n".join(length_lines(section))
     assert "dynamic" in text and "padding" in text
+    (ran,) = (row for row in section["gains"] if row["ran"])
+    assert (ran["schedule"], ran["plan"], ran["saves"]) == ("dynamic", "as it ran", 0)
+    best = min(section["gains"], key=lambda row: row["seconds"])
+    assert f"{best['plan']}, would save {best['saves']:.1%}" in text
+
+
+def test_the_row_that_ran_is_marked_whatever_ran() -> None:
+    drawn = step(3)
+    drawn = StepLengths(drawn.as_drawn(), list(range(16)), drawn.padded)
+    static = JobShape(2, 2, {0: 0, 1: 1}, {0: (0, 0), 1: (0, 0)}, "pp")
+    (ran,) = (row for row in gains(drawn, COSTS, static) if row["ran"])
+    assert (ran["schedule"], ran["plan"], ran["gain"]) == ("static", "drawn", 1)
+    packed = StepLengths([[900, 200], [3000], [40, 50, 60], [800]], [0, 1, 2, 3], 5050)
+    plans = {row["plan"].split(", ")[0] for row in gains(packed, COSTS, SHAPE)}
+    assert "one per microbatch" in plans
+
+
+def test_the_page_shows_the_section(tmp_path: Path) -> None:
+    write_step(tmp_path / FILE.format(0), 1, step(1))
+    section = length_report([work(1, step(1))], SHAPE, tmp_path, 1)
+    assert section is not None
+    text = _lengths({"lengths": section})
+    assert section["sentence"] in text and "as it ran (ran)" in text
+    assert text.count("<tr>") == 2 + len(section["gains"]) + len(section["size_classes"])
+    assert text.count("<svg") == 2 and "\N{MICRO SIGN}s per token" in text
+    few = {**section, "gains": [], "gains_sentence": "", "size_classes": []}
+    assert "<svg" not in _lengths({"lengths": few})
+    assert _lengths({"lengths": None}) == ""
 
 
 def test_a_run_without_lengths_has_no_section(tmp_path: Path) -> None:

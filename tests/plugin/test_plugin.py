@@ -164,6 +164,26 @@ def test_dropout_is_named_once(
     assert line in record.getMessage()
 
 
+def test_announced_sizes_reach_the_next_training_step_alone(
+    monkeypatch: pytest.MonkeyPatch, dynamic_calls: list[dict[str, Any]], static_calls: list[Any]
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(DppSchedule, "announce", lambda self, sizes: told.append(sizes))
+    plugin.announce([1])  # nothing is installed
+    plugin.install(DppConfig(split_backward=False))
+    run = schedules.get_forward_backward_func()
+    plugin.announce([8, 2, 5])
+    run(**keywords(forward_only=True))
+    assert not told, "an evaluation has microbatches of its own"
+    run(**keywords())
+    run(**keywords())
+    assert told == [[8, 2, 5]]
+    plugin.announce([3, 3, 3])
+    run(**keywords(pipeline=1))
+    run(**keywords())
+    assert len(told) == 1 and len(static_calls) == 1 and len(dynamic_calls) == 4
+
+
 def test_a_nominal_length_needs_the_most_tokens(
     dynamic_calls: list[Any], static_calls: list[Any]
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import os
 import sys
@@ -34,6 +35,7 @@ from megatron.core.distributed.param_and_grad_buffer import (  # noqa: E402
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
@@ -42,7 +44,7 @@ from megatron.core.transformer.moe.moe_utils import (  # noqa: E402
 )
 from megatron.core.utils import get_model_config  # noqa: E402
 
-from megatron.dpp import DppConfig, DppSchedule  # noqa: E402
+from megatron.dpp import DppConfig, DppSchedule, plugin  # noqa: E402
 from megatron.dpp.mcore import context  # noqa: E402
 from megatron.dpp.mcore.compat import replaced  # noqa: E402
 from megatron.dpp.mcore.experts import GroupedExperts  # noqa: E402
@@ -171,6 +173,13 @@ def batches(case: dict[str, Any]) -> Any:
         yield torch.randint(0, VOCABULARY, (MICRO_BATCH, length + 1), generator=generator)
 
 
+def next_sizes(iterators: list[Any], m: int) -> list[int]:
+    """Tokens of the next ``m`` microbatches, which stay to be read."""
+    coming = [next(iterators[0]) for _ in range(m)]
+    iterators[0] = itertools.chain(coming, iterators[0])
+    return [each.shape[0] * (each.shape[1] - 1) for each in coming]
+
+
 def documents(case: dict[str, Any]) -> Any:
     """Endless microbatches of :data:`DOCUMENTS` documents each, packed or one by one."""
     generator, cut = drawn(case), 2 * case.get("multiple", case.get("cp", 1))
@@ -265,6 +274,8 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
             chunk.zero_grad_buffer()
             chunk.train(not evaluating)
         optimizer.zero_grad()
+        if case.get("announce"):
+            case["announce"](next_sizes(iterators, case["m"]))
         out = schedule(
             forward_step_func=forward_step, data_iterator=iterators, model=chunks,
             num_microbatches=case["m"], seq_length=SEQUENCE, micro_batch_size=MICRO_BATCH,
@@ -360,16 +371,19 @@ def run_case(case: dict[str, Any]) -> None:
     deviated = 0
     for settings in case["runs"]:
         kind: Any = StaticSchedule if settings.pop("static", False) else DppSchedule
-        grouped = settings.pop("grouped", False)
+        grouped, host = settings.pop("grouped", False), settings.pop("host", None)
         replays: list[Rerun] = []
         if settings.get("cuda_graphs") == "on" and SUPPORT is not None:
             kind = partial(kind, capture=partial(Rerun, replays=replays))
         said: list[str] = []
         with (
             begun_by_replays() as begun,
-            kind(DppConfig(**settings), seed=1234, log=said.append) as schedule,
+            hosted(DppConfig(**settings))
+            if host
+            else kind(DppConfig(**settings), seed=1234, log=said.append) as schedule,
         ):
-            got = train(case | {"grouped": grouped}, schedule)
+            told = {"announce": plugin.announce} if host == "announces" else {}
+            got = train(case | {"grouped": grouped} | told, schedule)
         if case.get("bucket_size"):
             assert begun, f"{case['name']} with {settings}: no replay began a reduction"
             assert SUPPORT is not None or all(begun), "a reduction waited for a replay's end"
@@ -390,6 +404,13 @@ def run_case(case: dict[str, Any]) -> None:
         print(
             f"CASE {case['name']} ok: {total} runs, {deviated} not in Megatron's order", flush=True
         )
+
+
+@contextlib.contextmanager
+def hosted(config: DppConfig) -> Iterator[Any]:
+    """The schedule that a host fetches from megatron-core while the plugin is installed."""
+    with plugin.installed(config, strict=True):
+        yield schedules.get_forward_backward_func()
 
 
 @contextlib.contextmanager

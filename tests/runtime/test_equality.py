@@ -73,8 +73,10 @@ def test_microbatches_of_unlike_length() -> None:
     follows = {"activation_cap": "static"} | late
     drawn = {"lengths": True, "layers": 4, "iterations": 3}
     told = drawn | {"model": UNLIKE}
+    hosts = [follows | {"host": how} for how in ("silent", "announces")]
     check(
         2,
+        case("host", 2, 6, late | {"host": "silent"}, *hosts, v=2, **told),
         case("v1", 2, 5, fused, late, tight, static, **told, dropout=0.1),
         case("v2", 2, 6, fused, late, tight, follows, static, v=2, **told),
         case("v2 dist", 2, 4, late, {"transport": "dist"}, v=2, expected_over="shm", **drawn),

@@ -318,6 +318,39 @@ def plot_comparison(report: Report, width: float) -> Picture | None:
     return picture
 
 
+def plot_time_per_token(report: Report, width: float) -> Picture | None:
+    """Time of a rank's tasks per token, for each class of sizes of microbatches."""
+    rows = (report.get("lengths") or {}).get("size_classes") or []
+    times = [[(kind, row[kind] or 0.0) for kind in _KINDS] for row in rows]
+    totals = [sum(value for _, value in each) for each in times]
+    if len(rows) < 2 or not min(totals):
+        return None
+    ratio = totals[0] / totals[-1]
+    title = (
+        f"A token of the shortest microbatches takes {number(ratio)} times as long as one of the "
+        "longest"
+        if ratio >= 1
+        else f"A token of the longest microbatches takes {number(1 / ratio)} times as long as one "
+        "of the shortest"
+    )
+    picture = Picture(title, width, "mean over a rank's chunks, microseconds per token")
+    top = draw_legend(picture, _classes(times))
+    bars = [
+        Bar(
+            f"up to {row['up_to']:,}",
+            [(k, t, f"{LABELS[k]}: {_us(t)}") for k, t in each],
+            _us(sum_),
+        )
+        for row, each, sum_ in zip(rows, times, totals, strict=True)
+    ]
+    draw_bars(picture, bars, top, form=_us)
+    return picture
+
+
+def _us(value: float) -> str:
+    return f"{number(value)} us"
+
+
 def _per_rank(
     value: Callable[[Report], float | None], form: Callable[[float], str], finding: str
 ) -> Callable[[Report, float], Picture | None]:
@@ -359,6 +392,7 @@ PLOTS: dict[str, Callable[[Report, float], Picture | None]] = {
     "timeline": plot_timeline,
     "time-per-rank": plot_time_per_rank,
     "bubble": plot_bubble,
+    "time-per-token": plot_time_per_token,
     "peak-memory": _per_rank(
         lambda row: row["peaks"].get("memory"), _mib, "Rank {rank} needs the most memory: {value}"
     ),

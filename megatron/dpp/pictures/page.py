@@ -45,7 +45,13 @@ def page(report: Report, *, live_s: float = 0.0, status: str = "") -> str:
     parts += [_figures(report, ("loss", "grad-norm", "tokens-per-second", "iteration-time"))]
     parts += [_timeline(report)]
     parts += [_figures(report, ("time-per-rank", "bubble", "peak-memory", "held-activations"))]
-    parts += [_findings(report), _ranks(report), _iterations(report), _flags(report)]
+    parts += [
+        _lengths(report),
+        _findings(report),
+        _ranks(report),
+        _iterations(report),
+        _flags(report),
+    ]
     return fill(f"{name_of(report)} pipeline report", "\n".join(parts), live_s, status)
 
 
@@ -283,6 +289,49 @@ def _findings(report: Report) -> str:
 def _gain(gain: float) -> tuple[str, str]:
     text = f"{gain * 100:+.1f} %".replace("-", "\N{MINUS SIGN}")
     return text, "good" if gain > 0.005 else "bad" if gain < -0.005 else ""
+
+
+def _lengths(report: Report) -> str:
+    """Padding, time per token by size, and what other orders, packing and schedules gain."""
+    found = report.get("lengths")
+    if not found:
+        return ""
+    classes: list[Column] = [
+        ("tokens up to", lambda r: f"{r['up_to']:,}", ""),
+        ("microbatches", lambda r: r["microbatches"], ""),
+        ("mean tokens", lambda r: f"{r['tokens']:,.0f}", ""),
+        *((f"{kind}, \N{MICRO SIGN}s per token", _token_time(kind), "") for kind in "FBW"),
+    ]
+    plans: list[Column] = [
+        ("schedule", lambda r: r["schedule"], "text"),
+        ("order", lambda r: r["plan"] + (" (ran)" if r["ran"] else ""), "text"),
+        ("simulated", lambda r: duration(r["seconds"] * 1e3), ""),
+        ("gain", lambda r: f"{r['gain']:.2f}", ""),
+        ("saves of what ran", lambda r: ("", "") if r["ran"] else _gain(r["saves"]), ""),
+    ]
+    gains, words = "", [found["sentence"]]
+    if found["gains"]:
+        words.append(found["gains_sentence"])
+        note = (
+            f"Simulated for iteration {found['iteration']} with the times of this run's own tasks. "
+            "Gain: time of the first row over that of the row. Orders are drawn, or the best of "
+            "those that --order planned weighs; packed ones have even costs (--packing even)."
+        )
+        gains = _table(plans, found["gains"]) + f'<div class="dim small">{escape(note)}</div>'
+    return _section(
+        "Sequences of unlike length",
+        *(f"<p>{escape(line)}</p>" for line in words),
+        gains,
+        _figure(report, "time-per-token", "narrow"),
+        _figure(report, "time-per-token", "wide", 800.0),
+        "<details><summary>Time per token by size</summary>",
+        _table(classes, found["size_classes"]),
+        "</details>",
+    )
+
+
+def _token_time(kind: str) -> Callable[[Any], str]:
+    return lambda row: "-" if row[kind] is None else number(row[kind])
 
 
 def _ranks(report: Report) -> str:

@@ -1,0 +1,106 @@
+"""Plans of one drawn batch, for bench_lengths.py: which sequences share a microbatch, in which
+order. The planner's simulation finds the fastest."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from megatron.dpp.plan.batches import BatchSettings, share_batch
+from megatron.dpp.plan.lengths import orders
+from megatron.dpp.plan.orders import PipelineModel
+from megatron.dpp.sim.lengths import MIXES, LengthCosts, sft
+
+PACKED_ROW = 8192
+"""Tokens of every microbatch of ``packed8k``."""
+
+LENGTHS = (*MIXES, "packed8k")
+"""Names of distributions: one sequence per microbatch, or rows full of sequences as drawn."""
+
+PLANS = ("drawn", "sorted", "ordered", "packed", "best")
+"""As drawn; ascending by cost; the fastest named order; packed evenly, as drawn; the fastest named
+order of either."""
+
+Microbatches = list[list[int]]
+"""Sequences of each microbatch, as indices."""
+
+
+def longest_of(mix: str) -> int:
+    """Most tokens of a microbatch as drawn."""
+    return MIXES[mix].longest if mix in MIXES else PACKED_ROW
+
+
+class Plans:
+    """One drawn batch and its plans.
+
+    Args:
+        mix: a name of :data:`LENGTHS`.
+        rows: microbatches as drawn.
+        longest: most tokens of a microbatch.
+        costs: time of a rank's tasks.
+    """
+
+    def __init__(
+        self, mix: str, rng: random.Random, *, rows: int, ranks: int, chunks: int, longest: int,
+        costs: LengthCosts,
+    ) -> None:  # fmt: skip
+        self.longest, self._ranks, self._costs = longest, ranks, costs
+        self.lengths: list[int] = []
+        self._rows: Microbatches = []
+        for _ in range(rows):
+            lengths = [min(MIXES[mix].draw(rng), longest)] if mix in MIXES else _full_row(rng)
+            self._rows.append([len(self.lengths) + i for i in range(len(lengths))])
+            self.lengths += lengths
+        self._packed = self._rows if mix not in MIXES else self._evenly()
+        self._models = {
+            name: PipelineModel(
+                num_ranks=ranks, num_chunks=chunks, longest=longest, policy=policy, costs=costs
+            )
+            for name, policy in (("static", None), ("ours", "dynamic"))
+        }
+
+    def _evenly(self) -> Microbatches:
+        settings = BatchSettings(
+            num_ranks=self._ranks, packing="even", budget=self.longest, multiple=self._ranks,
+            costs=self._costs,
+        )  # fmt: skip
+        return share_batch(self.lengths, settings)[0]
+
+    def of(self, microbatches: Microbatches) -> list[list[int]]:
+        """The lengths of each microbatch's sequences."""
+        return [[self.lengths[index] for index in each] for each in microbatches]
+
+    def seconds(self, schedule: str, microbatches: Microbatches) -> float:
+        """Simulated time of a step, in the unit of the costs; ``schedule`` is static or ours."""
+        return self._models[schedule].seconds(self.of(microbatches))
+
+    def planned(self, schedule: str, plan: str) -> tuple[str, Microbatches]:
+        """A plan's name and microbatches; ``plan`` is one of :data:`PLANS`."""
+        if plan in ("drawn", "packed"):
+            return plan, self._rows if plan == "drawn" else self._packed
+        found = self._ordered(self._rows)
+        if plan == "sorted":
+            return "ascending", found["ascending"]
+        if plan == "best" and self._packed is not self._rows:
+            packed = self._ordered(self._packed)
+            found |= {f"packed, {name}": each for name, each in packed.items()}
+        name = min(found, key=lambda one: self.seconds(schedule, found[one]))
+        return name, found[name]
+
+    def _ordered(self, microbatches: Microbatches) -> dict[str, Microbatches]:
+        costs = [self._costs.total(lengths) for lengths in self.of(microbatches)]
+        named = orders(costs, self._ranks)
+        return {name: [microbatches[i] for i in order] for name, order in named.items()}
+
+
+def _full_row(rng: random.Random) -> list[int]:
+    """Sequences that fill one row; the last is cut."""
+    row: list[int] = []
+    while sum(row) < PACKED_ROW:
+        row.append(min(sft(rng), PACKED_ROW - sum(row)))
+    return row
+
+
+def mean_tokens(batches: Sequence[Plans]) -> float:
+    """Tokens of a batch, the mean."""
+    return sum(sum(each.lengths) for each in batches) / len(batches)

@@ -1,0 +1,72 @@
+"""The benchmark of unlike lengths: the command lines that it refuses, and its plans."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.dpp.sim.lengths import LengthCosts
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "profiling"))
+
+from bench_lengths import parse_arguments  # noqa: E402
+from bench_lengths_gpu import ARMS  # noqa: E402
+from lengths_plans import LENGTHS, PLANS, Plans, longest_of  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--ranks 1", "--ranks 1: expected 2 or more"),
+        ("--ranks 4,x", "--ranks 4,x: expected 2 or more, or sizes like 4,8"),
+        ("--lengths short", "--lengths short: expected one of sft, long, packed8k"),
+        ("--lengths packed8k --sequence 100", "packed8k has rows of 8192 tokens"),
+        ("--ranks 4 --microbatches 6", "--microbatches 6: must be a multiple of 4 ranks"),
+        ("--batches 0", "--batches 0: must be above 0"),
+        ("--arms static;ours", "--arms: no ours, static; expected some of padded static"),
+    ],
+)
+def test_refusals_are_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str, said: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_lengths.py", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("mix", LENGTHS)
+def test_all_plans_have_the_same_sequences_and_best_is_best(mix: str) -> None:
+    rng, longest = random.Random(0), longest_of(mix)
+    plans = Plans(
+        mix, rng, rows=16, ranks=2, chunks=2, longest=longest, costs=LengthCosts.transformer()
+    )
+    for schedule in ("static", "ours"):
+        times = {}
+        for plan in PLANS:
+            _, microbatches = plans.planned(schedule, plan)
+            assert sorted(i for each in microbatches for i in each) == list(
+                range(len(plans.lengths))
+            )
+            assert len(microbatches) % 2 == 0
+            assert max(map(sum, plans.of(microbatches))) <= longest
+            times[plan] = plans.seconds(schedule, microbatches)
+        assert times["best"] == min(times.values())
+        assert times["ordered"] <= min(times["drawn"], times["sorted"])
+
+
+def test_arms_of_one_plan_run_the_same_microbatches() -> None:
+    plans = Plans(
+        "sft", random.Random(1), rows=8, ranks=2, chunks=2, longest=4096, costs=LengthCosts()
+    )
+    static, ours = (ARMS[name].microbatches(plans) for name in ("static packed", "ours packed"))
+    assert static == ours
+    padded = ARMS["padded static"].microbatches(plans)
+    assert {each.tokens for each in padded} == {4096}
+    drawn = ARMS["static drawn"].microbatches(plans)
+    assert [each.lengths for each in padded] == [each.lengths for each in drawn]
