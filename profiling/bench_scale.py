@@ -6,17 +6,23 @@
 
 DIR holds archives of Megatron-LM, as for bench_plugin.py. Each benchmark writes its table and its
 results into ``--out``; one that fails does not keep the others from running. Without GPUs,
-``lengths`` runs on stages that sleep, and the others are refused or fail.
+``lengths`` runs on stages that sleep, and the others are refused or fail. ``--predict`` prints what
+the simulator expects of ``lengths`` instead, for comparison.
 """
 
 from __future__ import annotations
 
+import random
 import shlex
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import harness
+from lengths_plans import LENGTHS, PLANS, Plans, longest_of
+
+from megatron.dpp.sim.lengths import LengthCosts
 
 _HIDDEN_2048 = "--hidden 2048 --heads 16"
 _MIXTRAL = "--hidden 4096 --expert-hidden 14336 --experts 8 --layers 8"
@@ -61,6 +67,7 @@ def main() -> int:
         sources=(".wheels", "folder of archives of Megatron-LM"),
         out=("scale", "folder for tables and results"),
         dry_run=(False, "only print the commands"),
+        predict=(False, "only print the simulator's expectation of lengths"),
     )
     args = parser.parse_args()
     groups = args.only.split(",")
@@ -69,6 +76,9 @@ def main() -> int:
     for group in groups:
         if group not in GROUPS:
             parser.error(f"--only {group}: expected one of {', '.join(GROUPS)}")
+    if args.predict:
+        predict(args.devices)
+        return 0
     failed = []
     for group in groups:
         for name, words in commands(group, args.devices, args.sources).items():
@@ -88,6 +98,27 @@ def commands(group: str, devices: int, sources: str) -> dict[str, list[str]]:
         "layers": 4 * devices, "vocabulary_layers": layers, "layout": layout(devices, layers),
     }  # fmt: skip
     return {name: shlex.split(words.format(**values)) for name, words in GROUPS[group].items()}
+
+
+def predict(num_ranks: int, *, hidden: int = 4096, batches: int = 8) -> None:
+    """Print the simulated time of each plan over that of the static schedule as drawn."""
+    rows = []
+    for mix in LENGTHS:
+        rng, found = random.Random(0), dict[tuple[str, str], list[float]]()
+        for _ in range(batches):
+            plans = Plans(
+                mix, rng, rows=8 * num_ranks, ranks=num_ranks, chunks=2, longest=longest_of(mix),
+                costs=LengthCosts.transformer(hidden),
+            )  # fmt: skip
+            drawn = plans.seconds("static", plans.planned("static", "drawn")[1])
+            for schedule in ("static", "ours"):
+                for plan in PLANS:
+                    took = plans.seconds(schedule, plans.planned(schedule, plan)[1])
+                    found.setdefault((schedule, plan), []).append(took / drawn)
+        for schedule in ("static", "ours"):
+            means = [f"{statistics.fmean(found[schedule, plan]):.3f}" for plan in PLANS]
+            rows.append((num_ranks, mix, schedule, *means))
+    harness.print_table(f"ranks | lengths | schedule | {' | '.join(PLANS)}", rows)
 
 
 def layout(num_ranks: int, num_layers: int) -> str:
