@@ -6,7 +6,7 @@ Read ``actions.py`` first, then ``state.py`` (tasks that may run) and ``policies
 """
 
 from megatron.dpp.schedule.actions import DIRECTION_OF, Action, Geometry, Kind
-from megatron.dpp.schedule.budget import UNIT, Budget, Limit, Sizes
+from megatron.dpp.schedule.budget import UNIT, Budget, KnownSizes, Limit
 from megatron.dpp.schedule.caps import (
     Allowance,
     Cap,
@@ -32,14 +32,12 @@ from megatron.dpp.schedule.recording import (
     replica_path,
 )
 from megatron.dpp.schedule.reference import Reference, peak_in_flight, peak_size, reference_order
-from megatron.dpp.schedule.scheduler import FORWARD, GRADIENT, Cause, Scheduler, Stall
+from megatron.dpp.schedule.scheduler import Cause, Scheduler, Stall
 from megatron.dpp.schedule.state import View
 
 __all__ = [
     "BUILT_IN",
     "DIRECTION_OF",
-    "FORWARD",
-    "GRADIENT",
     "HOLDS_ALL",
     "UNIT",
     "Action",
@@ -50,6 +48,7 @@ __all__ = [
     "DecisionRecorder",
     "Geometry",
     "Kind",
+    "KnownSizes",
     "LastRank",
     "Limit",
     "Memory",
@@ -58,7 +57,6 @@ __all__ = [
     "Reference",
     "Replay",
     "Scheduler",
-    "Sizes",
     "Stall",
     "StaticSizes",
     "View",
