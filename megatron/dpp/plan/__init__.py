@@ -24,7 +24,7 @@ from megatron.dpp.plan.memory import (
     rank_parameters,
     stage_bytes,
 )
-from megatron.dpp.plan.model_costs import ModelCosts, Part
+from megatron.dpp.plan.model_costs import ModelCosts, PartCosts
 from megatron.dpp.plan.planner import Planner, Prediction, from_run
 from megatron.dpp.plan.run_costs import costs_of_run, even_layers
 from megatron.dpp.plan.shape import LayerLayout, ModelShape, Precision, RunSchedule, RunShape
@@ -38,7 +38,7 @@ __all__ = [
     "Machine",
     "ModelCosts",
     "ModelShape",
-    "Part",
+    "PartCosts",
     "Planner",
     "Precision",
     "Prediction",

@@ -27,7 +27,7 @@ Times = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
-class Part:
+class PartCosts:
     """A layer, the embedding or the head.
 
     Args:
@@ -60,9 +60,9 @@ class ModelCosts:
     """
 
     num_layers: int
-    layer: Part
-    embedding: Part
-    head: Part
+    layer: PartCosts
+    embedding: PartCosts
+    head: PartCosts
     hop: float = 0.0
     sigma: float = 0.0
     between: float = 0.0
@@ -90,7 +90,7 @@ class ModelCosts:
     def lengthened(self, factor: float) -> ModelCosts:
         """All times ``factor`` as long."""
 
-        def longer(part: Part) -> Part:
+        def longer(part: PartCosts) -> PartCosts:
             forward, backward, weight = (factor * seconds for seconds in part.times)
             return dataclasses.replace(part, times=(forward, backward, weight))
 
@@ -113,7 +113,7 @@ class ModelCosts:
         counts = [sum(layers[rank::num_ranks]) for rank in range(num_ranks)]
         return self._summed(counts, lambda part: part.state_bytes)
 
-    def _summed(self, layers: Sequence[int], cost: Callable[[Part], float]) -> list[float]:
+    def _summed(self, layers: Sequence[int], cost: Callable[[PartCosts], float]) -> list[float]:
         """Costs by place with ``layers`` layers each; embedding first, head last."""
         each = cost(self.layer)
         costs = [n * each for n in layers]
@@ -124,9 +124,9 @@ class ModelCosts:
     def with_memory_of(self, other: ModelCosts) -> ModelCosts:
         """These times with the memory of ``other``; activations that were measured stay."""
 
-        def joined(mine: Part, theirs: Part) -> Part:
+        def joined(mine: PartCosts, theirs: PartCosts) -> PartCosts:
             activation = mine.activation_bytes or theirs.activation_bytes
-            return Part(mine.times, activation, theirs.state_bytes, mine.deferred_bytes)
+            return PartCosts(mine.times, activation, theirs.state_bytes, mine.deferred_bytes)
 
         return dataclasses.replace(
             self,
@@ -190,9 +190,9 @@ def from_measured(measured: MeasuredCosts, layers: Sequence[int]) -> ModelCosts:
     sizes = _part_sizes(measured, layers, inner)
     return ModelCosts(
         sum(layers),
-        Part(_times(layer), sizes[0]),
-        Part(_times(first), sizes[1]),
-        Part(_times(last), sizes[2]),
+        PartCosts(_times(layer), sizes[0]),
+        PartCosts(_times(first), sizes[1]),
+        PartCosts(_times(last), sizes[2]),
         hop=_median([sample for hop in measured.hops for sample in hop]),
         sigma=_spread(measured),
     )
