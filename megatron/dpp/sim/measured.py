@@ -100,7 +100,7 @@ def load_costs(path: str | Path) -> MeasuredCosts:
     except OSError as error:
         raise DataError(f"cost file {path}: {error.strerror}") from error
     except ValueError as error:
-        raise DataError(f"cost file {path}: no JSON: {error}") from error
+        raise DataError(f"cost file {path}: not JSON: {error}") from error
     return parse_costs(data, f"cost file {path}")
 
 
