@@ -120,10 +120,9 @@ def describe_tokens(flags: Flags) -> str:
     """The number of tokens and unknown ones in token files, and the vocabulary's size."""
     import numpy
 
+    usual = TOKENIZERS["gpt" if "--merge-file" in flags else "bert"]
     tokenizer = build_tokenizer(
-        str(flags.get("--tokenizer-type", "GPT2BPETokenizer"))
-        if "--merge-file" in flags
-        else str(flags.get("--tokenizer-type", "BertWordPieceLowerCase")),
+        str(flags.get("--tokenizer-type", usual)),
         flags.get("--vocab-file"),
         flags.get("--merge-file"),
         tokenizer_model=flags.get("--tokenizer-model"),
