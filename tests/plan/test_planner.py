@@ -315,7 +315,7 @@ def test_a_run_with_another_layout_is_refused(capsys, tmp_path):
     path.write_text(json.dumps(measured([5, 5, 5, 1], 4, head=3.0)))
     status, _, err = command_line(capsys, str(path), "--num-layers", "16")
     assert status == 1 and "stage 3: its tasks take 12.000 ms, less than 4 layers of" in err
-    assert err.endswith("profiling/plan.py --layers others\n")
+    assert err.endswith("megatron-dpp plan --layers any\n")
     status, out, _ = command_line(capsys, str(path), "--layers", "5,5,5,1", "--chunks", "1")
     assert status == 0 and "= 3.00 layers" in out
 

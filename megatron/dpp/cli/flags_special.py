@@ -133,7 +133,7 @@ _ELSEWHERE = {
     "other tokenizers": ("--tokenizer-", "--tiktoken-", "--trust-remote-code"),
     "restarts inside a process": ("--inprocess-", "--enable-ft-package", "--ft-", "--adlr-"),
     "checking a step by running it again": ("--rerun-mode", "--error-injection-", "--result-"),
-    "its straggler log (here: --trace and profiling/report.py)": (
+    "its straggler log (here: --trace and megatron-dpp report)": (
         "--log-straggler", "--straggler-", "--disable-straggler-", "--run-workload-",
     ),
     "checkpoints between checkpoints": ("--non-persistent-", "--replication"),

@@ -214,8 +214,8 @@ def _check_end(stage: int, count: int, time: float, each: float) -> None:
     if time < (1 - _MISFIT) * count * each:
         raise DataError(
             f"stage {stage}: its tasks take {time * 1e3:.3f} ms, less than {count} layers of "
-            f"{each * 1e3:.3f} ms: the run's layers did not lie so; --dpp-plan takes runs with the "
-            "default layout, profiling/plan.py --layers others"
+            f"{each * 1e3:.3f} ms: the run had another layout; --dpp-plan takes runs with the "
+            "default layout alone, megatron-dpp plan --layers any"
         )
 
 
