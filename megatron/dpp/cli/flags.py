@@ -156,7 +156,7 @@ DISTRIBUTED = (
     off("--torch-fsdp2-no-reshard-after-forward", "torch_fsdp2_reshard_after_forward",
         "keep gathered parameters until the backward has used them"),
     Flag("--deepspeed-zero-stage", int, None,
-        "train with DeepSpeed's engine: share out the optimizer (1), gradients (2), parameters (3)",
+        "train with DeepSpeed's engine: shard the optimizer (1), gradients (2), parameters (3)",
         choices=(1, 2, 3)),
     Flag("--ddp-bucket-size", int, None, "parameters per bucket"),
     on("--ddp-pad-buckets-for-high-nccl-busbw", "pad buckets to a multiple of 2^16"),

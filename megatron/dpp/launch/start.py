@@ -260,8 +260,8 @@ _LEAST = 1000
 
 
 def split_of(flags: Flags) -> Flags:
-    """``--split`` where none is given. Few documents are shared out so that validation and test get
-    one at least; too few for that are all for training.
+    """``--split`` where none is given. Few documents are split so that validation and test get one
+    at least; too few for that are all for training.
 
     Raises:
         DataError: the index is broken.

@@ -2,7 +2,7 @@
 
 Two views of activations. :func:`published_layer_bytes` is the formula of Korthikanti et al.,
 "Reducing Activation Recomputation in Large Transformer Models" (2022), in 16 bits with dropout.
-:func:`layer_bytes` and its kin count what the layers that run here keep;
+:func:`layer_bytes` and those below it count what the layers here keep;
 ``tests/plan/test_against_models.py`` holds them to what autograd saves.
 
 The number of microbatches in flight has no formula: the schedule that will run is simulated

@@ -184,7 +184,7 @@ def from_measured(measured: MeasuredCosts, layers: Sequence[int]) -> ModelCosts:
         last.append(max(0.0, times[-1] - layers[-1] * per_layer))
     each = sum(layer)
     if each <= 0.0:
-        raise DataError("the run's layers take no time; a plan from them would mean nothing")
+        raise DataError("the run's layers take no time; a plan needs times above 0")
     for stage in (0, num_stages - 1):
         _check_end(stage, layers[stage], sum(times[stage] for times in medians), each)
     sizes = _part_sizes(measured, layers, inner)
