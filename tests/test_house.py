@@ -82,6 +82,29 @@ def test_functions_are_short() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def cpp_functions(name: str) -> Iterator[tuple[int, int]]:
+    """First line and length of each function body of a C++ file, as clang-format lays them out."""
+    start, indent = 0, ""
+    for number, line in enumerate(text_of(name).splitlines(), 1):
+        head = re.match(r"( {0,2})[^\s#/}].*[)\w] \{$", line)
+        kind = r" *(?:namespace|class|struct|enum|extern|union|if|for|while|switch|else|do|try)\b"
+        if not start and head and not re.match(kind, line):
+            start, indent = number, head[1]
+        elif start and line.startswith(indent + "}"):
+            yield start, number - start + 1
+            start = 0
+
+
+def test_functions_in_cpp_are_short() -> None:
+    wrong = [
+        f"{name}:{line}: a function of {length} lines"
+        for name in tracked("csrc/*.cc", "csrc/*.h")
+        for line, length in cpp_functions(name)
+        if length > MOST_FUNCTION_LINES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_files_are_short() -> None:
     wrong = []
     for name in tracked("*.py", "csrc/*.cc", "csrc/*.h", "*.sh"):

@@ -199,27 +199,20 @@ std::optional<uint64_t> board_next(Transport& self) {
   return word;
 }
 
-}  // namespace
+void add_tcp_link(Transport& self, int peer, const std::vector<size_t>& incoming,
+                  const std::vector<size_t>& outgoing, const std::vector<int>& sockets) {
+  std::vector<UniqueFd> owned;
+  for (const int socket : sockets) owned.emplace_back(socket);
+  self.add_tcp_link(peer, incoming, outgoing, std::move(owned));
+}
 
-PYBIND11_MODULE(_native, module) {
-  module.doc() =
-      "The C++ side of megatron.dpp.transport; see csrc/transport/transport.h for contracts.";
-  py::register_local_exception_translator(translate);
-  module.attr("abi_version") = dpp::kAbiVersion;
-  module.attr("max_dims") = dpp::kMaxDims;
-  py::list dtypes;
-  for (const dpp::DtypeInfo& dtype : dpp::kDtypes) dtypes.append(dtype.name);
-  module.attr("dtype_names") = dtypes;
-  module.def(
-      "memory_room",
-      [](const std::string& groups, const std::string& mount, size_t free_swap) -> py::object {
-        const dpp::MemoryRoom room = dpp::memory_room(groups, mount, free_swap);
-        if (room.limit.empty()) return py::none();
-        return py::make_tuple(room.bytes, room.limit);
-      },
-      py::arg("groups"), py::arg("mount"), py::arg("free_swap"),
-      "(bytes left, which limit leaves them) by control groups; None without a limit.");
+void abort_run(Transport& self, const py::str& reason) {
+  const std::string text = bytes_of(reason);
+  const py::gil_scoped_release release;
+  self.abort(text);
+}
 
+void bind_transport(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Transport>(module, "Transport")
       .def(py::init(&make_transport), py::kw_only(), py::arg("rank"), py::arg("timeout"),
@@ -236,15 +229,7 @@ PYBIND11_MODULE(_native, module) {
       .def("make_shm_slots", &Transport::make_shm_slots, no_gil)
       .def("use_shm_slots", [](Transport& self, int peer, const std::vector<size_t>& channels,
                                int fd) { self.use_shm_slots(peer, channels, UniqueFd(fd)); })
-      .def(
-          "add_tcp_link",
-          [](Transport& self, int peer, const std::vector<size_t>& incoming,
-             const std::vector<size_t>& outgoing, const std::vector<int>& sockets) {
-            std::vector<UniqueFd> owned;
-            for (const int socket : sockets) owned.emplace_back(socket);
-            self.add_tcp_link(peer, incoming, outgoing, std::move(owned));
-          },
-          "Owns the sockets from here on.")
+      .def("add_tcp_link", &add_tcp_link, "Owns the sockets from here on.")
       .def("drop_link", &Transport::drop_link, no_gil)
       .def("describe_peer", &Transport::describe_peer)
       .def("make_board", &Transport::make_board)
@@ -270,14 +255,32 @@ PYBIND11_MODULE(_native, module) {
       .def("board_append", &Transport::board_append, no_gil)
       .def("board_next", &board_next)
       .def("departed", &Transport::departed)
-      .def("abort",
-           [](Transport& self, const py::str& reason) {
-             const std::string text = bytes_of(reason);
-             const py::gil_scoped_release release;
-             self.abort(text);
-           })
+      .def("abort", &abort_run)
       .def("close", &Transport::close, no_gil)
       .def("disown", &Transport::disown);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() =
+      "The C++ side of megatron.dpp.transport; see csrc/transport/transport.h for contracts.";
+  py::register_local_exception_translator(translate);
+  module.attr("abi_version") = dpp::kAbiVersion;
+  module.attr("max_dims") = dpp::kMaxDims;
+  py::list dtypes;
+  for (const dpp::DtypeInfo& dtype : dpp::kDtypes) dtypes.append(dtype.name);
+  module.attr("dtype_names") = dtypes;
+  module.def(
+      "memory_room",
+      [](const std::string& groups, const std::string& mount, size_t free_swap) -> py::object {
+        const dpp::MemoryRoom room = dpp::memory_room(groups, mount, free_swap);
+        if (room.limit.empty()) return py::none();
+        return py::make_tuple(room.bytes, room.limit);
+      },
+      py::arg("groups"), py::arg("mount"), py::arg("free_swap"),
+      "(bytes left, which limit leaves them) by control groups; None without a limit.");
+  bind_transport(module);
   dpp::bind_cuda(module);
   dpp::bind_rdma(module);
 }

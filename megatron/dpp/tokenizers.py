@@ -162,7 +162,7 @@ class HuggingFaceTokenizer(_FastTokenizer):
         try:
             self._tokenizer = FastTokenizer.from_str(text)
         except Exception as error:  # the package raises plain Exception
-            raise DataError(f"--tokenizer-model {file}: no tokenizer ({error})") from error
+            raise DataError(f"--tokenizer-model {file}: not a tokenizer ({error})") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)

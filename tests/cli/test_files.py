@@ -198,7 +198,7 @@ def test_a_run_starts_from_its_own_checkpoint_and_else_from_a_pretrained_one(
 ) -> None:
     own, pretrained = tmp_path / "own", tmp_path / "pretrained"
     args = _start(load=str(own), pretrained_checkpoint=str(pretrained))
-    with pytest.raises(DataError, match=r"--pretrained-checkpoint .*: none there"):
+    with pytest.raises(DataError, match=r"--pretrained-checkpoint .*: no checkpoint there"):
         files.find_start(args)
     _save(pretrained, 3)
     args = _start(load=str(own), pretrained_checkpoint=str(pretrained))

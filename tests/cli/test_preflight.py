@@ -192,7 +192,7 @@ def test_a_plan_from_a_run_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             planned("--num-layers", "8", "--dpp-plan", str(costs))
     costs.write_text(json.dumps(measured([3, 3, 3, 0], 4, head=2.0)))  # was itself planned
-    with pytest.raises(DataError, match=r"did not lie so; --dpp-plan takes runs with the default"):
+    with pytest.raises(DataError, match=r"another layout; --dpp-plan takes runs with the default"):
         planned("--num-layers", "8", "--dpp-plan", str(costs))
     with pytest.raises(ConfigError, match="each but the first and the last needs a layer, 2 in"):
         planned("--num-layers", "1", "--dpp-plan", "shapes")

@@ -103,7 +103,7 @@ def test_a_tokenizer_that_cannot_work_is_named(folder: Path) -> None:
     with pytest.raises(DataError, match="not a JSON object"):
         HuggingFaceTokenizer(str(folder))
     file.write_text('{"model": 1}')
-    with pytest.raises(DataError, match="no tokenizer"):
+    with pytest.raises(DataError, match="not a tokenizer"):
         HuggingFaceTokenizer(str(file))
     with pytest.raises(DataError, match=r"--tokenizer-model .*none"):
         HuggingFaceTokenizer(str(folder / "none"))

@@ -83,7 +83,7 @@ def test_every_configuration_goes_with_every_mode(mode: str, config: Path) -> No
 def test_stage_0_of_zero_shares_nothing() -> None:
     found = plan(["--mode", "zero", "--zero-stage", "0", *DRY]).resolved
     assert found.shard == "none" and "--use-distributed-optimizer" not in found.flags
-    with pytest.raises(ConfigError, match="--zero-stage 0 shares nothing out"):
+    with pytest.raises(ConfigError, match="--zero-stage 0 shards nothing"):
         flags("--mode", "zero", "--zero-stage", "0", "--engine", "deepspeed")
 
 

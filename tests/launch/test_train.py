@@ -97,7 +97,7 @@ REFUSED = {
     "--procs 2 --resume-from {tmp}/data": "data: no checkpoint is there (nearest: {tmp}/ckpt)",
     "--procs 2 --data {tmp}/data": "data.idx is missing\n",
     "--procs 2 --config {tmp}/no.yml": "no.yml: not YAML (",
-    "--gpu H900": "known are B200, H200, H100",
+    "--gpu H900": "expected one of B200, H200, H100",
     "--gpu H100 --procs 2": "exclude each other",
     "--mode auto --gpu V100 --gpus 2 --model large --memory 1": "nearest: about --gpus ",
     "--mode auto --procs 2 --memory 0.001": "of its 1.02 MiB, 92% can be used; nearest: fewer",

@@ -12,7 +12,7 @@ from megatron.dpp.plan import (
     LayerLayout,
     ModelCosts,
     ModelShape,
-    Part,
+    PartCosts,
     Planner,
     RunShape,
     from_run,
@@ -25,12 +25,12 @@ from megatron.dpp.plan.model_costs import from_measured
 from megatron.dpp.plan.times import collective_seconds
 from megatron.dpp.sim import parse_costs
 
-LAYER = Part((1.0, 1.0, 1.0), activation_bytes=10.0, state_bytes=100.0)
-NOTHING = Part((0.0, 0.0, 0.0))
+LAYER = PartCosts((1.0, 1.0, 1.0), activation_bytes=10.0, state_bytes=100.0)
+NOTHING = PartCosts((0.0, 0.0, 0.0))
 
 
 def model(num_layers=16, head=2.0, **more):
-    return ModelCosts(num_layers, LAYER, NOTHING, Part((head,) * 3), hop=0.01, **more)
+    return ModelCosts(num_layers, LAYER, NOTHING, PartCosts((head,) * 3), hop=0.01, **more)
 
 
 def measured(layers, num_ranks, head=2.0, samples=(1.0,), slow=None):
@@ -162,8 +162,8 @@ def test_memory_bounds_the_plan():
 
 def test_memory_is_counted_as_training_measures_it():
     """Two microbatches, two ranks: the last one holds one activation and the deferred part of W."""
-    head = Part((6.0, 6.0, 0.0), activation_bytes=30.0)
-    layer = Part((1.0, 1.0, 1.0), activation_bytes=10.0, deferred_bytes=6.0)
+    head = PartCosts((6.0, 6.0, 0.0), activation_bytes=30.0)
+    layer = PartCosts((1.0, 1.0, 1.0), activation_bytes=10.0, deferred_bytes=6.0)
     planner = Planner(ModelCosts(4, layer, NOTHING, head), 2, 2)
     peaks = planner.predict(LayerLayout(2, (2, 2)), "strict").peak_bytes
     # Rank 1 may hold 1 activation of 50 bytes, and B leaves 12 of them: a share of 0.24. Its second
@@ -173,7 +173,7 @@ def test_memory_is_counted_as_training_measures_it():
 
 
 def test_graphs_keep_a_slot_for_the_largest_chunk_of_every_activation_that_the_cap_allows():
-    head = Part((1.0, 1.0, 0.0), activation_bytes=3.0)
+    head = PartCosts((1.0, 1.0, 0.0), activation_bytes=3.0)
     graphs = ModelCosts(20, LAYER, NOTHING, head, slot_layers=0.5)
     layout = LayerLayout(2, (2, 4, 7, 7))
     state = [900.0, 1100.0]
@@ -315,7 +315,7 @@ def test_a_run_with_another_layout_is_refused(capsys, tmp_path):
     path.write_text(json.dumps(measured([5, 5, 5, 1], 4, head=3.0)))
     status, _, err = command_line(capsys, str(path), "--num-layers", "16")
     assert status == 1 and "stage 3: its tasks take 12.000 ms, less than 4 layers of" in err
-    assert err.endswith("profiling/plan.py --layers others\n")
+    assert err.endswith("megatron-dpp plan --layers any\n")
     status, out, _ = command_line(capsys, str(path), "--layers", "5,5,5,1", "--chunks", "1")
     assert status == 0 and "= 3.00 layers" in out
 

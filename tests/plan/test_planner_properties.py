@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.plan import ModelCosts, Part, Planner
+from megatron.dpp.plan import ModelCosts, PartCosts, Planner
 
 times = st.floats(0.1, 4.0)
 unbounded = st.none()
@@ -14,14 +14,14 @@ unbounded = st.none()
 
 @st.composite
 def planners(draw, memory=unbounded):
-    layer = Part(
+    layer = PartCosts(
         (draw(times), draw(times), draw(times)),
         activation_bytes=10.0,
         deferred_bytes=draw(st.floats(0.0, 10.0)),
         state_bytes=draw(st.floats(0.0, 50.0)),
     )
-    embedding = Part((draw(st.floats(0.0, 1.0)),) * 3, state_bytes=draw(st.floats(0.0, 100.0)))
-    head = Part((draw(st.floats(0.0, 8.0)),) * 3, activation_bytes=5.0)
+    embedding = PartCosts((draw(st.floats(0.0, 1.0)),) * 3, state_bytes=draw(st.floats(0.0, 100.0)))
+    head = PartCosts((draw(st.floats(0.0, 8.0)),) * 3, activation_bytes=5.0)
     ranks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 8))
     model = ModelCosts(draw(st.integers(1, 12)), layer, embedding, head, hop=0.01)
     return Planner(
@@ -52,7 +52,11 @@ def test_every_layer_is_placed_once_and_no_inner_stage_is_empty(planner):
 
 
 @given(planner=planners())
-@example(Planner(ModelCosts(2, Part((1.0,) * 3), Part((0.0,) * 3), Part((3.0,) * 3)), 2, 1))
+@example(
+    Planner(
+        ModelCosts(2, PartCosts((1.0,) * 3), PartCosts((0.0,) * 3), PartCosts((3.0,) * 3)), 2, 1
+    )
+)
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_a_plan_is_no_slower_than_the_default_layout(planner):
     """In the example the search ends with both layers on rank 0, which no single move improves."""

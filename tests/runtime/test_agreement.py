@@ -12,12 +12,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron.dpp.direction import Direction
 from megatron.dpp.runtime.agreement import Decider, decider_for
 from megatron.dpp.runtime.stage_group import joined
 from megatron.dpp.schedule import (
     DIRECTION_OF,
-    FORWARD,
-    GRADIENT,
     Action,
     Geometry,
     Kind,
@@ -131,7 +130,7 @@ class Rank:
 
     def has_input(self, action: Action) -> bool:
         """The input of a task that was begun has arrived, so that the device can run it."""
-        channel = (DIRECTION_OF.get(action.kind, FORWARD), action.chunk)
+        channel = (DIRECTION_OF.get(action.kind, Direction.FORWARD), action.chunk)
         needs = action.kind in DIRECTION_OF and channel in self.arrived
         return not needs or self.arrived[channel] > action.microbatch
 
@@ -140,8 +139,8 @@ def channels_of(geometry: Geometry) -> list[tuple[int, int]]:
     """The incoming channels of a stage, as (direction, chunk)."""
     stages = [chunk * geometry.num_ranks + geometry.rank for chunk in range(geometry.num_chunks)]
     last = geometry.num_ranks * geometry.num_chunks - 1
-    inputs = [(FORWARD, c) for c, stage in enumerate(stages) if stage > 0]
-    return inputs + [(GRADIENT, c) for c, stage in enumerate(stages) if stage < last]
+    inputs = [(Direction.FORWARD, c) for c, stage in enumerate(stages) if stage > 0]
+    return inputs + [(Direction.BACKWARD, c) for c, stage in enumerate(stages) if stage < last]
 
 
 class Job:
@@ -226,7 +225,7 @@ class Job:
         step = {Kind.F: 1, Kind.B: -1}.get(action.kind, 0)
         target = stage + step
         if step and 0 <= target < self.p * self.v:
-            way = FORWARD if step > 0 else GRADIENT
+            way = Direction.FORWARD if step > 0 else Direction.BACKWARD
             self.stages[target % self.p][r].sent[way, target // self.p] += 1
 
 
@@ -286,7 +285,7 @@ def test_a_member_never_posts_less_at_the_beginning_of_an_iteration() -> None:
     """A message that was taken in flight may not have arrived when the next iteration begins."""
     geometry = Geometry(2, 1, 1, 2, forward_only=True)
     boards = Stage([0, 0], 2)
-    channels = [(FORWARD, 0)]
+    channels = [(Direction.FORWARD, 0)]
     for base in (0, 2):
         scheduler = Scheduler(geometry, policy="megatron", split_backward=False)
         decider = decider_for(scheduler, channels, HostedBoard(boards, 1))
@@ -303,7 +302,7 @@ def test_only_a_leader_of_several_hosts_decides_ahead_and_once(
     """On one host a decision is known at once, and a later one is better informed."""
     boards = Stage(hosts, 2)
     scheduler = Scheduler(Geometry(2, 0, 1, 3), policy="megatron", split_backward=False)
-    leader = decider_for(scheduler, [(GRADIENT, 0)], HostedBoard(boards, 0))
+    leader = decider_for(scheduler, [(Direction.BACKWARD, 0)], HostedBoard(boards, 0))
     leader.start([0])
     assert str(leader.next([0])) == "0F0"
     for _ in range(2):

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.dpp.schedule import FORWARD, GRADIENT, Geometry, Kind, Scheduler, parse_cap
+from megatron.dpp.direction import Direction
+from megatron.dpp.schedule import Geometry, Kind, Scheduler, parse_cap
 
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9))
 
@@ -61,9 +62,9 @@ class Pipeline:
         self.ran[rank].append(action)
         stage = action.chunk * self.p + rank
         if action.kind == Kind.F and stage + 1 < self.p * self.v:
-            self._send((FORWARD, stage + 1))
+            self._send((Direction.FORWARD, stage + 1))
         if action.kind == Kind.B and stage > 0:
-            self._send((GRADIENT, stage - 1))
+            self._send((Direction.BACKWARD, stage - 1))
         return True
 
     def _send(self, key):
@@ -209,8 +210,8 @@ def test_a_wanted_message_allows_a_task_at_once_and_something_is_always_wanted(d
     policy = data.draw(st.sampled_from(["dynamic", "depth-first"]))
     scheduler = Scheduler(geometry, policy=policy, cap=cap.chunks, split_backward=split)
     arrived: dict[tuple[int, int], int] = {}
-    inside = {(FORWARD, 0)} if geometry.is_first else set()
-    inside |= {(GRADIENT, v - 1)} if geometry.is_last else set()
+    inside = {(Direction.FORWARD, 0)} if geometry.is_first else set()
+    inside |= {(Direction.BACKWARD, v - 1)} if geometry.is_last else set()
     while not scheduler.done:
         if scheduler.next() is not None:
             continue

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
+from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, DataError, ReplayError
 from megatron.dpp.schedule import (
-    FORWARD,
-    GRADIENT,
     Action,
     DecisionRecorder,
     Geometry,
@@ -86,7 +85,7 @@ def test_a_replay_waits_for_what_is_on_its_way():
     scheduler = replayed("0F0 0B0")
     assert str(scheduler.next()) == "0F0"
     assert scheduler.next() is None
-    scheduler.arrived(GRADIENT, 0, 1)
+    scheduler.arrived(Direction.BACKWARD, 0, 1)
     assert str(scheduler.next()) == "0B0"
 
 
@@ -129,7 +128,7 @@ def test_a_replay_needs_the_sizes_of_the_recording(tmp_path, recorded):
     for microbatch, size in enumerate(sizes):
         assert str(same.next()) == f"0F{microbatch}"
         same.learn(microbatch, size)
-    same.arrived(GRADIENT, 0, 2)
+    same.arrived(Direction.BACKWARD, 0, 2)
     assert [str(same.next()) for _ in range(4)] == ["0B0", "0W0", "0B1", "0W1"]
     other = sized(tmp_path, recorded)
     other.next()
@@ -149,7 +148,7 @@ def test_a_replay_that_would_wait_for_ever_says_so():
     scheduler = Scheduler(geometry, policy=Replay(actions, "tape"))
     scheduler.next()
     assert scheduler.next() is None
-    scheduler.arrived(FORWARD, 1, 1)
+    scheduler.arrived(Direction.FORWARD, 1, 1)
     scheduler.next()
     with pytest.raises(ReplayError, match=r"0B0, may not.* cannot before 1B0 has run here"):
         scheduler.next()

@@ -2,10 +2,9 @@
 
 import pytest
 
+from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, ScheduleError
 from megatron.dpp.schedule import (
-    FORWARD,
-    GRADIENT,
     Action,
     Cause,
     Geometry,
@@ -62,15 +61,15 @@ def test_a_first_rank_fills_and_stops_at_its_cap():
     assert scheduler.held == scheduler.peak_held == 3
     stall = scheduler.stall()
     assert stall.cause is Cause.MEMORY_CAP
-    assert stall.channels == ((GRADIENT, 0),)
-    scheduler.arrived(GRADIENT, 0, 2)
+    assert stall.channels == ((Direction.BACKWARD, 0),)
+    scheduler.arrived(Direction.BACKWARD, 0, 2)
     assert drain(scheduler) == "0B0 0B1 0W0 0F3 0W1 0F4"
     assert scheduler.peak_held == 3
 
 
 def test_fused_backward_emits_no_weight_gradients():
     scheduler = Scheduler(Geometry(2, 1, 1, 3), split_backward=False)
-    scheduler.arrived(FORWARD, 0, 3)
+    scheduler.arrived(Direction.FORWARD, 0, 3)
     assert drain(scheduler) == "0F0 0B0 0F1 0B1 0F2 0B2"
     assert scheduler.done
     assert scheduler.stall().cause is Cause.DONE
@@ -101,7 +100,7 @@ def test_beta_is_what_a_backward_frees(beta, held):
 def test_forward_only_holds_nothing_and_needs_no_cap():
     scheduler = Scheduler(Geometry(2, 0, 2, 3, forward_only=True), cap=0)
     assert drain(scheduler) == "0F0 0F1 0F2"
-    scheduler.arrived(FORWARD, 1, 3)
+    scheduler.arrived(Direction.FORWARD, 1, 3)
     assert drain(scheduler) == "1F0 1F1 1F2"
     assert scheduler.done and scheduler.peak_held == 0
 
@@ -109,7 +108,7 @@ def test_forward_only_holds_nothing_and_needs_no_cap():
 def test_what_is_held_back_in_an_evaluation_drains():
     scheduler = Scheduler(Geometry(2, 0, 2, 4, forward_only=True), policy="depth-first")
     assert str(scheduler.next()) == "0F0"
-    scheduler.arrived(FORWARD, 1, 1)
+    scheduler.arrived(Direction.FORWARD, 1, 1)
     scheduler.hold_back(held=True)
     assert str(scheduler.next()) == "1F0"
     assert scheduler.next() is None
@@ -132,11 +131,11 @@ def test_stalls_name_what_is_waited_for():
     scheduler = Scheduler(Geometry(4, 1, 1, 2))
     assert scheduler.next() is None
     stall = scheduler.stall()
-    assert stall.cause is Cause.WARMUP and stall.channels == ((FORWARD, 0),)
-    scheduler.arrived(FORWARD, 0, 1)
+    assert stall.cause is Cause.WARMUP and stall.channels == ((Direction.FORWARD, 0),)
+    scheduler.arrived(Direction.FORWARD, 0, 1)
     drain(scheduler)
     assert scheduler.stall().cause is Cause.WAIT_FORWARD
-    scheduler.arrived(FORWARD, 0, 2)
+    scheduler.arrived(Direction.FORWARD, 0, 2)
     drain(scheduler)
     stall = scheduler.stall()
     assert stall.cause is Cause.COOLDOWN and "gradient 0 of chunk 0" in stall.text
@@ -145,13 +144,16 @@ def test_stalls_name_what_is_waited_for():
 def test_messages_that_would_allow_a_task_at_once_are_told():
     scheduler = Scheduler(Geometry(2, 0, 2, 4), cap=5)
     assert drain(scheduler) == "0F0 0F1 0F2"
-    assert scheduler.wanted() == [(GRADIENT, 0), (FORWARD, 1)]
-    scheduler.arrived(FORWARD, 1, 2)
+    assert scheduler.wanted() == [(Direction.BACKWARD, 0), (Direction.FORWARD, 1)]
+    scheduler.arrived(Direction.FORWARD, 1, 2)
     assert drain(scheduler) == "1F0 1F1"
-    assert scheduler.wanted() == [(GRADIENT, 0), (GRADIENT, 1)]  # no room for another input
+    assert scheduler.wanted() == [
+        (Direction.BACKWARD, 0),
+        (Direction.BACKWARD, 1),
+    ]  # no room for another input
     evaluation = Scheduler(Geometry(2, 1, 1, 2, forward_only=True))
-    assert evaluation.wanted() == [(FORWARD, 0)]
-    evaluation.arrived(FORWARD, 0, 2)
+    assert evaluation.wanted() == [(Direction.FORWARD, 0)]
+    evaluation.arrived(Direction.FORWARD, 0, 2)
     assert drain(evaluation) == "0F0 0F1" and evaluation.wanted() == []
 
 
@@ -177,8 +179,8 @@ def test_a_follower_runs_what_the_leader_decided():
     while not leader.done:
         for chunk, ran in enumerate(leader.view.forwards_run[:1]):
             for one in (leader, follower):
-                one.arrived(FORWARD, chunk + 1, ran)
-                one.arrived(GRADIENT, 0, leader.view.backwards_run[1])
+                one.arrived(Direction.FORWARD, chunk + 1, ran)
+                one.arrived(Direction.BACKWARD, 0, leader.view.backwards_run[1])
         action = leader.next()
         follower.run(action)
     assert follower.done
@@ -188,9 +190,9 @@ def test_a_follower_runs_what_the_leader_decided():
 @pytest.mark.parametrize(
     ("direction", "chunk", "total", "why"),
     [
-        (FORWARD, 0, 1, "from the data"),
-        (FORWARD, 1, 5, "only grows, to 4"),
-        (GRADIENT, 7, 1, "has 0 .. 1"),
+        (Direction.FORWARD, 0, 1, "from the data"),
+        (Direction.FORWARD, 1, 5, "only grows, to 4"),
+        (Direction.BACKWARD, 7, 1, "has 0 .. 1"),
     ],
 )
 def test_impossible_arrivals_are_refused(direction, chunk, total, why):
@@ -201,11 +203,11 @@ def test_impossible_arrivals_are_refused(direction, chunk, total, why):
 
 def test_counts_of_arrivals_only_grow():
     scheduler = Scheduler(Geometry(2, 1, 1, 4))
-    scheduler.arrived(FORWARD, 0, 2)
+    scheduler.arrived(Direction.FORWARD, 0, 2)
     with pytest.raises(ScheduleError, match="only grows"):
-        scheduler.arrived(FORWARD, 0, 1)
+        scheduler.arrived(Direction.FORWARD, 0, 1)
     with pytest.raises(ScheduleError, match="from the loss"):
-        scheduler.arrived(GRADIENT, 0, 1)
+        scheduler.arrived(Direction.BACKWARD, 0, 1)
 
 
 def test_settings_that_cannot_work_are_refused():
@@ -224,13 +226,13 @@ def test_breadth_first_says_how_much_room_it_needs():
     with pytest.raises(ConfigError, match=r"--dpp-activation-cap 8p \("):  # nor on a single rank
         Scheduler(Geometry(1, 0, 1, 8), policy="breadth-first", cap=7)
     scheduler = Scheduler(geometry, policy="breadth-first", cap=16)
-    scheduler.arrived(FORWARD, 1, 2)
+    scheduler.arrived(Direction.FORWARD, 1, 2)
     assert drain(scheduler) == " ".join([f"0F{i}" for i in range(8)] + ["1F0", "1F1"])
 
 
 def test_users_policies_are_found_by_name_and_checked():
     scheduler = Scheduler(Geometry(2, 1, 1, 2), policy=f"{__name__}:wait_once")
-    scheduler.arrived(FORWARD, 0, 1)
+    scheduler.arrived(Direction.FORWARD, 0, 1)
     assert scheduler.next() is None
     assert scheduler.stall().cause is Cause.POLICY
     with pytest.raises(
@@ -247,7 +249,7 @@ def test_a_policy_that_waits_for_nothing_is_an_error_and_no_hang():
         Geometry(2, 1, 1, 1), policy=lambda view: view.first_backward() or view.first_forward()
     )
     assert forgets_weights.next() is None  # an input is still to come
-    forgets_weights.arrived(FORWARD, 0, 1)
+    forgets_weights.arrived(Direction.FORWARD, 0, 1)
     assert drained(forgets_weights, 2) == ["0F0", "0B0"]
     with pytest.raises(ScheduleError, match=r"nothing more will arrive.*0W0 may run"):
         forgets_weights.next()
@@ -257,9 +259,9 @@ def test_waiting_is_allowed_as_long_as_a_message_may_come():
     """The messages that may arrive are those that the pipeline could have sent."""
     scheduler = Scheduler(Geometry(2, 0, 2, 2), policy=lambda view: view.forward(0))
     assert drained(scheduler, 2) == ["0F0", "0F1"]
-    scheduler.arrived(FORWARD, 1, 1)
+    scheduler.arrived(Direction.FORWARD, 1, 1)
     assert scheduler.next() is None  # the other input of chunk 1
-    scheduler.arrived(FORWARD, 1, 2)
+    scheduler.arrived(Direction.FORWARD, 1, 2)
     with pytest.raises(ScheduleError, match="1F0 may run"):
         scheduler.next()
 

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, ScheduleError
 from megatron.dpp.schedule import (
-    FORWARD,
-    GRADIENT,
     Action,
     Allowance,
     Budget,
@@ -140,7 +139,7 @@ class Sized(Pipeline):
 
     def deliver(self, key):
         direction, stage = key
-        if self.know == "arrival" and direction != GRADIENT and stage < self.p:
+        if self.know == "arrival" and direction != Direction.BACKWARD and stage < self.p:
             number = self.delivered.get(key, 0)
             self.ranks[stage % self.p].learn(number, self.sizes[number])
         super().deliver(key)
@@ -321,8 +320,8 @@ def test_held_returns_to_zero_with_odd_shares():
         sizes=(97, 1, 5, 13, 2),
     )
     while scheduler.next() is not None or not scheduler.done:
-        scheduler.arrived(FORWARD, 1, scheduler.view.forwards_run[0])
-        scheduler.arrived(GRADIENT, 0, scheduler.view.backwards_run[1])
+        scheduler.arrived(Direction.FORWARD, 1, scheduler.view.forwards_run[0])
+        scheduler.arrived(Direction.BACKWARD, 0, scheduler.view.backwards_run[1])
     assert scheduler.held == 0
 
 
@@ -331,7 +330,7 @@ def test_a_small_forward_runs_where_a_large_one_does_not_fit():
     scheduler = Scheduler(Geometry(2, 0, 2, 4), cap=2.6, largest=10, sizes=(10, 2, 2, 2))
     assert [str(scheduler.next()) for _ in range(3)] == ["0F0", "0F1", "0F2"]
     assert scheduler.next() is None and scheduler.held == pytest.approx(1.4)
-    scheduler.arrived(FORWARD, 1, 2)
+    scheduler.arrived(Direction.FORWARD, 1, 2)
     assert [str(scheduler.next()) for _ in range(2)] == ["1F0", "1F1"]
     assert scheduler.held == pytest.approx(2.6)
 
@@ -350,7 +349,7 @@ def test_sizes_that_are_refused():
     assert [str(scheduler.next()) for _ in range(2)] == ["0F0", "0F1"]
     scheduler.learn(1, 2)
     assert scheduler.held == pytest.approx(0.6)
-    scheduler.arrived(GRADIENT, 0, 1)
+    scheduler.arrived(Direction.BACKWARD, 0, 1)
     scheduler.run(Action.parse("0B0"))
     with pytest.raises(ScheduleError, match="microbatch 0, 3, comes after its first backward"):
         scheduler.learn(0, 3)
@@ -384,10 +383,10 @@ def test_chunks_count_with_their_weights():
     scheduler = Scheduler(Geometry(2, 0, 2, 2), cap=9, largest=10, weights=(1, 2.5), beta=0.5)
     scheduler.learn(0, 3)
     assert str(scheduler.next()) == "0F0" and scheduler.held == pytest.approx(0.3)
-    scheduler.arrived(FORWARD, 1, 1)
+    scheduler.arrived(Direction.FORWARD, 1, 1)
     scheduler.run(Action.parse("1F0"))
     assert scheduler.held == pytest.approx(0.3 + 0.7), "2.5 * 3, rounded down"
-    scheduler.arrived(GRADIENT, 1, 1)
+    scheduler.arrived(Direction.BACKWARD, 1, 1)
     scheduler.run(Action.parse("1B0"))
     assert scheduler.held == pytest.approx(0.3 + 0.2), "half of one activation is deferred"
 

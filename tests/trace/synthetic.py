@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.dpp.schedule import FORWARD, GRADIENT, Geometry, Kind, Scheduler
+from megatron.dpp.schedule import Geometry, Kind, Scheduler
 from megatron.dpp.trace import TraceLayout
 from megatron.dpp.trace.lines import EventLines, first_line, header, last_line
 
@@ -175,9 +175,8 @@ class _Pipeline:
         def arrive() -> None:
             self.counts[channel] = self.counts.get(channel, 0) + 1
             self.waiting.setdefault(channel, deque()).append((sent, self.now, microbatch))
-            way = FORWARD if channel.direction == 0 else GRADIENT
             scheduler = self.schedulers[channel.destination]
-            scheduler.arrived(way, channel.chunk, self.counts[channel])
+            scheduler.arrived(channel.direction, channel.chunk, self.counts[channel])
             self.wake(channel.destination)
 
         self.at(arrival, arrive)

@@ -209,6 +209,6 @@ def _why_idle(args: RunConfig, field: dataclasses.Field[Any]) -> str | None:
     return None
 
 
-def rank_and_world(env: Any = os.environ) -> tuple[int, int]:
+def rank_and_world() -> tuple[int, int]:
     """Rank and number of ranks of this process as torchrun set them; 0 and 1 without a launcher."""
-    return int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -147,7 +147,9 @@ def find_start(args: argparse.Namespace) -> Found | None:
     if found is None and args.pretrained_checkpoint:
         found = find(args.pretrained_checkpoint)
         if found is None:
-            raise DataError(f"--pretrained-checkpoint {args.pretrained_checkpoint}: none there")
+            raise DataError(
+                f"--pretrained-checkpoint {args.pretrained_checkpoint}: no checkpoint there"
+            )
         return dataclasses.replace(found, pretrained=True)
     if found is None and args.load and args.exit_on_missing_checkpoint:
         raise DataError(f"--load {args.load}: no checkpoint there (--exit-on-missing-checkpoint)")
@@ -257,7 +259,7 @@ def check_engine(found: Found, stage: int | None, replicas: int) -> None:
     if saved != {str(rank) for rank in range(replicas)}:
         raise DataError(
             f"{found.path} holds the shares of data-parallel ranks {', '.join(sorted(saved))}, but "
-            f"this run has {replicas}: start as many"
+            f"this run has {replicas}: start that many replicas"
         )
     is_third = next(found.path.glob(f"zero_pp_rank_*{_ENGINE_MODEL}"), None) is not None
     if is_third != (stage == 3):

@@ -60,7 +60,7 @@ def read(path: Path) -> Sums | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{file}: unreadable ({error}); the checkpoint is damaged") from error
     if damaged:
-        raise DataError(f"{file}: does not match itself; the checkpoint is damaged")
+        raise DataError(f"{file}: its own checksum does not match; the checkpoint is damaged")
     return sums
 
 

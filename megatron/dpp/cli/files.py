@@ -270,7 +270,7 @@ def check_index(prefix: str) -> tuple[int, int]:
         if not path.is_file():
             raise DataError(
                 f"{path}: no such file (data prefixes are given without .bin and .idx; "
-                "tools/preprocess_data.py makes both)"
+                "megatron-dpp preprocess makes both)"
             )
     with index.open("rb") as file:
         header: Any = file.read(34)

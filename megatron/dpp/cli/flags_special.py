@@ -56,7 +56,7 @@ PATTERNS = (
         "layers without the window: every N-th, or 1 (window) and 0 per layer"),
     Flag("--no-rope-freq", pattern, None, "layers without rotary embedding: every N-th, or 1s"),
     Flag("--moe-layer-freq", pattern, 1, "layers with experts: every N-th, or 1s"),
-    Flag("--moe-router-load-balancing-type", str, "aux_loss", "how experts are balanced",
+    Flag("--moe-router-load-balancing-type", str, "aux_loss", "method that balances the experts",
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"), nargs="+"),
     Flag("--moe-aux-loss-coeff", float, 0.0, "weight of the balancing loss", nargs="+"),
 )  # fmt: skip
@@ -77,7 +77,7 @@ OLD_NAMES = (
     Flag("--spec", str, None, "local: same as --transformer-impl local", nargs="+"),
     Flag("--encoder-num-layers", int, None, "older name of --num-layers"),
     off("--no-position-embedding", "add_position_embedding",
-        "with --position-embedding-type rope: as it is anyway"),
+        "no effect with --position-embedding-type rope"),
     off("--disable-manual-gc-eval", "manual_gc_eval", "--no-manual-gc-eval"),
     off("--disable-ckpt-fully-parallel-save", "ckpt_fully_parallel_save",
         "--no-ckpt-fully-parallel-save"),
@@ -133,7 +133,7 @@ _ELSEWHERE = {
     "other tokenizers": ("--tokenizer-", "--tiktoken-", "--trust-remote-code"),
     "restarts inside a process": ("--inprocess-", "--enable-ft-package", "--ft-", "--adlr-"),
     "checking a step by running it again": ("--rerun-mode", "--error-injection-", "--result-"),
-    "its straggler log (here: --trace and profiling/report.py)": (
+    "its straggler log (here: --trace and megatron-dpp report)": (
         "--log-straggler", "--straggler-", "--disable-straggler-", "--run-workload-",
     ),
     "checkpoints between checkpoints": ("--non-persistent-", "--replication"),

@@ -46,7 +46,7 @@ def _check_load(args: argparse.Namespace) -> None:
 def _check_save(args: argparse.Namespace) -> None:
     given = f"--save-hf {args.save_hf}"
     if not args.save:
-        raise DataError(f"{given}: needs --save, whose last checkpoint it turns")
+        raise DataError(f"{given}: needs --save, whose last checkpoint it converts")
     if Path(args.save_hf).exists():
         raise DataError(f"{given}: exists; name another target")
     _refuse_engines(args, given, "train without it, or convert a checkpoint of another run")

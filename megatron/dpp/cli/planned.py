@@ -89,7 +89,7 @@ def _costs(args: RunConfig) -> ModelCosts:
         )
     remedy = (
         f"--dpp-plan {args.dpp_plan} must be of a run with the default layout; "
-        "profiling/plan.py --layers takes others"
+        "megatron-dpp plan --layers takes others"
     )
     layers = even_layers(args.num_layers, len(measured.tasks), remedy)
     return from_run(measured, layers)[0].with_memory_of(shapes)

@@ -71,17 +71,14 @@ def _family(args: Args, arch: str) -> None:
         "--tokenizer-type HuggingFaceTokenizer: BERT needs BertWordPieceLowerCase or "
         "BertWordPieceCase, and a vocab.txt",
     )
-    for flag in ("sft", "variable_length"):
-        name = flag.replace("_", "-")
-        require(not getattr(args, flag), f"--{name}: BERT's samples have one length; GPT's have")
+    for name in ("sft", "variable_length", "num_experts", "mtp_num_layers"):
+        flag = f"--{name.replace('_', '-')}"
+        require(not getattr(args, name), f"{flag}: only for GPT; BERT models have no such option")
     require(
         args.context_parallel_size == 1,
         f"--context-parallel-size {args.context_parallel_size}: BERT's attention is not causal; "
         "only GPT's sequences are cut",
     )
-    for flag in ("num_experts", "mtp_num_layers"):
-        name = flag.replace("_", "-")
-        require(not getattr(args, flag), f"--{name}: BERT's layers have none; GPT's have")
     require(
         not args.full_validation,
         "--full-validation: BERT's data sets have no natural end; give --eval-iters",
@@ -142,7 +139,10 @@ def _layout(args: Args) -> None:
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     context = args.context_parallel_size
     model = tensor * pipeline * context
-    require(model > 0, "parallel sizes must be at least 1")
+    for name in ("tensor_model", "pipeline_model", "context"):
+        value = getattr(args, f"{name}_parallel_size")
+        flag = f"--{name.replace('_', '-')}-parallel-size"
+        require(value >= 1, f"{flag} {value}: must be at least 1")
     require(
         args.world_size % model == 0,
         f"{args.world_size} processes cannot hold --tensor-model-parallel-size {tensor} x "

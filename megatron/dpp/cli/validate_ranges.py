@@ -47,7 +47,7 @@ def check_heads(args: Args) -> None:
     """Check query groups and rotated channels.
 
     Raises:
-        ConfigError: heads or channels cannot be shared out so.
+        ConfigError: heads or channels cannot be divided so.
     """
     groups = args.num_query_groups
     require(

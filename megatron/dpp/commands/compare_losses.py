@@ -54,7 +54,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--iterations", type=int, default=50, metavar="N", help="default 50")
     add("--free", action="store_true", help="kernels may be non-deterministic")
     add("--out", type=Path, default=Path("compare_losses"), metavar="DIR", help="for the logs")
-    add("--reuse", action="store_true", help="take the logs that are there already")
+    add("--reuse", action="store_true", help="compare logs that exist already")
     add("--flags", default="", help="further flags of the training script")
     return parser
 

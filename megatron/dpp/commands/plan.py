@@ -236,7 +236,7 @@ def _print_baselines(planner: Planner, best: Prediction, chunks: Sequence[int]) 
     for num_chunks in chunks:
         layout = planner.default_layout(num_chunks)
         if layout is None:
-            print(f"  {num_chunks} chunks: the layers do not lie evenly")
+            print(f"  {num_chunks} chunks: the layers cannot be divided by the stages")
             continue
         static = fused.predict(layout, "megatron", policy="megatron")
         ours = planner.predict(layout, "auto")

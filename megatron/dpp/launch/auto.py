@@ -326,9 +326,9 @@ def _why(best: list[Candidate]) -> str:
             f"{first.estimate.bubble:.0%} of its time"
         )
     if first.shard != "none":
-        reasons.append("sharing out the optimizer makes room and shortens its step"
+        reasons.append("sharding the optimizer makes room and shortens its step"
                        if first.shard == "optimizer"
-                       else "sharing out the parameters makes room")  # fmt: skip
+                       else "sharding the parameters makes room")  # fmt: skip
     if first.recompute == "full":
         reasons.append("activations fit only when they are computed again")
     if len(best) > 1:
@@ -360,14 +360,14 @@ def why_nothing_fits(
     if least is None:
         near = nearest_multiple(plain.global_batch, setting.world_size)
         return (
-            f"a batch of {plain.global_batch} cannot be shared out over {setting.world_size} "
+            f"a batch of {plain.global_batch} cannot be divided over {setting.world_size} "
             f"devices; nearest possible: --batch-size {near}"
         )
     more = f"about --gpus {int(-(-least[0] // usable)) * setting.per_node}, or fewer layers"
     nearest = more if setting.on_gpu else "fewer layers (processes share the machine's memory)"
     shared = "nothing" if least[2] == "none" else least[2]
     return (
-        f"no layout fits: the least ({least[1].text()}, {shared} shared out, full recompute, "
+        f"no layout fits: the least ({least[1].text()}, {shared} sharded, full recompute, "
         f"micro batch 1) needs {size(least[0])} on every device; of its "
         f"{size(setting.device.memory_bytes)}, {_USABLE:.0%} can be used; nearest: {nearest}"
     )

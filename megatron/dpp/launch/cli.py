@@ -6,8 +6,8 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
+from megatron.dpp.cli.arguments import Parser
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.launch.flags import MODELS
 from megatron.dpp.plan.device import KNOWN_GPUS
@@ -59,9 +59,9 @@ _OPTIONS = (
     _Option("--cp", int, "context parallel size: ranks that share a sequence", "N"),
     _Option("--ep", int, "expert parallel size: ranks that share a layer's experts", "N"),
     _Option("--no-dpp", None, "megatron-core's static schedule, not the dynamic one"),
-    _Option("--zero-stage", int, "what is shared out (default 1)", choices=(0, 1, 2, 3)),
-    _Option("--engine", str, "who does it (default megatron)", choices=("megatron", "deepspeed")),
-    _Option("--recompute", str, "activations", choices=("none", "selective", "full")),
+    _Option("--zero-stage", int, "ZeRO stage (default 1)", choices=(0, 1, 2, 3)),
+    _Option("--engine", str, "ZeRO engine (default megatron)", choices=("megatron", "deepspeed")),
+    _Option("--recompute", str, "activations to recompute", choices=("none", "selective", "full")),
     _Option("--hidden-size", int, "width of the model", "N"),
     _Option("--num-layers", int, "depth of the model", "N"),
     _Option("--seq-length", int, "tokens of a sample", "N"),
@@ -75,11 +75,11 @@ _OPTIONS = (
     _Option("--data", str, "JSON lines, or a prefix of token files (default: the sample)", "PATH"),
     _Option("--tokenizer", str, "of --data: gpt2, DIR_OR_FILE, train:N or sample", "T"),
     _Option("--skip-bad-lines", None, "leave out lines of --data that cannot be used"),
-    _Option("--save", str, "write checkpoints here, at the end at least", "DIR"),
+    _Option("--save", str, "write checkpoints here, at least one at the end", "DIR"),
     _Option("--run-dir", str, "log, settings, metrics, traces (default runs/DATE-...)", "DIR"),
     _Option("--resume-from", str, "go on from the checkpoint in here", "DIR"),
     _Option("--tflops", float, "a device's rate in matrix products", "T"),
-    _Option("--memory", float, "memory of a device, where it is not its own", "GiB"),
+    _Option("--memory", float, "memory of a device (default: as found)", "GiB"),
     _Option("--bandwidth", float, "rate of a device's memory", "GB/s"),
     _Option(
         "--gpu", str, "with --dry-run: plan for 8 (or --gpus) of these: H100, H200, ...", "NAME"
@@ -94,16 +94,9 @@ NAMES = ("--mode", *(option.name for option in _OPTIONS))
 _FILES = ("--config", "--data", "--save", "--resume-from")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of leaving the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all modes; ``--help`` and ``--completion`` are answered before it."""
-    parser = _Parser(prog="train", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="train", add_help=False, allow_abbrev=False)
     parser.add_argument("--mode", choices=(*MODES, *_ALIASES), default="auto")
     for option in _OPTIONS:
         if option.kind is None:
@@ -129,10 +122,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             raise ConfigError(
                 f"{name} does not go with --mode {options.mode}; nearest: --mode {modes[0]}"
             )
-    if options.gpus is not None and options.procs is not None:
-        raise ConfigError("--gpus and --procs exclude each other: --procs is for the CPU")
-    if options.gpu is not None and options.procs is not None:
-        raise ConfigError("--gpu and --procs exclude each other: --procs is for the CPU")
+    for name in ("gpus", "gpu"):
+        if getattr(options, name) is not None and options.procs is not None:
+            raise ConfigError(f"--{name} and --procs exclude each other: --procs is for the CPU")
     for option in _OPTIONS:
         value = getattr(options, option.name[2:].replace("-", "_"))
         if option.kind is int and not option.choices and value is not None and value < 1:
@@ -147,19 +139,16 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def help_text(mode: str | None = None) -> str:
     """The text of ``train --help``, or of one mode."""
     if mode is None:
-        lines = [
-            "usage: megatron-dpp train --mode MODE [options] [any flag of pretrain_gpt.py]",
-            "",
-        ]
-        lines += [f"  --mode {name:9s} {text}" for name, text in ABOUT.items()]
-        lines += [
-            "",
-            "Without --mode: auto. Start with megatron-dpp train --dry-run, which starts nothing.",
-        ]
-        lines += ["Options of a mode:  megatron-dpp train --mode MODE --help"]
-        lines += ['Completion:         eval "$(megatron-dpp train --completion bash)"']
-        lines += ["Guide:              docs/USAGE_GUIDE.md"]
-        return "\n".join(lines)
+        modes = "\n".join(f"  --mode {name:9s} {text}" for name, text in ABOUT.items())
+        return f"""\
+usage: megatron-dpp train --mode MODE [options] [any flag of pretrain_gpt.py]
+
+{modes}
+
+Without --mode: auto. Start with megatron-dpp train --dry-run, which starts nothing.
+Options of a mode:  megatron-dpp train --mode MODE --help
+Completion:         eval "$(megatron-dpp train --completion bash)"
+Guide:              docs/USAGE_GUIDE.md"""
     mode = _ALIASES.get(mode, mode)
     lines = [f"usage: megatron-dpp train --mode {mode} [options] [any flag of pretrain_gpt.py]"]
     lines += [ABOUT[mode], ""]

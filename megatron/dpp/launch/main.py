@@ -310,7 +310,7 @@ def _warnings(shape: RunShape) -> list[str]:
     """Options that cannot take effect."""
     if shape.shard == "none" or shape.data * shape.context > 1:
         return []
-    return ["warning: there is one replica, so --mode zero shares nothing out; nearest: --mode 3d"]
+    return ["warning: there is one replica, so --mode zero shards nothing; nearest: --mode 3d"]
 
 
 def _plain(options: argparse.Namespace, flags: Flags, setting: Setting) -> RunShape:

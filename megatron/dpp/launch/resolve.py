@@ -362,14 +362,14 @@ def shard_of(options: argparse.Namespace) -> str:
     if options.zero_stage == 0:
         if options.engine == "deepspeed":
             raise ConfigError(
-                "--zero-stage 0 shares nothing out, and DeepSpeed's engine does: nearest: "
+                "--zero-stage 0 shards nothing, and DeepSpeed's engine always does; nearest: "
                 "--zero-stage 1, or --engine megatron"
             )
         return "none"
     if options.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             "--engine deepspeed: DeepSpeed is not installed (DS_BUILD_OPS=0 pip install "
-            "deepspeed); nearest possible: --engine megatron, which shares out the same things "
+            "deepspeed); nearest possible: --engine megatron, which shards the same state "
             "(stage 1 by megatron-core, 2 and 3 by PyTorch's FSDP2)"
         )
     return _STAGES[(options.zero_stage or 1) - 1]

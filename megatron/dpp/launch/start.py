@@ -120,10 +120,9 @@ def describe_tokens(flags: Flags) -> str:
     """The number of tokens and unknown ones in token files, and the vocabulary's size."""
     import numpy
 
+    usual = TOKENIZERS["gpt" if "--merge-file" in flags else "bert"]
     tokenizer = build_tokenizer(
-        str(flags.get("--tokenizer-type", "GPT2BPETokenizer"))
-        if "--merge-file" in flags
-        else str(flags.get("--tokenizer-type", "BertWordPieceLowerCase")),
+        str(flags.get("--tokenizer-type", usual)),
         flags.get("--vocab-file"),
         flags.get("--merge-file"),
         tokenizer_model=flags.get("--tokenizer-model"),
@@ -261,8 +260,8 @@ _LEAST = 1000
 
 
 def split_of(flags: Flags) -> Flags:
-    """``--split`` where none is given. Few documents are shared out so that validation and test get
-    one at least; too few for that are all for training.
+    """``--split`` where none is given. Few documents are split so that validation and test get one
+    at least; too few for that are all for training.
 
     Raises:
         DataError: the index is broken.

@@ -83,7 +83,7 @@ class StepCall:
         if unknown:
             raise ConfigError(
                 f"{', '.join(unknown)}: megatron-core {compat.VERSION} passes this to its "
-                "schedule; the dynamic pipeline does not have it"
+                "schedule; the dynamic pipeline does not support it"
             )
         groups = pg_collection or default_groups()
         return cls(data_iterator=iterators, model=chunks, pg_collection=groups, **rest)

@@ -7,7 +7,6 @@ the simulator; ``whatif.py`` predicts changes of a traced run.
 
 from megatron.dpp.plan.device import (
     Device,
-    Machine,
     cpu_device,
     find_machine,
     gpu_device,
@@ -16,7 +15,6 @@ from megatron.dpp.plan.device import (
 from megatron.dpp.plan.estimate import Estimate, estimate, least_seconds
 from megatron.dpp.plan.from_flags import shape_of, stage_shape_of
 from megatron.dpp.plan.memory import (
-    RankMemory,
     layer_bytes,
     least_bytes,
     model_parameters,
@@ -24,10 +22,10 @@ from megatron.dpp.plan.memory import (
     rank_parameters,
     stage_bytes,
 )
-from megatron.dpp.plan.model_costs import ModelCosts, Part
+from megatron.dpp.plan.model_costs import ModelCosts, PartCosts
 from megatron.dpp.plan.planner import Planner, Prediction, from_run
 from megatron.dpp.plan.run_costs import costs_of_run, even_layers
-from megatron.dpp.plan.shape import LayerLayout, ModelShape, Precision, RunSchedule, RunShape
+from megatron.dpp.plan.shape import LayerLayout, ModelShape, RunSchedule, RunShape
 from megatron.dpp.plan.text import lines
 from megatron.dpp.plan.times import planning_costs
 
@@ -35,14 +33,11 @@ __all__ = [
     "Device",
     "Estimate",
     "LayerLayout",
-    "Machine",
     "ModelCosts",
     "ModelShape",
-    "Part",
+    "PartCosts",
     "Planner",
-    "Precision",
     "Prediction",
-    "RankMemory",
     "RunSchedule",
     "RunShape",
     "costs_of_run",

@@ -121,8 +121,8 @@ def known_gpu(name: str) -> Device:
     known = names.get(plain) or names.get(f"RTX{plain}") or names.get(plain.removeprefix("RTX"))
     if known is None:
         raise ConfigError(
-            f"--gpu {name}: known are {', '.join(KNOWN_GPUS)}; for another one give --tflops, "
-            "--memory and --bandwidth in the place of --gpu"
+            f"--gpu {name}: expected one of {', '.join(KNOWN_GPUS)}; for another "
+            "one give --tflops, --memory and --bandwidth in the place of --gpu"
         )
     return gpu_device(known, constants.GPUS[known].memory_gib * 2**30)
 

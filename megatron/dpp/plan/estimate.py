@@ -47,7 +47,7 @@ class Traffic:
         tensor: all tensor-parallel collectives of an iteration.
         data: the data-parallel collectives of an iteration.
         experts: the dispatchers' all-to-alls of an iteration.
-        context: keys and values that go round the context-parallel ranks in an iteration.
+        context: keys and values that context-parallel ranks exchange in an iteration.
     """
 
     hop: float
@@ -150,7 +150,7 @@ def traffic(shape: RunShape) -> Traffic:
 
 
 def _key_exchanges(shape: RunShape) -> int:
-    """Times that a layer's keys and values go round the context-parallel ranks."""
+    """Exchanges of a layer's keys and values between all context-parallel ranks."""
     if shape.gathers_keys:  # each forward gathers them, the backward scatters their gradients
         return 2 if shape.recompute == "none" else 3
     return 4 if shape.recompute == "full" else 3

@@ -158,7 +158,7 @@ def _sharding(args: argparse.Namespace) -> tuple[str, int]:
 
 
 def _layers(args: argparse.Namespace) -> tuple[int, ...]:
-    """Layers of each virtual stage, as megatron-core deals them out."""
+    """Layers of each virtual stage, as megatron-core distributes them."""
     pipeline = args.pipeline_model_parallel_size
     chunks = args.virtual_pipeline_model_parallel_size or 1
     if args.pipeline_model_parallel_layout is not None:

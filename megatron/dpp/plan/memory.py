@@ -2,7 +2,7 @@
 
 Two views of activations. :func:`published_layer_bytes` is the formula of Korthikanti et al.,
 "Reducing Activation Recomputation in Large Transformer Models" (2022), in 16 bits with dropout.
-:func:`layer_bytes` and its kin count what the layers that run here keep;
+:func:`layer_bytes` and those below it count what the layers here keep;
 ``tests/plan/test_against_models.py`` holds them to what autograd saves.
 
 The number of microbatches in flight has no formula: the schedule that will run is simulated
@@ -143,20 +143,15 @@ def model_parameters(shape: RunShape) -> int:
 # Activations of one microbatch
 
 
-def published_layer_bytes(shape: RunShape, *, attention_matrix: bool | None = None) -> float:
-    """Korthikanti et al.: ``s*b*h*(34 + 5*a*s/h)``, equations 1, 2, 4 and 6; ``2*s*b*h`` with full
-    recompute.
-
-    Args:
-        attention_matrix: with the second term; by default as the run keeps it, so neither with
-            selective recompute nor with flash attention.
+def published_layer_bytes(shape: RunShape) -> float:
+    """Korthikanti et al.: ``s*b*h*(34 + 5*a*s/h)``, equations 1, 2, 4 and 6; without the second
+    term with selective recompute or flash attention; ``2*s*b*h`` with full recompute.
     """
     model, t = shape.model, shape.tensor
     if shape.recompute == "full":
         return 2 * shape.outside
-    if attention_matrix is None:
-        attention_matrix = not (model.flash or shape.recompute == "selective")
-    matrix = 5 * model.num_heads * model.seq_length / model.hidden_size if attention_matrix else 0.0
+    kept = not (model.flash or shape.recompute == "selective")
+    matrix = 5 * model.num_heads * model.seq_length / model.hidden_size if kept else 0.0
     sharded = 34 / t if shape.sequence_parallel else 10 + 24 / t
     return shape.elements * (sharded + matrix / t)
 

@@ -27,7 +27,7 @@ Times = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
-class Part:
+class PartCosts:
     """A layer, the embedding or the head.
 
     Args:
@@ -60,9 +60,9 @@ class ModelCosts:
     """
 
     num_layers: int
-    layer: Part
-    embedding: Part
-    head: Part
+    layer: PartCosts
+    embedding: PartCosts
+    head: PartCosts
     hop: float = 0.0
     sigma: float = 0.0
     between: float = 0.0
@@ -90,7 +90,7 @@ class ModelCosts:
     def lengthened(self, factor: float) -> ModelCosts:
         """All times ``factor`` as long."""
 
-        def longer(part: Part) -> Part:
+        def longer(part: PartCosts) -> PartCosts:
             forward, backward, weight = (factor * seconds for seconds in part.times)
             return dataclasses.replace(part, times=(forward, backward, weight))
 
@@ -113,7 +113,7 @@ class ModelCosts:
         counts = [sum(layers[rank::num_ranks]) for rank in range(num_ranks)]
         return self._summed(counts, lambda part: part.state_bytes)
 
-    def _summed(self, layers: Sequence[int], cost: Callable[[Part], float]) -> list[float]:
+    def _summed(self, layers: Sequence[int], cost: Callable[[PartCosts], float]) -> list[float]:
         """Costs by place with ``layers`` layers each; embedding first, head last."""
         each = cost(self.layer)
         costs = [n * each for n in layers]
@@ -124,9 +124,9 @@ class ModelCosts:
     def with_memory_of(self, other: ModelCosts) -> ModelCosts:
         """These times with the memory of ``other``; activations that were measured stay."""
 
-        def joined(mine: Part, theirs: Part) -> Part:
+        def joined(mine: PartCosts, theirs: PartCosts) -> PartCosts:
             activation = mine.activation_bytes or theirs.activation_bytes
-            return Part(mine.times, activation, theirs.state_bytes, mine.deferred_bytes)
+            return PartCosts(mine.times, activation, theirs.state_bytes, mine.deferred_bytes)
 
         return dataclasses.replace(
             self,
@@ -184,15 +184,15 @@ def from_measured(measured: MeasuredCosts, layers: Sequence[int]) -> ModelCosts:
         last.append(max(0.0, times[-1] - layers[-1] * per_layer))
     each = sum(layer)
     if each <= 0.0:
-        raise DataError("the run's layers take no time; a plan from them would mean nothing")
+        raise DataError("the run's layers take no time; a plan needs times above 0")
     for stage in (0, num_stages - 1):
         _check_end(stage, layers[stage], sum(times[stage] for times in medians), each)
     sizes = _part_sizes(measured, layers, inner)
     return ModelCosts(
         sum(layers),
-        Part(_times(layer), sizes[0]),
-        Part(_times(first), sizes[1]),
-        Part(_times(last), sizes[2]),
+        PartCosts(_times(layer), sizes[0]),
+        PartCosts(_times(first), sizes[1]),
+        PartCosts(_times(last), sizes[2]),
         hop=_median([sample for hop in measured.hops for sample in hop]),
         sigma=_spread(measured),
     )
@@ -214,8 +214,8 @@ def _check_end(stage: int, count: int, time: float, each: float) -> None:
     if time < (1 - _MISFIT) * count * each:
         raise DataError(
             f"stage {stage}: its tasks take {time * 1e3:.3f} ms, less than {count} layers of "
-            f"{each * 1e3:.3f} ms: the run's layers did not lie so; --dpp-plan takes runs with the "
-            "default layout, profiling/plan.py --layers others"
+            f"{each * 1e3:.3f} ms: the run had another layout; --dpp-plan takes runs with the "
+            "default layout alone, megatron-dpp plan --layers any"
         )
 
 

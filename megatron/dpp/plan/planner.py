@@ -3,7 +3,7 @@
 No schedule can beat its busiest rank, so layers must balance the ranks, embedding and head
 included. For each number of chunks the planner balances the ranks, then moves single layers as long
 as the simulated iteration gets shorter. Of the result and Megatron's own layout it takes the better
-one that fits. ``--dpp-plan`` and ``profiling/plan.py`` call it.
+one that fits. ``--dpp-plan`` and ``megatron-dpp plan`` call it.
 """
 
 from __future__ import annotations
@@ -234,18 +234,18 @@ class Planner:
             rank[least] += layer
         return LayerLayout(self.num_ranks, tuple(layers))
 
-    def improve(self, layout: LayerLayout, cap: str = "auto") -> LayerLayout:
+    def improve(self, layout: LayerLayout) -> LayerLayout:
         """Moves single layers between stages as long as the simulated iteration gets shorter."""
         once = self._num_simulated * (2 * len(layout.layers) + self.model.num_layers)
         tasks = once * len(self._seeds)
         left = self._max_tasks // tasks
-        best = self.predict(layout, cap)
+        best = self.predict(layout, "auto")
         while left > 0:
             aim = best.seconds * (1 - _WORTH)
             moves = [move for move in self._moves(best.layout) if self.least_seconds(move) < aim]
             del moves[left:]
             left -= len(moves)
-            tried = [self.predict(move, cap) for move in moves]
+            tried = [self.predict(move, "auto") for move in moves]
             better = min(tried, key=lambda p: p.seconds, default=best)
             if better.seconds >= aim:
                 break

@@ -12,7 +12,7 @@ def costs_of_run(name: str, root: Path) -> MeasuredCosts:
     """Times of a run's tasks and messages.
 
     Args:
-        name: directory of its trace, or a cost file (``profiling/report.py --costs``).
+        name: directory of its trace, or a cost file (``megatron-dpp report --costs``).
         root: parent of a relative directory that is not in the working directory.
 
     Raises:
@@ -44,5 +44,5 @@ def even_layers(num_layers: int, num_stages: int, remedy: str) -> list[int]:
         ConfigError: they do not divide evenly; ``remedy`` ends the message.
     """
     if num_layers % num_stages:
-        raise ConfigError(f"{num_layers} layers do not lie evenly on {num_stages} stages: {remedy}")
+        raise ConfigError(f"{num_layers} layers cannot be divided by {num_stages} stages: {remedy}")
     return [num_layers // num_stages] * num_stages

@@ -25,7 +25,7 @@ from megatron.dpp.plan.memory import (
     logits,
     optimizer_bytes,
 )
-from megatron.dpp.plan.model_costs import ModelCosts, Part, Times
+from megatron.dpp.plan.model_costs import ModelCosts, PartCosts, Times
 from megatron.dpp.plan.shape import RunShape
 from megatron.dpp.schedule import Kind
 
@@ -83,14 +83,14 @@ def device_times(shape: RunShape, device: Device) -> PartTimes:
 def model_costs(shape: RunShape, device: Device) -> ModelCosts:
     """Times and activation sizes of the model's parts in a run, without weights and their state."""
     times = part_times(shape, device)
-    layer = Part(times.layer, layer_bytes(shape), deferred_bytes=deferred_bytes(shape))
+    layer = PartCosts(times.layer, layer_bytes(shape), deferred_bytes=deferred_bytes(shape))
     slots = times.replayed and shape.pipeline > 1
     near = shape.pipeline_per_node == shape.pipeline
     return ModelCosts(
         shape.num_layers,
         layer,
-        Part(times.lookup),
-        Part(times.head, head_bytes(shape)),
+        PartCosts(times.lookup),
+        PartCosts(times.head, head_bytes(shape)),
         hop_bytes(shape) / (device.link if near else device.network),
         between=times.between,
         slot_layers=constants.GRAPH_LAYERS if slots else None,
@@ -116,9 +116,9 @@ def planning_costs(
     head = each * head_parameters(dataclasses.replace(shape, model=untied))
     return ModelCosts(
         shape.num_layers,
-        Part(times.layer, layer_bytes(shape), each * layer_parameters(shape)),
-        Part(times.lookup, 0.0, each * embedding_parameters(shape)),
-        Part(times.head, head_bytes(shape), head),
+        PartCosts(times.layer, layer_bytes(shape), each * layer_parameters(shape)),
+        PartCosts(times.lookup, 0.0, each * embedding_parameters(shape)),
+        PartCosts(times.head, head_bytes(shape), head),
         hop_bytes(shape) / device.link,
         sigma,
         times.between,

@@ -6,15 +6,13 @@ Read ``actions.py`` first, then ``state.py`` (tasks that may run) and ``policies
 """
 
 from megatron.dpp.schedule.actions import DIRECTION_OF, Action, Geometry, Kind
-from megatron.dpp.schedule.budget import UNIT, Budget, Limit, Sizes
+from megatron.dpp.schedule.budget import UNIT, Budget, Limit
 from megatron.dpp.schedule.caps import (
     Allowance,
-    Cap,
     LastRank,
     Memory,
     StaticSizes,
     beside_head,
-    default_cap,
     parse_cap,
 )
 from megatron.dpp.schedule.policies import (
@@ -32,20 +30,17 @@ from megatron.dpp.schedule.recording import (
     replica_path,
 )
 from megatron.dpp.schedule.reference import Reference, peak_in_flight, peak_size, reference_order
-from megatron.dpp.schedule.scheduler import FORWARD, GRADIENT, Cause, Scheduler, Stall
+from megatron.dpp.schedule.scheduler import Cause, Scheduler
 from megatron.dpp.schedule.state import View
 
 __all__ = [
     "BUILT_IN",
     "DIRECTION_OF",
-    "FORWARD",
-    "GRADIENT",
     "HOLDS_ALL",
     "UNIT",
     "Action",
     "Allowance",
     "Budget",
-    "Cap",
     "Cause",
     "DecisionRecorder",
     "Geometry",
@@ -58,14 +53,11 @@ __all__ = [
     "Reference",
     "Replay",
     "Scheduler",
-    "Sizes",
-    "Stall",
     "StaticSizes",
     "View",
     "beside_head",
     "check_recording",
     "check_room",
-    "default_cap",
     "find_policy",
     "parse_cap",
     "peak_in_flight",

@@ -160,7 +160,7 @@ class Budget:
             self.smallest = min(self.smallest, held)
 
 
-class Sizes:
+class KnownSizes:
     """The sizes of one iteration's microbatches as far as they are known, checked.
 
     Args:

@@ -282,7 +282,7 @@ def _parse(file: Path, number: int, line: str) -> dict[str, Any]:
     try:
         parsed = json.loads(line)
     except ValueError as error:
-        raise DataError(f"--dpp-replay {file}, line {number}: no JSON: {error}") from error
+        raise DataError(f"--dpp-replay {file}, line {number}: not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise DataError(f"--dpp-replay {file}, line {number}: expected a JSON object")
     return parsed

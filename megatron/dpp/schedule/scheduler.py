@@ -16,15 +16,12 @@ from typing import Any
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, DppError, ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.budget import ROUNDING, UNIT, Limit, Sizes
+from megatron.dpp.schedule.budget import ROUNDING, UNIT, KnownSizes, Limit
 from megatron.dpp.schedule.caps import default_cap
 from megatron.dpp.schedule.policies import BUILT_IN, Policy, check_room, find_policy
 from megatron.dpp.schedule.reference import Reference
 from megatron.dpp.schedule.refusals import allowed, may_arrive, refusal
 from megatron.dpp.schedule.state import RankState, View
-
-FORWARD, GRADIENT = Direction
-"""Directions of a channel: inputs of forwards, output gradients of backwards."""
 
 
 class Cause(enum.Enum):
@@ -183,7 +180,7 @@ class Scheduler:
         self._state.held_back = held and self.geometry.forward_only and self._is_built_in
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> KnownSizes:
         """The sizes of the microbatches as far as they are known."""
         return self._state.sizes
 
@@ -204,7 +201,7 @@ class Scheduler:
         Stage 0's inputs and the last stage's gradients are implied; they must not be reported.
 
         Args:
-            direction: :data:`FORWARD` or :data:`GRADIENT`.
+            direction: ``FORWARD`` for inputs, ``BACKWARD`` for gradients.
             chunk: of this rank.
             total: since the start of the iteration; it only grows.
 
@@ -213,8 +210,9 @@ class Scheduler:
                 channel.
         """
         geometry = self.geometry
-        first = direction == FORWARD and geometry.is_first and chunk == 0
-        last = direction == GRADIENT and geometry.is_last and chunk == geometry.num_chunks - 1
+        forward = direction == Direction.FORWARD
+        first = forward and geometry.is_first and chunk == 0
+        last = not forward and geometry.is_last and chunk == geometry.num_chunks - 1
         if first or last:
             what = "inputs come from the data" if first else "gradients come from the loss"
             raise ScheduleError(
@@ -293,13 +291,13 @@ class Scheduler:
         """
         state, chunks = self._state, range(self.geometry.num_chunks)
         gradients = [
-            (GRADIENT, c)
+            (Direction.BACKWARD, c)
             for c in chunks
             if not self.geometry.forward_only
             and state.gradients_arrived[c] == state.backwards_run[c] < state.forwards_run[c]
         ]
         inputs = [
-            (FORWARD, c)
+            (Direction.FORWARD, c)
             for c in chunks
             if state.forwards_arrived[c] == state.forwards_run[c] < self.geometry.num_microbatches
             and state.forward_fits(c)
@@ -315,13 +313,15 @@ class Scheduler:
         ready = [state.forward(c) or state.backward(c) for c in chunks] + [state.weight()]
         total = self.geometry.num_microbatches
         inputs = [
-            (FORWARD, c)
+            (Direction.FORWARD, c)
             for c in chunks
             if state.forwards_arrived[c] == state.forwards_run[c] < total
         ]
         blocked = [c for c in chunks if state.forwards_arrived[c] > state.forwards_run[c]]
         gradients = [
-            (GRADIENT, c) for c in chunks if state.backwards_run[c] < state.forwards_run[c]
+            (Direction.BACKWARD, c)
+            for c in chunks
+            if state.backwards_run[c] < state.forwards_run[c]
         ]
         if self.geometry.forward_only:
             gradients = []
@@ -331,7 +331,7 @@ class Scheduler:
             return Stall(Cause.POLICY, text, channels)
         cause = self._cause(inputs, blocked)
         names = ", ".join(
-            f"{'gradient' if way else 'input'} "
+            f"{'gradient' if way is Direction.BACKWARD else 'input'} "
             f"{state.backwards_run[c] if way else state.forwards_run[c]} of chunk {c}"
             for way, c in channels
         )

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.budget import UNIT, Budget, Limit, Sizes
+from megatron.dpp.schedule.budget import UNIT, Budget, KnownSizes, Limit
 from megatron.dpp.schedule.reference import Reference
 
 
@@ -32,7 +32,7 @@ class View(Protocol):
         ...
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> KnownSizes:
         """The sizes of the microbatches as far as they are known."""
         ...
 
@@ -108,7 +108,7 @@ class RankState:
         self.backwards_run = [0] * v
         self.gradients_arrived = [0] * v
         self.last_kind: Kind | None = None
-        self.sizes = Sizes(geometry, largest)
+        self.sizes = KnownSizes(geometry, largest)
         self.num_out_of_order = 0
         self._reference = reference
         split = split_backward and not geometry.forward_only

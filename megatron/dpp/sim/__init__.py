@@ -9,7 +9,7 @@ from megatron.dpp.sim.clock import simulate
 from megatron.dpp.sim.conditions import CONDITIONS, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Hop, Shape, SlowTimes, even_costs
 from megatron.dpp.sim.measured import MeasuredCosts, load_costs, parse_costs
-from megatron.dpp.sim.result import Result, Slot, format_grid
+from megatron.dpp.sim.result import format_grid
 from megatron.dpp.sim.schedules import STATIC, ScheduleConfig, find_schedule, replay, run_static
 
 __all__ = [
@@ -18,10 +18,8 @@ __all__ = [
     "Costs",
     "Hop",
     "MeasuredCosts",
-    "Result",
     "ScheduleConfig",
     "Shape",
-    "Slot",
     "SlowTimes",
     "condition_costs",
     "even_costs",

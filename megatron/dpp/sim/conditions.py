@@ -73,17 +73,13 @@ def heavy_head(extra: float) -> Change:
     return change
 
 
-def transient_one(factor: float = 2.0, share: float = 0.2) -> Change:
-    """Makes one rank at a time ``factor`` times slower for a while, then another."""
-
-    def change(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
-        intervals: dict[int, list[tuple[float, float]]] = {}
-        for start, end in _slow_intervals(costs, shape, rng, share):
-            intervals.setdefault(rng.randrange(shape.num_ranks), []).append((start, end))
-        slow = {rank: SlowTimes(times, factor) for rank, times in intervals.items()}
-        return dataclasses.replace(costs, slow_times=slow)
-
-    return change
+def transient_one(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
+    """Makes one rank at a time twice slower for a while, then another."""
+    intervals: dict[int, list[tuple[float, float]]] = {}
+    for start, end in _slow_intervals(costs, shape, rng, 0.2):
+        intervals.setdefault(rng.randrange(shape.num_ranks), []).append((start, end))
+    slow = {rank: SlowTimes(times, 2.0) for rank, times in intervals.items()}
+    return dataclasses.replace(costs, slow_times=slow)
 
 
 def transient_all(factor: float = 2.0, share: float = 0.2) -> Change:
@@ -100,25 +96,19 @@ def transient_all(factor: float = 2.0, share: float = 0.2) -> Change:
 
 
 def slow_link(
-    time: float | None = None,
-    *,
-    chunk_forwards: float = 0.0,
-    random_each: bool = False,
-    rank: int | None = None,
+    chunk_forwards: float, *, random_each: bool = False, rank: int | None = None
 ) -> Change:
     """Slows all hops between one rank (a random one unless given) and the next, both ways.
 
     Args:
-        time: of a hop, in the unit of the costs; otherwise ``chunk_forwards`` gives it.
+        chunk_forwards: time of a hop.
         random_each: scales each message by an exponential factor of mean 1.
     """
 
     def change(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
         pairs = shape.num_ranks if shape.num_chunks > 1 else shape.num_ranks - 1
         slow = rng.randrange(max(1, pairs)) if rank is None else rank
-        hop = (
-            chunk_forwards * rank_forward(costs, shape) / shape.num_chunks if time is None else time
-        )
+        hop = chunk_forwards * rank_forward(costs, shape) / shape.num_chunks
         hops = list(costs.hops)
         for stage in range(slow, len(hops), shape.num_ranks):
             scale: tuple[list[float], ...] = ()
@@ -205,7 +195,7 @@ CONDITIONS: Mapping[str, Change] = MappingProxyType(
         "str1.2": slow_rank(1.2),
         "str1.5": slow_rank(1.5),
         "str2": slow_rank(2.0),
-        "tr1": transient_one(),
+        "tr1": transient_one,
         "trN": transient_all(),
         "lnk1": slow_link(chunk_forwards=1.0),
         "lnk2": slow_link(chunk_forwards=2.0),

@@ -26,7 +26,7 @@ from megatron.dpp.train.model import ends
 from megatron.dpp.train.sequences import sequence_loader
 
 if TYPE_CHECKING:
-    from megatron.dpp.train.tasks import Task
+    from megatron.dpp.train.tasks import PretrainingTask
 
 Args = RunConfig
 
@@ -161,7 +161,7 @@ def num_samples(args: Args) -> tuple[int, int | None, int]:
     return train, valid if valid is None else max(1, valid), max(1, args.eval_iters * size)
 
 
-def build_iterators(run: Run, num_chunks: int, task: Task) -> Iterators:
+def build_iterators(run: Run, num_chunks: int, task: PretrainingTask) -> Iterators:
     """Builds the iterators of this rank's chunks, behind the samples already consumed. A
     collective.
 
@@ -196,11 +196,11 @@ def _draw_seeds(count: int) -> None:
         torch.empty((), dtype=torch.int64).random_()
 
 
-def _is_read(task: Task, vp_stage: int | None) -> bool:
+def _is_read(task: PretrainingTask, vp_stage: int | None) -> bool:
     return task.every_stage_reads or any(ends(vp_stage))
 
 
-def _chunk_loaders(run: Run, task: Task, vp_stage: int | None) -> list[Any]:
+def _chunk_loaders(run: Run, task: PretrainingTask, vp_stage: int | None) -> list[Any]:
     """Loaders of training, validation and test; None for a set that is missing or not read here."""
     kind, config = task.datasets(run)
 

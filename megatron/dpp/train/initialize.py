@@ -13,7 +13,7 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import metadata
@@ -126,15 +126,8 @@ def _print_line(text: str) -> None:
     sys.stdout.flush()
 
 
-def initialize(
-    args: Args, rank: int, embedding_ranks: Callable[[list[int]], list[int]] | None = None
-) -> Run:
-    """Joins the job.
-
-    Args:
-        embedding_ranks: gives the ranks of a pipeline that hold word embeddings; megatron-core's
-            rule when None.
-    """
+def initialize(args: Args, rank: int) -> Run:
+    """Joins the job."""
     cpu_support = None
     if args.device == "cpu":
         from megatron.dpp.mcore.cpu import install
@@ -151,7 +144,6 @@ def initialize(
         torch.use_deterministic_algorithms(True)
     device = _join_process_group(args, rank)
     check_agreement(args, rank, args.world_size, dist.distributed_c10d._get_default_store())
-    groups: dict[str, Any] = {"get_embedding_ranks": embedding_ranks} if embedding_ranks else {}
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
@@ -166,7 +158,6 @@ def initialize(
         high_priority_stream_groups=list(args.high_priority_stream_groups),
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         create_gloo_process_groups=args.enable_gloo_process_groups,
-        **groups,
     )
     set_seeds(args)
     register_safe_globals()

@@ -385,7 +385,10 @@ def _described(tokens: BatchTokens) -> dict[str, float]:
 
 def _compare_replicas(chunks: list[Any]) -> None:
     if not check_param_hashes_across_dp_replicas(chunks, cross_check=True):
-        raise DppError("parameters differ between data-parallel replicas")
+        raise DppError(
+            "parameters differ between data-parallel replicas: a device or its memory is at fault; "
+            "start again from an earlier checkpoint (--ckpt-step)"
+        )
 
 
 def _largest(*values: Any) -> list[float | None]:

@@ -35,7 +35,7 @@ Sample = dict[str, np.ndarray]
 """``tokens``: inputs and the last label; ``mask``: 1 for labels that have a loss."""
 
 
-class Documents:
+class TokenFile:
     """The documents of one prefix: token ids and, of chats, the marks of their answers.
 
     Raises:
@@ -91,12 +91,12 @@ class SequenceDataset(MegatronDataset):  # type: ignore[misc]
         self._orders: dict[int, np.ndarray] = {}
 
     @staticmethod
-    def numel_low_level_dataset(low_level_dataset: Documents) -> int:
+    def numel_low_level_dataset(low_level_dataset: TokenFile) -> int:
         return len(low_level_dataset)
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: Any) -> Documents:
-        return Documents(dataset_path, chats=config.chats, mmap=config.mmap_bin_files)
+    def build_low_level_dataset(dataset_path: str, config: Any) -> TokenFile:
+        return TokenFile(dataset_path, chats=config.chats, mmap=config.mmap_bin_files)
 
     def __len__(self) -> int:
         if not len(self._documents):

@@ -36,7 +36,7 @@ Batch = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Task:
+class PretrainingTask:
     """A model family.
 
     Args:
@@ -305,6 +305,8 @@ def bert_loss(
 
 
 TASKS = {
-    "gpt": Task(build_gpt, gpt_datasets, _gpt_batch, _gpt_forward),
-    "bert": Task(build_bert, bert_datasets, _bert_batch, _bert_forward, every_stage_reads=True),
+    "gpt": PretrainingTask(build_gpt, gpt_datasets, _gpt_batch, _gpt_forward),
+    "bert": PretrainingTask(
+        build_bert, bert_datasets, _bert_batch, _bert_forward, every_stage_reads=True
+    ),
 }

@@ -6,10 +6,8 @@ Read ``base.py`` (the contract) first, then ``open.py``, ``kinds/`` (one module 
 
 from megatron.dpp.direction import Direction
 from megatron.dpp.transport.base import (
-    Board,
     ChannelSpec,
     LinkInfo,
-    Message,
     Transport,
 )
 from megatron.dpp.transport.fake import FakeNetwork, VirtualClock
@@ -17,12 +15,10 @@ from megatron.dpp.transport.open import open_transport
 from megatron.dpp.transport.options import TransportOptions
 
 __all__ = [
-    "Board",
     "ChannelSpec",
     "Direction",
     "FakeNetwork",
     "LinkInfo",
-    "Message",
     "Transport",
     "TransportOptions",
     "VirtualClock",
