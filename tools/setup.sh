@@ -6,8 +6,9 @@
 #   python=$(bash tools/setup.sh --which)  # prints the Python to start from; does nothing
 #
 # It starts from PYTHON, else from the active virtual environment if that has PyTorch, else from the
-# Python that build/python keeps, else from PATH's python3. build/python keeps the first Python that
-# was set up, and each one that PYTHON named. TORCH_INDEX_URL names an index of PyTorch.
+# Python that build/python keeps (.venv where there is no such file), else from PATH's python3.
+# build/python keeps the first Python that was set up, and each one that PYTHON named.
+# TORCH_INDEX_URL names an index of PyTorch.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -22,8 +23,9 @@ PYTHON
 }
 
 python=${PYTHON:-}
-if [[ -z $python && -r $root/build/python ]]; then
-  read -r kept <"$root/build/python" || true
+if [[ -z $python ]]; then
+  kept=.venv/bin/python
+  [[ ! -r $root/build/python ]] || read -r kept <"$root/build/python" || true
   [[ $kept == /* ]] || kept=$root/$kept
   if [[ -f $kept && -x $kept ]] && ! environment_is_active; then
     python=$kept

@@ -7,7 +7,8 @@ because nothing else need be there yet.
 
 Which environment: the one at hand when PyTorch is installed in it (which is then never replaced),
 else ``.venv``. Where the one at hand must not be written to, ``.venv`` is laid over it. The first
-choice, and each with ``--keep``, is noted in ``build/python``. ``tools/setup.sh`` looks there.
+choice other than ``.venv``, and each with ``--keep``, is noted in ``build/python``, where
+``tools/setup.sh`` looks.
 """
 
 from __future__ import annotations
@@ -338,7 +339,7 @@ def set_up(requirement_files: list[str], *, anew: bool) -> tuple[Environment, li
     if is_stale:
         done += build_extension(environment)
     link_command(environment)
-    if anew or not has_kept():
+    if anew or not (has_kept() or VENV_PYTHON.is_file()):
         keep(environment)
     return inspect(environment.python, requirement_files) if done else environment, done
 

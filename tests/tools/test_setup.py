@@ -169,6 +169,11 @@ def test_one_rule_says_which_python_starts(repository: Path) -> None:
     kept = repository / "build" / "python"
     kept.write_text("bin/python3\n")  # of this clone
     assert Path(which(repository, PYTHON="", PATH=path)).parent == base
+    kept.unlink()
+    venv = repository / ".venv" / "bin" / "python"
+    venv.parent.mkdir(parents=True)
+    venv.symlink_to(sys.executable)
+    assert Path(which(repository, PYTHON="", PATH=path)) == venv
     active = f"{Path(sys.executable).parent}:{path}"
     assert Path(which(repository, PYTHON="", PATH=active)).parent == Path(sys.executable).parent
 
