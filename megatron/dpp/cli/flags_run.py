@@ -142,7 +142,7 @@ CHECKPOINT = (
 OURS = (
     on("--use-dpp", "dynamic pipeline: every rank picks its next task itself"),
     Flag("--dpp-plan", str, None, "plan the layout from `shapes`, a traced run or a cost file"),
-    Flag("--device", str, "auto", "run on", choices=("auto", "cpu", "cuda")),
+    Flag("--device", str, "auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda")),
     Flag("--metrics-file", str, None, "append one JSON line per iteration to this file"),
     on("--estimate", "print what the run should need, then what it did"),
     on("--trace", "record what every rank does"),
