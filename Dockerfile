@@ -7,10 +7,10 @@ FROM ${BASE}
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
-# A compiler for the extension, git for pip, and the library that RDMA cards are opened with.
+# A compiler for the extension, and the library that RDMA cards are opened with.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ git ibverbs-providers libibverbs1 \
+    && apt-get install -y --no-install-recommends g++ ibverbs-providers libibverbs1 \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /workspace/megatron-dpp

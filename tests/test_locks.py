@@ -98,6 +98,70 @@ def test_a_trace_file_has_one_writer(tmp_path: Path) -> None:
         pass
 
 
+DOORS = (
+    ("train", "--save {0}"),
+    ("train", "--save={0}"),
+    ("train", "--run-dir {0}"),
+    ("train", "--trace --trace-dir {0}"),
+    ("train", "--trace --trace-dir {0.parent}"),
+    ("-m megatron.dpp train", "--save {0}"),
+    ("-m megatron.dpp.launch gpt-sample node", "--save {0}"),
+    ("-m megatron.dpp.launch gpt-sample node", "{0}"),
+    ("-m megatron.dpp.launch bert master", "--trace-dir {0.parent}"),
+    ("-m megatron.dpp.launch flags pretrain_gpt.py", "--save {0}"),
+)
+"""(a launcher behind ``python``, words that name a directory)."""
+
+
+@pytest.mark.parametrize(("door", "words"), DOORS)
+def test_every_launcher_refuses_first(door: str, words: str, tmp_path: Path) -> None:
+    taken = tmp_path / "held"
+    with locks.lock_directory(taken, "--save"):
+        command = [sys.executable, *door.split(), *words.format(taken).split(), "--no-such-flag"]
+        second = subprocess.run(
+            command, capture_output=True, text=True, cwd=REPOSITORY, timeout=150
+        )
+    assert second.returncode == 2
+    assert f"{taken}: process {os.getpid()} on host {socket.gethostname()}" in second.stderr
+    assert second.stderr.startswith("error: --") and len(second.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "taken"),
+    [
+        ({}, True),
+        ({"RUN_DIR": "other"}, True),
+        ({"NODE_RANK": "1"}, False),
+        ({"SLURM_NODEID": "1"}, False),
+        ({"DRY_RUN": "1"}, False),
+    ],
+)
+def test_a_launcher_looks_where_the_locks_are_held(
+    env: dict[str, str], taken: bool, tmp_path: Path
+) -> None:
+    """By node 0, and not for a dry run."""
+    with locks.lock_directory(tmp_path, "--save"):
+        refused = pytest.raises(DataError) if taken else contextlib.nullcontext()
+        with refused:
+            locks.check_named(["--save", str(tmp_path)], env)
+        with pytest.raises(DataError, match=r"^RUN_DIR "):
+            locks.check_named([], {"RUN_DIR": str(tmp_path)})
+        locks.check_named(["--run-dir", "other"], {"RUN_DIR": str(tmp_path)})
+        locks.check_named(["--save", str(tmp_path), "--dry-run"], {})
+
+
+def test_a_refusal_waits_for_no_import() -> None:
+    code = (
+        "import sys, megatron.dpp.launch.door, megatron.dpp.launch.__main__\n"
+        "slow = {'argparse', 'torch', 'numpy', 'megatron.dpp.cli', 'megatron.dpp.plan'}\n"
+        "sys.exit(', '.join(slow & set(sys.modules)) or 0)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_two_runs_that_save_to_one_directory(tmp_path: Path) -> None:
     words = [*f"{FLAGS} {corpus()}".split(), "--save", str(tmp_path), "--save-interval", "1000"]
     words += ["--train-iters", "100000"]

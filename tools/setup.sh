@@ -3,16 +3,33 @@
 #
 #   python=$(bash tools/setup.sh)          # prints the Python to use; says on stderr what it did
 #   python=$(bash tools/setup.sh --dev)    # with what the tests need
+#   python=$(bash tools/setup.sh --which)  # prints the Python to start from; does nothing
 #
-# PYTHON names another interpreter to start from; build/python keeps it for later set-ups without
-# PYTHON. TORCH_INDEX_URL names an index to install PyTorch from.
+# It starts from PYTHON, else from the active virtual environment if that has PyTorch, else from the
+# Python that build/python keeps (.venv where there is no such file), else from PATH's python3.
+# build/python keeps the first Python that was set up, and each one that PYTHON named.
+# TORCH_INDEX_URL names an index of PyTorch.
 set -euo pipefail
 
-root=$(dirname "${BASH_SOURCE[0]}")/..
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# Whether PATH's python3 belongs to a virtual or conda environment with PyTorch.
+environment_is_active() {
+  python3 - 2>/dev/null <<'PYTHON'
+import importlib.util, os, sys
+environment = sys.prefix != sys.base_prefix or os.path.isdir(sys.prefix + "/conda-meta")
+sys.exit(not (environment and importlib.util.find_spec("torch")))
+PYTHON
+}
+
 python=${PYTHON:-}
-if [[ -z $python && -r $root/build/python ]]; then
-  read -r python <"$root/build/python" || true
-  [[ -x $python ]] || python=
+if [[ -z $python ]]; then
+  kept=.venv/bin/python
+  [[ ! -r $root/build/python ]] || read -r kept <"$root/build/python" || true
+  [[ $kept == /* ]] || kept=$root/$kept
+  if [[ -f $kept && -x $kept ]] && ! environment_is_active; then
+    python=$kept
+  fi
 fi
 python=${python:-python3}
 if ! command -v "$python" >/dev/null; then
@@ -23,5 +40,8 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
   echo "error: $("$python" -V 2>&1) at $(command -v "$python") is too old: Python 3.10 or newer is" \
     "needed; name one with PYTHON=" >&2
   exit 2
+fi
+if [[ ${1:-} == --which ]]; then
+  exec "$python" -c 'import sys; print(sys.executable)'
 fi
 exec "$python" "$root/tools/setup_environment.py" ${PYTHON:+--keep} "$@"

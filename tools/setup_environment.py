@@ -6,8 +6,9 @@ at versions and at a hash of the sources and does nothing. Only the standard lib
 because nothing else need be there yet.
 
 Which environment: the one at hand when PyTorch is installed in it (which is then never replaced),
-else ``.venv``. Where the one at hand must not be written to, ``.venv`` is laid over it. ``--keep``
-notes the choice in ``build/python``, where ``tools/setup.sh`` looks when ``PYTHON`` is not set.
+else ``.venv``. Where the one at hand must not be written to, ``.venv`` is laid over it. The first
+choice other than ``.venv``, and each with ``--keep``, is noted in ``build/python``, where
+``tools/setup.sh`` looks.
 """
 
 from __future__ import annotations
@@ -109,9 +110,8 @@ def existing_environment(
     be used first; None if none can."""
     if at_hand.torch and (at_hand.is_writable or not at_hand.missing):
         return at_hand
-    has_kept = KEPT.is_file() and not anew
-    kept = Path(KEPT.read_text().strip()) if has_kept else VENV_PYTHON
-    there = [python for python in (kept, VENV_PYTHON) if python.is_file()]
+    kept = [ROOT / KEPT.read_text().strip()] if has_kept() and not anew else []
+    there = [python for python in (*kept, VENV_PYTHON) if python.is_file()]
     return inspect(str(there[0]), requirement_files) if there else None
 
 
@@ -297,13 +297,21 @@ def check_ready(requirement_files: list[str], why: OSError, *, anew: bool) -> En
     )
 
 
+def has_kept() -> bool:
+    """True if ``build/python`` names an interpreter that is still there."""
+    return KEPT.is_file() and (ROOT / KEPT.read_text().strip()).is_file()
+
+
 def keep(environment: Environment) -> None:
     """Notes the environment in ``build/python``, at once: others read the file without the lock.
+
+    A path in the clone is noted relative to it, so that a copy of the clone has its own.
 
     Raises:
         SetupFailed: it cannot be written.
     """
-    line, scratch = f"{environment.python}\n", KEPT.with_name(f".python-{os.getpid()}")
+    path, scratch = Path(environment.python), KEPT.with_name(f".python-{os.getpid()}")
+    line = f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}\n"
     try:
         if KEPT.is_file() and KEPT.read_text() == line:
             return
@@ -331,9 +339,9 @@ def set_up(requirement_files: list[str], *, anew: bool) -> tuple[Environment, li
     if is_stale:
         done += build_extension(environment)
     link_command(environment)
-    if anew:
+    if anew or not (has_kept() or VENV_PYTHON.is_file()):
         keep(environment)
-    return inspect(environment.python, requirement_files), done
+    return inspect(environment.python, requirement_files) if done else environment, done
 
 
 def set_up_alone(requirement_files: list[str], *, anew: bool) -> tuple[Environment, list[str]]:

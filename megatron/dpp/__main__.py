@@ -16,7 +16,7 @@ COMMANDS = {
     "plan": ("commands.plan", "choose layers per stage, chunks per rank and the memory cap"),
     "run": ("commands.run", "run a Megatron-LM script of yours with the dynamic pipeline"),
     "sim": ("commands.sim", "simulate, compare and draw schedules"),
-    "train": ("launch.main", "train a model: choose a layout, print it, start torchrun"),
+    "train": ("launch.door", "train a model: choose a layout, print it, start torchrun"),
     "monitor": ("commands.monitor", "show a traced run live"),
     "report": ("commands.report", "say where the time of a traced run went"),
     "plots": ("commands.plots", "draw a traced run as PNG files"),

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import re
 import socket
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -117,6 +119,41 @@ def check_free(directory: str | Path, flag: str) -> None:
     with file:
         if not _locked(file, fcntl.LOCK_SH):
             raise _taken(path, f"{flag} {directory}")
+
+
+def check_named(words: Sequence[str], env: Mapping[str, str]) -> None:
+    """Refuse directories that a command line or its variables name and another run writes.
+
+    A launcher calls it first, so that the refusal waits for no import. It knows words alone, not
+    what a file or a layout makes of them: the run checks its directories again.
+
+    Args:
+        words: options and flags of any launcher.
+
+    Raises:
+        DataError: naming host and process of that run.
+    """
+    if "--dry-run" in words or env.get("DRY_RUN", "0") not in ("", "0"):
+        return
+    if (env.get("NODE_RANK") or env.get("SLURM_NODEID") or "0") != "0":
+        return  # node 0 holds the locks of its run
+    for flag, directory in _named(words, env):
+        inner = Path(directory).glob("*/") if flag == "--trace-dir" else ()
+        for each in (directory, *inner):
+            check_free(each, flag)
+
+
+def _named(words: Sequence[str], env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Flags, or RUN_DIR, with the directories that they name."""
+    run_dir = env.get("RUN_DIR", "")
+    for flag in ("--save", "--trace-dir", "--run-dir"):
+        given = [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
+        given += [value for word, value in itertools.pairwise(words) if word == flag]
+        if given:
+            run_dir = "" if flag == "--run-dir" else run_dir  # the option wins
+            yield flag, given[-1]
+    if run_dir:
+        yield "RUN_DIR", run_dir
 
 
 def _locked(file: IO[bytes], kind: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -93,6 +94,9 @@ def test_gpus_that_are_not_there_are_refused() -> None:
     result = run("run_single_gpt.sh", CUDA_VISIBLE_DEVICES="0")
     assert result.returncode == 2
     assert result.stderr.startswith("error: CUDA_VISIBLE_DEVICES=0: this machine has no GPU")
+    result = command(str(REPOSITORY / "train"), "--max-steps", "5", CUDA_VISIBLE_DEVICES="0")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: CUDA_VISIBLE_DEVICES=0: this machine has no GPU")
 
 
 @pytest.mark.parametrize("flag", ["--trace-dir", "--metrics-file"])
@@ -104,6 +108,29 @@ def test_an_output_that_cannot_be_written_is_found_before_the_start(
     args = parse_args(["--trace", flag, str(file / "below")])
     with pytest.raises(DataError, match=rf"{flag} .*: {file} is a file, a directory is expected"):
         check_outputs(args)
+
+
+@pytest.mark.parametrize("flag", ["--trace-dir", "--metrics-file", "--save", "--tensorboard-dir"])
+def test_an_output_is_tried_and_not_only_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str
+) -> None:
+    """Permissions say yes to root, on file systems that then refuse."""
+
+    def refuse(**_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    trace = ["--trace"] if flag == "--trace-dir" else []
+    args = parse_args([*trace, flag, str(tmp_path / "below")])
+    line = rf"{flag} .*below: {tmp_path} is not writable \(Read-only file system\)"
+    with pytest.raises(DataError, match=line):
+        check_outputs(args)
+
+
+def test_the_short_help_has_each_setting_once_and_whole_words() -> None:
+    lines = command(str(REPOSITORY / "pretrain_gpt.py"), "--help").stdout.splitlines()
+    assert any(line.endswith(" megatron, ...") for line in lines)
+    assert not any("--persistent-save-interval" in line for line in lines)
 
 
 def test_a_run_that_is_already_done_says_so(tmp_path: Path) -> None:

@@ -114,23 +114,83 @@ def test_no_compiler_is_needed_when_nothing_has_to_be_built(repository: Path) ->
     assert "nothing to do" in result.stderr
 
 
-def test_an_interpreter_that_was_named_once_is_kept(repository: Path) -> None:
-    """Later set-ups, by ``./megatron-dpp`` and others, use it without ``PYTHON``."""
+def put_python3(repository: Path, text: str) -> str:
+    """A PATH whose python3 is this script, with what set-up itself needs."""
     tools = repository / "bin"
     tools.mkdir()
     for name in ("bash", "dirname"):
         (tools / name).symlink_to(str(shutil.which(name)))
-    (tools / "python3").write_text("#!/bin/bash\nexit 1\n")
+    (tools / "python3").write_text(f"#!{shutil.which('bash')}\n{text}\n")
     (tools / "python3").chmod(0o755)
+    return str(tools)
+
+
+def test_an_interpreter_that_was_named_once_is_kept(repository: Path) -> None:
+    """Later set-ups, by ``./megatron-dpp`` and others, use it without ``PYTHON``."""
+    path = put_python3(repository, "exit 1")
 
     def later() -> subprocess.CompletedProcess[str]:
-        return set_up(repository, PYTHON="", PATH=str(tools))
+        return set_up(repository, PYTHON="", PATH=path)
 
     assert "too old" in later().stderr  # python3 of PATH
     assert set_up(repository).returncode == 0
     assert later().stdout.strip() == sys.executable
     (repository / "build" / "python").write_text("/no/such/python\n")
     assert "too old" in later().stderr
+
+
+def plain_python(folder: Path) -> str:
+    """An interpreter that is no virtual environment and has no PyTorch."""
+    base = Path(sys.base_prefix) / "bin" / "python3"
+    if not base.is_file() or sys.prefix == sys.base_prefix:
+        pytest.skip("these tests run outside of a virtual environment")
+    (folder / "plain").write_text(f'#!/bin/sh\nexec {base} -S "$@"\n')
+    (folder / "plain").chmod(0o755)
+    return f'exec {folder / "plain"} "$@"'
+
+
+def which(repository: Path, **settings: str) -> str:
+    ran = subprocess.run(
+        ["bash", str(repository / "tools" / "setup.sh"), "--which"],
+        env={**os.environ, **settings}, capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
+
+
+def test_one_rule_says_which_python_starts(repository: Path) -> None:
+    """PYTHON, else the active environment with PyTorch, else the one that set-up used first, else
+    python3 of PATH."""
+    path, base = put_python3(repository, plain_python(repository)), Path(sys.base_prefix) / "bin"
+    assert Path(which(repository, PYTHON="", PATH=path)).parent == base
+    assert set_up(repository).returncode == 0  # with PYTHON: kept
+    assert which(repository, PYTHON="", PATH=path) == sys.executable
+    assert Path(which(repository, PYTHON=str(base / "python3"), PATH=path)).parent == base
+    kept = repository / "build" / "python"
+    kept.write_text("bin/python3\n")  # of this clone
+    assert Path(which(repository, PYTHON="", PATH=path)).parent == base
+    kept.unlink()
+    venv = repository / ".venv" / "bin" / "python"
+    venv.parent.mkdir(parents=True)
+    venv.symlink_to(sys.executable)
+    assert Path(which(repository, PYTHON="", PATH=path)) == venv
+    active = f"{Path(sys.executable).parent}:{path}"
+    assert Path(which(repository, PYTHON="", PATH=active)).parent == Path(sys.executable).parent
+
+
+def test_the_first_set_up_is_kept_and_an_active_environment_is_not(repository: Path) -> None:
+    if sys.prefix == sys.base_prefix:
+        pytest.skip("these tests run outside of a virtual environment")
+    kept = repository / "build" / "python"
+    active = {"PYTHON": "", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    assert set_up(repository, **active).returncode == 0
+    first = kept.read_text()
+    assert Path(first.strip()).is_file()
+    kept.write_text("bin/other\n")
+    put_python3(repository, "exit 1")
+    (repository / "bin" / "other").symlink_to("python3")
+    assert set_up(repository, **active).returncode == 0
+    assert kept.read_text() == "bin/other\n"
 
 
 def test_an_interpreter_that_is_not_there(repository: Path) -> None:
@@ -253,8 +313,8 @@ def test_an_environment_that_must_not_be_written_to_gets_a_venv_over_it(
 def test_a_kept_choice_lasts_until_another_set_up_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, seen = tmp_path / "python", []
-    kept.write_text("/old/python\n")
+    kept, seen, old = tmp_path / "python", [], f"{tmp_path / 'python'}\n"
+    kept.write_text(old)  # a path that is there
     monkeypatch.setattr(setup_environment, "KEPT", kept)
     monkeypatch.setattr(setup_environment, "extension_is_stale", lambda _: False)
     monkeypatch.setattr(setup_environment, "describe", lambda _: environment(python="/new/python"))
@@ -269,11 +329,11 @@ def test_a_kept_choice_lasts_until_another_set_up_succeeds(
     monkeypatch.setattr(setup_environment, "install", install)
     with pytest.raises(SetupFailed, match="no index"):
         setup_environment.set_up([], anew=True)
-    assert kept.read_text() == "/old/python\n"
+    assert kept.read_text() == old
     setup_environment.set_up([], anew=False)
-    assert kept.read_text() == "/old/python\n"
+    assert kept.read_text() == old
     setup_environment.set_up([], anew=True)
-    assert seen == ["/old/python\n"] * 3  # another start may read it at any time
+    assert seen == [old] * 3  # another start may read it at any time
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [
         ("python", "/new/python\n")
     ]

@@ -145,7 +145,7 @@ def test_a_finding_says_how_often_and_what_to_do():
         "the stage of rank 1, chunk 1 has 1.45 times the work of the others, in every iteration; "
         "waiting most meanwhile: rank 0; megatron-dpp plan moves layers away from it"
     )
-    assert "in 70% of the iterations, since iteration 5" in straggler_text(
+    assert "in 70 % of the iterations, since iteration 5" in straggler_text(
         straggler | {"share": 0.7}
     )
 
@@ -155,10 +155,10 @@ def test_a_heavy_stages_work_is_not_promised_away(tmp_path):
     heavy = {"name": "without heavy-stage (rank 1, chunk 1)", "gain": 0.174}
     report["what_if"] = [heavy, {"name": EVEN_LAYERS, "gain": 0.072}]
     assert sentences(report)[-1].endswith(
-        "17.4% of an iteration if that work were gone; laid out evenly over all stages 7.2%."
+        "17.4 % of an iteration if that work were gone; laid out evenly over all stages 7.2 %."
     )
     report["what_if"] = [heavy | {"name": "without slow-rank (rank 1)"}]
-    assert sentences(report)[-1].endswith("17.4% of an iteration.")
+    assert sentences(report)[-1].endswith("17.4 % of an iteration.")
 
 
 def test_the_recorded_costs_are_a_cost_file_of_the_simulator(tmp_path):

@@ -13,6 +13,7 @@ import difflib
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -117,10 +118,12 @@ _IN_SHORT = (
 def _short_help(parser: argparse.ArgumentParser) -> str:
     """The flags of most runs, a line each."""
     lines = [f"usage: {parser.prog} FLAGS", ""]
+    first = {action.dest: action for action in reversed(parser._actions)}  # not what else sets it
     for action in parser._actions:
-        if action.dest in _IN_SHORT:
+        if action.dest in _IN_SHORT and first[action.dest] is action:
             text = (action.help or "").split("; ")[0].replace("%%", "%")
-            lines.append(f"  {action.option_strings[0]:40s} {text[:78]}")
+            text = textwrap.shorten(text, 78, placeholder=" ...")
+            lines.append(f"  {action.option_strings[0]:40s} {text}")
     total = len(parser._actions)
     return "\n".join([*lines, "", f"--help-all lists all {total} flags, docs/flags.md the rest."])
 

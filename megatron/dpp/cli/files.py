@@ -7,6 +7,7 @@ import json
 import os
 import re
 import struct
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +151,12 @@ def check_outputs(args: argparse.Namespace) -> None:
         there = next(each for each in (path, *path.parents) if each.exists())
         if not there.is_dir():
             raise DataError(f"{flag} {given}: {there} is a file, a directory is expected")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise DataError(f"{flag} {given}: {there} is not writable")
+        try:  # permissions alone do not tell: root, NFS
+            tempfile.TemporaryFile(dir=there).close()
+        except OSError as error:
+            raise DataError(
+                f"{flag} {given}: {there} is not writable ({error.strerror})"
+            ) from error
 
 
 def written_directories(args: RunConfig) -> list[tuple[str, Path]]:

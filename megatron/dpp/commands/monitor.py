@@ -20,6 +20,7 @@ from typing import Any
 from megatron.dpp.commands.common import ROOT, guarded, new_parser
 from megatron.dpp.commands.web import serve
 from megatron.dpp.errors import require
+from megatron.dpp.pictures.style import duration, percent
 from megatron.dpp.trace.analysis.model import Iteration
 from megatron.dpp.trace.analysis.sentences import straggler_text
 from megatron.dpp.trace.analysis.stragglers import StragglerSearch
@@ -69,8 +70,8 @@ def _headline(metrics: dict[str, Any], times: list[IterationTimes]) -> str:
         if isinstance(value, (int, float)):
             parts.append(("loss " if "loss" in name else "") + form.format(value))
     if times:
-        parts.append(f"{statistics.median(t.total for t in times) / 1e6:.1f} ms/iteration")
-        parts.append(f"{statistics.fmean(t.bubble for t in times):.1%} idle")
+        parts.append(f"{duration(statistics.median(t.total for t in times) / 1e6)} per iteration")
+        parts.append(f"{percent(statistics.fmean(t.bubble for t in times))} idle")
     return "  ".join(parts)
 
 

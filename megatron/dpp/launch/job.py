@@ -27,14 +27,17 @@ _ANNOUNCE_SECONDS = 5
 """Between two lines of a worker that waits for its master."""
 _IP = re.compile(r"\d+(\.\d+){3}|[\da-fA-F:]+:[\da-fA-F:.%a-z]*")
 _QUIET = ",".join(
-    f"ignore:{text}:UserWarning"
+    f"ignore:{text}"
     for text in (
-        "Transformer Engine and Apex are not installed",
-        "Apex is not installed",
-        "full scope is deprecated",
+        "Transformer Engine and Apex are not installed:UserWarning",
+        "Apex is not installed:UserWarning",
+        "full scope is deprecated:UserWarning",
+        "`load_state_dict` is deprecated:FutureWarning",
+        "Please use DTensor instead:FutureWarning",
     )
 )
-"""Warnings of megatron-core in every process about packages that nothing here needs."""
+"""Warnings of megatron-core in every process about packages that nothing here needs, and of PyTorch
+about functions that megatron-core calls."""
 
 
 @dataclass(frozen=True, kw_only=True)

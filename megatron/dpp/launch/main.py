@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.dpp import __version__
+from megatron.dpp.cli.environment import check_visible_gpus
 from megatron.dpp.cli.files import check_data, check_outputs, check_start
 from megatron.dpp.cli.planned import SHAPES
 from megatron.dpp.errors import ConfigError, DataError, DppError
@@ -225,6 +226,8 @@ def _start(found: Plan) -> None:
         os.environ["RUN_DIR"] = options.run_dir
     if not options.dry_run:
         refuse_taken(job, resolved.argv)
+        if options.procs is None:
+            check_visible_gpus(os.environ)
     # The run that follows says it itself, unless a preparation keeps it waiting.
     says_itself = "--estimate" in resolved.flags and not (options.dry_run or found.preparation)
     needs = [] if says_itself else lines(found.estimate)

@@ -1,6 +1,6 @@
 """The launch scripts (``run_*.sh``, ``examples/*/train_*.sh``): from variables to one torchrun.
 
-Usage: ``python -m megatron.dpp.launch.scripts RECIPE ROLE [PATHS] [FLAGS]``, or ``flags SCRIPT
+Usage: ``python -m megatron.dpp.launch RECIPE ROLE [PATHS] [FLAGS]``, or ``flags SCRIPT
 FLAGS`` for a training script whose flags are all given. ``examples/launch.sh`` calls it.
 Settings come from positional paths, else the environment, else the recipe. They are checked before
 set-up, which needs minutes; nothing here needs a package before that.
@@ -159,9 +159,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_flags(script: str, argv: Sequence[str]) -> None:
-    """Start a training script whose flags are all given, with ``PYTHON`` as it is."""
+    """Start a training script whose flags are all given."""
     job = find_job(os.environ)
-    python = os.environ.get("PYTHON") or "python3"
+    python = _python_of_dry_run() if is_dry_run() else set_up()
     launch(job, python, script, [*argv, *job.flags()])
 
 
@@ -182,11 +182,15 @@ def run_recipe(recipe: str, role: str, words: Sequence[str]) -> None:
         words = ["--save", checkpoints, "--load", checkpoints] if checkpoints else []
         refuse_taken(job, [*words, *further])  # before minutes of set-up, as for a wrong word
         environment.check_visible_gpus(os.environ)
-    python = os.environ.get("PYTHON") or "python3"
-    python = python if is_dry_run() else set_up()
+    python = _python_of_dry_run() if is_dry_run() else set_up()
     data = settings["DATA_PATH"].split() or sample_tokens(model, settings, python)
     flags = flags_of(model, settings, data, job)
     launch(job, python, f"pretrain_{model}.py", [*flags, *further])
+
+
+def _python_of_dry_run() -> str:
+    """The Python that a dry run prints, since set-up does not run."""
+    return os.environ.get("PYTHON") or "python3"
 
 
 def misspelt(env: Mapping[str, str]) -> list[str]:
@@ -377,7 +381,3 @@ def flags_of(model: str, settings: Settings, data: Sequence[str], job: Job) -> l
 def _words(template: str, settings: Settings) -> list[str]:
     """The words of a template, its variables filled in; a value with spaces stays one word."""
     return [word.format_map(settings) for word in template.split()]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

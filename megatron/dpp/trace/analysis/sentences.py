@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.dpp.pictures.style import duration
+from megatron.dpp.pictures.style import duration, percent
 
 EVEN_LAYERS = "layers laid out evenly"
 """Name of the what-if that moves layers until every stage has the same work."""
@@ -41,7 +41,8 @@ def cause_texts() -> dict[str, str]:
 def straggler_text(straggler: dict[str, Any]) -> str:
     """One finding as a sentence."""
     text = _KINDS[straggler["kind"]].format(**straggler)
-    often = f"in {straggler['share']:.0%} of the iterations, since iteration {straggler['since']}"
+    share = f"{straggler['share'] * 100:.0f} %"
+    often = f"in {share} of the iterations, since iteration {straggler['since']}"
     if straggler["share"] >= 1:
         often = "in every iteration"
     victims = ", ".join(f"rank {rank}" for rank in straggler["victims"])
@@ -54,7 +55,7 @@ def _with_all_its_work(best: dict[str, Any], what_if: list[dict[str, Any]]) -> s
     moved = [row["gain"] for row in what_if if row["name"] == EVEN_LAYERS]
     if not best["name"].startswith("without heavy-stage") or not moved:
         return ""
-    return f" if that work were gone; laid out evenly over all stages {moved[0]:.1%}"
+    return f" if that work were gone; laid out evenly over all stages {percent(moved[0])}"
 
 
 def sentences(report: dict[str, Any]) -> list[str]:
@@ -66,9 +67,9 @@ def sentences(report: dict[str, Any]) -> list[str]:
         f"{duration(totals['tail_ms'])} for gradient reduction, optimizer and the like.",
         f"The busiest rank needs {duration(totals['ideal_ms'])} for its own tasks, so the pipeline "
         f"takes {totals['ideal_ratio']:.3f} times the least possible.",
-        f"On average {totals['bubble']:.1%} of the pipeline's time is idle: "
+        f"On average {percent(totals['bubble'])} of the pipeline's time is idle: "
         + ", ".join(
-            f"{share:.1%} {_CAUSES.get(cause, cause)}"
+            f"{percent(share)} {_CAUSES.get(cause, cause)}"
             for cause, share in totals["bubble_by_cause"].items()
             if share >= 0.001
         )
@@ -85,7 +86,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
     best = max(report.get("what_if", []), key=lambda p: p["gain"], default=None)
     if best is not None and best["gain"] > 0.01:
         lines.append(
-            f"The largest predicted gain: {best['name']}, {best['gain']:.1%} of an iteration"
+            f"The largest predicted gain: {best['name']}, {percent(best['gain'])} of an iteration"
             f"{_with_all_its_work(best, report['what_if'])}."
         )
     if run["cut_short"]:
