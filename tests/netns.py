@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import subprocess
@@ -12,7 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 
-CLONE_NEWNET = 0x40000000
+from tests.runtime.fork_server import enter_network
+
 ADDRESSES = ("10.213.71.1", "10.213.71.2")
 _SECONDS = 30.0
 
@@ -26,9 +26,7 @@ class Hosts:
 
     def enter(self, rank: int) -> None:
         """Move this process to a host."""
-        with open(f"/run/netns/{self.names[rank]}") as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), "setns")
+        enter_network(self.names[rank])
 
     def command(self, host: int, *words: str) -> list[str]:
         """``words``, to be run on a host."""

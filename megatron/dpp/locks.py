@@ -84,9 +84,13 @@ def lock_directory(directory: str | Path, flag: str) -> Lock:
             f"{path}: process {left[1]} on host {left[0]} did not release it; if that run still "
             "goes on, end one of the two"
         )
-    file.truncate(0)
     owner = {"host": socket.gethostname(), "process": os.getpid(), "since": int(time.time())}
-    file.write(json.dumps(owner).encode() + b"\n")
+    try:
+        file.truncate(0)
+        file.write(json.dumps(owner).encode() + b"\n")
+    except OSError as error:
+        file.close()
+        raise DataError(f"{flag} {directory}: {error.strerror}") from error
     return Lock(file, warning, own=True)
 
 

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import errno
 import os
-import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -105,72 +104,6 @@ def test_a_save_killed_between_its_two_renames_is_undone(tmp_path: Path) -> None
     assert (tmp_path / "iter_0000003" / "state").read_text() == "3"
 
 
-class Killed(BaseException):
-    """An exception that no handler catches."""
-
-
-def _fail_at(patch: pytest.MonkeyPatch, number: int, error: type[BaseException]) -> None:
-    """The system calls that change directories and files fail from this one on."""
-    left = [number]
-
-    def failing(call: Any) -> Any:
-        def fail(*given: Any, **options: Any) -> Any:
-            if left[0] == 0:
-                raise error("no room")
-            left[0] -= 1
-            return call(*given, **options)
-
-        return fail
-
-    for owner, name in (
-        (Path, "mkdir"), (Path, "rename"), (Path, "replace"), (Path, "open"), (os, "fsync"),
-        (shutil, "rmtree"),
-    ):  # fmt: skip
-        patch.setattr(owner, name, failing(getattr(owner, name)))
-
-
-def _state(root: Path) -> tuple[int, str]:
-    found = files.find(str(root))
-    assert found is not None
-    return found.iteration, (found.path / "state").read_text()
-
-
-@pytest.mark.parametrize("error", [Killed, OSError])
-@pytest.mark.parametrize("before", [3, 6])
-def test_a_save_that_ends_at_any_system_call_leaves_a_whole_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, error: type[BaseException]
-) -> None:
-    """The previous or the complete new checkpoint remains, also for an equal iteration."""
-    seen, number = [], 0
-    while True:
-        root = tmp_path / str(number)
-        (files.begin(root, before) / "state").write_text("old")
-        files.commit(root, before)
-        with monkeypatch.context() as patch:
-            _fail_at(patch, number, error)
-            try:
-                (files.begin(root, 6) / "state").write_text("new")
-                files.commit(root, 6)
-                ended = False
-            except error:
-                ended = True
-        state = _state(root)
-        names = {path.suffix for path in root.iterdir()}
-        assert ended or not names & {".unfinished", ".replaced", ".new"}
-        assert state in ((before, "old"), (6, "new"))
-        files.tidy(root)
-        assert _state(root) == state
-        rest = {path.name for path in root.iterdir() if path.suffix in (".unfinished", ".replaced")}
-        assert not rest
-        seen.append(state)
-        if not ended:
-            break
-        number += 1
-    assert seen[0] == (before, "old") and seen[-1] == (6, "new") and number > 5
-    _save(root, 9)
-    assert _state(root) == (9, "9")
-
-
 def test_a_reader_of_the_tracker_sees_one_whole_number(tmp_path: Path) -> None:
     """The tracker is replaced, since a file written in place is empty for a moment."""
     _save(tmp_path, 3)
@@ -224,6 +157,9 @@ def test_a_tracker_that_names_nothing_is_refused(tmp_path: Path) -> None:
         (tmp_path / files.TRACKER).write_text(text)
         with pytest.raises(DataError, match=f"holds {text!r}, expected an iteration"):
             files.find(str(tmp_path))
+    (tmp_path / files.TRACKER).write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match=r"iteration\.txt: unreadable \(.utf-8. codec"):
+        files.find(str(tmp_path))
     (tmp_path / files.TRACKER).write_text("release\n")
     assert files.find(str(tmp_path)) == files.Found(tmp_path / "release", 0, release=True)
 

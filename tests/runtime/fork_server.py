@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_REQUEST = 1 << 20
+_CLONE_NEWNET = 0x40000000
 
 
 def preload() -> None:
@@ -97,10 +99,19 @@ class Server:
         os._exit(0)
 
 
+def enter_network(name: str) -> None:
+    """Moves this process into a network namespace that ``ip netns`` has made."""
+    with open(f"/run/netns/{name}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+
+
 def become(request: dict[str, Any]) -> None:
     """Runs the script of a request in this process."""
     script, arguments = request["script"], request["arguments"]
     os.chdir(request["folder"])
+    if request["network"]:
+        enter_network(request["network"])
     if request["fresh"]:
         words = [sys.executable, "-X", "faulthandler", script, *arguments]
         os.execve(sys.executable, words, request["environment"])

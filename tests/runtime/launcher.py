@@ -100,8 +100,8 @@ def free_port() -> int:
             return port
 
 
-Place = Callable[[int], tuple[list[str], dict[str, str]]]
-"""By rank: the words before its command, and environment variables of its own."""
+Place = Callable[[int], tuple[str, dict[str, str]]]
+"""By rank: the network namespace that it lives in, and environment variables of its own."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -146,34 +146,25 @@ def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
 def start(
     script: Path, num_ranks: int, arguments: Sequence[str], place: Place | None = None,
     *, fresh: bool = False,
-) -> list[Rank | subprocess.Popen[str]]:  # fmt: skip
+) -> list[Rank]:  # fmt: skip
     """Start ``num_ranks`` processes of ``script`` with torchrun's environment variables.
 
     Args:
-        place: the hosts of the ranks, which then start Python anew.
+        place: the hosts of the ranks.
         fresh: start Python anew; otherwise PyTorch and megatron-core are imported already.
     """
     port = str(free_port())
     control, servers = _server()
-    ranks: list[Rank | subprocess.Popen[str]] = []
+    ranks: list[Rank] = []
     for rank in range(num_ranks):
+        network, more = place(rank) if place is not None else ("", {})
         environment = _environment(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-        )  # fmt: skip
-        if place is not None:
-            words, more = place(rank)
-            command = [*words, sys.executable, "-X", "faulthandler", str(script), *arguments]
-            ranks.append(
-                subprocess.Popen(
-                    command, env=environment | more, stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT, text=True, start_new_session=True,
-                )
-            )  # fmt: skip
-            continue
+        ) | more  # fmt: skip
         request = {
             "script": str(script), "arguments": list(arguments), "folder": os.getcwd(),
-            "environment": environment,
+            "environment": environment, "network": network,
             "fresh": fresh or _at_start(environment) != _at_start(servers),
         }  # fmt: skip
         output = tempfile.TemporaryFile()  # noqa: SIM115 - the rank's owner closes it
@@ -185,7 +176,7 @@ def start(
     return ranks
 
 
-def wait(processes: Sequence[Rank | subprocess.Popen[str]], timeout: float) -> list[Finished]:
+def wait(processes: Sequence[Rank], timeout: float) -> list[Finished]:
     """Wait for all; after ``timeout`` seconds make the rest print their stacks and kill them."""
     deadline = time.monotonic() + timeout
     try:
@@ -201,7 +192,7 @@ def wait(processes: Sequence[Rank | subprocess.Popen[str]], timeout: float) -> l
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _collect(process: Rank | subprocess.Popen[str]) -> Finished:
+def _collect(process: Rank) -> Finished:
     try:
         output, _ = process.communicate(timeout=20)
     except subprocess.TimeoutExpired:

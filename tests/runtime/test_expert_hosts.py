@@ -33,9 +33,9 @@ def hosts() -> Iterator[Hosts]:
 def check(hosts: Hosts, num_ranks: int, *cases: dict[str, Any], neighbours: int = 1) -> None:
     """Run the cases; ``neighbours`` ranks in a row are on one host, the next ones on the other."""
 
-    def place(rank: int) -> tuple[list[str], dict[str, str]]:
+    def place(rank: int) -> tuple[str, dict[str, str]]:
         host = rank // neighbours % 2
-        return hosts.command(host), {
+        return hosts.names[host], {
             "MASTER_ADDR": ADDRESSES[0],
             "GLOO_SOCKET_IFNAME": hosts.devices[host],
             "LOCAL_WORLD_SIZE": str(num_ranks // 2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,6 +159,16 @@ def test_the_checkpoint_before_goes_after_the_commit(
         job.save(6)
     assert "iter_0000005" in job.there()
     assert (job.folder / files.TRACKER).read_text() == "5"
+
+
+@pytest.mark.parametrize("interval", [None, 10])
+def test_a_save_needs_no_checkpoint_before(job: Job, interval: int | None) -> None:
+    """Users make room while a run goes on."""
+    job.run.args.save_retain_interval = interval
+    job.save(5)
+    shutil.rmtree(job.folder / "iter_0000005")
+    job.save(6)
+    assert (job.folder / files.TRACKER).read_text() == "6" and job.there() == ["iter_0000006"]
 
 
 class Queue:

@@ -10,20 +10,20 @@ directories; nothing here needs a process group.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
-import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.dpp.cli import checksums
+from megatron.dpp.cli import checksums, durable
 from megatron.dpp.cli.checkpoint_reader import read_pickle
 from megatron.dpp.errors import DataError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_UNFINISHED, _REPLACED = ".unfinished", ".replaced"
+_UNFINISHED, _REPLACED, _REMOVED = ".unfinished", ".replaced", ".removed"
 _HEADS = ("metadata.json", "common.pt", ".metadata")
 _ENGINE_OPTIMIZER, _ENGINE_MODEL = "_optim_states.pt", "_model_states.pt"
 
@@ -78,7 +78,8 @@ def rank_directory(tensor: int, pipeline: int | None, expert: int | None) -> str
 def begin(root: str | Path, iteration: int) -> Path:
     """Make an empty directory to write into; one left by an earlier attempt goes away."""
     path = unfinished_directory(root, iteration)
-    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path)
     path.mkdir(parents=True)
     return path
 
@@ -100,10 +101,7 @@ def write_tracker(root: str | Path, iteration: int) -> None:
     """Replace the tracker file in one step, so that a reader sees the old or the new number."""
     tracker = Path(root) / TRACKER
     scratch = tracker.with_suffix(".new")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(str(iteration))
-        file.flush()
-        os.fsync(file.fileno())
+    durable.write_text(scratch, str(iteration))
     scratch.replace(tracker)
 
 
@@ -120,7 +118,10 @@ def find(root: str | None, step: int | None = None) -> Found | None:
     if step is None:
         if not tracker.is_file():
             return None
-        text = tracker.read_text(encoding="utf-8").strip()
+        try:
+            text = tracker.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{tracker}: unreadable ({error})") from error
         if text == "release":
             return Found(Path(root) / "release", 0, release=True)
         if not text.isdigit():
@@ -184,6 +185,8 @@ def tidy(root: str | Path) -> list[str]:
         shutil.rmtree(path, ignore_errors=True)
         how = "cannot be removed" if path.exists() else "removed"
         lines.append(f"{path.name}: a save was interrupted here; {how}, the one before is used")
+    for path in Path(root).glob(f"iter_*{_REMOVED}"):
+        shutil.rmtree(path, ignore_errors=True)
     for path in sorted(Path(root).glob(f"iter_*{_REPLACED}")):
         final = path.with_suffix("")
         if final.exists():
@@ -293,6 +296,13 @@ def _check_distributed(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete an old checkpoint; a symbolic link is left alone."""
-    if not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
+    """Delete an old checkpoint, which loses its name before its files. What cannot be deleted
+    stays, and so does a symbolic link.
+    """
+    if path.is_symlink():
+        return
+    removed = path.with_suffix(_REMOVED)
+    shutil.rmtree(removed, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)

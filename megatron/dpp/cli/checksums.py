@@ -7,11 +7,11 @@ noted. A load compares: a file whose bits changed on disk is refused by name.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from megatron.dpp.cli import durable
 from megatron.dpp.errors import DataError
 
 NAME = "checksums.json"
@@ -24,24 +24,25 @@ Sums = dict[str, str]
 def note(target: Path, paths: Iterable[Path], rank: int) -> None:
     """Leave the checksums of files that this rank wrote in ``target`` for :func:`write`."""
     sums = {str(path.relative_to(target)): _sum(path) for path in paths}
-    (target / f"{_NOTES}{rank}").write_text(json.dumps(sums), encoding="utf-8")
+    path = target / f"{_NOTES}{rank}"
+    with durable.naming(path):
+        path.write_text(json.dumps(sums), encoding="utf-8")
 
 
 def write(target: Path) -> None:
     """Write the checksums of all files below ``target``; when all ranks are done, on one."""
     sums: Sums = {}
     for path in target.glob(f"{_NOTES}*"):
-        sums |= json.loads(path.read_text(encoding="utf-8"))
+        with durable.naming(path):
+            sums |= json.loads(path.read_text(encoding="utf-8"))
         path.unlink()
     for path in sorted(each for each in target.rglob("*") if each.is_file()):
         name = str(path.relative_to(target))
         if name not in sums and name != NAME:
             sums[name] = _sum(path)
     sums = dict(sorted(sums.items()))
-    with (target / NAME).open("w", encoding="utf-8") as file:
-        json.dump({"crc32": sums, "own": _own(sums)}, file, indent=0)
-        file.flush()
-        os.fsync(file.fileno())
+    text = json.dumps({"crc32": sums, "own": _own(sums)}, indent=0)
+    durable.write_text(target / NAME, text)
 
 
 def read(path: Path) -> Sums | None:
@@ -89,7 +90,7 @@ def check(path: Path, sums: Sums, names: Sequence[str]) -> None:
 
 def _sum(path: Path) -> str:
     crc = size = 0
-    with path.open("rb") as file:
+    with durable.naming(path), path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             crc, size = zlib.crc32(block, crc), size + len(block)
     return f"{crc:08x} {size}"

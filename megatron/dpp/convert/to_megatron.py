@@ -85,17 +85,18 @@ def unfinished(target: Path) -> Iterator[Path]:
         DataError: ``target`` exists, or another process writes it.
     """
     target = target.absolute()
-    if target.exists():
-        raise DataError(f"{target}: exists; name another target, or remove it")
     scratch = target.with_name(f".{target.name}.unfinished")
-    with lock_directory(scratch, "convert:"):
-        new = scratch / "new"
-        try:
-            shutil.rmtree(new, ignore_errors=True)  # left by a kill
-            new.mkdir()
-            yield new
-            new.rename(target)
-        except OSError as error:
-            raise DataError(f"{target}: {error.strerror or error}") from error
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        if target.exists():
+            raise DataError(f"{target}: exists; name another target, or remove it")
+        with lock_directory(scratch, "convert:"):
+            new = scratch / "new"
+            try:
+                shutil.rmtree(new, ignore_errors=True)  # left by a kill
+                new.mkdir()
+                yield new
+                new.rename(target)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as error:
+        raise DataError(f"{target}: {error.strerror or error}") from error

@@ -32,7 +32,7 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.utils import unwrap_model
 
 from megatron.dpp.cli import checkpoint_files as files
-from megatron.dpp.cli import checksums
+from megatron.dpp.cli import checksums, durable
 from megatron.dpp.cli.checkpoint_args import check_model, check_optimizer
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.mcore.training.first_state import add_steps, begun, teach_sgd
@@ -112,7 +112,7 @@ class Checkpointer:
         run, args = self._run, self._run.args
         if not run.is_first:
             return
-        before = files.find(args.save) if (Path(args.save) / files.TRACKER).is_file() else None
+        before = self._to_remove(iteration)
         files.commit(args.save, iteration)
         seconds = time.perf_counter() - start
         run.say(
@@ -120,9 +120,22 @@ class Checkpointer:
             f"in {seconds:.1f} s"
         )
         note_progress(run, f"Saved checkpoint\tIteration: {iteration}")
+        if before is not None:
+            files.remove(before)
+
+    def _to_remove(self, iteration: int) -> Path | None:
+        """The checkpoint that the one of ``iteration`` replaces, by ``--save-retain-interval``."""
+        args = self._run.args
         keep = args.save_retain_interval
-        if keep and before and before.iteration not in (0, iteration) and before.iteration % keep:
-            files.remove(before.path)
+        if not keep:
+            return None
+        try:
+            before = files.find(args.save)
+        except DataError:  # it was removed already
+            return None
+        if before is None or before.iteration in (0, iteration) or not before.iteration % keep:
+            return None
+        return before.path
 
     def _write(self, target: Path) -> bool:
         """Writes the state; True when the write goes on in the background and commits itself."""
@@ -137,7 +150,9 @@ class Checkpointer:
         path.parent.mkdir(parents=True, exist_ok=True)
         optimizer = self._trainee.optimizer
         if args.use_distributed_optimizer and not args.no_save_optim:
-            optimizer.save_parameter_state(str(path.with_name("distrib_optim.pt")))
+            share = path.with_name("distrib_optim.pt")
+            with durable.naming(share):
+                optimizer.save_parameter_state(str(share))
         generators = random_state.collect(args, sharded=False)  # may be a collective
         if mpu.get_expert_data_parallel_rank() == 0:
             state = self._common_state(generators)
@@ -146,7 +161,8 @@ class Checkpointer:
             if not args.no_save_optim:
                 state["optimizer"] = optimizer.state_dict()
                 state["opt_param_scheduler"] = self._trainee.scheduler.state_dict()
-            torch.save(state, path)
+            with durable.naming(path, RuntimeError):
+                torch.save(state, path)
             checksums.note(target, [path], self._run.rank)
 
     def _write_distributed(self, target: Path) -> bool:

@@ -145,7 +145,10 @@ def note_progress(run: Run, text: str) -> None:
     if not (args.log_progress and args.save and run.is_first):
         return
     path = Path(args.save) / "progress.txt"
-    path.parent.mkdir(parents=True, exist_ok=True)
     job = f"Job ID: {os.environ.get('SLURM_JOB_ID', '')}\t# GPUs: {args.world_size}"
-    with path.open("a", encoding="utf-8") as file:
-        file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\t{job}\t{text}\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\t{job}\t{text}\n")
+    except OSError as error:  # of a line for people, not of what it reports
+        run.say(f"warning: {path}: {error.strerror}")

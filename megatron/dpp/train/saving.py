@@ -51,9 +51,12 @@ def _cause(error: BaseException) -> str:
 
 def _full(root: Path) -> str:
     """Text about a full disk, which PyTorch's errors do not mention; else empty."""
-    while not root.exists():
-        root = root.parent
-    usage = shutil.disk_usage(root)
+    try:
+        while not root.exists():
+            root = root.parent
+        usage = shutil.disk_usage(root)
+    except OSError:  # the disk does not even tell
+        return ""
     if usage.free >= _ROOM:
         return ""
     return (

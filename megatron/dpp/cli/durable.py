@@ -1,0 +1,42 @@
+"""Small files of a checkpoint that outlive a power cut, and errors that name their file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def naming(path: Path, *others: type[Exception]) -> Iterator[None]:
+    """Around work on a file: gives an error without a file's name this one.
+
+    The kernel names no file when a write, a read or an ``fsync`` fails.
+
+    Args:
+        others: errors beside OSError that the work raises for the file; they become one.
+
+    Raises:
+        OSError: with ``path``.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+    except others as error:
+        raise OSError(f"{path}: {error}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of UTF-8 text that is on the disk when this returns.
+
+    Raises:
+        OSError: with the file's name.
+    """
+    with naming(path), path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
