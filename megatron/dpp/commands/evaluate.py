@@ -21,6 +21,7 @@ from megatron.dpp.commands.model_source import (
     Source,
     add_model_flags,
     chat_encoder,
+    check_model_flags,
     exported,
     find_source,
     opened,
@@ -71,6 +72,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> int:
     if not (args.data or args.tasks):
         raise ConfigError("nothing to evaluate: give --data FILE or --tasks NAMES")
+    check_model_flags(args)
     if args.tasks and importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
             "--tasks: lm-evaluation-harness is not installed; pip install lm_eval[hf]"
@@ -90,16 +92,18 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _perplexity(args: argparse.Namespace, source: Source) -> dict[str, Any]:
-    from megatron.dpp.inference.losses import total_loss
+    from megatron.dpp.inference.losses import check_windows, total_loss
 
     tokenizer, place = tokenizer_of(source, args.tokenizer)
     documents = list(_documents(args.data, source, tokenizer, place))
     vocabulary = vocabulary_of(source, tokenizer)
     _check_ids(args.data, documents, vocabulary)
+    if source.positions is not None:
+        check_windows(*_windows(args, source.positions), source.positions)
     with opened(source, args, vocabulary) as engine:
         print(f"engine: {engine.name}", file=sys.stderr)
-        window = args.window or min(_WINDOW, engine.positions)
-        stride = args.stride or max(window // 2, 1)
+        window, stride = _windows(args, engine.positions)
+        check_windows(window, stride, engine.positions)
         totals = total_loss(
             engine, documents, window=window, stride=stride, batch_size=args.batch_size
         )
@@ -119,6 +123,12 @@ def _perplexity(args: argparse.Namespace, source: Source) -> dict[str, Any]:
         print(f"tokens {totals.tokens:,} in windows of {window}, {stride} apart")
         print(f"loss {totals.mean:.6f}, perplexity {totals.perplexity:.4f}, bits per byte {bits}")
     return found
+
+
+def _windows(args: argparse.Namespace, positions: int) -> tuple[int, int]:
+    """Tokens of a window, and between the beginnings of two."""
+    window = min(_WINDOW, positions) if args.window is None else args.window
+    return window, window // 2 if args.stride is None else args.stride
 
 
 def _documents(

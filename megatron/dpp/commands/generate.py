@@ -15,6 +15,7 @@ from megatron.dpp.commands.model_source import (
     Source,
     add_model_flags,
     chat_encoder,
+    check_model_flags,
     ends_of,
     find_source,
     opened,
@@ -22,7 +23,7 @@ from megatron.dpp.commands.model_source import (
     vocabulary_of,
 )
 from megatron.dpp.commands.prompts import Prompt, chat_prompts, read_texts, text_prompts
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import DataError, require
 from megatron.dpp.tokenizers import Tokenizer
 
 
@@ -62,6 +63,11 @@ def _run(args: argparse.Namespace) -> int:
     sampling = Sampling(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
     )
+    check_model_flags(args)
+    most = args.max_new_tokens
+    require(most >= 1, f"--max-new-tokens {most}: must be at least 1")
+    if args.output is not None:
+        _check_output(args.output)
     source = find_source(args.model, args.step, args.engine)
     tokenizer, place = tokenizer_of(source, args.tokenizer)
     prompts = _prompts(args, source, tokenizer, place)
@@ -71,15 +77,13 @@ def _run(args: argparse.Namespace) -> int:
     if source.positions is not None:
         check_lengths(ids, source.positions)
     with contextlib.ExitStack() as stack:
-        file = None
-        if args.output is not None:
-            file = stack.enter_context(_new_file(args.output))
         engine = stack.enter_context(opened(source, args, vocabulary))
         print(f"engine: {engine.name}", file=sys.stderr)
+        file = args.output and stack.enter_context(args.output.open("x", encoding="utf-8"))
         answers = generate(
             engine,
             ids,
-            most=args.max_new_tokens,
+            most=most,
             ends=ends_of(source, tokenizer),
             sampling=sampling,
             batch_size=args.batch_size,
@@ -112,10 +116,11 @@ def _check_ids(prompts: Iterable[Sequence[int]], vocabulary: int) -> None:
             )
 
 
-def _new_file(path: Path) -> Any:
+def _check_output(path: Path) -> None:
     if path.exists():
         raise DataError(f"--output {path}: exists; name another file")
-    return path.open("x", encoding="utf-8")
+    if not path.parent.is_dir():
+        raise DataError(f"--output {path}: its directory does not exist")
 
 
 def _write(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.dpp.cli.checkpoint_args import saved_args
 from megatron.dpp.cli.checkpoint_files import Found, check_whole, find
 from megatron.dpp.commands.chats import ChatEncoder, find_template
-from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.errors import ConfigError, DataError, require
 from megatron.dpp.launch.vocabulary import tokenizer_flags
 from megatron.dpp.models import HfConfig, read_config
 from megatron.dpp.models.fields import CONFIG, find_origin
@@ -45,6 +45,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="sequences at once (default 8)"
     )
+
+
+def check_model_flags(args: argparse.Namespace) -> None:
+    """Raises ConfigError for values of these flags that mean nothing."""
+    require(args.batch_size >= 1, f"--batch-size {args.batch_size}: must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +171,7 @@ def _of_run(saved: Any) -> tuple[Tokenizer, str | None]:
 
 
 def chat_encoder(source: Source, tokenizer: Tokenizer, place: str | None) -> ChatEncoder:
-    """What turns chats into ids, with the template of the run or the tokenizer.
+    """The encoder of chats, with the template of the run or the tokenizer.
 
     Args:
         place: from :func:`tokenizer_of`.
@@ -205,7 +210,7 @@ def vocabulary_of(source: Source, tokenizer: Tokenizer) -> int:
 
 @contextlib.contextmanager
 def opened(source: Source, args: argparse.Namespace, vocabulary: int) -> Iterator[Engine]:
-    """What computes the model, until the end of the block.
+    """The engine that computes the model, until the end of the block.
 
     Args:
         args: with the flags of :func:`add_model_flags`.

@@ -2,4 +2,4 @@
 
 import warnings
 
-warnings.filterwarnings("ignore", "Transformer Engine and Apex are not installed")
+warnings.filterwarnings("ignore", ".*Apex (is|are) not installed")

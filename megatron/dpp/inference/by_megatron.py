@@ -54,9 +54,7 @@ def checkpoint_words(found: Found) -> list[str]:
 
 def folder_words(folder: Path) -> list[str]:
     """Flags that load a Hugging Face folder."""
-    config = read_config(folder)
-    length = str(config.flags["max-position-embeddings"])
-    return ["--load-hf", str(folder), "--seq-length", length, *config.words()]
+    return ["--load-hf", str(folder), *read_config(folder).words()]
 
 
 def settings(words: Sequence[str], device: str, dtype: str) -> RunConfig:
@@ -68,6 +66,7 @@ def settings(words: Sequence[str], device: str, dtype: str) -> RunConfig:
     """
     parsed = parse_args([*_FLAGS.split(), "--device", device, *_SWITCHES[dtype], *words])
     take_checkpoint_args(parsed)
+    parsed.seq_length = parsed.seq_length or parsed.max_position_embeddings
     parsed.tokenizer_type = "NullTokenizer"  # whatever the checkpoint says: it reads ids
     parsed.moe_token_dispatcher_type = "alltoall"
     args = settled(validate(parsed, 1, "gpt"))

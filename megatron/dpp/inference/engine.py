@@ -1,4 +1,4 @@
-"""What generation and evaluation ask of a model, whoever computes it."""
+"""The interface between generation, evaluation and the model that they ask."""
 
 from __future__ import annotations
 

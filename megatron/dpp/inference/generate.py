@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron.dpp.errors import DataError, require
+from megatron.dpp.errors import DataError
 from megatron.dpp.inference.engine import Engine, Tokens
 from megatron.dpp.inference.sampling import Chooser, Sampling
 
@@ -51,15 +51,14 @@ def generate(
     """The answers to ``prompts``, in their order.
 
     Args:
-        most: tokens of an answer; fewer where the model's positions end.
+        most: tokens of an answer, at least 1; fewer where the model's positions end.
         ends: tokens that end an answer.
+        batch_size: prompts that are answered together, at least 1.
 
     Raises:
-        ConfigError: a number below 1, or a batch that the device has no memory for.
+        ConfigError: the device has no memory for a batch.
         DataError: a prompt is too long or empty.
     """
-    require(most >= 1, f"--max-new-tokens {most}: must be at least 1")
-    require(batch_size >= 1, f"--batch-size {batch_size}: must be at least 1")
     check_lengths(prompts, engine.positions)
     numbered = iter(enumerate(prompts))
     while batch := dict(itertools.islice(numbered, batch_size)):

@@ -68,6 +68,18 @@ class Totals:
         return math.exp(self.mean) if self.mean < 700 else math.inf
 
 
+def check_windows(window: int, stride: int, positions: int) -> None:
+    """Raises ConfigError for windows that the model does not hold, or that do not overlap."""
+    require(
+        2 <= window <= positions,
+        f"--window {window}: must be at least 2 and at most {positions}, the model's positions",
+    )
+    require(
+        1 <= stride < window,
+        f"--stride {stride}: must be at least 1 and below the window of {window} tokens",
+    )
+
+
 def windows(document: Document, window: int, stride: int) -> Iterator[_Piece]:
     """A document in windows that begin ``stride`` tokens apart; each token counts once, in the
     first window that holds it and a token before.
@@ -92,19 +104,9 @@ def total_loss(
 
     Args:
         window: most tokens that the model reads together.
-        stride: tokens between the beginnings of windows, at most ``window - 1``.
-        batch_size: windows that are read at once.
-
-    Raises:
-        ConfigError: a number that is out of range.
+        stride: tokens between the beginnings of windows.
+        batch_size: windows that are read at once, at least 1.
     """
-    require(
-        2 <= window <= engine.positions,
-        f"--window {window}: must be at least 2 and at most {engine.positions}, the model's "
-        "positions",
-    )
-    require(1 <= stride < window, f"--stride {stride}: must be at least 1 and below {window}")
-    require(batch_size >= 1, f"--batch-size {batch_size}: must be at least 1")
     totals = Totals()
     pieces = (piece for each in documents for piece in windows(each, window, stride))
     for batch in _batches(pieces, window * batch_size):

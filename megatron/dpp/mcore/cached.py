@@ -142,6 +142,6 @@ def use_cache(model: Any) -> None:
 def step_params(
     starts: torch.Tensor, places: torch.Tensor, longest: int, cache: Cache, *, first: bool
 ) -> PackedSeqParams:
-    """What a forward takes as ``packed_seq_params``; see :class:`Step`."""
+    """The ``packed_seq_params`` of a forward; see :class:`Step`."""
     step = Step(starts, longest, places, cache, first=first)
     return packed.packed_params(starts, cache.room, step)  # one rotary table for all steps
