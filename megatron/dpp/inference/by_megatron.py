@@ -13,6 +13,7 @@ import io
 import itertools
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ def megatron_engine(
             config = transformer_config(args)
             (model,) = bare_chunks(args, config, TASKS["gpt"].build_chunk)
             model.to(device=run.device, dtype=args.params_dtype).eval()
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # PyTorch's, about its own formats
                 Checkpointer(run, Trainee([model], config, None, None)).load()
         use_cache(model)
         yield MegatronEngine(model, args, run.device, vocabulary)
