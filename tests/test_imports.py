@@ -63,11 +63,13 @@ MAY_IMPORT = {
         *("config", "errors", "locks", "text_files", "tokenizers", "schedule", "trace", "plan"),
         *("transport", "mcore", "runtime", "cli", "convert", "models"),
     },
+    "inference": {"errors", "models", "plan", "mcore", "cli", "train"},
     "plugin": {"config", "errors", "mcore", "runtime", "schedule", "trace"},
     "commands": {
         *("config", "errors", "hosts", "text_files", "pictures", "tokenizers", "schedule"),
         *("trace", "sim"),
         *("plan", "transport", "mcore", "cli", "launch", "plugin", "convert", "models"),
+        "inference",
     },
 }
 DOORS = {"__init__", "__main__", "doctor", "estimate", "run", "sim.__main__"}

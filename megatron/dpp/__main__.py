@@ -12,6 +12,8 @@ from megatron.dpp.errors import exit_with
 COMMANDS = {
     "preprocess": ("commands.preprocess", "turn JSON lines into token files"),
     "convert": ("commands.convert", "turn a Hugging Face model into a checkpoint, and back"),
+    "generate": ("commands.generate", "print a model's answers to prompts"),
+    "evaluate": ("commands.evaluate", "print a model's perplexity, or its scores on tasks"),
     "estimate": ("commands.estimate", "print the memory and time that a run will need"),
     "plan": ("commands.plan", "choose layers per stage, chunks per rank and the memory cap"),
     "run": ("commands.run", "run a Megatron-LM script of yours with the dynamic pipeline"),

@@ -1,4 +1,5 @@
-"""Chats for ``preprocess --sft``: a template turns messages into text, whose answers are marked.
+"""Chats for ``preprocess --sft``, ``generate`` and ``evaluate``: a template turns messages into
+text, whose answers are marked.
 
 A line holds ``messages`` (a list of objects with ``role`` and ``content``), or ``prompt`` and
 ``completion``. The text of an answer is what the template adds to that of the messages before it
@@ -101,7 +102,7 @@ class ChatEncoder:
             import jinja2
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ModuleNotFoundError:
-            raise DataError("--sft needs Jinja; pip install jinja2") from None
+            raise DataError("chats need Jinja; pip install jinja2") from None
         self._tokenizer, self._errors = tokenizer, jinja2.TemplateError
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -127,10 +128,9 @@ class ChatEncoder:
             BadLine: the line holds no chat, or an empty answer.
         """
         messages = _messages(document)
-        for message in messages:
-            held = [text for text in self._special if text in message["content"]]
-            if held:
-                raise BadLine(f"a message holds the special token {held[0]}")
+        if not any(message["role"] == "assistant" for message in messages):
+            raise BadLine("no message has the role assistant")
+        self._refuse_special(messages)
         ids: list[int] = []
         marks: list[int] = []
         done = ""
@@ -147,6 +147,28 @@ class ChatEncoder:
                 marks += [mark] * len(new)
             done = after
         return ids, marks
+
+    def ask(self, document: dict[str, Any]) -> tuple[list[int], list[dict[str, str]]]:
+        """Token ids behind which a model answers, and the messages that they stand for: those of
+        the document without an answer at its end.
+
+        Raises:
+            BadLine: the document holds no chat, or no message to answer.
+        """
+        messages = _messages(document)
+        if messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        if not messages:
+            raise BadLine("no message to answer")
+        self._refuse_special(messages)
+        text = self._render(messages, ask=True)
+        return self._tokenizer.tokenize_chat(text, self._special), messages
+
+    def _refuse_special(self, messages: list[dict[str, str]]) -> None:
+        for message in messages:
+            held = [text for text in self._special if text in message["content"]]
+            if held:
+                raise BadLine(f"a message holds the special token {held[0]}")
 
     def _render(self, messages: list[dict[str, str]], *, ask: bool) -> str:
         try:
@@ -185,6 +207,4 @@ def _messages(document: dict[str, Any]) -> list[dict[str, str]]:
             message["content"].encode("utf-8")
         except UnicodeEncodeError as error:
             raise BadLine(f"message {number} holds half a surrogate pair") from error
-    if not any(message["role"] == "assistant" for message in found):
-        raise BadLine("no message has the role assistant")
     return found

@@ -39,21 +39,27 @@ embeddings of each token.
 """
 
 
-def packed_params(cu_seqlens: torch.Tensor, max_seqlen: int) -> PackedSeqParams:
+def packed_params(
+    cu_seqlens: torch.Tensor, max_seqlen: int, documents: Documents | None = None
+) -> PackedSeqParams:
     """The parameters of one packed microbatch.
 
     Args:
         cu_seqlens: int32 [n + 1], the first token of each of n documents, and the number of tokens.
             Padding is a document, too.
         max_seqlen: tokens of the longest document.
+        documents: what :func:`documents_of` gives for them, if not the plain one.
     """
-    return PackedSeqParams(
+    params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=int(max_seqlen),
         max_seqlen_kv=int(max_seqlen),
     )
+    if documents is not None:
+        params._documents = documents
+    return params
 
 
 def positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
