@@ -148,9 +148,10 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "architecture": (lambda f: edit(f, model_type="mamba"), "model_type 'mamba' is not supported"),
     "activation": (lambda f: edit(f, hidden_act="gelu"), "hidden_act is 'gelu'"),
     "rotary": (
-        lambda f: edit(f, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
-        "rope_type 'yarn' cannot be trained here",
+        lambda f: edit(f, rope_parameters={"rope_type": "linear", "factor": 2, "rope_theta": 1e4}),
+        "rope_type 'linear' cannot be trained here",
     ),
+    "gpt-oss": (lambda f: edit(f, model_type="gpt_oss"), "model_type 'gpt_oss' is not supported"),
     "no heads": (lambda f: edit(f, num_attention_heads=0), "num_attention_heads is 0"),
     "quantized": (lambda f: edit(f, quantization_config={"bits": 4}), "a quantized model"),
     "no json": (lambda f: (f / "config.json").write_text("{"), "not JSON"),
@@ -198,16 +199,13 @@ def test_bad_checkpoints_and_targets_are_one_line(
     refused("exists; name another target", source, ours)
     refused("no such directory", tmp_path / "nowhere", tmp_path / "x")
     refused("neither a Hugging Face model nor a checkpoint", tmp_path, tmp_path / "x")
-    refused(
-        "linear_qkv.weight is [4, 64, 32], the model's is", ours, tmp_path / "x", "--like", other
-    )
+    refused("--kv-channels is 8, there 16", ours, tmp_path / "x", "--like", other)
     refused("must be above 0", ours, tmp_path / "x", "--shard-size", "0")
     refused("no such checkpoint", ours, tmp_path / "x", "--step", "7")
     shutil.rmtree(ours / "hf")
     refused("--like DIR", ours, tmp_path / "x")
-    refused(
-        "--family qwen2: the model has --add-qkv-bias", ours, tmp_path / "x", "--family", "qwen2"
-    )
+    refused("--add-qkv-bias is off, there on", ours, tmp_path / "x", "--family", "qwen2")
+    refused("the model has no experts", ours, tmp_path / "x", "--family", "mixtral")
     (shard,) = (ours / "release").glob("*.distcp")
     damaged = bytearray(shard.read_bytes())
     damaged[len(damaged) // 2] ^= 1
