@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron.dpp.cli.checkpoint_files import find
 from megatron.dpp.commands.convert import main
-from megatron.dpp.convert.folder import Folder
+from megatron.dpp.convert.folder import Folder, Shards
+from megatron.dpp.convert.to_hf import to_hf
 from megatron.dpp.convert.to_megatron import to_megatron
 from megatron.dpp.errors import DataError
 from megatron.dpp.models import entries, num_parameters, read_config
@@ -112,6 +113,33 @@ def test_a_killed_conversion_leaves_nothing_that_loads(
     assert find(str(left / "new")) is None
     converted(made("llama"), target)
     assert list(tmp_path.iterdir()) == [target]
+
+    back = tmp_path / "back"
+    child = os.fork()
+    if not child:
+        to_hf(target, back, progress=lambda _: os._exit(9))
+    os.waitpid(child, 0)
+    assert not back.exists()
+    with pytest.raises(DataError, match="missing|No such file"):
+        Folder(tmp_path / ".back.unfinished" / "new")
+    converted(target, back)
+    assert sorted(tmp_path.iterdir()) == [back, target]
+
+
+def test_files_that_are_written_piece_by_piece_are_read(tmp_path: Path) -> None:
+    """The files are those that safetensors reads, several as one."""
+    tensors = {
+        name: torch.randn(size, 3, dtype=torch.float16)
+        for name, size in zip("abc", (2, 5, 1), strict=True)
+    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    with Shards(tmp_path, shapes, torch.float16, 40) as shards:
+        for name, tensor in tensors.items():
+            shards.add(name, tensor.t().contiguous().t())
+        shards.finish()
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    found = tensors_of(tmp_path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def edit(folder: Path, **changes: Any) -> None:

@@ -64,17 +64,15 @@ def to_hf(
         check_same(completed(args), config, str(source), where, "give the model's own (--like DIR)")
     tensors = _checked(stored, config)
     kind = dtype or one_dtype({each.key: stored.dtype(each) for each in tensors}, found.path)
-    sizes = {
-        part.name: part.num_elements * kind.itemsize for each in tensors for part in each.parts
-    }
+    shapes = {part.name: part.shape for each in tensors for part in each.parts}
     with unfinished(target) as scratch:
-        shards = Shards(scratch, sizes, shard_bytes)
-        for entry in tensors:
-            parts = split(entry.rule, stored.read(entry).to(kind), config.sizes)
-            for part, tensor in zip(entry.parts, parts, strict=True):
-                shards.add(part.name, tensor)
-                progress(tensor.nbytes)
-        shards.finish()
+        with Shards(scratch, shapes, kind, shard_bytes) as shards:
+            for entry in tensors:
+                parts = split(entry.rule, stored.read(entry).to(kind), config.sizes)
+                for part, tensor in zip(entry.parts, parts, strict=True):
+                    shards.add(part.name, tensor)
+                    progress(tensor.nbytes)
+            shards.finish()
         if like is not None:
             copy_files(like, scratch)
         _write_config(scratch / CONFIG, config.content, kind)
