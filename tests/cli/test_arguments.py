@@ -22,6 +22,7 @@ MINIMUM = (
     "--transformer-impl local --device cpu --mock-data"
 )
 
+YARN = "--position-embedding-type yarn --yarn-original-max-position-embeddings 8"
 EXPERTS = "--num-experts 4 --disable-bias-linear"
 
 
@@ -161,6 +162,11 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ),
         ("--group-query-attention --num-query-groups 3", 1, "not a multiple of --num-query-groups"),
         ("--position-embedding-type rope --kv-channels 7", 1, "7 of --kv-channels 7 .* is odd"),
+        ("--position-embedding-type yarn", 1, "needs --yarn-original-max-position-embeddings"),
+        (f"{YARN} --rotary-scaling-factor 0.5", 1, "--rotary-scaling-factor 0.5: must be at least"),
+        (f"{YARN} --yarn-beta-fast 1", 1, "--yarn-beta-fast 1.0: must be above --yarn-beta-slow 1"),
+        (f"{YARN} --rotary-percent 0.5", 1, "yarn does not go with --rotary-percent 0.5"),
+        (f"{YARN} --rotary-interleaved", 1, "yarn does not go with --rotary-interleaved"),
         ("--hidden-dropout 2", 1, "--hidden-dropout 2.0: must be between 0 and 1"),
         ("--adam-beta1 1", 1, "--adam-beta1 1.0: must be at least 0 and below 1"),
         ("--seed -1", 1, "--seed -1: must be between"),

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron.dpp.cli.checkpoint_files import find
 from megatron.dpp.commands.convert import main
-from megatron.dpp.convert.folder import Folder
+from megatron.dpp.convert.folder import Folder, Shards
+from megatron.dpp.convert.to_hf import to_hf
 from megatron.dpp.convert.to_megatron import to_megatron
 from megatron.dpp.errors import DataError
 from megatron.dpp.models import entries, num_parameters, read_config
@@ -113,6 +114,33 @@ def test_a_killed_conversion_leaves_nothing_that_loads(
     converted(made("llama"), target)
     assert list(tmp_path.iterdir()) == [target]
 
+    back = tmp_path / "back"
+    child = os.fork()
+    if not child:
+        to_hf(target, back, progress=lambda _: os._exit(9))
+    os.waitpid(child, 0)
+    assert not back.exists()
+    with pytest.raises(DataError, match=r"config\.json"):
+        Folder(tmp_path / ".back.unfinished" / "new")
+    converted(target, back)
+    assert sorted(tmp_path.iterdir()) == [back, target]
+
+
+def test_files_that_are_written_piece_by_piece_are_read(tmp_path: Path) -> None:
+    """The files are those that safetensors reads, several as one."""
+    tensors = {
+        name: torch.randn(size, 3, dtype=torch.float16)
+        for name, size in zip("abc", (2, 5, 1), strict=True)
+    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    with Shards(tmp_path, shapes, torch.float16, 40) as shards:
+        for name, tensor in tensors.items():
+            shards.add(name, tensor.t().contiguous().t())
+        shards.finish()
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    found = tensors_of(tmp_path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
 
 def edit(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
@@ -148,9 +176,10 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "architecture": (lambda f: edit(f, model_type="mamba"), "model_type 'mamba' is not supported"),
     "activation": (lambda f: edit(f, hidden_act="gelu"), "hidden_act is 'gelu'"),
     "rotary": (
-        lambda f: edit(f, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
-        "rope_type 'yarn' cannot be trained here",
+        lambda f: edit(f, rope_parameters={"rope_type": "linear", "factor": 2, "rope_theta": 1e4}),
+        "rope_type 'linear' cannot be trained here",
     ),
+    "gpt-oss": (lambda f: edit(f, model_type="gpt_oss"), "model_type 'gpt_oss' is not supported"),
     "no heads": (lambda f: edit(f, num_attention_heads=0), "num_attention_heads is 0"),
     "quantized": (lambda f: edit(f, quantization_config={"bits": 4}), "a quantized model"),
     "no json": (lambda f: (f / "config.json").write_text("{"), "not JSON"),
@@ -198,16 +227,13 @@ def test_bad_checkpoints_and_targets_are_one_line(
     refused("exists; name another target", source, ours)
     refused("no such directory", tmp_path / "nowhere", tmp_path / "x")
     refused("neither a Hugging Face model nor a checkpoint", tmp_path, tmp_path / "x")
-    refused(
-        "linear_qkv.weight is [4, 64, 32], the model's is", ours, tmp_path / "x", "--like", other
-    )
+    refused("--kv-channels is 8, there 16", ours, tmp_path / "x", "--like", other)
     refused("must be above 0", ours, tmp_path / "x", "--shard-size", "0")
     refused("no such checkpoint", ours, tmp_path / "x", "--step", "7")
     shutil.rmtree(ours / "hf")
     refused("--like DIR", ours, tmp_path / "x")
-    refused(
-        "--family qwen2: the model has --add-qkv-bias", ours, tmp_path / "x", "--family", "qwen2"
-    )
+    refused("--add-qkv-bias is off, there on", ours, tmp_path / "x", "--family", "qwen2")
+    refused("the model has no experts", ours, tmp_path / "x", "--family", "mixtral")
     (shard,) = (ours / "release").glob("*.distcp")
     damaged = bytearray(shard.read_bytes())
     damaged[len(damaged) // 2] ^= 1

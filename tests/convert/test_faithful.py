@@ -13,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron.dpp.cli.hf_model import check_same, completed, saved_args
 from megatron.dpp.commands.convert import main
 from megatron.dpp.convert import checkpoint
 from megatron.dpp.convert.checkpoint import Stored
 from megatron.dpp.convert.folder import Folder
 from megatron.dpp.convert.rules import join
 from megatron.dpp.convert.to_hf import to_hf
-from megatron.dpp.convert.to_megatron import saved_args, to_megatron
+from megatron.dpp.convert.to_megatron import to_megatron
 from megatron.dpp.errors import DataError
 from megatron.dpp.models import Entry, read_config, write_config
 from megatron.dpp.models.fields import FAMILIES, parse_config
@@ -63,6 +64,10 @@ def export(source: Path, target: Path, like: Path) -> dict[str, torch.Tensor]:
     return load_file(target / "model.safetensors")
 
 
+def rewritten(family: str, folder: Path) -> dict[str, Any]:
+    return write_config(family, completed(saved_args(read_config(folder))), "float32")
+
+
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
@@ -81,7 +86,7 @@ def test_stored_parameters_that_the_family_lacks_are_refused(
     source = tiny.make("qwen2", tmp_path / "untied", tie_word_embeddings=False)
     ours = stored(source, tmp_path / "ours")
     like = edited(source, tmp_path / "tied", tie_word_embeddings=True, model_type="llama")
-    with pytest.raises(DataError, match=r"output_layer\.weight, .*linear_qkv\.bias, which llama"):
+    with pytest.raises(DataError, match=r"--add-qkv-bias is on, .*--untie-.* is on, there off"):
         export(ours, tmp_path / "x", like)
 
     source = made("llama")
@@ -113,26 +118,27 @@ def test_stored_parameters_that_the_family_lacks_are_refused(
     ],
 )
 def test_options_that_no_config_says_are_refused(
-    family: str, name: str, value: Any, made: Callable[[str], Path]
+    family: str, name: str, value: Any, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    args = saved_args(read_config(made(family)))
-    args.moe_layer_freq = [1, 1]
-    assert write_config(family, args, "float32")["model_type"] == family
-    setattr(args, name, value)
-    with pytest.raises(DataError, match=f"--{name.replace('_', '-')}"):
-        write_config(family, args, "float32")
+    source = made(family)
+    ours = stored(source, tmp_path / "ours", moe_layer_freq=[1, 1])
+    to_hf(ours, tmp_path / "x", family=family, progress=lambda _: None)
+    other = stored(source, tmp_path / "other", **{name: value})
+    with pytest.raises(DataError, match=f"--{name.replace('_', '-')} is .*, there "):
+        to_hf(other, tmp_path / "y", family=family, progress=lambda _: None)
+    assert not (tmp_path / "y").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("rotary_base", 5000000, "says --rotary-base 10000, the run has 5000000"),
-        ("layernorm_epsilon", 1e-5, "says --norm-epsilon 1e-06, the run has 1e-05"),
-        ("rope_scaling_factor", 4.0, "says --rope-scaling-factor 8.0, .* 4.0"),
-        ("use_rope_scaling", False, "says --use-rope-scaling True, .* False"),
-        ("num_attention_heads", 8, "says --num-attention-heads 4, .* 8"),
-        ("num_query_groups", 4, "says --num-query-groups 2, .* 4"),
-        ("squared_relu", True, "the model has --squared-relu True"),
+        ("rotary_base", 5000000, "--rotary-base is 5000000, there 10000"),
+        ("layernorm_epsilon", 1e-5, "--norm-epsilon is 1e-05, there 1e-06"),
+        ("rope_scaling_factor", 4.0, "--rope-scaling-factor is 4.0, there 8.0"),
+        ("use_rope_scaling", False, "--use-rope-scaling is off, there on"),
+        ("num_attention_heads", 8, "--num-attention-heads is 8, there 4"),
+        ("num_query_groups", 4, "--num-query-groups is 4, there 2"),
+        ("squared_relu", True, "--squared-relu is on, there off"),
     ],
 )
 def test_a_config_that_the_run_did_not_train_is_refused(
@@ -142,6 +148,20 @@ def test_a_config_that_the_run_did_not_train_is_refused(
     with pytest.raises(DataError, match=said):
         export(ours, tmp_path / "x", made("llama"))
     assert not (tmp_path / "x").exists()
+
+
+def test_a_checkpoint_without_arguments_is_held_to_its_tensors(
+    made: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.dpp.convert.to_hf.saved_args", lambda _: None)
+    ours = stored(made("llama"), tmp_path / "ours")
+    with pytest.raises(DataError, match=r"linear_qkv.weight is \[2, 64, 32\], the model"):
+        export(ours, tmp_path / "x", made("qwen3"))
+    with pytest.raises(DataError, match="holds no arguments; name a folder"):
+        to_hf(ours, tmp_path / "x", family="llama", progress=lambda _: None)
+    assert same(
+        export(ours, tmp_path / "y", made("llama")), load_file(made("llama") / "model.safetensors")
+    )
 
 
 def test_biases_that_others_imply_are_no_difference(
@@ -161,10 +181,10 @@ def test_names_of_fields_stay(made: Callable[[str], Path], tmp_path: Path) -> No
     content["num_experts"] = content.pop("num_local_experts", 4)
     assert parse_config(content, "x").content == content
     assert parse_config(content, "x").flags["num-experts"] == 4
-    written = write_config("qwen3_moe", saved_args(read_config(source)), "float32")
+    written = rewritten("qwen3_moe", source)
     assert written["num_experts"] == 4
     assert "num_local_experts" not in written
-    written = write_config("mixtral", saved_args(read_config(made("mixtral"))), "float32")
+    written = rewritten("mixtral", made("mixtral"))
     assert written["num_local_experts"] == 4
 
 
@@ -244,7 +264,7 @@ def test_absent_fields_have_the_values_of_transformers(family: str) -> None:
 
 def test_a_written_config_has_no_window(made: Callable[[str], Path]) -> None:
     content = json.loads((made("mistral") / "config.json").read_text())
-    written = write_config("mistral", saved_args(read_config(made("mistral"))), "float32")
+    written = rewritten("mistral", made("mistral"))
     assert written["sliding_window"] is None
     del content["sliding_window"]
     content["max_position_embeddings"] = 8192
@@ -261,6 +281,33 @@ LLAMA3 = {
 }
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"mscale": 1.2, "mscale_all_dim": 0.7},
+        {"mscale": 1.2},
+        {"attention_factor": 1.3, "truncate": False, "beta_fast": 8, "beta_slow": 2},
+    ],
+)
+def test_yarn_comes_back_as_it_was(more: dict[str, Any], made: Callable[[str], Path]) -> None:
+    """The frequencies of transformers are those of the ``config.json`` that is written."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    content = json.loads((made("llama") / "config.json").read_text())
+    content["rope_parameters"] = YARN | {"rope_theta": 10000.0} | more
+    config = parse_config(content, "x")
+    written = write_config("llama", completed(saved_args(config)), "float32")
+    check_same(completed(saved_args(config)), parse_config(written, "x"), "", "", "")
+    found = [ROPE_INIT_FUNCTIONS["yarn"](LlamaConfig(**each)) for each in (content, written)]
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("rope", "said"),
     [
@@ -270,6 +317,13 @@ LLAMA3 = {
         (LLAMA3 | {"factor": "8"}, "factor of rope_type llama3 is '8'"),
         (LLAMA3 | {"factor": 8, "beta": 1}, "beta of rope_type llama3"),
         (LLAMA3 | {"low_freq_factor": 2, "factor": 8}, "low_freq_factor of rope_type llama3 is 2"),
+        (YARN | {"factor": None}, "factor of rope_type yarn is None"),
+        (YARN | {"factor": 0.5}, "factor of rope_type yarn is 0.5, expected 1 or more"),
+        (YARN | {"beta_fast": 1}, "beta_fast 1 of rope_type yarn is not above 1"),
+        (YARN | {"attention_factor": "1"}, "attention_factor of rope_type yarn is '1'"),
+        (YARN | {"factor": 1, "attention_factor": 2}, "attention_factor 2 of rope_type yarn with"),
+        (YARN | {"long_factor": [1]}, "long_factor of rope_type yarn cannot be trained here"),
+        ({"rope_type": "dynamic", "factor": 2}, "rope_type 'dynamic' cannot be trained here"),
         ([8], "expected an object"),
         ({"rope_theta": float("nan")}, "rope_theta is nan"),
     ],
@@ -282,6 +336,8 @@ def test_rotary_fields_are_read_or_refused(
         parse_config(content | {"rope_parameters": rope}, "x")
     with pytest.raises(DataError, match="remove one"):
         parse_config(content | {"rope_scaling": {"type": "yarn"}}, "x")
+    with pytest.raises(DataError, match="_position_embeddings of rope_type llama3 is 9"):
+        parse_config(content | {"original_max_position_embeddings": 9}, "x")
     harmless = {"rope_type": "default", "partial_rotary_factor": 1.0, "factor": None}
     flags = parse_config(content | {"rope_parameters": harmless}, "x").flags
     assert "use-rope-scaling" not in flags

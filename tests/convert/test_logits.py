@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,22 @@ LAYOUTS = {
     "sequence": "--tensor-model-parallel-size 2 --sequence-parallel",
     "experts": "--expert-model-parallel-size 2",
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "yarn": ("qwen3", {"rope_parameters": _YARN}),
+    "yarn-mscale": ("llama", {"rope_parameters": _YARN | {"mscale": 1.2, "mscale_all_dim": 0.7}}),
+    "yarn-factor": (
+        "qwen2",
+        {"rope_parameters": _YARN | {"attention_factor": 1.3, "truncate": False, "beta_fast": 8}},
+    ),
+    "yarn-experts": ("qwen3_moe", {"rope_parameters": _YARN}),
+}
+"""Name -> family and further settings."""
 DENSE, SPARSE = ("llama", "mistral", "qwen2", "qwen3", "gpt2"), ("mixtral", "qwen3_moe")
 
 
@@ -61,7 +78,8 @@ def compare(folder: Path, num_ranks: int, cases: list[tuple[str, str]]) -> None:
     for family, layout in cases:
         source, ours = folder / family, folder / f"{family}-ours"
         if family not in wanted:
-            tiny.make(family, source)
+            name, more = VARIANTS.get(family, (family, {}))
+            tiny.make(name, source, **more)
             assert main([str(source), str(ours)]) == 0
             with torch.no_grad():
                 wanted[family] = tiny.load(source)(tokens).logits
@@ -77,16 +95,20 @@ def compare(folder: Path, num_ranks: int, cases: list[tuple[str, str]]) -> None:
 
 
 def test_logits_of_chunks_and_of_experts(tmp_path: Path) -> None:
-    compare(tmp_path, 2, [("llama", "chunks"), ("mixtral", "experts")])
+    compare(tmp_path, 2, [("llama", "chunks"), ("mixtral", "experts"), ("yarn", "chunks")])
 
 
 @pytest.mark.slow
 def test_logits_of_every_family(tmp_path: Path) -> None:
-    compare(tmp_path, 1, [(family, "one") for family in (*DENSE, *SPARSE)])
+    compare(tmp_path, 1, [(family, "one") for family in (*DENSE, *SPARSE, *VARIANTS)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pipeline", "chunks", "tensor", "sequence", "experts"])
 def test_logits_of_every_layout(layout: str, tmp_path: Path) -> None:
-    families = {"tensor": DENSE, "sequence": (*DENSE, *SPARSE), "experts": SPARSE}
+    families = {
+        "tensor": (*DENSE, "yarn"),
+        "sequence": (*DENSE, *SPARSE),
+        "experts": (*SPARSE, "yarn-experts"),
+    }
     compare(tmp_path, 2, [(family, layout) for family in families.get(layout, (*DENSE, *SPARSE))])

@@ -8,17 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.launch import cli
 from megatron.dpp.launch.flags import MODELS, model_flags
-from megatron.dpp.launch.layout import Layout
 from megatron.dpp.launch.main import plan
-from megatron.dpp.launch.resolve import base_flags, resolve
 from megatron.dpp.launch.settle import shape_from
-from megatron.dpp.launch.start import prepare
 from megatron.dpp.models import Sizes, num_parameters
 from megatron.dpp.models.fields import FAMILIES
 from megatron.dpp.plan import model_parameters
-from tests.launch.test_train import H200
 
 PARAMETERS = {
     "gpt2": ("gpt2", 124_439_808),
@@ -44,44 +39,110 @@ PARAMETERS = {
     "qwen3-8b": ("qwen3", 8_190_735_360),
     "qwen3-14b": ("qwen3", 14_768_307_200),
     "qwen3-32b": ("qwen3", 32_762_123_264),
+    "qwen3-30b-a3b": ("qwen3_moe", 30_532_122_624),
+    "mixtral-8x7b": ("mixtral", 46_702_792_704),
 }
 """Preset -> its family, and the parameters that its publisher counts."""
+GPT3 = {
+    "gpt3-125m": 125e6,
+    "gpt3-350m": 350e6,
+    "gpt3-760m": 760e6,
+    "gpt3-1.3b": 1.3e9,
+    "gpt3-2.7b": 2.7e9,
+    "gpt3-6.7b": 6.7e9,
+    "gpt3-13b": 13e9,
+    "gpt3-175b": 175e9,
+}
+"""Preset -> the parameters that the paper gives in two or three digits."""
+TINY = {
+    "tiny-gpt2": "gpt2",
+    "tiny-llama3": "llama",
+    "tiny-mistral": "mistral",
+    "tiny-mixtral": "mixtral",
+    "tiny-qwen2.5": "qwen2",
+    "tiny-qwen3": "qwen3",
+    "tiny-qwen3-moe": "qwen3_moe",
+}
+OWN = {"sample", "sample-experts", "small", "medium", "large"}
+"""Presets without a vocabulary of their own."""
+LAYOUTS = {
+    "mixtral-8x7b": "--gpus 32 --pp 4 --ep 8",
+    "qwen3-30b-a3b": "--gpus 16 --pp 4 --ep 4",
+    "tiny-mixtral": "--gpus 4 --pp 2 --ep 2",
+    "tiny-qwen3-moe": "--gpus 4 --pp 2 --ep 2",
+}
+"""Preset -> a layout that fits into H200s, where it does not follow from the size."""
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
-    family, count = PARAMETERS[name]
+def sizes_of(name: str, family: str) -> Sizes:
     flags = model_flags(name)
     heads, hidden = flags["--num-attention-heads"], flags["--hidden-size"]
-    sizes = Sizes(
+    ffn = flags.get("--ffn-hidden-size", 4 * hidden)
+    return Sizes(
         layers=flags["--num-layers"],
         hidden=hidden,
-        ffn=flags.get("--ffn-hidden-size", 4 * hidden),
+        ffn=ffn,
         heads=heads,
         groups=flags.get("--num-query-groups", heads),
         head=flags.get("--kv-channels", hidden // heads),
         vocab=flags["--padded-vocab-size"],
         positions=flags["--max-position-embeddings"],
+        experts=flags.get("--num-experts", 0),
+        expert_ffn=flags.get("--moe-ffn-hidden-size", ffn),
         untied=family != "gpt2" and "--untie-embeddings-and-output-weights" in flags,
     )
-    assert num_parameters(family, sizes) == count
-    switches = {f"--{each}" for each, value in FAMILIES[family].flags.items() if value is True}
-    assert switches <= flags.keys()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3.2-1b", "llama3-8b", "qwen2.5-7b", "qwen3-8b"])
-def test_the_estimate_counts_the_same(name: str) -> None:
-    options, rest = cli.parse(["--mode", "simple", "--procs", "1", "--model", name])
-    flags = base_flags(options, rest, H200)
-    flags |= prepare("gpt", None, flags).flags
-    resolved = resolve(options, flags, H200, layout=Layout(), shard="none")
-    counted = model_parameters(shape_from(resolved, H200))
-    assert counted == pytest.approx(PARAMETERS[name][1], rel=1e-6)
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
+    family, count = PARAMETERS[name]
+    assert num_parameters(family, sizes_of(name, family)) == count
+
+
+@pytest.mark.parametrize("name", GPT3)
+def test_a_size_of_gpt3_is_near_the_papers(name: str) -> None:
+    assert num_parameters("gpt2", sizes_of(name, "gpt2")) == pytest.approx(GPT3[name], rel=0.02)
+
+
+def test_presets_have_the_options_of_their_family() -> None:
+    families = {name: family for name, (family, _) in PARAMETERS.items()} | TINY
+    for name, family in families.items():
+        options = FAMILIES[family].flags
+        switches = {f"--{each}" for each, value in options.items() if value is True}
+        flags = model_flags(name)
+        assert switches <= flags.keys(), name
+        for each, value in options.items():
+            assert flags.get(f"--{each}") == value, (name, each)
+
+
+NAMES = [*PARAMETERS, *GPT3, *TINY]
+FEW = {"gpt2", "gpt3-175b", "llama3.1-8b", "mixtral-8x7b", "tiny-qwen3-moe"}
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in FEW else pytest.param(each, marks=pytest.mark.slow) for each in NAMES]
+)
+def test_a_preset_is_planned_with_a_layout_that_fits(name: str) -> None:
+    """The estimate counts all parameters of the model."""
+    family = "gpt2" if name in GPT3 else PARAMETERS.get(name, (TINY.get(name, ""), 0))[0]
+    count = num_parameters(family, sizes_of(name, family))
+    sizes = {
+        4e9: "--gpus 2 --pp 2",
+        15e9: "--gpus 8 --tp 2 --pp 4",
+        40e9: "--gpus 16 --tp 4 --pp 4",
+    }
+    usual = next((text for most, text in sizes.items() if count < most), "--gpus 64 --tp 8 --pp 8")
+    layout = LAYOUTS.get(name, usual)
+    found = plan(f"--model {name} --gpu H200 --mode 3d {layout} --dry-run".split())
+    assert model_parameters(shape_from(found.resolved, found.setting)) == pytest.approx(count)
 
 
 def test_every_preset_names_its_source() -> None:
+    assert {path.stem for path in MODELS.glob("*.yaml")} == {*NAMES, *OWN}
     for path in MODELS.glob("*.yaml"):
-        assert path.read_text().startswith("#"), path
+        first = path.read_text().split("\n")[0]
+        assert first.startswith("#"), path
+        assert path.stem in TINY or path.stem in OWN or "https://" in first, path
 
 
 CONFIG = {

@@ -45,7 +45,7 @@ def test_the_command_line_gets_them_and_small_models_keep_theirs() -> None:
 TOO_LARGE = {
     *("mixtral-8x7b", "qwen3-30b-a3b", "llama3-8b", "llama3-70b", "llama3.1-8b", "llama3.1-70b"),
     *("mistral-7b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen3-4b", "qwen3-8b"),
-    *("qwen3-14b", "qwen3-32b"),
+    *("qwen3-14b", "qwen3-32b", "gpt3-6.7b", "gpt3-13b", "gpt3-175b"),
 }
 """Models that need more than the memory of one rank."""
 

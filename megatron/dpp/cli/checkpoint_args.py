@@ -23,7 +23,9 @@ _UNLESS_GIVEN = (
 STRUCTURE = (
     "num_query_groups", "group_query_attention", "position_embedding_type", "rotary_base",
     "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling", "rope_scaling_factor", "no_rope_freq", "add_bias_linear", "add_qkv_bias",
+    "use_rope_scaling", "rope_scaling_factor", "rotary_scaling_factor", "mscale", "mscale_all_dim",
+    "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow",
+    "yarn_correction_range_round_to_int", "no_rope_freq", "add_bias_linear", "add_qkv_bias",
     "qk_layernorm", "qk_l2_norm", "squared_relu", "quick_geglu", "swiglu", "glu_linear_offset",
     "activation_func_clamp_value", "untie_embeddings_and_output_weights", "softmax_type",
     "softmax_scale", "window_size", "window_attn_skip_freq", "attention_output_gate",
@@ -39,7 +41,7 @@ _ALWAYS = (
     *STRUCTURE, "add_position_embedding", "use_rotary_position_embeddings",
     "apply_query_key_layer_scaling", "attention_dropout", "hidden_dropout", "moe_grouped_gemm",
     "tokenizer_type", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
-    "v_head_dim", "rotary_scaling_factor", "mscale", "mscale_all_dim", "rope_type",
+    "v_head_dim", "rope_type",
 )  # fmt: skip
 
 

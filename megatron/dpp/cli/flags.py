@@ -1,8 +1,9 @@
 """Flags of Megatron-LM that are no field of a megatron-core dataclass, or are spelt differently.
 
 A table: name, type, default, help; names, defaults and destinations are those of Megatron-LM
-core_v0.16.1. Here are the model's and its training's; ``flags_run`` has those of the run around
-it. ``arguments`` turns the rows into a parser and adds the generated flags.
+core_v0.16.1, of ``--yarn-*`` those of core_v0.19.0. Here are the model's and its training's;
+``flags_run`` has those of the run around it. ``arguments`` turns the rows into a parser and adds
+the generated flags.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def off(name: str, dest: str, help: str) -> Flag:
 MODEL = (
     Flag("--max-position-embeddings", int, None, "longest sequence the position embedding knows"),
     Flag("--position-embedding-type", str, "learned_absolute", "position embedding",
-        choices=("learned_absolute", "rope", "none")),
+        choices=("learned_absolute", "rope", "yarn", "none")),
     on("--use-rotary-position-embeddings", "old name of --position-embedding-type rope"),
     Flag("--rotary-base", int, 10000, "base of the rotary embedding"),
     Flag("--rotary-percent", float, 1.0, "share of a head that is rotated"),
@@ -43,6 +44,13 @@ MODEL = (
         "stretch rotary positions by this factor"),
     on("--use-rope-scaling", "scale rotary frequencies as Llama 3 does"),
     Flag("--rope-scaling-factor", float, 8.0, "factor of --use-rope-scaling"),
+    Flag("--yarn-original-max-position-embeddings", int, None,
+        "longest sequence before YaRN's scaling"),
+    Flag("--yarn-beta-fast", float, 32.0, "turns above which YaRN keeps a frequency"),
+    Flag("--yarn-beta-slow", float, 1.0, "turns below which YaRN divides it by the whole factor"),
+    Flag("--yarn-correction-range-round-to-int", True, True, "round the bounds between the two"),
+    off("--no-yarn-correction-range-round-to-int", "yarn_correction_range_round_to_int",
+        "do not round them"),
     Flag("--make-vocab-size-divisible-by", int, 128,
         "pad the vocabulary to a multiple of this per rank"),
     on("--group-query-attention", "share keys and values between groups of heads"),

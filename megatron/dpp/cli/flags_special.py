@@ -67,7 +67,7 @@ LATENT_ATTENTION = (
     Flag("--qk-head-dim", int, 128, "size of a query and key head without position"),
     Flag("--qk-pos-emb-head-dim", int, 64, "size of their rotary part"),
     Flag("--v-head-dim", int, 128, "size of a value head"),
-    Flag("--rotary-scaling-factor", float, 1.0, "scaling of YaRN's rotary embedding"),
+    Flag("--rotary-scaling-factor", float, 1.0, "factor by which YaRN stretches positions"),
     Flag("--mscale", float, 1.0, "YaRN's attention scaling"),
     Flag("--mscale-all-dim", float, 0.0, "the same over all dimensions"),
     Flag("--rope-type", str, None, "kind of rotary embedding", choices=("rope", "yarn")),

@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
-from megatron.dpp.cli.arguments import parse_args
-from megatron.dpp.cli.checkpoint_args import SIZES, STRUCTURE
+from megatron.dpp.cli.hf_model import check_same
 from megatron.dpp.errors import DataError
 from megatron.dpp.models import read_config
 from megatron.dpp.models.fields import CONFIG, find_origin
-from megatron.dpp.models.write import check_run
 from megatron.dpp.text_files import read_text
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
@@ -60,7 +57,6 @@ def _check_save(args: argparse.Namespace) -> None:
         )
     if not args.load_hf:
         _check_model(args, origin, given)
-    check_run(read_config(origin), args, f"{given}: {origin / CONFIG}")
 
 
 def _refuse_engines(args: argparse.Namespace, given: str, instead: str) -> None:
@@ -78,54 +74,8 @@ def origin_of(args: argparse.Namespace) -> Path | None:
 
 def _check_model(args: argparse.Namespace, folder: Path, given: str) -> None:
     """Compare the flags that shape a model or change its numbers with a ``config.json``."""
-    config = read_config(folder)
-    here, there = _structure(args), _structure(parse_args(config.words()))
-    other = [
-        f"{_flag(name)} is {_spelled(name, here[name])}, there {_spelled(name, there[name])}"
-        for name in here
-        if name in there and here[name] != there[name]
-    ]
-    rows = args.padded_vocab_size
-    if rows and rows < config.sizes.vocab:
-        other.append(f"--padded-vocab-size is {rows}, there {config.sizes.vocab}")
-    if other:
-        raise DataError(
-            f"{given}: the run's model is not that of {folder / CONFIG}: {'; '.join(other)}; "
-            f"megatron-dpp train --model {folder} gives its flags"
-        )
-
-
-def _structure(args: argparse.Namespace) -> dict[str, Any]:
-    """The values that a model has: implied ones are filled in, idle ones left out."""
-    values = {name: getattr(args, name) for name in (*SIZES, *STRUCTURE)}
-    if not values.pop("group_query_attention"):
-        values["num_query_groups"] = args.num_attention_heads
-    values["kv_channels"] = args.kv_channels or args.hidden_size // args.num_attention_heads
-    values["moe_ffn_hidden_size"] = args.moe_ffn_hidden_size or args.ffn_hidden_size
-    if args.position_embedding_type == "learned_absolute":
-        values["max_position_embeddings"] = args.max_position_embeddings
-    rotary = args.position_embedding_type == "rope"
-    used = {
-        "add_qkv_bias": not args.add_bias_linear,  # which implies it
-        "rope_scaling_factor": args.use_rope_scaling,
-        **{name: rotary for name in values if name.startswith(("rotary_", "use_rope"))},
-        **{name: args.num_experts for name in values if name.startswith("moe_")},
-    }
-    return {name: value for name, value in values.items() if used.get(name, True)}
-
-
-_FLAGS = {"layernorm_epsilon": "--norm-epsilon", "add_bias_linear": "--disable-bias-linear"}
-"""Attribute -> its flag, where that has another name."""
-
-
-def _flag(name: str) -> str:
-    return _FLAGS.get(name, "--" + name.replace("_", "-"))
-
-
-def _spelled(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value != (name == "add_bias_linear") else "off"
-    return "not given" if value is None else str(value)
+    advice = f"megatron-dpp train --model {folder} gives its flags"
+    check_same(args, read_config(folder), given, str(folder / CONFIG), advice)
 
 
 def _check_tokenizer(args: argparse.Namespace, folder: Path) -> None:

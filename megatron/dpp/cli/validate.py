@@ -21,6 +21,7 @@ from megatron.dpp.cli.validate_ranges import (
     check_learning_rate,
     check_optimizer_kind,
     check_ranges,
+    check_yarn,
 )
 from megatron.dpp.cli.validate_sequences import check_sequences
 from megatron.dpp.errors import ConfigError, require
@@ -123,7 +124,7 @@ def _shape(args: Args) -> None:
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
     require(
-        args.add_position_embedding or args.position_embedding_type == "rope",
+        args.add_position_embedding or args.position_embedding_type in ("rope", "yarn"),
         "--no-position-embedding: use --position-embedding-type none",
     )
     args.apply_rope_fusion &= args.position_embedding_type == "rope"
@@ -425,7 +426,16 @@ def _trace(args: Args) -> None:
         raise ConfigError(f"--trace-iterations: {error}") from error
 
 
-_SIZE_RULES = (_shape, check_heads, _layout, check_plan, virtual_stages, _batch, check_batches)
+_SIZE_RULES = (
+    _shape,
+    check_heads,
+    check_yarn,
+    _layout,
+    check_plan,
+    virtual_stages,
+    _batch,
+    check_batches,
+)
 RULES = (
     *_SIZE_RULES,
     _length_of_training,

@@ -57,10 +57,41 @@ def check_heads(args: Args) -> None:
     )
     rotated = int(args.kv_channels * args.rotary_percent)
     require(
-        args.position_embedding_type != "rope" or rotated % 2 == 0,
-        f"--position-embedding-type rope turns channels in pairs: {rotated} of --kv-channels "
-        f"{args.kv_channels} (--rotary-percent {args.rotary_percent}) is odd",
+        args.position_embedding_type not in ("rope", "yarn") or rotated % 2 == 0,
+        f"--position-embedding-type {args.position_embedding_type} turns channels in pairs: "
+        f"{rotated} of --kv-channels {args.kv_channels} (--rotary-percent {args.rotary_percent}) "
+        "is odd",
     )
+
+
+def check_yarn(args: Args) -> None:
+    """Check what ``--position-embedding-type yarn`` asks for.
+
+    Raises:
+        ConfigError: a value that it cannot have, or that megatron-core would ignore.
+    """
+    if args.position_embedding_type != "yarn":
+        return
+    yarn, original = "--position-embedding-type yarn", args.yarn_original_max_position_embeddings
+    require(original, f"{yarn} needs --yarn-original-max-position-embeddings")
+    _between(args, "yarn_original_max_position_embeddings", original >= 1, "at least 1")
+    _between(args, "rotary_scaling_factor", args.rotary_scaling_factor >= 1, "at least 1")
+    _between(args, "yarn_beta_slow", args.yarn_beta_slow > 0, "above 0")
+    _between(
+        args,
+        "yarn_beta_fast",
+        args.yarn_beta_fast > args.yarn_beta_slow,
+        f"above --yarn-beta-slow {args.yarn_beta_slow}",
+    )
+    for flag, off in (
+        ("--rotary-percent", args.rotary_percent == 1),
+        ("--rotary-interleaved", not args.rotary_interleaved),
+        ("--use-rope-scaling", not args.use_rope_scaling),
+        ("--multi-latent-attention", not args.multi_latent_attention),
+    ):
+        value = getattr(args, flag[2:].replace("-", "_"))
+        given = flag if value is True else f"{flag} {value}"
+        require(off, f"{yarn} does not go with {given}")
 
 
 def check_learning_rate(args: Args) -> None:

@@ -243,9 +243,12 @@ class Stored:
     def read(self, entry: Entry) -> torch.Tensor:
         """The tensor of an entry; rows that pad the vocabulary are left out."""
         key, place = self._find(entry)
+        chunks = self._chunks[key, place]  # along layers and experts each has one
+        if len(chunks) == 1 and chunks[0].size[len(place) :] == entry.shape:
+            return self._load(chunks[0].info).reshape(entry.shape)
         whole = torch.empty(entry.shape, dtype=self.dtype(entry))
         filled = 0
-        for chunk in self._chunks[key, place]:  # along layers and experts each has one
+        for chunk in chunks:
             at, size = chunk.offset[len(place) :], chunk.size[len(place) :]
             box = tuple(
                 slice(first, min(first + length, most))

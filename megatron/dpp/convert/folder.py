@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -176,47 +177,82 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 class Shards:
-    """Writes tensors as safetensors files of at most ``shard_bytes`` each, with an index.
+    """Writes tensors as safetensors files of at most ``shard_bytes`` each, with an index. It holds
+    none of them: a file's header is known before its tensors come.
 
     Args:
-        sizes: the bytes of each tensor, in the order in which they come.
+        shapes: the shape of each tensor, in the order in which they come.
+        dtype: of all tensors.
     """
 
-    def __init__(self, folder: Path, sizes: dict[str, int], shard_bytes: int) -> None:
-        self._folder, self._total = folder, sum(sizes.values())
+    def __init__(
+        self,
+        folder: Path,
+        shapes: dict[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        shard_bytes: int,
+    ) -> None:
+        self._folder, self._shapes, self._dtype = folder, shapes, dtype
         self._groups: list[list[str]] = []
         room = 0
-        for name, size in sizes.items():
-            if not self._groups or size > room:
+        for name in shapes:
+            if not self._groups or self._bytes(name) > room:
                 self._groups.append([])
                 room = shard_bytes
             self._groups[-1].append(name)
-            room -= size
-        self._held: dict[str, torch.Tensor] = {}
-        self._written = 0
+            room -= self._bytes(name)
+        self._coming = iter(enumerate(self._groups))
+        self._left: list[str] = []
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            self._file.close()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take the next tensor; a full shard is written."""
-        from safetensors.torch import save_file
-
-        self._held[name] = tensor
-        if len(self._held) == len(self._groups[self._written]):
-            save_file(self._held, self._folder / self._file(), metadata={"format": "pt"})
-            self._held = {}
-            self._written += 1
-
-    def _file(self, number: int | None = None) -> str:
-        number = self._written if number is None else number
-        if len(self._groups) == 1:
-            return WEIGHTS
-        return f"model-{number + 1:05d}-of-{len(self._groups):05d}.safetensors"
+        """Write the next tensor."""
+        if not self._left:
+            self._begin(*next(self._coming))
+        assert self._file is not None
+        assert name == self._left.pop(0)
+        assert (tuple(tensor.shape), tensor.dtype) == (self._shapes[name], self._dtype)
+        self._file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        if not self._left:
+            self._file.close()
 
     def finish(self) -> None:
         """Write the index of several shards."""
-        assert not self._held
+        assert not self._left
         if len(self._groups) == 1:
             return
-        files = {name: self._file(i) for i, group in enumerate(self._groups) for name in group}
-        index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(files.items()))}
+        files = {name: self._name(i) for i, group in enumerate(self._groups) for name in group}
+        total = sum(map(self._bytes, self._shapes))
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
         text = json.dumps(index, indent=2) + "\n"
         (self._folder / INDEX).write_text(text, encoding="utf-8")
+
+    def _begin(self, number: int, names: list[str]) -> None:
+        """Open a file and write its header: its length in 8 bytes, then JSON to a multiple of 8."""
+        kind = next(name for name, dtype in _FLOATS.items() if dtype == self._dtype)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in names:
+            start, end = end, end + self._bytes(name)
+            shape = list(self._shapes[name])
+            header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._left = list(names)
+        self._file = (self._folder / self._name(number)).open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def _bytes(self, name: str) -> int:
+        return math.prod(self._shapes[name]) * self._dtype.itemsize
+
+    def _name(self, number: int) -> str:
+        if len(self._groups) == 1:
+            return WEIGHTS
+        return f"model-{number + 1:05d}-of-{len(self._groups):05d}.safetensors"

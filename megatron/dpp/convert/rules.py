@@ -21,8 +21,8 @@ def join(rule: str, parts: Tensors, sizes: Sizes) -> torch.Tensor:
 
 
 def split(rule: str, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
-    """The Hugging Face tensors of a Megatron tensor."""
-    return [part.contiguous() for part in _RULES[rule][1](whole, sizes)]
+    """The Hugging Face tensors of a Megatron tensor; some are views of it."""
+    return _RULES[rule][1](whole, sizes)
 
 
 def _by_group(parts: Tensors, sizes: Sizes) -> torch.Tensor:

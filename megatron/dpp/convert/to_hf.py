@@ -10,6 +10,7 @@ import torch
 
 from megatron.dpp.cli import checkpoint_files, checksums
 from megatron.dpp.cli.checkpoint_args import saved_args
+from megatron.dpp.cli.hf_model import check_same, completed
 from megatron.dpp.convert.checkpoint import Stored
 from megatron.dpp.convert.folder import Shards, copy_files, one_dtype
 from megatron.dpp.convert.rules import split
@@ -17,7 +18,6 @@ from megatron.dpp.convert.to_megatron import Progress, unfinished
 from megatron.dpp.errors import DataError
 from megatron.dpp.models import Entry, HfConfig, Part, entries, read_config, write_config
 from megatron.dpp.models.fields import CONFIG, find_origin, parse_config
-from megatron.dpp.models.write import check_run
 
 SHARD_BYTES = 5 * 10**9
 
@@ -59,21 +59,20 @@ def to_hf(
     checksums.check(found.path, sums, list(sums))
     stored = Stored(found.path)
     config = read_config(like) if like else _from_args(str(family), args, source)
+    if args is not None:
+        where = str(like / CONFIG) if like else f"--family {family}"
+        check_same(completed(args), config, str(source), where, "give the model's own (--like DIR)")
     tensors = _checked(stored, config)
-    if like and args is not None:
-        check_run(config, args, str(like / CONFIG))
     kind = dtype or one_dtype({each.key: stored.dtype(each) for each in tensors}, found.path)
-    sizes = {
-        part.name: part.num_elements * kind.itemsize for each in tensors for part in each.parts
-    }
+    shapes = {part.name: part.shape for each in tensors for part in each.parts}
     with unfinished(target) as scratch:
-        shards = Shards(scratch, sizes, shard_bytes)
-        for entry in tensors:
-            parts = split(entry.rule, stored.read(entry).to(kind), config.sizes)
-            for part, tensor in zip(entry.parts, parts, strict=True):
-                shards.add(part.name, tensor)
-                progress(tensor.nbytes)
-        shards.finish()
+        with Shards(scratch, shapes, kind, shard_bytes) as shards:
+            for entry in tensors:
+                parts = split(entry.rule, stored.read(entry).to(kind), config.sizes)
+                for part, tensor in zip(entry.parts, parts, strict=True):
+                    shards.add(part.name, tensor)
+                    progress(tensor.nbytes)
+            shards.finish()
         if like is not None:
             copy_files(like, scratch)
         _write_config(scratch / CONFIG, config.content, kind)
@@ -108,8 +107,7 @@ def _find(source: Path, step: int | None) -> checkpoint_files.Found:
 def _from_args(family: str, args: Any, source: Path) -> HfConfig:
     if args is None:
         raise DataError(f"{source}: holds no arguments; name a folder of the same model (--like)")
-    content = write_config(family, args, "float32")
-    content["vocab_size"] = args.padded_vocab_size
+    content = write_config(family, completed(args), "float32")
     return parse_config(content, f"the arguments in {source}")
 
 

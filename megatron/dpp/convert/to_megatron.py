@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,15 +10,14 @@ from pathlib import Path
 import torch
 
 from megatron.dpp.cli import checkpoint_files, checksums
-from megatron.dpp.cli.arguments import parse_args
+from megatron.dpp.cli.hf_model import saved_args
 from megatron.dpp.convert import checkpoint
 from megatron.dpp.convert.folder import Folder, copy_files, one_dtype
 from megatron.dpp.convert.rules import join
 from megatron.dpp.errors import DataError
 from megatron.dpp.locks import lock_directory
-from megatron.dpp.models import Entry, HfConfig
+from megatron.dpp.models import Entry
 from megatron.dpp.models.fields import CONFIG, ORIGIN
-from megatron.dpp.models.write import ATTRIBUTES
 
 Progress = Callable[[int], None]
 
@@ -67,13 +65,6 @@ def to_megatron(
         (scratch / checkpoint_files.TRACKER).write_text("release", encoding="utf-8")
     folder.close()
     return list(folder.config.notes)
-
-
-def saved_args(config: HfConfig) -> argparse.Namespace:
-    """The model's flags as a checkpoint holds them."""
-    parsed = parse_args(config.words())
-    values = {name: getattr(parsed, name) for name in (*parsed.given, *ATTRIBUTES)}
-    return argparse.Namespace(**values, hf_family=config.family)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ MODELS = ROOT / "configs" / "models"
 _OTHER_NAMES = {
     **dict.fromkeys(("117m", "124m"), "small"),
     **dict.fromkeys(("345m", "355m"), "medium"),
-    **dict.fromkeys(("gpt3", "1.3b"), "large"),
+    **dict.fromkeys(("gpt3", "1.3b"), "gpt3-1.3b"),
 }
 """Common names of models -> files of ``configs/models``, for hints."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import DataError, one_line
+from megatron.dpp.models.rotary import add_rotary
 from megatron.dpp.models.tables import TABLES, Sizes
 from megatron.dpp.text_files import read_text
 
@@ -163,7 +164,8 @@ _SILENT = {
     *("output_router_logits", "reorder_and_upcast_attn", "task_specific_params", "n_ctx"),
     *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
     *("summary_first_dropout", "auto_map", "_attn_implementation", "unsloth_fixed"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "layer_types"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"),
+    *("sliding_window", "layer_types"),
     *("tie_word_embeddings", "norm_topk_prob"),
 }
 """Fields that are read apart, or say nothing about training."""
@@ -248,7 +250,8 @@ def parse_config(content: Config, where: str) -> HfConfig:
     flags = dict(family.flags)
     for key, flag in family.mapped.items():
         flags[flag] = filled[key]
-    _add_rotary(flags, filled, where)
+    if flags.get("position-embedding-type") == "rope":
+        add_rotary(flags, filled, where)
     notes = [f"{where}: {text}" for text in _window(flags, filled, where)]
     if flags.pop("num-query-groups", flags["num-attention-heads"]) != flags["num-attention-heads"]:
         flags |= {"group-query-attention": True, "num-query-groups": filled["num_key_value_heads"]}
@@ -307,59 +310,6 @@ def _whole(content: Config, key: str, where: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise DataError(f"{where}: {key} is {value!r}, expected a whole number above 0")
     return value
-
-
-LLAMA3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""What megatron-core's scaling of rotary frequencies has built in."""
-
-
-def _add_rotary(flags: dict[str, Any], filled: Config, where: str) -> None:
-    """Add the flags of the rotary embedding, and refuse what they cannot say."""
-    if flags.get("position-embedding-type") != "rope":
-        return
-    new, old = filled.get("rope_parameters"), filled.get("rope_scaling")
-    if new and old and new != old:
-        raise DataError(f"{where}: rope_parameters is {new}, rope_scaling is {old}; remove one")
-    rope = new or old or {}
-    if not isinstance(rope, dict):
-        raise DataError(f"{where}: rope_parameters is {rope!r}, expected an object")
-    rope = {key: value for key, value in rope.items() if value is not None}
-    theta = rope.pop("rope_theta", filled["rope_theta"])
-    if not isinstance(theta, int | float) or not float(theta).is_integer() or theta < 1:
-        raise DataError(f"{where}: rope_theta is {theta!r}, expected a whole number")
-    flags["rotary-base"] = int(theta)
-    if rope.get("partial_rotary_factor") == 1:
-        del rope["partial_rotary_factor"]
-    older = rope.pop("type", "default")
-    kind = rope.pop("rope_type", older)
-    if kind == "llama3":
-        _add_llama3(flags, rope, where)
-    elif kind != "default":
-        raise DataError(
-            f"{where}: rope_type {kind!r} cannot be trained here; expected default or llama3"
-        )
-    if rope:
-        raise DataError(
-            f"{where}: {', '.join(map(str, rope))} of rope_type {kind} cannot be trained here"
-        )
-
-
-def _add_llama3(flags: dict[str, Any], rope: Config, where: str) -> None:
-    """Add the flags of llama3's scaling, and take its fields out of ``rope``."""
-    for key, value in LLAMA3.items():
-        found = rope.pop(key, None)
-        if found != value:
-            raise DataError(
-                f"{where}: {key} of rope_type llama3 is {found!r}; megatron-core knows {value} only"
-            )
-    factor = rope.pop("factor", None)
-    if not isinstance(factor, int | float) or not 1 <= factor < math.inf:
-        raise DataError(f"{where}: factor of rope_type llama3 is {factor!r}, expected 1 or more")
-    flags |= {"use-rope-scaling": True, "rope-scaling-factor": float(factor)}
 
 
 def _window(flags: dict[str, Any], filled: Config, where: str) -> list[str]:

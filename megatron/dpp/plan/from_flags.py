@@ -88,7 +88,7 @@ def model_of(args: argparse.Namespace, *, arch: str = "gpt") -> ModelShape:
         ffn_hidden_size=args.ffn_hidden_size,
         gated=bool(args.swiglu or args.quick_geglu),
         num_positions=args.max_position_embeddings if learned else 0,
-        rotary=args.position_embedding_type == "rope",
+        rotary=args.position_embedding_type in ("rope", "yarn"),
         tied=not args.untie_embeddings_and_output_weights,
         linear_bias=args.add_bias_linear,
         qkv_bias=args.add_qkv_bias,

@@ -149,7 +149,24 @@ def transformer_config(args: Args) -> TransformerConfig:
     if args.init_method_xavier_uniform:
         values["init_method"] = torch.nn.init.xavier_uniform_
         values["output_layer_init_method"] = torch.nn.init.xavier_uniform_
-    return kind(**values)
+    config = kind(**values)
+    if args.position_embedding_type == "yarn":
+        for name, value in _yarn(args).items():  # no fields: megatron-core looks for attributes
+            setattr(config, f"yarn_{name}", value)
+    return config
+
+
+def _yarn(args: Args) -> dict[str, Any]:
+    """Settings of ``YarnRotaryEmbedding``."""
+    return {
+        "rotary_scaling_factor": args.rotary_scaling_factor,
+        "original_max_position_embeddings": args.yarn_original_max_position_embeddings,
+        "beta_fast": args.yarn_beta_fast,
+        "beta_slow": args.yarn_beta_slow,
+        "mscale": args.mscale,
+        "mscale_all_dim": args.mscale_all_dim,
+        "correction_range_round_to_int": args.yarn_correction_range_round_to_int,
+    }
 
 
 def _activation(args: Args) -> dict[str, Any]:

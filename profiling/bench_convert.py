@@ -1,0 +1,178 @@
+"""Conversion of an 8B-shaped model there and back: speed, memory, and a comparison of all bits.
+
+A folder with random weights in bf16 is made once and stays in the page cache if that has room. The
+commands run as they are, in processes of their own. A table comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron.dpp.convert.folder import INDEX, WEIGHTS, Shards  # noqa: E402
+from megatron.dpp.models import HfConfig, entries  # noqa: E402
+from megatron.dpp.models.fields import CONFIG, parse_config  # noqa: E402
+
+SHARD_BYTES = 5 * 10**9
+SAMPLE_SECONDS = 0.005
+LLAMA3_8B = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+}
+_WIDTHS = ("hidden_size", "intermediate_size", "vocab_size", "head_dim")
+
+
+def scaled(scale: float) -> HfConfig:
+    """The model with about ``scale`` times the bytes: all widths shrink alike."""
+    content = dict(LLAMA3_8B)
+    for name in _WIDTHS:
+        content[name] = max(2, 2 * round(LLAMA3_8B[name] * math.sqrt(scale) / 2))  # type: ignore[operator]
+    return parse_config(content, "the scaled model")
+
+
+def make(config: HfConfig, folder: Path, shard_bytes: int) -> None:
+    """Write a folder of random weights; all values are finite."""
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text(json.dumps(config.content))
+    parts = [part for each in entries(config.family, config.sizes) for part in each.parts]
+    random = np.random.default_rng(1)
+    shapes = {part.name: part.shape for part in parts}
+    with Shards(folder, shapes, torch.bfloat16, shard_bytes) as shards:
+        for part in parts:
+            words = random.integers(0, 2**64, -(-part.num_elements // 4), dtype=np.uint64)
+            words &= np.uint64(0xBFFF_BFFF_BFFF_BFFF)  # no exponent of infinity
+            flat = torch.from_numpy(words.view(np.int16)[: part.num_elements])
+            shards.add(part.name, flat.view(torch.bfloat16).reshape(part.shape))
+        shards.finish()
+
+
+class Ran(NamedTuple):
+    """One conversion: its time and its peaks of anonymous and of all resident memory."""
+
+    seconds: float
+    anonymous: int
+    resident: int
+
+
+def convert(*words: str | Path) -> Ran:
+    """Run ``megatron-dpp convert`` and sample its memory."""
+    command = [sys.executable, "-m", "megatron.dpp", "convert", *map(str, words)]
+    start, anonymous, resident = time.monotonic(), 0, 0
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        status = Path(f"/proc/{process.pid}/status")
+        while process.poll() is None:
+            sizes = dict.fromkeys(("RssAnon", "VmHWM"), 0)
+            for line in status.read_text().splitlines():
+                name, _, value = line.partition(":")
+                if name in sizes:
+                    sizes[name] = int(value.split()[0]) * 1024
+            anonymous = max(anonymous, sizes["RssAnon"])
+            resident = max(resident, sizes["VmHWM"])
+            time.sleep(SAMPLE_SECONDS)
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return Ran(time.monotonic() - start, anonymous, resident)
+
+
+def tensors_of(folder: Path) -> dict[str, Path]:
+    """Tensor -> its file."""
+    if not (folder / INDEX).is_file():
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            return dict.fromkeys(file.keys(), folder / WEIGHTS)
+    weights = json.loads((folder / INDEX).read_text())["weight_map"]
+    return {name: folder / file for name, file in weights.items()}
+
+
+def compare(one: Path, other: Path) -> int:
+    """Compare all tensors bit by bit; their number."""
+    here, there = tensors_of(one), tensors_of(other)
+    assert here.keys() == there.keys(), here.keys() ^ there.keys()
+    for name, file in here.items():
+        with safe_open(file, "pt") as first, safe_open(there[name], "pt") as second:
+            same = [each.get_tensor(name).view(torch.int16) for each in (first, second)]
+        assert torch.equal(*same), name
+    return len(here)
+
+
+def measure(folder: Path, scale: float) -> list[str]:
+    """Convert there and back, compare, and give the rows of the table."""
+    shard = round(SHARD_BYTES * scale)
+    source, ours, back = folder / "source", folder / "megatron", folder / "back"
+    make(scaled(1e-5), folder / "least", SHARD_BYTES)
+    least = [
+        convert(folder / "least", folder / "least-ours"),
+        convert(folder / "least-ours", folder / "least-back"),
+    ]
+    if not source.is_dir():
+        make(scaled(scale), source, shard)
+    size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    ran = [
+        convert(source, ours),
+        convert(ours, back, "--shard-size", f"{shard / 10**9:.6g}"),
+    ]
+    number = compare(source, back)
+    rows = [
+        f"{size / 10**9:.2f} GB in {len(list(source.glob('*.safetensors')))} files of at most "
+        f"{shard / 10**9:g} GB; {number} tensors equal bit by bit",
+        f"above: compared with a model of a few kB. Memory is sampled every {SAMPLE_SECONDS} s",
+        "| conversion | s | s above | MB/s of these | anonymous memory above, GB | in shards "
+        "| resident with mapped files, GB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, each, base in zip(("to Megatron", "to Hugging Face"), ran, least, strict=True):
+        above, seconds = each.anonymous - base.anonymous, each.seconds - base.seconds
+        rows.append(
+            f"| {name} | {each.seconds:.1f} | {seconds:.1f} | {size / 10**6 / seconds:.0f} | "
+            f"{above / 10**9:.2f} | {above / shard:.2f} | {each.resident / 10**9:.2f} |"
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="directory to make, with room for three models")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the bytes of 8B")
+    parser.add_argument("--keep", action="store_true", help="keep the directory")
+    args = parser.parse_args()
+    if not 0 < args.scale <= 1:
+        parser.error(f"--scale {args.scale}: must be above 0 and at most 1")
+    if args.folder.exists():
+        parser.error(f"{args.folder}: exists; name another directory")
+    args.folder.mkdir(parents=True)
+    try:
+        rows = measure(args.folder.absolute(), args.scale)
+    finally:
+        if not args.keep:
+            shutil.rmtree(args.folder)
+    print(f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}", end=", ")
+    print(f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads")
+    print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()
