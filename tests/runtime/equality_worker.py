@@ -40,6 +40,7 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.moe.moe_utils import (  # noqa: E402
     get_moe_layer_wise_logging_tracker,
 )
+from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from megatron.core.utils import get_model_config  # noqa: E402
 
 from megatron.dpp import DppConfig, DppSchedule  # noqa: E402
@@ -51,6 +52,7 @@ from megatron.dpp.mcore.layers import block_spec, prediction_spec  # noqa: E402
 from megatron.dpp.mcore.packed import packed_params, positions  # noqa: E402
 from megatron.dpp.mcore.wgrad import fused as fused_wgrad  # noqa: E402
 from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
+from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder  # noqa: E402
 from tests.runtime.rerun import Rerun  # noqa: E402
 
 VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
@@ -142,6 +144,9 @@ def build_chunk(case: dict[str, Any], config: Any, ddp_config: Any, chunk: int) 
     model.model_type = 1
     found = any(isinstance(module, GroupedExperts) for module in model.modules())
     assert found == case.get("grouped", False)
+    for module in model.modules():
+        if case.get("skewed") and isinstance(module, TopKRouter):
+            module.expert_bias[0] = 10.0  # every token goes to the first expert
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in case.get("frozen", ())))
     if SUPPORT is None:
@@ -265,6 +270,8 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
             chunk.zero_grad_buffer()
             chunk.train(not evaluating)
         optimizer.zero_grad()
+        if not evaluating:
+            schedule.recorder.begin_iteration(len(norms))
         out = schedule(
             forward_step_func=forward_step, data_iterator=iterators, model=chunks,
             num_microbatches=case["m"], seq_length=SEQUENCE, micro_batch_size=MICRO_BATCH,
@@ -279,6 +286,7 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
         if not evaluating:
             out_of_order += getattr(schedule, "num_out_of_order", 0)
             _, norm, _ = optimizer.step()
+            schedule.recorder.end_iteration()
             norms.append(norm)
     weights = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
     return {"losses": losses, "norms": norms, "weights": weights, "told": forward_step.told,
@@ -347,6 +355,20 @@ def initialize(case: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
+def recorder_of(case: dict[str, Any], directory: str | None, schedule: str) -> Recorder:
+    """The trace of a run, if a directory is given."""
+    if directory is None:
+        return NullRecorder()
+    state = parallel_state
+    layout = TraceLayout(
+        data=state.get_data_parallel_rank(), data_size=state.get_data_parallel_world_size(),
+        pipeline=state.get_pipeline_model_parallel_rank(), pipeline_size=case["p"],
+        tensor=state.get_tensor_model_parallel_rank(), tensor_size=case.get("tp", 1),
+        num_chunks=case.get("v", 1), schedule=schedule,
+    )  # fmt: skip
+    return open_recorder(directory, rank=dist.get_rank(), layout=layout)
+
+
 def run_case(case: dict[str, Any]) -> None:
     initialize(case)
     own = DppConfig(transport=case.get("expected_over", "auto"))
@@ -359,7 +381,9 @@ def run_case(case: dict[str, Any]) -> None:
         compare_unpacked(case, expected)
     deviated = 0
     for settings in case["runs"]:
-        kind: Any = StaticSchedule if settings.pop("static", False) else DppSchedule
+        static = settings.pop("static", False)
+        kind: Any = StaticSchedule if static else DppSchedule
+        trace = recorder_of(case, settings.pop("trace", None), "pp" if static else "dpp")
         grouped = settings.pop("grouped", False)
         replays: list[Rerun] = []
         if settings.get("cuda_graphs") == "on" and SUPPORT is not None:
@@ -367,7 +391,8 @@ def run_case(case: dict[str, Any]) -> None:
         said: list[str] = []
         with (
             begun_by_replays() as begun,
-            kind(DppConfig(**settings), seed=1234, log=said.append) as schedule,
+            trace,
+            kind(DppConfig(**settings), seed=1234, log=said.append, recorder=trace) as schedule,
         ):
             got = train(case | {"grouped": grouped}, schedule)
         if case.get("bucket_size"):

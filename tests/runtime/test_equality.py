@@ -12,9 +12,14 @@ from typing import Any
 
 import pytest
 
+from megatron.dpp.trace.align import align
+from megatron.dpp.trace.analysis.summary import analyse, summary
+from megatron.dpp.trace.reader import open_run
 from tests.runtime.launcher import run_ranks
 
 WORKER = Path(__file__).with_name("equality_worker.py")
+SEQUENCE_TOKENS = 32
+"""Tokens of a microbatch of the worker's."""
 LATE = "delay:4ms,message-delay:6ms"
 
 
@@ -296,6 +301,28 @@ def test_expert_parallel() -> None:
              dropout=0.1, deviates=1, **OPTIMIZED),
         case("ep2, allgather", 2, 4, {"inject": LATE}, ep=2, layers=2, model=EXPERTS | ALLGATHER),
     )  # fmt: skip
+
+
+def test_a_trace_tells_the_imbalance_of_experts(tmp_path: Path) -> None:
+    """Every token goes to the first of four experts, so one of two ranks has all of them."""
+    skewed = EXPERTS | {
+        "moe_router_topk": 1, "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid", "moe_aux_loss_coeff": 0.0,
+    }  # fmt: skip
+    runs = {"inject": LATE, "trace": str(tmp_path)}, {"static": True, "trace": str(tmp_path)}
+    layout = {"ep": 2, "layers": 2, "model": skewed, "skewed": True, "recompute": "full"}
+    check(4, case("skewed", 2, 3, *runs, **layout))
+    for schedule in ("dpp", "pp"):
+        files = open_run(tmp_path / f"data-2-pipeline-2-tensor-1-{schedule}")
+        analysis = analyse(files, align(files))
+        assert [len(loads.meetings) for loads in analysis.loads] == [2 * 3, 2 * 3]
+        rows = summary(analysis)["experts"]
+        assert [(row["layer"], row["ranks"]) for row in rows] == [(1, [0, 1]), (2, [2, 3])]
+        assert {(row["imbalance"], row["worst"]) for row in rows} == {(4.0, 4.0)}
+        assert {row["rank_imbalance"] for row in rows} == {2.0}
+        assert all(row["group_size"] == 2 for row in rows)
+        counted = [m.tokens for loads in analysis.loads for m in loads.meetings]
+        assert counted == [[2 * SEQUENCE_TOKENS, 0]] * 12
 
 
 def test_context_parallel() -> None:
