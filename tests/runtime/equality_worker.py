@@ -171,8 +171,10 @@ def batches(case: dict[str, Any]) -> Any:
         length = SEQUENCE
         if case.get("lengths"):  # of one microbatch; half of them have the longest
             length = min(SEQUENCE, int(torch.randint(1, 2 * SEQUENCE, (), generator=generator)))
-        if case.get("tp", 1) > 1:
-            length = max(2, length // 2 * 2)
+        unit = 2 if case.get("tp", 1) > 1 else 1
+        if case.get("cp", 1) > 1:
+            unit = 2 * case["cp"]
+        length = max(unit, length // unit * unit)
         yield torch.randint(0, VOCABULARY, (MICRO_BATCH, length + 1), generator=generator)
 
 

@@ -288,6 +288,7 @@ def test_reduction_that_overlaps() -> None:
 
 
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
+TENSOR = {"tp": 2, "sp": True}
 OPTIMIZED = {"distributed_optimizer": True, "overlap": True}
 GLOBAL = {"moe_router_load_balancing_type": ["global_aux_loss"], "moe_aux_loss_coeff": [0.01]}
 SHARED = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True}
@@ -333,7 +334,60 @@ def test_context_parallel() -> None:
         case("cp2", 2, 4, {"inject": LATE}, v=2, layers=4, **told, deviates=1),
         case("cp2, packed", 2, 3, {"inject": LATE}, layers=2, **told, packed="together",
              model=UNLIKE | {"num_query_groups": 2}),
+        case("cp2, dropout", 2, 3, {"inject": LATE}, cp=2, layers=2, dropout=0.1,
+             recompute="full"),
     )  # fmt: skip
+
+
+CUT = {"per_token": True, "uncut": True, "positions": "rope"}
+PLAIN_EXPERTS = EXPERTS | {"moe_aux_loss_coeff": 0.0}
+
+
+@pytest.mark.slow
+def test_context_parallel_in_further_layouts() -> None:
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    two = {"cp": 2, **CUT}
+    packed = two | {"packed": "together", "model": UNLIKE}
+    check(
+        4,
+        case("full", 2, 4, fused, late, v=2, layers=4, **two, recompute="full"),
+        case("selective", 2, 3, late, layers=2, **two, recompute="selective", spec="megatron"),
+        case("some layers", 2, 3, late, layers=4, **two, recompute="some"),
+        case("optimizer", 2, 4, fused, late, v=2, layers=4, cp=2, **OPTIMIZED),
+        case("groups", 2, 4, fused, late, layers=2, **two, model={"num_query_groups": 2}),
+        case("packed v2", 2, 4, fused, late, v=2, layers=4, **packed),
+        case("packed full", 2, 3, late, layers=2, **packed, recompute="full"),
+        case("packed, optimizer", 2, 3, late, layers=2, **packed | {"uncut": False}, **OPTIMIZED),
+        case("experts", 2, 4, fused, late, layers=2, **two, model=PLAIN_EXPERTS),
+        case("ep2", 2, 4, fused, late, layers=2, ep=2, **two, model=PLAIN_EXPERTS),
+        case("ep2 v2, dropout", 2, 4, late, v=2, layers=4, cp=2, ep=2, model=EXPERTS, dropout=0.1,
+             recompute="full", **OPTIMIZED),
+        case("ep2, allgather", 2, 4, late, layers=2, cp=2, ep=2, model=EXPERTS | ALLGATHER),
+        case("unlike lengths", 2, 4, fused, late, v=2, layers=4, cp=2, lengths=True, model=UNLIKE,
+             iterations=3),
+        case("further tokens", 2, 3, late, layers=2, cp=2, model={"mtp_num_layers": 1}),
+        case("one stage, tp2", 1, 3, fused, late, layers=2, tp=2, sp=True, **two),
+        case("one stage, cp4", 1, 3, fused, late, layers=2, cp=4, **CUT),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_context_parallel_on_eight_ranks() -> None:
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    packed = CUT | {"packed": "together", "model": UNLIKE}
+    two = {"cp": 2, **TENSOR}
+    check(
+        8,
+        case("tp2", 2, 4, fused, late, v=2, layers=4, **two, **CUT, deviates=1),
+        case("tp2, packed", 2, 3, late, layers=2, **two, **packed),
+        case("tp2, dropout", 2, 4, late, layers=2, **two, dropout=0.1, recompute="selective"),
+        case("tp2 ep2", 2, 4, late, v=2, layers=4, **two, ep=2, etp=1, model=EXPERTS),
+        case("cp4", 2, 4, fused, late, v=2, layers=4, cp=4, **CUT, deviates=1),
+        case("cp4, packed", 2, 3, late, layers=2, cp=4, **packed),
+        case("cp4, dropout", 2, 4, late, layers=2, cp=4, dropout=0.1, recompute="full"),
+        case("cp2 ep4", 2, 4, late, layers=2, cp=2, ep=4, model=EXPERTS),
+        case("cp2 dp2", 2, 4, late, v=2, layers=4, cp=2, **OPTIMIZED),
+    )
 
 
 def test_grouped_products_of_experts() -> None:
@@ -394,7 +448,6 @@ TWENTY = {
 }
 
 
-TENSOR = {"tp": 2, "sp": True}
 TWENTY_ON_EIGHT = {
     "tp2 ep2": {"v": 2, **TENSOR, "ep": 2, "etp": 1, "layers": 4, "model": EXPERTS},
     "ep4": {"v": 2, "ep": 4, "layers": 4, "model": EXPERTS},
