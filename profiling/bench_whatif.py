@@ -133,7 +133,8 @@ def _row(name: str, runs: list[tuple[float, float]], quiet: list[float]) -> str:
 
 def _removed(troubled: Any) -> tuple[str, list[tuple[float, float]]]:
     """The cause that gains most, and each iteration's time now and predicted without it."""
-    from megatron.dpp.plan.whatif import WhatIf, recorded, removal, schedule_of
+    from megatron.dpp.plan.recorded import recorded
+    from megatron.dpp.plan.whatif import WhatIf, removal, schedule_of
 
     ranks = troubled.shape.pipelines()[0]
     parts = zip(troubled.works, troubled.links, troubled.times, strict=True)

@@ -94,6 +94,8 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--seq-length 64", 1, "--max-position-embeddings 32 is below"),
         ("--batch-size 4", 1, "use --micro-batch-size"),
         ("--context-parallel-size 2 --reset-attention-mask", 2, "cut causal attention alone"),
+        ("--hybrid-context-parallel", 2, "--hybrid-context-parallel is not supported here"),
+        (f"{EXPERTS} --overlap-moe-expert-parallel-comm", 1, "layers of two microbatches"),
         (
             "--seq-length 12 --context-parallel-size 2 --tensor-model-parallel-size 4 "
             "--sequence-parallel",

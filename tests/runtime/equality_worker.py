@@ -42,6 +42,7 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.moe.moe_utils import (  # noqa: E402
     get_moe_layer_wise_logging_tracker,
 )
+from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from megatron.core.utils import get_model_config  # noqa: E402
 
 from megatron.dpp import DppConfig, DppSchedule, plugin  # noqa: E402
@@ -53,6 +54,7 @@ from megatron.dpp.mcore.layers import block_spec, prediction_spec  # noqa: E402
 from megatron.dpp.mcore.packed import packed_params, positions  # noqa: E402
 from megatron.dpp.mcore.wgrad import fused as fused_wgrad  # noqa: E402
 from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
+from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder  # noqa: E402
 from tests.runtime.rerun import Rerun  # noqa: E402
 
 VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
@@ -144,6 +146,9 @@ def build_chunk(case: dict[str, Any], config: Any, ddp_config: Any, chunk: int) 
     model.model_type = 1
     found = any(isinstance(module, GroupedExperts) for module in model.modules())
     assert found == case.get("grouped", False)
+    for module in model.modules():
+        if case.get("skewed") and isinstance(module, TopKRouter):
+            module.expert_bias[0] = 10.0  # every token goes to the first expert
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in case.get("frozen", ())))
     if SUPPORT is None:
@@ -168,8 +173,10 @@ def batches(case: dict[str, Any]) -> Any:
         length = SEQUENCE
         if case.get("lengths"):  # of one microbatch; half of them have the longest
             length = min(SEQUENCE, int(torch.randint(1, 2 * SEQUENCE, (), generator=generator)))
-        if case.get("tp", 1) > 1:
-            length = max(2, length // 2 * 2)
+        unit = 2 if case.get("tp", 1) > 1 else 1
+        if case.get("cp", 1) > 1:
+            unit = 2 * case["cp"]
+        length = max(unit, length // unit * unit)
         yield torch.randint(0, VOCABULARY, (MICRO_BATCH, length + 1), generator=generator)
 
 
@@ -276,6 +283,9 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
         optimizer.zero_grad()
         if case.get("announce"):
             case["announce"](next_sizes(iterators, case["m"]))
+        recorder = getattr(schedule, "recorder", None)  # a host's schedule has none
+        if recorder is not None and not evaluating:
+            recorder.begin_iteration(len(norms))
         out = schedule(
             forward_step_func=forward_step, data_iterator=iterators, model=chunks,
             num_microbatches=case["m"], seq_length=SEQUENCE, micro_batch_size=MICRO_BATCH,
@@ -290,6 +300,7 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
         if not evaluating:
             out_of_order += getattr(schedule, "num_out_of_order", 0)
             _, norm, _ = optimizer.step()
+            schedule.recorder.end_iteration()
             norms.append(norm)
     weights = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
     return {"losses": losses, "norms": norms, "weights": weights, "told": forward_step.told,
@@ -358,6 +369,20 @@ def initialize(case: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
+def recorder_of(case: dict[str, Any], directory: str | None, schedule: str) -> Recorder:
+    """The trace of a run, if a directory is given."""
+    if directory is None:
+        return NullRecorder()
+    state = parallel_state
+    layout = TraceLayout(
+        data=state.get_data_parallel_rank(), data_size=state.get_data_parallel_world_size(),
+        pipeline=state.get_pipeline_model_parallel_rank(), pipeline_size=case["p"],
+        tensor=state.get_tensor_model_parallel_rank(), tensor_size=case.get("tp", 1),
+        num_chunks=case.get("v", 1), schedule=schedule,
+    )  # fmt: skip
+    return open_recorder(directory, rank=dist.get_rank(), layout=layout)
+
+
 def run_case(case: dict[str, Any]) -> None:
     initialize(case)
     own = DppConfig(transport=case.get("expected_over", "auto"))
@@ -370,7 +395,9 @@ def run_case(case: dict[str, Any]) -> None:
         compare_unpacked(case, expected)
     deviated = 0
     for settings in case["runs"]:
-        kind: Any = StaticSchedule if settings.pop("static", False) else DppSchedule
+        static = settings.pop("static", False)
+        kind: Any = StaticSchedule if static else DppSchedule
+        trace = recorder_of(case, settings.pop("trace", None), "pp" if static else "dpp")
         grouped, host = settings.pop("grouped", False), settings.pop("host", None)
         replays: list[Rerun] = []
         if settings.get("cuda_graphs") == "on" and SUPPORT is not None:
@@ -378,9 +405,12 @@ def run_case(case: dict[str, Any]) -> None:
         said: list[str] = []
         with (
             begun_by_replays() as begun,
+            trace,
             hosted(DppConfig(**settings))
             if host
-            else kind(DppConfig(**settings), seed=1234, log=said.append) as schedule,
+            else kind(
+                DppConfig(**settings), seed=1234, log=said.append, recorder=trace
+            ) as schedule,
         ):
             told = {"announce": plugin.announce} if host == "announces" else {}
             got = train(case | {"grouped": grouped} | told, schedule)

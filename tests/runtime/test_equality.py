@@ -12,14 +12,19 @@ from typing import Any
 
 import pytest
 
+from megatron.dpp.trace.align import align
+from megatron.dpp.trace.analysis.summary import analyse, summary
+from megatron.dpp.trace.reader import open_run
 from tests.runtime.launcher import run_ranks
 
 WORKER = Path(__file__).with_name("equality_worker.py")
+SEQUENCE_TOKENS = 32
+"""Tokens of a microbatch of the worker's."""
 LATE = "delay:4ms,message-delay:6ms"
 
 
-def check(num_ranks: int, *cases: dict[str, Any]) -> None:
-    output = run_ranks(WORKER, num_ranks, [json.dumps(cases)], timeout=240)
+def check(num_ranks: int, *cases: dict[str, Any], timeout: float = 240) -> None:
+    output = run_ranks(WORKER, num_ranks, [json.dumps(cases)], timeout=timeout)
     for case in cases:
         assert f"CASE {case['name']} ok" in output
     print("\n".join(line for line in output.splitlines() if line.startswith("CASE")))
@@ -285,6 +290,7 @@ def test_reduction_that_overlaps() -> None:
 
 
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
+TENSOR = {"tp": 2, "sp": True}
 OPTIMIZED = {"distributed_optimizer": True, "overlap": True}
 GLOBAL = {"moe_router_load_balancing_type": ["global_aux_loss"], "moe_aux_loss_coeff": [0.01]}
 SHARED = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True}
@@ -300,6 +306,28 @@ def test_expert_parallel() -> None:
     )  # fmt: skip
 
 
+def test_a_trace_tells_the_imbalance_of_experts(tmp_path: Path) -> None:
+    """Every token goes to the first of four experts, so one of two ranks has all of them."""
+    skewed = EXPERTS | {
+        "moe_router_topk": 1, "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid", "moe_aux_loss_coeff": 0.0,
+    }  # fmt: skip
+    runs = {"inject": LATE, "trace": str(tmp_path)}, {"static": True, "trace": str(tmp_path)}
+    layout = {"ep": 2, "layers": 2, "model": skewed, "skewed": True, "recompute": "full"}
+    check(4, case("skewed", 2, 3, *runs, **layout))
+    for schedule in ("dpp", "pp"):
+        files = open_run(tmp_path / f"data-2-pipeline-2-tensor-1-{schedule}")
+        analysis = analyse(files, align(files))
+        assert [len(loads.meetings) for loads in analysis.loads] == [2 * 3, 2 * 3]
+        rows = summary(analysis)["experts"]
+        assert [(row["layer"], row["ranks"]) for row in rows] == [(1, [0, 1]), (2, [2, 3])]
+        assert {(row["imbalance"], row["worst"]) for row in rows} == {(4.0, 4.0)}
+        assert {row["rank_imbalance"] for row in rows} == {2.0}
+        assert all(row["group_size"] == 2 for row in rows)
+        counted = [m.tokens for loads in analysis.loads for m in loads.meetings]
+        assert counted == [[2 * SEQUENCE_TOKENS, 0]] * 12
+
+
 def test_context_parallel() -> None:
     """Also the losses and gradients of the same sequences on one rank each."""
     told = {"cp": 2, "per_token": True, "uncut": True, "positions": "rope"}
@@ -308,7 +336,60 @@ def test_context_parallel() -> None:
         case("cp2", 2, 4, {"inject": LATE}, v=2, layers=4, **told, deviates=1),
         case("cp2, packed", 2, 3, {"inject": LATE}, layers=2, **told, packed="together",
              model=UNLIKE | {"num_query_groups": 2}),
+        case("cp2, dropout", 2, 3, {"inject": LATE}, cp=2, layers=2, dropout=0.1,
+             recompute="full"),
     )  # fmt: skip
+
+
+CUT = {"per_token": True, "uncut": True, "positions": "rope"}
+PLAIN_EXPERTS = EXPERTS | {"moe_aux_loss_coeff": 0.0}
+
+
+@pytest.mark.slow
+def test_context_parallel_in_further_layouts() -> None:
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    two = {"cp": 2, **CUT}
+    packed = two | {"packed": "together", "model": UNLIKE}
+    check(
+        4,
+        case("full", 2, 4, fused, late, v=2, layers=4, **two, recompute="full"),
+        case("selective", 2, 3, late, layers=2, **two, recompute="selective", spec="megatron"),
+        case("some layers", 2, 3, late, layers=4, **two, recompute="some"),
+        case("optimizer", 2, 4, fused, late, v=2, layers=4, cp=2, **OPTIMIZED),
+        case("groups", 2, 4, fused, late, layers=2, **two, model={"num_query_groups": 2}),
+        case("packed v2", 2, 4, fused, late, v=2, layers=4, **packed),
+        case("packed full", 2, 3, late, layers=2, **packed, recompute="full"),
+        case("packed, optimizer", 2, 3, late, layers=2, **packed | {"uncut": False}, **OPTIMIZED),
+        case("experts", 2, 4, fused, late, layers=2, **two, model=PLAIN_EXPERTS),
+        case("ep2", 2, 4, fused, late, layers=2, ep=2, **two, model=PLAIN_EXPERTS),
+        case("ep2 v2, dropout", 2, 4, late, v=2, layers=4, cp=2, ep=2, model=EXPERTS, dropout=0.1,
+             recompute="full", **OPTIMIZED),
+        case("ep2, allgather", 2, 4, late, layers=2, cp=2, ep=2, model=EXPERTS | ALLGATHER),
+        case("unlike lengths", 2, 4, fused, late, v=2, layers=4, cp=2, lengths=True, model=UNLIKE,
+             iterations=3),
+        case("further tokens", 2, 3, late, layers=2, cp=2, model={"mtp_num_layers": 1}),
+        case("one stage, tp2", 1, 3, fused, late, layers=2, tp=2, sp=True, **two),
+        case("one stage, cp4", 1, 3, fused, late, layers=2, cp=4, **CUT),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_context_parallel_on_eight_ranks() -> None:
+    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    packed = CUT | {"packed": "together", "model": UNLIKE}
+    two = {"cp": 2, **TENSOR}
+    check(
+        8,
+        case("tp2", 2, 4, fused, late, v=2, layers=4, **two, **CUT, deviates=1),
+        case("tp2, packed", 2, 3, late, layers=2, **two, **packed),
+        case("tp2, dropout", 2, 4, late, layers=2, **two, dropout=0.1, recompute="selective"),
+        case("tp2 ep2", 2, 4, late, v=2, layers=4, **two, ep=2, etp=1, model=EXPERTS),
+        case("cp4", 2, 4, fused, late, v=2, layers=4, cp=4, **CUT, deviates=1),
+        case("cp4, packed", 2, 3, late, layers=2, cp=4, **packed),
+        case("cp4, dropout", 2, 4, late, layers=2, cp=4, dropout=0.1, recompute="full"),
+        case("cp2 ep4", 2, 4, late, layers=2, cp=2, ep=4, model=EXPERTS),
+        case("cp2 dp2", 2, 4, late, v=2, layers=4, cp=2, **OPTIMIZED),
+    )
 
 
 def test_grouped_products_of_experts() -> None:
@@ -369,11 +450,19 @@ TWENTY = {
 }
 
 
+TWENTY_ON_EIGHT = {
+    "tp2 ep2": {"v": 2, **TENSOR, "ep": 2, "etp": 1, "layers": 4, "model": EXPERTS},
+    "ep4": {"v": 2, "ep": 4, "layers": 4, "model": EXPERTS},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TWENTY)
+@pytest.mark.parametrize("name", [*TWENTY, *TWENTY_ON_EIGHT])
 def test_twenty_seeds_of_delays(name: str) -> None:
     """Every run is bitwise equal. Most take another order than Megatron's."""
-    check(4, case(name, 2, 6, *seeds(20), **TWENTY[name], iterations=1, deviates=11))
+    num_ranks, layout = (4, TWENTY[name]) if name in TWENTY else (8, TWENTY_ON_EIGHT[name])
+    one = case(name, 2, 6, *seeds(20), **layout, iterations=1, deviates=11)
+    check(num_ranks, one, timeout=900)
 
 
 @pytest.mark.slow

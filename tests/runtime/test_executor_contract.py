@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -456,3 +457,31 @@ def test_the_next_task_is_decided_early_only_behind_the_size_of_this_one(
         network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=0)
     executor.run()
     assert seen == expected
+
+
+# Gaps ---------------------------------------------------------------------------------------------
+
+
+class Gaps(NullRecorder):
+    """Keeps the causes of gaps, which must follow each other without a hole."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, int, str]] = []
+
+    def gap(self, start: Any, end: Any, cause: str, detail: str = "") -> None:
+        self.found.append((start, end, cause))
+
+
+def test_a_gap_has_a_part_for_each_delay_of_another_member_and_one_deadline() -> None:
+    gaps = Gaps()
+    executor = rank_of(network_of(1), LAST, recorder=gaps)
+    executor._open_gap("warm-up")
+    began = executor._gap_start
+    for cause in ("message", "late-member", "late-member", "late-leader", "message"):
+        executor._open_gap(cause)
+    executor._close_gap()
+    assert [cause for _, _, cause in gaps.found] == [
+        "warm-up", "late-member", "late-leader", "message",
+    ]  # fmt: skip
+    assert gaps.found[0][0] == began == executor._gap_start
+    assert all(one[1] == other[0] for one, other in pairwise(gaps.found))

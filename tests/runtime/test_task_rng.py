@@ -47,7 +47,7 @@ class Generators:
     """megatron-core's tracker and the default generator, without a process group."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
-        self.tensor_rank = self.expert_rank = 0
+        self.tensor_rank = self.expert_rank = self.context_rank = 0
         self.default = torch.Generator()
         tracker: Any = SimpleNamespace(states_={name: torch.Generator() for name in NAMES})
         if saved:  # the tracker's other form: states, not generators
@@ -56,6 +56,7 @@ class Generators:
         groups = SimpleNamespace(
             get_tensor_model_parallel_rank=lambda: self.tensor_rank,
             get_expert_tensor_and_model_parallel_rank=lambda: self.expert_rank,
+            get_context_parallel_rank=lambda: self.context_rank,
         )
         monkeypatch.setattr(rng, "get_cuda_rng_tracker", lambda: tracker)
         monkeypatch.setattr(rng, "parallel_state", groups)
@@ -109,6 +110,13 @@ def test_every_task_and_generator_draws_numbers_of_its_own(generators: Generator
         for number in task.values()
     ]
     assert len(set(drawn)) == len(drawn) == 3 * 2 * 2 * 4 * 3
+
+
+def test_context_parallel_ranks_draw_numbers_of_their_own(generators: Generators) -> None:
+    drawn: list[float] = []
+    for generators.context_rank in range(4):
+        drawn += [number for task in draw_in_tasks(generators) for number in task.values()]
+    assert len(set(drawn)) == len(drawn) == 4 * 4 * 3
 
 
 def test_ranks_of_a_group_differ_in_their_own_generator_alone(generators: Generators) -> None:

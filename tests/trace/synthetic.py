@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +51,9 @@ class Run:
     clocks: dict[int, str] = field(default_factory=dict)
     num_bytes: int = 1 << 20
     schedule: str = "dpp"
+    replicas: int = 1
+    experts: Callable[[int, int, int], tuple[list[int], int]] | None = None
+    """(replica, rank, microbatch) -> tokens of its two experts in a forward, and their ns."""
 
     def task_ns(self, iteration: int, rank: int, kind: str, chunk: int, microbatch: int) -> int:
         if self.cost is not None:
@@ -198,6 +201,26 @@ def play(run: Run) -> list[list[tuple[Any, ...]]]:
     return events
 
 
+def _of_replica(events: list[tuple[Any, ...]], run: Run, rank: int, replica: int) -> Iterator[Any]:
+    """A pipeline's events in one of its replicas, with the experts of each forward."""
+
+    def global_rank(place: int) -> int:
+        return place * run.replicas + replica
+
+    for event in events:
+        code, start, end, iteration, *rest = event
+        if code in "PA":
+            source, destination, *channel = rest[0]
+            rest[0] = Channel(global_rank(source), global_rank(destination), *channel)
+        yield (code, start, end, iteration, *rest)
+        if code == "T" and rest[0] == "F" and run.experts is not None:
+            _, chunk, microbatch, _ = rest
+            tokens, length = run.experts(replica, rank, microbatch)
+            layer, group = chunk * run.ranks + rank + 1, rank * run.replicas
+            where = (chunk, microbatch, layer, 2 * replica, group, tokens)
+            yield ("E", start, start + length, iteration, *where)
+
+
 def _shifted(event: tuple[Any, ...], run: Run, rank: int) -> tuple[Any, ...]:
     own = run.offset.get(rank, 0)
     code, start, end, *rest = event
@@ -210,12 +233,14 @@ def _shifted(event: tuple[Any, ...], run: Run, rank: int) -> tuple[Any, ...]:
 def write(run: Run, directory: Path, *, whole: bool = True) -> Path:
     """Write the files of all ranks; returns their directory."""
     base = 10**12
-    for rank, events in enumerate(play(run)):
+    places = [(place, replica) for place in range(run.ranks) for replica in range(run.replicas)]
+    played = play(run)
+    for rank, (place, replica) in enumerate(places):
         layout = TraceLayout(
-            data=0,
-            pipeline=rank,
+            data=replica,
+            pipeline=place,
             tensor=0,
-            data_size=1,
+            data_size=run.replicas,
             pipeline_size=run.ranks,
             tensor_size=1,
             num_chunks=run.chunks,
@@ -228,7 +253,7 @@ def write(run: Run, directory: Path, *, whole: bool = True) -> Path:
         path = layout.path(directory)
         path.parent.mkdir(parents=True, exist_ok=True)
         lines, text_of = [first_line(head)], EventLines(rank, own)
-        for event in events:
+        for event in _of_replica(played[place], run, place, replica):
             moved = _shifted(event, run, rank)
             at = (moved[0], moved[1] + base, moved[2] + base, *moved[3:])
             if moved[0] == "A":

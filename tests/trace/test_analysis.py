@@ -10,14 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.plan.whatif import (
-    WhatIf,
-    cost_file,
-    other_schedules,
-    recorded,
-    removal,
-    schedule_of,
-)
+from megatron.dpp.plan.recorded import cost_file, recorded
+from megatron.dpp.plan.whatif import WhatIf, other_schedules, removal, schedule_of
 from megatron.dpp.schedule import Geometry, reference_order
 from megatron.dpp.sim import load_costs
 from megatron.dpp.trace.analysis.decisions import differing_decisions
@@ -253,7 +247,7 @@ def test_limits():
 
 def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
     """A busy receiver sees a message when its task ends, which bounds the delay from above only."""
-    from megatron.dpp.plan.whatif import _hop_delay
+    from megatron.dpp.plan.recorded import _hop_delay
     from megatron.dpp.trace.analysis.stragglers import StragglerSearch
     from megatron.dpp.trace.analysis.work import JobShape, Work
 

@@ -151,6 +151,11 @@ def _layout(args: Args) -> None:
         f"start a multiple of {model}",
     )
     args.data_parallel_size = args.world_size // model
+    require(
+        not args.hybrid_context_parallel,
+        "--hybrid-context-parallel is not supported here: it gives each sequence ranks of its own, "
+        "by a schedule of its own; leave it out",
+    )
     for name in ("num_attention_heads", "ffn_hidden_size"):
         value = getattr(args, name)
         require(

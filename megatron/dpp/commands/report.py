@@ -21,26 +21,23 @@ from megatron.dpp.errors import DataError, require
 from megatron.dpp.pictures.charts import write_plots
 from megatron.dpp.pictures.page import page
 from megatron.dpp.plan.length_report import length_lines, length_report
+from megatron.dpp.plan.recorded import Recorded, cost_file, recorded
 from megatron.dpp.plan.whatif import (
-    Recorded,
     WhatIf,
-    cost_file,
     effects,
     predict_all,
-    recorded,
     schedule_of,
+    without_imbalance,
 )
 from megatron.dpp.trace.align import Alignment, align
+from megatron.dpp.trace.analysis.experts import lost_per_forward
 from megatron.dpp.trace.analysis.limits import TotalLimit
 from megatron.dpp.trace.analysis.model import read_iterations
-from megatron.dpp.trace.analysis.sentences import sentences, straggler_text
+from megatron.dpp.trace.analysis.sentences import EVEN_EXPERTS, LEAST, sentences, straggler_text
 from megatron.dpp.trace.analysis.summary import Analysis, analyse, summary
 from megatron.dpp.trace.analysis.timeline import timeline
 from megatron.dpp.trace.reader import TraceFile, find_directory, open_run
 from megatron.dpp.trace.run_files import run_facts
-
-_LEAST = 0.01
-"""A cause that costs a smaller share of an iteration is no straggler."""
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -104,6 +101,10 @@ def _what_if(analysis: Analysis, runs: list[Recorded]) -> dict[str, Any]:
     config = schedule_of(analysis.shape.schedule, split=split, w_pieces=pieces)
     what_if = WhatIf(runs, config)
     predictions = predict_all(what_if, analysis.culprits, ranks)
+    lost = lost_per_forward(analysis.loads)
+    if any(lost.values()):
+        change = without_imbalance(ranks, lost)
+        predictions.append(what_if.in_recorded_order(EVEN_EXPERTS, change))
     rows = [
         {"name": p.name, "now_ms": p.now * 1e3, "then_ms": p.then * 1e3, "gain": p.gain}
         for p in sorted(predictions, key=lambda p: -p.gain)
@@ -116,7 +117,7 @@ def _set_aside_harmless(report: dict[str, Any]) -> None:
     """A cause that costs next to nothing is no straggler, however slow it is."""
     for straggler, effect in zip(report["stragglers"], report.pop("effects"), strict=True):
         straggler["text"], straggler["effect"] = straggler_text(straggler), effect
-    harmless = [s for s in report["stragglers"] if s["effect"] is not None and s["effect"] < _LEAST]
+    harmless = [s for s in report["stragglers"] if s["effect"] is not None and s["effect"] < LEAST]
     report["stragglers"] = [s for s in report["stragglers"] if s not in harmless]
     report["without_effect"] = harmless
     report["totals"]["stragglers"] = len(report["stragglers"])

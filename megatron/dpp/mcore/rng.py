@@ -3,7 +3,8 @@
 Megatron draws dropout masks from generators that advance from task to task. A dynamic schedule has
 no fixed order, so ``TaskRng`` seeds every forward from (seed, iteration, microbatch, stage), for
 static schedules, too: both draw the same masks. Recomputation needs nothing, as megatron-core
-restores the states of the forward.
+restores the states of the forward. Context-parallel ranks hold different tokens and draw
+different numbers.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class TaskRng:
         return seeded
 
     def _enter(self, iteration: int, microbatch: int, stage: int) -> None:
-        task = (self._seed, iteration, microbatch, stage)
+        task: tuple[int, ...] = (self._seed, iteration, microbatch, stage)
+        if part := parallel_state.get_context_parallel_rank():
+            task += (part,)  # it holds other tokens of the sequence
         tracker = get_cuda_rng_tracker()
         own = parallel_state.get_tensor_model_parallel_rank()
         expert_own = parallel_state.get_expert_tensor_and_model_parallel_rank()

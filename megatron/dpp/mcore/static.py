@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import torch
 
 from megatron.dpp.errors import PeerDead, TransferTimeout
 from megatron.dpp.mcore import compat
+from megatron.dpp.mcore.expert_trace import traced_experts
 from megatron.dpp.trace import Recorder
 from megatron.dpp.transport.base import ChannelSpec, Direction, Transport
 
@@ -194,9 +195,10 @@ def over_channels(exchange: ChannelExchange) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def traced(recorder: Recorder) -> Iterator[None]:
-    """Record the tasks, waits and messages of one static schedule call, in the recorder's current
-    iteration; with a :class:`~megatron.dpp.trace.NullRecorder` nothing is wrapped.
+def traced(recorder: Recorder, chunks: Sequence[torch.nn.Module] = ()) -> Iterator[None]:
+    """Record the tasks, waits and messages of one static schedule call, and the experts of these
+    model chunks, in the recorder's current iteration; with a
+    :class:`~megatron.dpp.trace.NullRecorder` nothing is wrapped.
     """
     if not recorder.enabled:
         yield
@@ -205,6 +207,7 @@ def traced(recorder: Recorder) -> Iterator[None]:
     with (
         around_steps(trace.before, trace.after),
         compat.patched(_COMMUNICATE, trace.communicate),
+        traced_experts(chunks, recorder),
     ):
         yield
 

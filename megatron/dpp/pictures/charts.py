@@ -378,6 +378,27 @@ def _per_rank(
     return draw
 
 
+def plot_experts(report: Report, width: float) -> Picture | None:
+    """Tokens of each layer's fullest expert over the mean."""
+    rows = report.get("experts", [])[:MOST_ROWS]
+    if not rows:
+        return None
+
+    def times(value: float) -> str:
+        return f"{value:.2f}"
+
+    worst = max(rows, key=lambda row: row["imbalance"])
+    title = (
+        f"The fullest expert of layer {worst['layer']} gets {times(worst['imbalance'])} times the "
+        "mean number of tokens"
+    )
+    picture = Picture(title, width, "tokens of the fullest expert over the mean, by layer")
+    labels = [(f"layer {row['layer']}", row["imbalance"]) for row in rows]
+    bars = [Bar(name, [("this", value, name)], times(value)) for name, value in labels]
+    draw_bars(picture, bars, form=times)
+    return picture
+
+
 def _mib(value: float) -> str:
     mib = value / 2**20
     return f"{mib / 1024:.1f} GiB" if mib >= 10_000 else f"{mib:,.0f} MiB"
@@ -393,6 +414,7 @@ PLOTS: dict[str, Callable[[Report, float], Picture | None]] = {
     "time-per-rank": plot_time_per_rank,
     "bubble": plot_bubble,
     "time-per-token": plot_time_per_token,
+    "experts": plot_experts,
     "peak-memory": _per_rank(
         lambda row: row["peaks"].get("memory"), _mib, "Rank {rank} needs the most memory: {value}"
     ),

@@ -45,6 +45,7 @@ def page(report: Report, *, live_s: float = 0.0, status: str = "") -> str:
     parts += [_figures(report, ("loss", "grad-norm", "tokens-per-second", "iteration-time"))]
     parts += [_timeline(report)]
     parts += [_figures(report, ("time-per-rank", "bubble", "peak-memory", "held-activations"))]
+    parts += [_figures(report, ("experts",))] if report.get("experts") else []
     parts += [
         _lengths(report),
         _findings(report),
@@ -362,11 +363,20 @@ def _ranks(report: Report) -> str:
         ("MB/s", lambda x: f"{x['bandwidth_mb_s']:.0f}", ""),
         ("seen while waiting", lambda x: percent(x["measured_while_waiting"]), ""),
     ]  # fmt: skip
-    rows = report["ranks"]
+    experts: list[Column] = [
+        ("layer", lambda e: e["layer"], ""),
+        ("ranks", lambda e: ", ".join(map(str, e["ranks"])), "text"),
+        ("fullest expert", lambda e: f"{e['imbalance']:.2f} x mean", ""),
+        ("worst iteration", lambda e: f"{e['worst']:.2f} x mean", ""),
+        ("fullest rank", lambda e: f"{e['rank_imbalance']:.2f} x mean", ""),
+        ("lost in a forward", lambda e: duration(e["lost_ms"]), ""),
+    ]  # fmt: skip
+    rows, layers = report["ranks"], report.get("experts")
     return (
         _section("Ranks: time per iteration", _table(times, rows))
         + _section("Ranks: messages and memory", _table(others, rows))
         + _section("Links", _table(links, report["links"], "no messages"))
+        + (_section("Experts: tokens per layer", _table(experts, layers)) if layers else "")
     )
 
 

@@ -21,7 +21,7 @@ def costs_of_run(name: str, root: Path) -> MeasuredCosts:
     path = Path(name)
     if path.is_file():
         return load_costs(path)
-    from megatron.dpp.plan.whatif import cost_file, recorded
+    from megatron.dpp.plan.recorded import cost_file, recorded
     from megatron.dpp.trace.align import align
     from megatron.dpp.trace.analysis.summary import analyse
     from megatron.dpp.trace.reader import find_directory, open_run

@@ -19,6 +19,8 @@ class Decider:
     """A rank that decides for itself."""
 
     followed = False
+    shares_order = False
+    """True for a member of a stage."""
 
     def __init__(self, scheduler: Scheduler, channels: Sequence[tuple[int, int]]) -> None:
         self.scheduler = scheduler
@@ -70,6 +72,15 @@ class Decider:
                 return self.scheduler.next()
         return None
 
+    def held_up_by(self, arrived: Sequence[int]) -> str:
+        """The cause for which this member runs nothing although it could by itself: ``late-member``
+        or ``late-leader``. Empty if it could not.
+
+        Args:
+            arrived: as :meth:`next` was given it.
+        """
+        return ""
+
     def _tell(self, arrived: Sequence[int]) -> None:
         if arrived == self._seen:
             return
@@ -92,6 +103,8 @@ class _Member(Decider):
     """One of several ranks of a stage; it posts on their board what has arrived, and what has
     arrived or is in flight.
     """
+
+    shares_order = True
 
     def __init__(
         self, scheduler: Scheduler, channels: Sequence[tuple[int, int]], board: Board
@@ -146,6 +159,13 @@ class Leader(_Member):
             return None
         return self._publish(super().next_coming(self._board.common()[len(self._channels) :]))
 
+    def held_up_by(self, arrived: Sequence[int]) -> str:
+        for channel in self.scheduler.wanted():
+            index = self._index_of.get(channel)
+            if index is not None and self._counted(arrived, index) > self._told[index]:
+                return "late-member"
+        return ""
+
     def look_ahead(self) -> None:
         if self._board.spans_hosts and self._published is None:
             self._published = self._decide()
@@ -174,6 +194,22 @@ class Follower(_Member):
         self._tell_coming(action)
         self.scheduler.run(action)
         return action
+
+    def held_up_by(self, arrived: Sequence[int]) -> str:
+        """A board that spans hosts tells other hosts' members the arrivals of their own host."""
+        self._tell(arrived)
+        ready = self.scheduler.ready()
+        if not ready:
+            return ""
+        common = self._board.common()
+        allowed = any(self._has_input(action, common) for action in ready)
+        return "late-leader" if allowed else "late-member"
+
+    def _has_input(self, action: Action, arrived: Sequence[int]) -> bool:
+        if action.kind not in DIRECTION_OF:
+            return True
+        index = self._index_of.get((DIRECTION_OF[action.kind], action.chunk))
+        return index is None or self._counted(arrived, index) > action.microbatch
 
     def next_coming(self, coming: Sequence[int]) -> Action | None:
         """None: the leader decides, when all members have posted the message."""

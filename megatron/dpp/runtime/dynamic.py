@@ -24,6 +24,7 @@ from megatron.dpp.config import GRAPHS_PAY_FROM, DppConfig
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector
 from megatron.dpp.mcore.boundary import Boundaries
+from megatron.dpp.mcore.expert_trace import traced_experts
 from megatron.dpp.mcore.graphs.slots import ChunkGraphs
 from megatron.dpp.mcore.memory import room
 from megatron.dpp.mcore.rng import TaskRng
@@ -333,6 +334,7 @@ class DppSchedule(PipelineSchedule):
                     around.enter_context(self._weight_gradients.bound())
                 if self._graphs is not None:
                     around.enter_context(self._graphs.bound(call.boundary_example()))
+                around.enter_context(traced_experts(call.model, self.recorder))
             yield
 
     def _forget_model(self) -> None:

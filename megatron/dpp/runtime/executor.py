@@ -45,6 +45,7 @@ _TRACE_CAUSES = {
     Cause.WARMUP: "warm-up",
     Cause.MEMORY_CAP: "memory-cap",
 }
+_AGREEMENT = {"late-member", "late-leader"}
 _KIND_OF = {way: kind for kind, way in DIRECTION_OF.items()}
 _KIND_NAMES = tuple(kind.name for kind in Kind)  # faster than an enumeration's ``name``
 
@@ -116,12 +117,13 @@ class Executor:
         """Channel and microbatch of the input that the device waits for."""
         self._sources = {spec.source for spec in links.transport.incoming}
         self._timer, self._injector = timer, injector
+        self._tells_causes = recorder.enabled and decider.shares_order
         self._iteration, self._timeout, self._launch_ahead = iteration, timeout, launch_ahead
         self._count_tokens, self._sizes_agree = count_tokens, sizes_agree
         self.first_size: int | None = None
         """Tokens of microbatch 0; None where they cannot be counted."""
         self._num_puts = self._put_bytes = 0
-        self._gap_start = 0
+        self._gap_start = self._cause_start = 0
         self._gap_cause = ""
         self._gap_detail = ""
         self.actions: list[Action] = []
@@ -178,7 +180,7 @@ class Executor:
         """The task whose input is in flight, to be launched ahead of it if nothing else may run:
         the device then waits for the input, and not for the host.
         """
-        if self._gap_cause in ("", "lookahead"):
+        if self._gap_cause in ("", "lookahead") or self._tells_causes:
             self._describe_gap()
         return self._decider.next_coming(self._links.coming()) if self._launch_ahead else None
 
@@ -422,24 +424,33 @@ class Executor:
                 )
 
     def _describe_gap(self) -> None:
-        if self._decider.followed:
-            self._open_gap("tp-agreement")
+        cause = self._decider.held_up_by(self._arrived) if self._tells_causes else ""
+        if cause:
+            self._open_gap(cause)
             return
         stall = self._scheduler.stall()
         waiting = " ".join(f"{_KIND_OF[way].name}{chunk}" for way, chunk in stall.channels)
         self._open_gap(_TRACE_CAUSES.get(stall.cause, "message"), waiting)
 
     def _open_gap(self, cause: str, detail: str = "") -> None:
+        """Begin a gap, or go on with it for another cause if it began or goes on with another
+        member's delay.
+        """
         if self._gap_cause == "lookahead" != cause:
             self._close_gap()
+        now = time.monotonic_ns()
         if not self._gap_cause:
-            self._gap_start = time.monotonic_ns()
-            self._gap_cause, self._gap_detail = cause, detail
+            self._gap_start = now
+        elif cause == self._gap_cause or not {cause, self._gap_cause} & _AGREEMENT:
+            return
+        else:
+            self._recorder.gap(self._cause_start, now, self._gap_cause, self._gap_detail)
+        self._cause_start, self._gap_cause, self._gap_detail = now, cause, detail
 
     def _close_gap(self) -> None:
         if self._gap_cause:
             self._recorder.gap(
-                self._gap_start, time.monotonic_ns(), self._gap_cause, self._gap_detail
+                self._cause_start, time.monotonic_ns(), self._gap_cause, self._gap_detail
             )
             self._gap_cause = ""
 

@@ -54,7 +54,9 @@ class StepTrace:
     @contextlib.contextmanager
     def static_step(self, number: int, keywords: dict[str, Any]) -> Iterator[None]:
         """:meth:`step` around a call of megatron-core's own schedule."""
-        with self.step(number, keywords, "pp") as recorder, traced(recorder):
+        model = keywords["model"]
+        chunks = model if isinstance(model, list) else [model]
+        with self.step(number, keywords, "pp") as recorder, traced(recorder, chunks):
             yield
 
     def _open(self, settings: HostTrace, keywords: dict[str, Any], schedule: str) -> Recorder:

@@ -72,6 +72,7 @@ class StaticSchedule(PipelineSchedule):
             keywords["forward_step_func"] = rng.wrap(function, chunks, iteration)
         with contextlib.ExitStack() as around:
             self._enter(around, keywords, topology, iteration)
+            around.enter_context(traced(self.recorder, chunks))
             function = get_forward_backward_func()
             return function(**keywords)  # type: ignore[no-any-return]
 
@@ -95,7 +96,6 @@ class StaticSchedule(PipelineSchedule):
         if self._wants_graphs() and not keywords.get("forward_only"):
             call = StepCall.checked(**keywords)
             around.enter_context(self._graphs_of(call).bound(call.boundary_example()))
-        around.enter_context(traced(self.recorder))
 
     @cached_property
     def _timer(self) -> TaskTimer:

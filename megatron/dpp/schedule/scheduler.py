@@ -304,13 +304,19 @@ class Scheduler:
         ]
         return gradients + inputs
 
+    def ready(self) -> list[Action]:
+        """The next task of each kind and chunk that may run."""
+        state, chunks = self._state, range(self.geometry.num_chunks)
+        found = [way(c) for c in chunks for way in (state.forward, state.backward)]
+        return [action for action in (*found, state.weight()) if action is not None]
+
     def stall(self) -> Stall:
         """The reason why :meth:`next` returned None, and the arrivals that would change it."""
         state = self._state
         if state.done:
             return Stall(Cause.DONE, "all tasks have run")
         chunks = range(self.geometry.num_chunks)
-        ready = [state.forward(c) or state.backward(c) for c in chunks] + [state.weight()]
+        ready = self.ready()
         total = self.geometry.num_microbatches
         inputs = [
             (Direction.FORWARD, c)
@@ -326,8 +332,8 @@ class Scheduler:
         if self.geometry.forward_only:
             gradients = []
         channels = tuple(inputs + gradients)
-        if any(ready):
-            text = f"{next(a for a in ready if a)} may run; the policy waits"
+        if ready:
+            text = f"{ready[0]} may run; the policy waits"
             return Stall(Cause.POLICY, text, channels)
         cause = self._cause(inputs, blocked)
         names = ", ".join(

@@ -111,6 +111,7 @@ class EventLines:
         self._links: dict[int, tuple[object, str]] = {}
         self._body = {
             "T": self._task,
+            "E": self._experts,
             "G": self._gap,
             "P": self._send,
             "A": self._arrival,
@@ -139,6 +140,14 @@ class EventLines:
         name = f"{chunk}{kind}{microbatch}" + (f".{piece}" if piece else "")
         args = f',"kind":"{kind}","chunk":{chunk},"microbatch":{microbatch},"piece":{piece}'
         return self._head(name, "task", TASK_TRACK, iteration, args)
+
+    def _experts(self, event: tuple[Any, ...]) -> str:
+        _, _, _, iteration, chunk, microbatch, layer, first, group, counts = event
+        args = (
+            f',"chunk":{chunk},"microbatch":{microbatch},"layer":{layer},"first":{first},'
+            f'"group":{group},"tokens":[{",".join(map(str, counts))}]'
+        )
+        return self._head(f"experts of layer {layer}", "experts", TASK_TRACK, iteration, args)
 
     def _gap(self, event: tuple[Any, ...]) -> str:
         _, _, _, iteration, cause, detail = event

@@ -13,7 +13,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from megatron.dpp.trace.clock import DeviceClock, HostClock, clock_for
@@ -63,9 +63,27 @@ class Recorder:
     def end_task(self) -> None:
         """End the task begun last (on a GPU: its work is queued)."""
 
+    @property
+    def in_forward(self) -> bool:
+        """True while a forward is recorded."""
+        return False
+
     def mark(self) -> Any:
-        """This point of the device's work, for ``gap`` and ``Message.arrived_ns``."""
+        """This point of the device's work, for ``gap``, ``experts`` and ``Message.arrived_ns``."""
         return 0
+
+    def experts(
+        self, start: Any, end: Any, *, layer: int, first: int, group: int, counts: Sequence[int]
+    ) -> None:
+        """Record that this rank's experts of a layer ran in the current forward, from one mark to
+        another.
+
+        Args:
+            layer: number of the layer in the model, from 1.
+            first: number of this rank's first expert.
+            group: first rank of the expert-parallel group.
+            counts: tokens of each of this rank's experts.
+        """
 
     def gap(self, start: Any, end: Any, cause: str, detail: str = "") -> None:
         """Record that no task ran from ``start`` to ``end``, two times in ns or two marks;
@@ -169,8 +187,20 @@ class FileRecorder(Recorder):
             self._append("T", self._task_start, self._clock.mark(), self.iteration, *self._task)
             self._task = None
 
+    @property
+    def in_forward(self) -> bool:
+        return self._task is not None and self._task[0] == "F"
+
     def mark(self) -> Any:
         return self._clock.mark() if self._recording else None
+
+    def experts(
+        self, start: Any, end: Any, *, layer: int, first: int, group: int, counts: Sequence[int]
+    ) -> None:
+        if self._task is not None:
+            _, chunk, microbatch, _ = self._task
+            where = (chunk, microbatch, layer, first, group)
+            self._append("E", start, end, self.iteration, *where, counts)
 
     def gap(self, start: Any, end: Any, cause: str, detail: str = "") -> None:
         if self._recording:

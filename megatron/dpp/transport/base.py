@@ -105,7 +105,9 @@ class Board(abc.ABC):
 
     @abc.abstractmethod
     def common(self) -> Sequence[int]:
-        """Element-wise minimum of all members' counters (leader)."""
+        """Element-wise minimum of the counters of all members. On another host than the leader's,
+        of the members there.
+        """
 
     @abc.abstractmethod
     def append(self, word: int) -> None:

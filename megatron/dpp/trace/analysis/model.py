@@ -32,6 +32,21 @@ class TaskRun(NamedTuple):
         return self.end - self.start
 
 
+class ExpertsRun(NamedTuple):
+    """A rank's experts of one layer in one forward: ``tokens`` of each, the first one's number, and
+    the first rank of their expert-parallel group.
+    """
+
+    start: int
+    end: int
+    chunk: int
+    microbatch: int
+    layer: int
+    first: int
+    group: int
+    tokens: list[int]
+
+
 class Wait(NamedTuple):
     """A stretch in which a rank ran no task, and why."""
 
@@ -80,6 +95,7 @@ class RankIteration:
     start: int = 0
     end: int = 0
     tasks: list[TaskRun] = field(default_factory=list)
+    experts: list[ExpertsRun] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
@@ -146,6 +162,9 @@ class IterationBuilder:
         if cat == "task":
             what = (args["kind"], args["chunk"], args["microbatch"], args["piece"])
             current.tasks.append(TaskRun(start, end, *what))
+        elif cat == "experts":
+            where = (args[name] for name in ExpertsRun._fields[2:])
+            current.experts.append(ExpertsRun(start, end, *where))
         elif cat == "wait":
             current.waits.append(Wait(start, end, args["cause"], args.get("detail", "")))
         elif cat == "span":

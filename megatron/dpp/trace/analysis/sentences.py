@@ -6,15 +6,22 @@ from typing import Any
 
 from megatron.dpp.pictures.style import duration, percent
 
+LEAST = 0.01
+"""A cause that costs a smaller share of an iteration is none."""
+
 EVEN_LAYERS = "layers laid out evenly"
 """Name of the what-if that moves layers until every stage has the same work."""
+
+EVEN_EXPERTS = "as many tokens on all ranks of an expert-parallel group"
+"""Name of the what-if without imbalance of experts."""
 
 _CAUSES = {
     "message": "waiting for a message from a neighbour",
     "warm-up": "filling the pipeline at the start",
     "drain": "draining it at the end",
     "memory-cap": "held back by the activation cap",
-    "tp-agreement": "waiting for the tensor-parallel ranks to agree",
+    "late-member": "waiting for a message that another rank of the stage lacks",
+    "late-leader": "waiting for the stage's leader to decide",
     "lookahead": "waiting for the device to catch up",
     "host": "the host: launching, deciding, Python",
     "send": "waiting for a receiver",
@@ -58,6 +65,33 @@ def _with_all_its_work(best: dict[str, Any], what_if: list[dict[str, Any]]) -> s
     return f" if that work were gone; laid out evenly over all stages {percent(moved[0])}"
 
 
+def _expert_lines(report: dict[str, Any]) -> list[str]:
+    """The imbalance of experts, and its cost beside the pipeline's."""
+    rows, totals = report.get("experts", []), report["totals"]
+    if not rows:
+        return []
+    worst = max(rows, key=lambda row: row["imbalance"])
+    first = (
+        f"Experts: the fullest one of layer {worst['layer']} gets {worst['imbalance']:.2f} times "
+        f"the mean number of tokens, the most of {len(rows)} layers."
+    )
+    if worst["group_size"] == 1:
+        return [f"{first} No rank waits for another's experts: each has all of its layers."]
+    found = [row["gain"] for row in report.get("what_if", []) if row["name"] == EVEN_EXPERTS]
+    cost = max(found, default=0.0)
+    if cost < LEAST:
+        return [f"{first} That costs less than {LEAST:.0%} of an iteration."]
+    pipeline = (totals["window_ms"] - totals["ideal_ms"]) / totals["mean_ms"]
+    slowest = max(rows, key=lambda row: row["lost_ms"])
+    text = (
+        f"{{}} about {cost:.1%} of an iteration: in layer {slowest['layer']} the fullest rank has "
+        f"{slowest['rank_imbalance']:.2f} times the mean rank's tokens, and the others wait for it "
+        f"inside of their tasks. The pipeline costs {pipeline:.1%} beyond the busiest rank's tasks."
+    )
+    more = "The imbalance of experts, and not the pipeline, costs most: it takes"
+    return [first, text.format(more if cost > pipeline else "The imbalance of experts takes")]
+
+
 def sentences(report: dict[str, Any]) -> list[str]:
     """The summary, most important first."""
     totals, run = report["totals"], report["run"]
@@ -75,6 +109,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
         )
         + ".",
     ]
+    lines += _expert_lines(report)
     found = report["stragglers"]
     lines += [straggler_text(s)[0].upper() + straggler_text(s)[1:] + "." for s in found]
     if not found:

@@ -15,6 +15,7 @@ from typing import Any
 from megatron.dpp.errors import DataError
 from megatron.dpp.trace.align import Alignment
 from megatron.dpp.trace.analysis.decisions import differing_decisions
+from megatron.dpp.trace.analysis.experts import Loads, layer_rows, loads_of
 from megatron.dpp.trace.analysis.link_times import Link, LinkSamples, link_samples, merge_links
 from megatron.dpp.trace.analysis.model import Iteration, read_iterations
 from megatron.dpp.trace.analysis.stragglers import Culprit, StragglerSearch
@@ -36,6 +37,7 @@ class Analysis:
     times: list[IterationTimes] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     links: list[dict[Link, LinkSamples]] = field(default_factory=list)
+    loads: list[Loads] = field(default_factory=list)
     differing: dict[int, list[int]] = field(default_factory=dict)
     culprits: list[Culprit] = field(default_factory=list)
 
@@ -44,6 +46,7 @@ class Analysis:
         self.times.append(iteration_times(iteration))
         self.works.append(work_of(iteration))
         self.links.append(link_samples(iteration))
+        self.loads.append(loads_of(iteration))
         for rank in iteration.ranks.values():
             count = differing_decisions(rank, self.shape)
             if count is not None:
@@ -52,7 +55,7 @@ class Analysis:
     def skip(self, count: int) -> None:
         """Forget the first ``count`` iterations."""
         self.skipped += [times.number for times in self.times[:count]]
-        del self.times[:count], self.works[:count], self.links[:count]
+        del self.times[:count], self.works[:count], self.links[:count], self.loads[:count]
         for counts in self.differing.values():
             del counts[:count]
 
@@ -212,10 +215,15 @@ def summary(analysis: Analysis) -> dict[str, Any]:
                 "window_ms": t.window / _MS,
                 "ideal_ms": t.ideal / _MS,
                 "bubble": t.bubble,
+                "expert_imbalance": max(
+                    (found for layer in loads.tokens if (found := loads.imbalance(layer))),
+                    default=None,
+                ),
             }
-            for t in analysis.times
+            for t, loads in zip(analysis.times, analysis.loads, strict=True)
         ],
         "ranks": [_rank_row(analysis, file) for file in analysis.files],
         "links": _link_rows(analysis),
+        "experts": layer_rows(analysis.loads),
         "stragglers": [asdict(c) | {"name": c.name} for c in analysis.culprits],
     }
