@@ -348,3 +348,15 @@ def test_an_evaluation_held_back_admits_no_new_microbatch():
     assert scheduler.next() is None
     scheduler.hold_back(held=False)
     assert str(scheduler.next()) == "0F1"
+
+
+def test_bytes_below_the_order_of_the_longest_microbatches_name_what_to_give() -> None:
+    shape = Geometry(num_ranks=2, rank=0, num_chunks=2, num_microbatches=16)
+    with pytest.raises(ConfigError) as refused:
+        parse_cap("4MiB", shape, 2.2 * (1 << 20))
+    assert str(refused.value) == (
+        "--dpp-activation-cap: 4MiB at 2.2 MiB for each of the longest microbatch is 1.81818 chunk "
+        "activations on pipeline rank 0, but Megatron's own order needs 5 there; less could stop "
+        "the pipeline. Give at least 11MiB, or strict"
+    )
+    assert parse_cap("11MiB", shape, 2.2 * (1 << 20)).chunks == pytest.approx(5)
