@@ -10,6 +10,7 @@ import ipaddress
 import math
 import os
 import pkgutil
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,11 @@ this; of 16 and 64 a replay accessed memory that is not its own.
 
 GRAPHS_PAY_FROM = 0.75
 """Share of launching in the tasks' time from which ``--dpp-cuda-graphs auto`` captures graphs."""
+
+_BUCKETS_FROM, _BUCKET_RATIO = 256, math.sqrt(2.0)
+"""First length and growth of geometric buckets: 20 % of padding for lengths of fine-tuning, and 13
+lengths up to 16,384.
+"""
 
 GPUDIRECT = ("auto", "on", "off")
 """Values of ``--dpp-gpudirect``."""
@@ -139,6 +145,13 @@ class DppConfig:
         "on (without --use-dpp, too), off",
         needs="nothing",
     )
+    length_buckets: str = _option(
+        "off",
+        "pad sequences of unlike length to few lengths, for each of which CUDA graphs are "
+        "captured: off, geometric (from 256, each 1.4 times the one before), or lengths like "
+        "512,1024,4096",
+        needs="nothing",
+    )
     task_rng: bool = _option(
         True,
         "derive the random state of a task from seed, iteration, microbatch and stage, not from "
@@ -189,6 +202,7 @@ class DppConfig:
             raise ConfigError(
                 f"--dpp-cuda-graphs {self.cuda_graphs}: expected one of {', '.join(CUDA_GRAPHS)}"
             )
+        self.buckets(sys.maxsize)
         if self.gpudirect not in GPUDIRECT:
             raise ConfigError(
                 f"--dpp-gpudirect {self.gpudirect}: expected one of {', '.join(GPUDIRECT)}"
@@ -237,6 +251,41 @@ class DppConfig:
             f"--node-ips {self.node_ips} has {len(addresses)} addresses: expected one per node "
             f"({num_nodes}) or one per rank ({world_size})"
         )
+
+    def buckets(self, longest: int, multiple: int = 1) -> tuple[int, ...]:
+        """The lengths that ``length_buckets`` pads to, ascending; empty for ``off``. A sequence
+        that is longer than the last one is not padded.
+
+        Args:
+            longest: tokens of the longest sequence, the last of geometric buckets.
+            multiple: of which every length is a multiple.
+
+        Raises:
+            ConfigError: it is no list of ascending lengths up to ``longest``.
+        """
+        text, flag = self.length_buckets, f"{flag_of('length_buckets')} {self.length_buckets}"
+        if text == "off":
+            return ()
+        if text == "geometric":
+            step, found, length = math.lcm(ENGINE_ROWS, multiple), [], float(_BUCKETS_FROM)
+            while length < longest < sys.maxsize:
+                found.append(math.ceil(round(length / step, 6)) * step)
+                length *= _BUCKET_RATIO
+            return (*dict.fromkeys(each for each in found if each < longest), longest)
+        words = text.split(",")
+        given = tuple(int(word) if word.isdecimal() else 0 for word in words)
+        if min(given) < 1 or list(given) != sorted(set(given)):
+            raise ConfigError(
+                f"{flag}: expected off, geometric, or ascending lengths like 512,1024,4096"
+            )
+        if given[-1] > longest:
+            raise ConfigError(f"{flag}: {given[-1]} is above the longest sequence, {longest}")
+        if wrong := [length for length in given if length % multiple]:
+            raise ConfigError(
+                f"{flag}: {wrong[0]} is no multiple of {multiple}, to which sequence and context "
+                "parallelism pad rows"
+            )
+        return given
 
     def port_range(self) -> tuple[int, int] | None:
         """First and last port of ``listen_ports``; None without it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import numpy
 import pytest
 
 from megatron.dpp.cli.files import check_data
-from megatron.dpp.cli.validate_sequences import _check_packing
+from megatron.dpp.cli.validate_sequences import _check_buckets, _check_packing
+from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.sim.lengths import read_costs
 
@@ -89,6 +91,39 @@ def test_tokens_without_marks_of_answers_are_refused(tmp_path: Path) -> None:
     index(tmp_path / "y_chat_document")
     with pytest.raises(DataError, match="y_answers_document"):
         checked(tmp_path / "y_chat_document")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dpp_length_buckets": "wide"}, "wide: expected off, geometric, or ascending lengths"),
+        ({"dpp_length_buckets": "64,32"}, "64,32: expected off, geometric, or ascending lengths"),
+        ({"dpp_length_buckets": "32,128"}, "128 is above the longest sequence, 64"),
+        ({"dpp_length_buckets": "30,60", "length_multiple": 4}, "30 is no multiple of 4"),
+        ({"packing": "even"}, "packed rows run without CUDA graphs"),
+        ({"num_experts": 4}, "routers would send padding to experts"),
+    ],
+)
+def test_buckets_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
+    values = {
+        "dpp_length_buckets": "32,64", "packing": "none", "num_experts": None, "seq_length": 64,
+        "length_multiple": 2,
+    }  # fmt: skip
+    args = argparse.Namespace(**values)
+    _check_buckets(args)
+    assert args.length_buckets == (32, 64)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        _check_buckets(argparse.Namespace(**{**values, **changes}))
+
+
+def test_geometric_buckets_grow_by_the_root_of_two() -> None:
+    geometric = DppConfig(length_buckets="geometric")
+    found = geometric.buckets(16384)
+    assert found[:6] == (256, 384, 512, 768, 1024, 1536) and found[-1] == 16384
+    assert len(found) == 13 and all(length % 128 == 0 for length in found)
+    assert geometric.buckets(100) == (100,)
+    assert geometric.buckets(1000, 4) == (256, 384, 512, 768, 1000)
+    assert DppConfig().buckets(1000) == ()
 
 
 def test_further_tokens_of_packed_and_cut_rows_are_refused() -> None:

@@ -78,6 +78,7 @@ def test_microbatches_of_unlike_length() -> None:
     follows = {"activation_cap": "static"} | late
     drawn = {"lengths": True, "layers": 4, "iterations": 3}
     told = drawn | {"model": UNLIKE}
+    graphs, few = {"cuda_graphs": "on"}, {"length_buckets": "2,4,5,7,9,11,13"}
     hosts = [follows | {"host": how} for how in ("silent", "announces")]
     check(
         2,
@@ -85,8 +86,9 @@ def test_microbatches_of_unlike_length() -> None:
         case("v1", 2, 5, fused, late, tight, static, **told, dropout=0.1),
         case("v2", 2, 6, fused, late, tight, follows, static, v=2, **told),
         case("v2 dist", 2, 4, late, {"transport": "dist"}, v=2, expected_over="shm", **drawn),
-        case("graphs", 2, 4, late | {"cuda_graphs": "on"}, v=2, **told | {"iterations": 5}),
-    )
+        case("graphs", 2, 4, late | graphs, late | graphs | few, static | graphs | few, v=2,
+             **told | {"iterations": 5}),
+    )  # fmt: skip
 
 
 def test_packed_documents() -> None:

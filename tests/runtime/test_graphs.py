@@ -118,7 +118,7 @@ def test_after_a_step_every_block_is_captured_in_every_slot(
     forwards(other, other, chunk)
     assert len(captured) == 2 * 3 * 2
     assert said == ["CUDA graphs: memory for 3 chunk activations of 0 MiB"]
-    made._slots = None  # as a cap in bytes does once it knows what a slot takes
+    made._pools = None  # as a cap in bytes does once it knows what a slot takes
     forwards(chunk, chunk, other)
     assert len(captured) == 2 * 2 * 3 * 2
 
@@ -235,6 +235,56 @@ def test_graphs_are_left_where_memory_is_short() -> None:
     assert why_no_graphs("auto", 0.9, filled=0.8) is None
     assert "1.3 times the memory" in (why_no_graphs("auto", 0.9, filled=1.3) or "")
     assert why_no_graphs("on", 0.9, filled=1.3) is None
+
+
+def forwards(made: graphs.ChunkGraphs, chunk: Chunk, *lengths: int) -> list[torch.Tensor | None]:
+    """One step over microbatches of these lengths, all in flight at once; their gradients."""
+    inputs = [torch.ones(length, 2, 4, requires_grad=True) for length in lengths]
+    with made.bound(torch.empty(8, 2, 4)):
+        outputs = [chunk.decoder(hidden_states=hidden) for hidden in inputs]
+        for output in outputs:
+            output.sum().backward()
+    return [hidden.grad for hidden in inputs]
+
+
+def test_each_named_length_has_graphs_of_its_own(chunk: Chunk) -> None:
+    replays: list[Rerun] = []
+    said: list[str] = []
+    made = graphs.ChunkGraphs(
+        [chunk], None, said.append, lambda chunks: True, partial(Rerun, replays=replays),
+        rows=[2, 4],
+    )  # fmt: skip
+    found = forwards(made, chunk, 2, 4, 8, 3)
+    assert len(replays) == 6, "F and B of three lengths; 3 is none of them"
+    chunk.decoder.layers[0].weight.grad = None
+    eager = torch.ones(8, 2, 4, requires_grad=True)
+    chunk.decoder(hidden_states=eager).sum().backward()
+    for grad in found:
+        assert grad is not None and torch.equal(grad, eager.grad[: len(grad)])  # type: ignore[index]
+    assert said == [
+        "CUDA graphs: chunk 0 microbatches that are not of one of the lengths 2, 4, 8 run without "
+        "graphs",
+        "CUDA graphs: memory for 3 chunk activations of 3 lengths, 0 MiB together",
+    ]
+    replays.clear()
+    forwards(made, chunk, 4, 4, 2)
+    assert len(replays) == 6
+    assert said[2:] == ["CUDA graphs: memory for 4 chunk activations of 3 lengths, 0 MiB together"]
+
+
+def test_slots_of_several_lengths_hold_no_more_than_the_cap(chunk: Chunk) -> None:
+    replays: list[Rerun] = []
+    said: list[str] = []
+    made = graphs.ChunkGraphs(
+        [chunk], None, said.append, lambda chunks: True, partial(Rerun, replays=replays),
+        rows=[4], most=lambda: 1.5,
+    )  # fmt: skip
+    forwards(made, chunk, 8, 4, 4, 8)  # 12 of 12 rows are taken by the first two
+    assert len(replays) == 4
+    assert any("memory of the activation cap is spent" in line for line in said)
+    replays.clear()
+    assert all(grad is not None for grad in forwards(made, chunk, 4, 8))
+    assert len(replays) == 4, "slots that are there are used again"
 
 
 def test_whatever_fails_in_a_capture_leaves_the_chunk_eager_and_its_first_error_is_named(

@@ -30,8 +30,9 @@ PACKED = (
     [
         (BatchSettings(micro_batch_size=2, length_multiple=4), [16, 8]),
         (BatchSettings(packing="in-order", budget=12, length_multiple=4), [12, 4]),
+        (BatchSettings(length_multiple=2, buckets=(4, 6)), [4, 8, 4, 4]),
     ],
-    ids=["padded", "packed"],
+    ids=["padded", "packed", "buckets"],
 )
 def test_sizes_count_padding(settings: BatchSettings, sizes: list[int]) -> None:
     plans = BatchPlans(lambda _, __: [3, 7, 1, 2], 4, 0, settings)

@@ -158,6 +158,7 @@ FLAGS = (
 pytestmark = pytest.mark.timeout(450)
 PP2 = "--pipeline-model-parallel-size 2"
 PACKED = "--packing ffd --packing-budget 70 --calculate-per-token-loss"
+BUCKETS = "--dpp-length-buckets 16,40"
 V2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 
 
@@ -178,6 +179,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         "packed-static": f"{PP2} {PACKED}",
         "packed-order": f"{V2} --packing even --packing-budget 70 --order planned --use-dpp",
         "planned-static": f"{V2} --order planned PLAN-AS-DYNAMIC",
+        "buckets-static": f"{PP2} {BUCKETS}",
+        "buckets-dynamic": f"{PP2} {BUCKETS} --use-dpp",
     }
     return _run(tmp_path_factory.mktemp("sequences"), lines)
 
@@ -221,6 +224,16 @@ def test_packing_changes_no_loss(runs: dict[str, Result]) -> None:
     # Every sequence has the same weight, whatever it is packed with.
     norms = [runs[name].column("grad norm")[0] for name in ("packed-order", "static-chunks")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_buckets_pad_and_change_no_loss(runs: dict[str, Result]) -> None:
+    """Causal attention does not see what follows, and padding has no loss."""
+    static, plain = runs["buckets-static"], runs["static"]
+    assert _losses(runs["buckets-dynamic"]) == _losses(static)
+    assert runs["buckets-dynamic"].hashes == static.hashes
+    assert _losses(static) == pytest.approx(_losses(plain), rel=1e-5)
+    assert static.column("grad norm") == pytest.approx(plain.column("grad norm"), rel=1e-3)
+    assert all(0.1 < share < 0.6 for share in static.column("padding"))
 
 
 def test_a_run_resumes_in_the_middle_of_an_epoch(runs: dict[str, Result]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import require
 
 _NEED = ("overlong", "packing", "packing_budget", "order", "length_costs")
@@ -22,8 +23,8 @@ _EXCLUDED = {
 
 
 def check_sequences(args: argparse.Namespace) -> None:
-    """Derives ``variable_lengths``, ``length_multiple``, ``packing_budget`` and whether
-    megatron-core's exchange sends shapes.
+    """Derives ``variable_lengths``, ``length_multiple``, ``length_buckets``, ``packing_budget`` and
+    whether megatron-core's exchange sends shapes.
 
     Raises:
         ConfigError: a setting that does not go with sequences of unlike length.
@@ -32,7 +33,10 @@ def check_sequences(args: argparse.Namespace) -> None:
             "other: chats have their own lengths")  # fmt: skip
     args.variable_lengths = args.sft or args.variable_length
     args.variable_seq_lengths = False
+    args.length_buckets = ()
     if not args.variable_lengths:
+        require(args.dpp_length_buckets == "off", "--dpp-length-buckets needs --sft or "
+                "--variable-length: other samples have one length")  # fmt: skip
         for name in _NEED:
             flag = f"--{name.replace('_', '-')}"
             given = dict(getattr(args, "given", {}))
@@ -56,6 +60,7 @@ def check_sequences(args: argparse.Namespace) -> None:
         "sequence and context parallelism pad rows",
     )
     _check_packing(args)
+    _check_buckets(args)
     _check_exchange(args)
 
 
@@ -83,6 +88,24 @@ def _check_packing(args: argparse.Namespace) -> None:
     if args.packing_budget is None:
         args.packing_budget = args.seq_length
     require(args.packing_budget >= 1, f"--packing-budget {args.packing_budget}: must be at least 1")
+
+
+def _check_buckets(args: argparse.Namespace) -> None:
+    text = args.dpp_length_buckets
+    if text == "off":
+        return
+    require(
+        args.packing == "none",
+        f"--dpp-length-buckets {text} with --packing {args.packing}: packed rows run without CUDA "
+        "graphs, and need no buckets",
+    )
+    require(
+        not args.num_experts,
+        f"--dpp-length-buckets {text} with --num-experts {args.num_experts}: routers would send "
+        "padding to experts",
+    )
+    config = DppConfig(length_buckets=text)
+    args.length_buckets = config.buckets(args.seq_length, args.length_multiple)
 
 
 def _check_exchange(args: argparse.Namespace) -> None:

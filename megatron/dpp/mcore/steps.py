@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
+from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore import boundary, compat
 from megatron.dpp.mcore.boundary import Boundaries, Tensors, Tokens
@@ -184,6 +185,11 @@ class StepCall:
         shape, _ = self._boundary(longest if varies else self.length)
         hidden = 0 if self.adjust_tensor_shapes_fn else shape[-1]
         return Tokens(max(1, shape[0] * shape[1]), hidden, self._parts)
+
+    def captured_rows(self, settings: DppConfig) -> list[int]:
+        """Rows of this rank's part of each length that ``--dpp-length-buckets`` names."""
+        parts = self._parts
+        return [length // parts for length in settings.buckets(self.length, parts)]
 
     def boundary_example(self) -> torch.Tensor:
         """An uninitialised tensor like those between stages, on the device of the model."""

@@ -64,6 +64,7 @@ class BatchSettings:
         packing: a name of :data:`megatron.dpp.plan.lengths.PACKINGS`.
         budget: most tokens of a packed microbatch.
         length_multiple: what sequence and context parallelism divide; rows are padded to it.
+        buckets: lengths that rows are padded to, ascending; longer rows are not.
         order: a name of :data:`ORDERS`.
         costs: time of a microbatch.
     """
@@ -75,6 +76,7 @@ class BatchSettings:
     packing: str = "none"
     budget: int = 0
     length_multiple: int = 1
+    buckets: tuple[int, ...] = ()
     order: str = "drawn"
     costs: LengthCosts = LengthCosts()  # noqa: RUF009 - frozen
 
@@ -86,7 +88,8 @@ class BatchSettings:
         """Tokens of a microbatch's rows: all sequences in one when they are packed, else the
         longest."""
         width = max(lengths) if self.packing == "none" else sum(lengths)
-        return -(-width // self.length_multiple) * self.length_multiple
+        width = -(-width // self.length_multiple) * self.length_multiple
+        return next((bucket for bucket in self.buckets if bucket >= width), width)
 
     def cost(self, lengths: Sequence[int]) -> float:
         """Time of a microbatch's forward, backward and weight gradients."""

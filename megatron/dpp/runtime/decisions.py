@@ -62,6 +62,8 @@ class Decisions:
         self._recorder: DecisionRecorder | None = None
         self._recording: Recording | None = None
         self._num_calls = 0
+        self.cap = 0.0
+        """Chunk activations that the last training step might hold."""
 
     @property
     def wants_measuring(self) -> bool:
@@ -156,6 +158,7 @@ class Decisions:
             self._config.activation_cap, geometry, measured.activation_bytes if measured else None
         )
         found = beside_head(cap, geometry, measured) if split else Allowance(cap.chunks)
+        self.cap = found.chunks
         text = cap.text
         if found.chunks < cap.chunks:
             text += f", here {found.chunks:g} beside the LM head"

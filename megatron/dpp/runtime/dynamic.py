@@ -302,6 +302,8 @@ class DppSchedule(PipelineSchedule):
             self._log,
             pays,
             self._capture,
+            rows=call.captured_rows(self.config),
+            most=lambda: self._decisions.cap if self._decisions is not None else 0.0,
         )
 
     def _graphs_pay(self, call: StepCall, chunks: Sequence[int]) -> bool:

@@ -35,6 +35,8 @@ from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.runtime.links import open_links
 from megatron.dpp.runtime.timer import TaskTimer, timer_for
 from megatron.dpp.runtime.topology import Topology, pipeline_of
+from megatron.dpp.schedule import Geometry
+from megatron.dpp.schedule.caps import worst_peak
 from megatron.dpp.transport.base import Transport
 
 
@@ -107,7 +109,18 @@ class StaticSchedule(PipelineSchedule):
     def _graphs_of(self, call: StepCall) -> ChunkGraphs:
         if self._graphs is None or self._graphed != call.model:
             self._close_graphs()
-            self._graphs = ChunkGraphs(call.model, None, self._log, lambda _: True, self._capture)
+            topology = pipeline_of(call.model, call.pg_collection)
+            place = topology.num_ranks, topology.rank, topology.num_chunks
+            held = worst_peak(Geometry(*place, call.num_microbatches))
+            self._graphs = ChunkGraphs(
+                call.model,
+                None,
+                self._log,
+                lambda _: True,
+                self._capture,
+                rows=call.captured_rows(self.config),
+                most=lambda: held,
+            )
             self._graphed = list(call.model)
         return self._graphs
 

@@ -263,8 +263,10 @@ def _bytes_cap(
             "bytes (offloaded ones are not measured); give a multiple of the pipeline size"
         )
     chunks = amount * _UNITS[size[2].upper()] / bytes_per_chunk_activation
-    each = f"{bytes_per_chunk_activation / (1 << 20):.1f} MiB"
-    return _checked(chunks, geometry, f"{word} at {each} each")
+    mib = bytes_per_chunk_activation / (1 << 20)
+    least = f"{math.ceil(mib * peak_in_flight(geometry))}MiB"
+    why = f"{word} at {mib:.1f} MiB for each of the longest microbatch"
+    return _checked(chunks, geometry, why, least)
 
 
 def _number(digits: str, text: str) -> float:
@@ -274,13 +276,14 @@ def _number(digits: str, text: str) -> float:
         raise ConfigError(f"{_FLAG} {text}: {digits!r} is not a number") from None
 
 
-def _checked(chunks: float, geometry: Geometry, why: str) -> Cap:
+def _checked(chunks: float, geometry: Geometry, why: str, instead: str = "") -> Cap:
+    """A cap that holds Megatron's order; ``instead`` is what to give if this one does not."""
     least = peak_in_flight(geometry)
     if chunks < least - ROUNDING:
         raise ConfigError(
             f"{_FLAG}: {why} is {chunks:g} chunk activations on pipeline rank {geometry.rank}, but "
             f"Megatron's own order needs {least} there; less could stop the pipeline. Give at "
-            f"least {times_p(least, geometry)}, or strict"
+            f"least {instead or times_p(least, geometry)}, or strict"
         )
     return Cap(
         chunks, f"pipeline rank {geometry.rank} may hold {chunks:g} chunk activations ({why})"

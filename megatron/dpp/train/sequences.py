@@ -244,7 +244,8 @@ def collate(samples: Sequence[Sample], settings: BatchSettings) -> dict[str, tor
 
 
 def batch_settings(args: RunConfig, *, plain: bool = False) -> BatchSettings:
-    """The settings of a run's plans, equal on all ranks; ``plain`` ones neither pack nor sort."""
+    """The settings of a run's plans, equal on all ranks; ``plain`` ones neither pack, sort nor pad
+    to buckets."""
     static_chunks = args.virtual_pipeline_model_parallel_size and not args.use_dpp
     return BatchSettings(
         num_replicas=args.data_parallel_size,
@@ -254,6 +255,7 @@ def batch_settings(args: RunConfig, *, plain: bool = False) -> BatchSettings:
         packing="none" if plain else args.packing,
         budget=args.packing_budget,
         length_multiple=args.length_multiple,
+        buckets=() if plain else args.length_buckets,
         order="drawn" if plain else args.order,
         costs=length_costs(args),
     )

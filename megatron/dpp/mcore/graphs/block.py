@@ -1,8 +1,7 @@
-"""One chunk's transformer block as CUDA graphs, and their memory.
+"""One chunk's transformer block as CUDA graphs.
 
-Every activation in flight has a *slot*: a memory pool and buffers. F, B and one W per layer of a
-chunk are captured over that pool at the chunk's first forward in the slot, or at the end of the
-step in which the slot was made.
+F, B and one W per layer of a chunk are captured over the pool of a *slot* (``pools.py``) at the
+chunk's first forward in the slot, or at the end of the step in which the slot was made.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.dpp.errors import one_line
 from megatron.dpp.mcore.graphs.capture import Capture
+from megatron.dpp.mcore.graphs.pools import Pools, Slot, Slots, alike
 from megatron.dpp.mcore.graphs.reductions import Additions, Reductions
 from megatron.dpp.mcore.graphs.rng import CapturedRng, RecomputedDraws
 from megatron.dpp.mcore.wgrad.linear import (
@@ -31,49 +31,6 @@ from megatron.dpp.mcore.wgrad.linear import (
 from megatron.dpp.mcore.wgrad.te import DelayedModules, adding, real_gradient
 
 
-class _Slot:
-    """The memory of one chunk activation: a pool, and input and output buffers.
-
-    Args:
-        example: a block's input, [s, b, h]; all blocks of a pipeline have inputs of one shape.
-    """
-
-    def __init__(self, example: torch.Tensor) -> None:
-        self.pool = torch.cuda.graph_pool_handle() if example.is_cuda else None
-        self.input = torch.empty_like(example, requires_grad=True)
-        self.output = torch.empty_like(example, requires_grad=False)
-        self.grad_output = torch.empty_like(example, requires_grad=False)
-        self.graphs: dict[GraphedBlock, _Graphs] = {}
-
-
-class Slots:
-    """All slots of a rank. Every graph writes the input's gradient to one place, ``grad_input``."""
-
-    def __init__(self, example: torch.Tensor) -> None:
-        self._example = example.detach()
-        self.grad_input = torch.empty_like(example, requires_grad=False)
-        self._free: list[_Slot] = []
-        self.made: list[_Slot] = []
-        """Slots that have graphs."""
-        self.slot_bytes = 0
-        """Device memory of a slot, the smallest seen: the first include libraries' workspaces."""
-
-    def take(self, block: GraphedBlock) -> _Slot:
-        """A free slot, preferably with graphs of this block; a new one if none is free."""
-        for place in range(len(self._free) - 1, -1, -1):
-            if block in self._free[place].graphs:
-                return self._free.pop(place)
-        return self._free.pop() if self._free else _Slot(self._example)
-
-    def add(self, slot: _Slot, num_bytes: int) -> None:
-        """Count a slot that has got its first graphs."""
-        self.made.append(slot)
-        self.slot_bytes = min(num_bytes, self.slot_bytes or num_bytes)
-
-    def give_back(self, slot: _Slot) -> None:
-        self._free.append(slot)
-
-
 class _Graphs:
     """The graphs of one chunk in one slot.
 
@@ -84,7 +41,7 @@ class _Graphs:
     """
 
     def __init__(
-        self, owner: GraphedBlock, slot: _Slot, slots: Slots, options: Mapping[str, Any]
+        self, owner: GraphedBlock, slot: Slot, slots: Slots, options: Mapping[str, Any]
     ) -> None:
         self._owner, self._slot, self._slots = owner, slot, slots
         self.options = {
@@ -257,15 +214,15 @@ class GraphedBlock:
             if parameter.requires_grad
         ]
         self.reductions = Reductions(chunk, [parameter for parameter, _ in self.accumulators])
-        self._slots: Slots | None = None
-        self._signature: Any = None
+        self._pools: Pools | None = None
+        self._signatures: dict[int, Any] = {}
         self._failed = False
         self._original = block.forward
 
-    def bind(self, slots: Slots | None) -> None:
+    def bind(self, pools: Pools | None) -> None:
         """Replay the block's forwards over these slots; None restores its own forward."""
-        self._slots = slots
-        if slots is not None:
+        self._pools = pools
+        if pools is not None:
             self._block.forward = self._call
         else:
             del self._block.forward
@@ -293,7 +250,7 @@ class GraphedBlock:
             output = self._original(hidden_states=hidden if block.pre_process else None, **options)
         finally:
             block.input_tensor = given
-        if not isinstance(output, torch.Tensor) or not _alike(output, hidden):
+        if not isinstance(output, torch.Tensor) or not alike(output, hidden):
             raise TypeError("its output is no tensor of its input's shape and dtype")
         return output
 
@@ -352,7 +309,7 @@ class GraphedBlock:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block
-        if self._slots is None or args or not (block.training and torch.is_grad_enabled()):
+        if self._pools is None or args or not (block.training and torch.is_grad_enabled()):
             return self._original(*args, **kwargs)
         options = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
@@ -362,24 +319,31 @@ class GraphedBlock:
             # All layers before it are frozen, and the parameters are no inputs of the replay:
             # autograd would not run its backward.
             hidden = hidden.detach().requires_grad_()
-        graphs = self._graphs(self._slots, hidden, options)
+        graphs = self._graphs(self._pools, hidden, options)
         if graphs is None:
             return self._original(**kwargs)
         return _Replay.apply(hidden, graphs, options)  # type: ignore[no-untyped-call]
 
-    def _graphs(self, slots: Slots, hidden: Any, options: Mapping[str, Any]) -> _Graphs | None:
+    def _graphs(self, pools: Pools, hidden: Any, options: Mapping[str, Any]) -> _Graphs | None:
         """Graphs in a free slot; None if this call must run eagerly."""
-        if isinstance(hidden, torch.Tensor) and not _alike(hidden, slots.grad_input):
-            self._say("microbatches that are not of the longest length run without graphs")
+        slots = pools.of(hidden)
+        if slots is None:
+            self._say(f"microbatches that are not of {pools.lengths} run without graphs")
             return None
         signature = _signature(hidden, options)
-        self._signature = self._signature or signature
-        if signature is None or signature != self._signature:
+        known = self._signatures.setdefault(len(slots.grad_input), signature)
+        if signature is None or signature != known:
             self._say("inputs unlike the first run without graphs")
             return None
         if self._failed:
             return None
         slot = slots.take(self)
+        if slot is None:
+            self._say(
+                "microbatches for which the memory of the activation cap is spent run without "
+                "graphs (--dpp-length-buckets)"
+            )
+            return None
         if self not in slot.graphs:
             before, fresh = _reserved(hidden), not slot.graphs
             self._capture_in(slot, slots, options)
@@ -389,9 +353,10 @@ class GraphedBlock:
                 return None
             if fresh:
                 slots.add(slot, _reserved(hidden) - before)
-        return slot.graphs[self]
+        found: _Graphs = slot.graphs[self]
+        return found
 
-    def _capture_in(self, slot: _Slot, slots: Slots, options: Mapping[str, Any]) -> None:
+    def _capture_in(self, slot: Slot, slots: Slots, options: Mapping[str, Any]) -> None:
         """Add this block's graphs to a slot; if that fails, it runs eagerly from then on."""
         try:
             slot.graphs[self] = _Graphs(self, slot, slots, options)
@@ -408,10 +373,6 @@ def _taken(tensor: torch.Tensor) -> torch.Tensor:
     gradient, tensor.grad = tensor.grad, None
     assert gradient is not None
     return gradient
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _reserved(tensor: torch.Tensor) -> int:

@@ -25,8 +25,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
 
 from megatron.dpp.config import ENGINE_ROWS
-from megatron.dpp.mcore.graphs.block import GraphedBlock, Slots
+from megatron.dpp.mcore.graphs.block import GraphedBlock
 from megatron.dpp.mcore.graphs.capture import Capture, cuda_capture
+from megatron.dpp.mcore.graphs.pools import Pools
 from megatron.dpp.mcore.graphs.rng import CapturedRng
 from megatron.dpp.mcore.rng import needs_task_rng
 from megatron.dpp.mcore.wgrad.linear import WeightGradients, decoder_block
@@ -45,6 +46,8 @@ class ChunkGraphs:
         wanted: asked once, after the first steps, with the numbers of the chunks that can be
             captured, whether to capture at all.
         capture: how work is captured; None captures CUDA graphs on the current device.
+        rows: lengths of a block's inputs that are captured beside the longest.
+        most: activations of the longest microbatch that slots of several lengths may hold.
     """
 
     def __init__(
@@ -54,11 +57,15 @@ class ChunkGraphs:
         log: Callable[[str], None],
         wanted: Callable[[Sequence[int]], bool],
         capture: Capture | None = None,
+        *,
+        rows: Sequence[int] = (),
+        most: Callable[[], float] | None = None,
     ) -> None:
         self._log, self._said, self._wanted = log, set[str](), wanted
+        self._rows, self._most = rows, most
         self._blocks: list[GraphedBlock] = []
         self._numbers: list[int] = []
-        self._slots: Slots | None = None
+        self._pools: Pools | None = None
         self._slot_bytes = 0.0
         self._addresses: list[list[int]] = []
         self._num_steps = 0
@@ -86,17 +93,17 @@ class ChunkGraphs:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one chunk activation in a slot; 0 without slots."""
-        return self._slots.slot_bytes if self._slots is not None else 0
+        """Bytes of one chunk activation of the longest microbatch in a slot; 0 without slots."""
+        return self._pools.slot_bytes if self._pools is not None else 0
 
     def keep_size(self, slot_bytes: float) -> None:
         """Take an activation's size, and drop this step's slots: a cap in bytes allows fewer."""
-        self._slot_bytes, self._slots = slot_bytes, None
+        self._slot_bytes, self._pools = slot_bytes, None
 
     def close(self) -> None:
         """Free the graphs, without which NCCL's communicators cannot be destroyed."""
         self._blocks.clear()
-        self._slots = None
+        self._pools = None
         gc.collect()  # graphs and their slots know each other
 
     def _say(self, chunk: int, text: str) -> None:
@@ -121,25 +128,35 @@ class ChunkGraphs:
             return
         self._make_room(example)
         for block in self._blocks:
-            block.bind(self._slots)
+            block.bind(self._pools)
         try:
             yield
         finally:
             for block in self._blocks:
                 block.bind(None)
-        if self._slots is not None and len(self._slots.made) != self._num_said:
-            self._num_said = len(self._slots.made)
+        if self._pools is not None and self._pools.num_made != self._num_said:
+            self._complete(self._pools)
+
+    def _complete(self, pools: Pools) -> None:
+        """Capture every block in each slot that this step has made, and say how many there are."""
+        self._num_said = pools.num_made
+        for slots in pools.all():
             for block in self._blocks:
-                block.complete(self._slots)
-            self._log(
-                f"CUDA graphs: memory for {self._num_said} chunk activations of "
-                f"{self._slots.slot_bytes / (1 << 20):.0f} MiB"
-            )
+                block.complete(slots)
+        made = [slots for slots in pools.all() if slots.made]
+        total = sum(len(slots.made) * slots.slot_bytes for slots in made)
+        size = f"{pools.slot_bytes / (1 << 20):.0f} MiB"
+        if len(made) > 1:
+            size = f"{len(made)} lengths, {total / (1 << 20):.0f} MiB together"
+        self._log(f"CUDA graphs: memory for {self._num_said} chunk activations of {size}")
 
     def _attends(self, example: torch.Tensor) -> bool:
         """True if attention can be captured for inputs like this one, [s, b, h]."""
         rows = example.shape[0]
-        if not self._by_engine or rows % ENGINE_ROWS == 0:
+        if not self._by_engine:
+            return True
+        self._rows = [length for length in self._rows if length % ENGINE_ROWS == 0]
+        if rows % ENGINE_ROWS == 0:
             return True
         self._log(
             f"CUDA graphs: not used: cuDNN's attention in Transformer Engine's layers is wrong in "
@@ -150,12 +167,13 @@ class ChunkGraphs:
     def _make_room(self, example: torch.Tensor) -> None:
         """Make new slots at the start and whenever parameters have moved."""
         addresses = [block.addresses() for block in self._blocks]
-        if self._slots is None or addresses != self._addresses:
-            self._slots = None
+        if self._pools is None or addresses != self._addresses:
+            self._pools = None
             if example.is_cuda:
                 gc.collect()  # graphs and their slots know each other
                 torch.cuda.empty_cache()  # memory of the eager steps
-            self._slots, self._addresses, self._num_said = Slots(example), addresses, 0
+            self._pools = Pools(example.detach(), self._rows, self._most)
+            self._addresses, self._num_said = addresses, 0
 
 
 def why_not(chunk: torch.nn.Module) -> str | None:
