@@ -2,13 +2,17 @@
 """Time the transport's kinds side by side in one run, and check their gates.
 
     python profiling/bench_transport.py [--sizes 4K 64K 1M 16M] [--uncontended] [--json FILE]
+    python profiling/bench_transport.py --kinds tcp --between-namespaces --uncontended
 
-Two processes play ping-pong from Python. Per kind there are two medians of one way: from ``put`` to
+Two processes play ping-pong from Python, on one host or, with ``--between-namespaces``, in two
+network namespaces joined by a veth pair (needs root). All rows of a size take turns, each after an
+untimed pass. Per kind there are two medians of one way: from ``put`` to
 the tensor that ``take`` returned, and ("seen") from ``put`` to the moment at which the receiver saw
 that the message is complete, which leaves out the copy out of the slot. gloo's own send and recv
 are measured beside them, and UCX where ``ucx_perftest`` is installed. Two floors: "copy" between
 two buffers of one process, and "copy to peer" into shared memory that another process has read
-since, whose cache lines have to come from that process's core first. Gates are ratios within this
+since, whose cache lines have to come from that process's core first. "copies" is twice the latter:
+what a message over ``shm`` costs at least until it is taken. Gates are ratios within this
 run, so that they mean the same on a slow machine; the exit status is 1 when one is missed, and the
 last lines name it.
 """
@@ -16,6 +20,8 @@ last lines name it.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import mmap
 import multiprocessing
 import os
@@ -27,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -40,7 +46,8 @@ import torch.distributed as dist
 from megatron.dpp.transport import ChannelSpec, Direction, TransportOptions, open_transport
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-SECONDS_PER_POINT = 1.0
+SECONDS_PER_POINT = 0.5
+LOOPBACK = ("127.0.0.1", "127.0.0.1")
 
 
 @dataclass(frozen=True)
@@ -70,11 +77,16 @@ GATES = (
     Gate("shm seen", "gloo", 3.0, 64 << 20, ANY),
     Gate("shm", "gloo", 10.0, 1, 64 << 10),
     Gate("shm", "gloo", 4.0, 1 << 20, 16 << 20),
-    Gate("tcp seen", "gloo", 1.0, 1, ANY),
-    Gate("tcp seen", "gloo", 1.5, 1, 1 << 20),
+    Gate("shm", "copies", 1 / 1.3, 1 << 20, ANY),
+    Gate("tcp", "gloo", 1.0, 4 << 10, ANY),
+    Gate("tcp seen", "gloo", 1.5, 1, (1 << 20) - 1),
 )
-CONTENDED_GATES = (Gate("shm", "gloo", 8.0, 16 << 20, 16 << 20),)
-CONTENDED_SIZE = 16 << 20
+CONTENDED_GATES = (
+    Gate("shm", "gloo", 8.0, 16 << 20, 16 << 20),
+    Gate("shm", "copies", 1 / 1.3, 1 << 20, ANY),
+    Gate("tcp", "gloo", 1.0, 4 << 10, ANY),
+)
+CONTENDED_SIZES = (4 << 10, 1 << 20, 16 << 20, 64 << 20)
 SMALL_BYTES = 4 << 10
 SMALL_SECONDS = 3e-6
 """The one gate in seconds: what ``shm seen`` may take at sizes up to ``SMALL_BYTES``."""
@@ -145,13 +157,13 @@ def measure_copy_to_peer(num_bytes: int) -> float:
 class OurKind:
     """Ping-pong over one of the transport's kinds. A tensor of one element ends the game."""
 
-    def __init__(self, kind: str, rank: int, num_bytes: int, path: str) -> None:
+    def __init__(self, kind: str, rank: int, num_bytes: int, path: str, address: str) -> None:
         channels = [
             ChannelSpec(0, 1, 0, Direction.FORWARD, num_bytes),
             ChannelSpec(1, 0, 0, Direction.BACKWARD, num_bytes),
         ]
         store = dist.FileStore(path)
-        options = TransportOptions(setup_timeout=30, node_ips="127.0.0.1")
+        options = TransportOptions(setup_timeout=30, node_ips=address)
         self.transport = open_transport(
             channels, rank=rank, store=store, kind=kind, options=options
         )
@@ -181,9 +193,11 @@ class OurKind:
 class Gloo:
     """Ping-pong over torch.distributed's own gloo send and receive."""
 
-    def __init__(self, kind: str, rank: int, num_bytes: int, path: str) -> None:
-        store = dist.FileStore(path, 2)
-        self.group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+    def __init__(self, kind: str, rank: int, num_bytes: int, path: str, address: str) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=30)
+        self.group = dist.ProcessGroupGloo(dist.FileStore(path, 2), rank, 2, options)
         self.peer = 1 - rank
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8)
 
@@ -220,27 +234,30 @@ def _play(player: Any, rank: int, num_bytes: int) -> float | None:
     return None
 
 
-def _player(rank: int, kind: str, num_bytes: int, path: str) -> tuple[Any, Any]:
+def _player(rank: int, kind: str, num_bytes: int, path: str, hosts: Any) -> tuple[Any, Any]:
     torch.set_num_threads(1)
-    player = (Gloo if kind == "gloo" else OurKind)(kind, rank, num_bytes, path)
+    addresses = LOOPBACK
+    if hosts is not None:
+        hosts.enter(rank)
+        addresses = hosts.addresses
+    arm = Gloo if kind == "gloo" else OurKind
+    player = arm(kind, rank, num_bytes, path, addresses[rank])
     seconds = _play(player, rank, num_bytes)
     seen = player.seen()
     player.close()
     return seconds, seen
 
 
-def measure_pair(kind: str, num_bytes: int) -> tuple[float, float | None]:
+def measure_pair(kind: str, num_bytes: int, hosts: Any) -> tuple[float, float | None]:
     """Median one-way seconds between two processes: until taken, and until seen."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (kind, num_bytes, f"{folder}/store")
+        arguments = (kind, num_bytes, f"{folder}/store", hosts)
         taken, seen = harness.run_members(_player, 2, *arguments, method="fork", timeout=120)[0]
     return taken, seen
 
 
-def measure_ucx(num_bytes: int) -> float | None:
-    """Seconds of one way in ``ucx_perftest``'s tag latency, or None where it is not installed."""
-    if shutil.which("ucx_perftest") is None:
-        return None
+def measure_ucx(num_bytes: int) -> float:
+    """Seconds of one way in ``ucx_perftest``'s tag latency."""
     command = ["ucx_perftest", "-t", "tag_lat", "-s", str(num_bytes), "-n", "500", "-f"]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
@@ -264,26 +281,32 @@ def _hog() -> None:
         sum(range(10000))
 
 
-def measure_all(sizes: Sequence[int], kinds: Sequence[str]) -> dict[str, dict[int, float]]:
-    """Seconds by kind and size; the kinds of one size are measured right after one another."""
-    names = ["copy", "copy to peer", "gloo"]
-    for kind in kinds:
-        names += [kind, f"{kind} seen"]
-    table: dict[str, dict[int, float]] = {name: {} for name in (*names, "ucx")}
+Table = dict[str, dict[int, float]]
+
+
+def measure_all(sizes: Sequence[int], kinds: Sequence[str], rounds: int, hosts: Any) -> Table:
+    """Median seconds by row and size; the rows of one size take turns."""
+    table: Table = {}
     for size in sizes:
-        table["copy"][size] = measure_copy(size)
-        table["copy to peer"][size] = measure_copy_to_peer(size)
+        arms: dict[str, Callable[[], Any]] = {
+            "copy": functools.partial(measure_copy, size),
+            "copy to peer": functools.partial(measure_copy_to_peer, size),
+        }
         for kind in ("gloo", *kinds):
-            table[kind][size], seen = measure_pair(kind, size)
-            if seen is not None:
-                table[f"{kind} seen"][size] = seen
-        ucx = measure_ucx(size)
-        if ucx is not None:
-            table["ucx"][size] = ucx
-    return {name: row for name, row in table.items() if row}
+            arms[kind] = functools.partial(measure_pair, kind, size, hosts)
+        if shutil.which("ucx_perftest"):
+            arms["ucx"] = functools.partial(measure_ucx, size)
+        for name, found in harness.take_turns(arms, rounds).items():
+            taken = [one[0] if isinstance(one, tuple) else one for one in found]
+            seen = [one[1] for one in found if isinstance(one, tuple) and one[1] is not None]
+            table.setdefault(name, {})[size] = statistics.median(taken)
+            if seen:
+                table.setdefault(f"{name} seen", {})[size] = statistics.median(seen)
+        table.setdefault("copies", {})[size] = 2 * table["copy to peer"][size]
+    return table
 
 
-def missed_gates(table: dict[str, dict[int, float]], gates: Sequence[Gate]) -> list[str]:
+def missed_gates(table: Table, gates: Sequence[Gate]) -> list[str]:
     """The gates that were not reached, each with its figures."""
     missed = []
     for gate in gates:
@@ -296,7 +319,7 @@ def missed_gates(table: dict[str, dict[int, float]], gates: Sequence[Gate]) -> l
     return missed
 
 
-def missed_latency(table: dict[str, dict[int, float]]) -> list[str]:
+def missed_latency(table: Table) -> list[str]:
     """Small messages over ``shm`` that took too long."""
     return [
         f"shm seen within {SMALL_SECONDS * 1e6:g} us: {seconds * 1e6:.1f} us at {_human(size)}"
@@ -305,7 +328,7 @@ def missed_latency(table: dict[str, dict[int, float]]) -> list[str]:
     ]
 
 
-def print_table(title: str, table: dict[str, dict[int, float]]) -> None:
+def print_table(title: str, table: Table) -> None:
     """One way in microseconds, and as a multiple of the plain copy."""
     sizes = list(table["copy"])
     print(f"\n{title}\n")
@@ -319,32 +342,56 @@ def print_table(title: str, table: dict[str, dict[int, float]]) -> None:
     )  # fmt: skip
 
 
-def measure_contended(kinds: Sequence[str]) -> dict[str, dict[int, float]]:
-    """As ``measure_all``, while two processes compute on the same cores."""
+@contextlib.contextmanager
+def two_hogs() -> Iterator[None]:
+    """Two processes that compute on the same cores meanwhile."""
     hogs = [multiprocessing.get_context("fork").Process(target=_hog) for _ in range(2)]
     for hog in hogs:
         hog.start()
     try:
-        return measure_all([CONTENDED_SIZE], kinds)
+        yield
     finally:
         for hog in hogs:
             hog.kill()
             hog.join()
 
 
+@contextlib.contextmanager
+def hosts_of(arguments: argparse.Namespace) -> Iterator[Any]:
+    """Two network namespaces, or None for one host."""
+    if not arguments.between_namespaces:
+        yield None
+        return
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        raise SystemExit("--between-namespaces needs root and the ip command")
+    from tests.netns import two_hosts
+
+    with two_hosts() as hosts:
+        yield hosts
+
+
 def main() -> int:
-    parser = harness.new_parser(__doc__, uncontended=(False, "leave the compute hogs out"))
+    parser = harness.new_parser(
+        __doc__,
+        uncontended=(False, "leave the compute hogs out"),
+        between_namespaces=(False, "two network namespaces, joined by a veth pair"),
+        rounds=(3, "turns of each row at each size"),
+    )
     default_sizes = [4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
     parser.add_argument("--sizes", nargs="+", type=_parse_size, default=default_sizes)
     parser.add_argument("--kinds", nargs="+", default=["shm", "tcp"])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds to this file")
     arguments = parser.parse_args()
     print(f"{platform.platform()}, {os.cpu_count()} cores, PyTorch {torch.__version__}")
-    tables = {"quiet": measure_all(arguments.sizes, arguments.kinds)}
+    settings = (arguments.kinds, arguments.rounds)
+    with hosts_of(arguments) as hosts:
+        tables = {"quiet": measure_all(arguments.sizes, *settings, hosts)}
+        if not arguments.uncontended:
+            with two_hogs():
+                tables["contended"] = measure_all(CONTENDED_SIZES, *settings, hosts)
     print_table("Quiet", tables["quiet"])
     missed = missed_gates(tables["quiet"], GATES) + missed_latency(tables["quiet"])
-    if not arguments.uncontended:
-        tables["contended"] = measure_contended(arguments.kinds)
+    if "contended" in tables:
         print_table("With two compute hogs", tables["contended"])
         contended = missed_gates(tables["contended"], CONTENDED_GATES)
         missed += [f"contended: {text}" for text in contended]

@@ -23,6 +23,7 @@ class Hosts:
 
     names: tuple[str, str]
     devices: tuple[str, str]
+    addresses: tuple[str, str] = ADDRESSES
 
     def enter(self, rank: int) -> None:
         """Move this process to a host."""

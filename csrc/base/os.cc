@@ -84,18 +84,7 @@ void Mapping::swap(Mapping& other) noexcept {
 
 SharedMemory SharedMemory::create(const std::string& name, size_t bytes) {
   const std::string what = std::to_string(bytes) + " bytes of shared memory for " + name;
-  // Asking first: an allocation of more than there is ends in the kernel killing some process.
-  if (const size_t total = total_memory(); bytes > total) {
-    throw Error(Fault::kSetup, what + ": only " + std::to_string(total) +
-                                   " bytes are available (fewer --dpp-slots need less)");
-  }
-  if (bytes >= kLeastRefused) {
-    if (const MemoryRoom room = memory_room(); bytes > room.bytes) {
-      throw Error(Fault::kSetup, what + ": only " + std::to_string(room.bytes) +
-                                     " bytes are left, as " + room.limit +
-                                     " (fewer --dpp-slots need less; docker: --memory)");
-    }
-  }
+  require_room(bytes, what);
   UniqueFd fd(::memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) throw Error(Fault::kSetup, with_errno("memfd_create: " + what));
   if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) {
@@ -146,6 +135,19 @@ void expect_large_pages(void* memory, size_t bytes) {
   const uintptr_t end = (begin + bytes) / kLargePage * kLargePage;
   // A hint: refused, everything works as before.
   if (first < end) ::madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+}
+
+void require_room(size_t bytes, const std::string& what) {
+  if (const size_t total = total_memory(); bytes > total) {
+    throw Error(Fault::kSetup, what + ": only " + std::to_string(total) +
+                                   " bytes are available (fewer --dpp-slots need less)");
+  }
+  if (bytes < kLeastRefused) return;
+  if (const MemoryRoom room = memory_room(); bytes > room.bytes) {
+    throw Error(Fault::kSetup, what + ": only " + std::to_string(room.bytes) +
+                                   " bytes are left, as " + room.limit +
+                                   " (fewer --dpp-slots need less; docker: --memory)");
+  }
 }
 
 uint64_t monotonic_ns() {

@@ -74,6 +74,11 @@ class ForkGuard {
 // the copy itself.
 void expect_large_pages(void* memory, size_t bytes);
 
+// Throws kSetup, with `what` the memory is for, where this machine or a control group of this
+// process has less left. Asking first: an allocation of more than there is ends in the kernel
+// killing some process.
+void require_room(size_t bytes, const std::string& what);
+
 uint64_t monotonic_ns();
 
 }  // namespace dpp

@@ -166,6 +166,22 @@ void take(Transport& self, size_t channel, uintptr_t to, uint64_t bytes, uintptr
   self.take(channel, reinterpret_cast<void*>(to), bytes, stream);
 }
 
+// The memory of a message that was taken: a buffer, to which a tensor refers.
+struct Payload {
+  dpp::Block memory;
+  uint64_t bytes;
+};
+
+std::optional<Payload> take_memory(Transport& self, size_t channel, uint64_t bytes) {
+  dpp::Block memory;
+  {
+    const py::gil_scoped_release release;
+    memory = self.take_memory(channel);
+  }
+  if (!memory) return std::nullopt;
+  return Payload{std::move(memory), bytes};
+}
+
 // In slices, so that an interrupt from the keyboard is heard.
 bool wait(Transport& self, double seconds) {
   uint64_t left = static_cast<uint64_t>(std::max(0.0, std::min(seconds, 1e9)) * 1e9);
@@ -214,6 +230,10 @@ void abort_run(Transport& self, const py::str& reason) {
 
 void bind_transport(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<Payload>(module, "Payload", py::buffer_protocol()).def_buffer([](Payload& self) {
+    return py::buffer_info(reinterpret_cast<uint8_t*>(self.memory.get()),
+                           static_cast<py::ssize_t>(self.bytes));
+  });
   py::class_<Transport>(module, "Transport")
       .def(py::init(&make_transport), py::kw_only(), py::arg("rank"), py::arg("timeout"),
            py::arg("checksum"), py::arg("max_pending"), py::arg("spin"), py::arg("incoming"),
@@ -246,6 +266,7 @@ void bind_transport(py::module_& module) {
       .def("coming", &coming)
       .def("head", &head)
       .def("take", &take)
+      .def("take_memory", &take_memory, "None, and nothing is taken, where take() has to copy.")
       .def("wait", &wait)
       .def("ring", &Transport::ring)
       .def("check", &Transport::check)
@@ -268,6 +289,7 @@ PYBIND11_MODULE(_native, module) {
   py::register_local_exception_translator(translate);
   module.attr("abi_version") = dpp::kAbiVersion;
   module.attr("max_dims") = dpp::kMaxDims;
+  module.attr("least_handed_over") = dpp::kLeastHandedOver;
   py::list dtypes;
   for (const dpp::DtypeInfo& dtype : dpp::kDtypes) dtypes.append(dtype.name);
   module.attr("dtype_names") = dtypes;

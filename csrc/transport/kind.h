@@ -11,10 +11,14 @@
 #include <string_view>
 #include <vector>
 
+#include "base/blocks.h"
 #include "base/copy.h"
 #include "transport/message.h"
 
 namespace dpp {
+
+// Payloads below this are copied out of their slot: that is shorter than giving memory away.
+constexpr uint64_t kLeastHandedOver = 256 << 10;
 
 // One message that is to be sent. `data` stays valid until Sender::finished() has said so.
 struct Parcel {
@@ -78,6 +82,13 @@ class Receiver {
   virtual Header header(uint64_t sequence) = 0;
   // Moves the payload of message `sequence` to `to`. On a GPU the copy is queued on `stream`.
   virtual void copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) = 0;
+  // Gives away the memory that holds the payload of message `sequence`, in the place of copy_out();
+  // null where the kind or the message has none to give.
+  virtual Block hand_over(uint64_t sequence, uint64_t bytes) {
+    static_cast<void>(sequence);
+    static_cast<void>(bytes);
+    return nullptr;
+  }
   // The slot of message `sequence` may be written again, as soon as copy_out() is done with it.
   virtual void release(uint64_t sequence) = 0;
   // CRC32C of what copy_out() moved to `to`.

@@ -71,18 +71,23 @@ TcpReceiver::TcpReceiver(std::shared_ptr<TcpLink> link, uint32_t channel, const 
     : link_(std::move(link)),
       channel_(channel),
       spec_(spec),
-      stride_(round_up(spec.slot_bytes, 64)),
-      memory_(SharedMemory::create("dpp-tcp-slots",
-                                   round_up(std::max<size_t>(1, stride_ * spec.depth), 4096))),
-      slots_(spec.depth) {}
-
-std::byte* TcpReceiver::payload(uint64_t sequence) {
-  return memory_.mapping.data() + (sequence - 1) % slots_.size() * stride_;
+      blocks_(Blocks::create(spec.slot_bytes, spec.depth)),
+      slots_(spec.depth) {
+  std::vector<Block> made = blocks_->allocate(spec.depth, "the tcp slots of " + spec.text());
+  for (size_t i = 0; i < made.size(); ++i) slots_[i].memory = std::move(made[i]);
 }
 
 void TcpReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t) {
   expect_large_pages(to, bytes);
-  link_->copier_.copy(to, payload(sequence), bytes);
+  link_->copier_.copy(to, slot(sequence).memory.get(), bytes);
+}
+
+Block TcpReceiver::hand_over(uint64_t sequence, uint64_t bytes) {
+  // A short message would keep the memory of a long one.
+  if (bytes < kLeastHandedOver || bytes < spec_.slot_bytes - spec_.slot_bytes / 8) return nullptr;
+  Block next = blocks_->get();
+  if (next) slot(sequence).memory.swap(next);
+  return next;
 }
 
 void TcpReceiver::release(uint64_t sequence) {
@@ -102,7 +107,9 @@ std::byte* TcpReceiver::accept(const TcpFrame& frame, size_t connection) {
   if (target.sequence != sequence) {
     const std::string fault = header_fault(frame.header, spec_, sequence);
     if (!fault.empty()) link_->refuse("a broken header on " + spec_.text() + ": " + fault);
-    target = Slot{frame.header, sequence, 0, 0};
+    target.header = frame.header;
+    target.sequence = sequence;
+    target.begun = target.received = 0;
   } else if (std::memcmp(&target.header, &frame.header, sizeof(Header)) != 0) {
     link_->refuse("two headers for one message on " + spec_.text());
   }
@@ -118,7 +125,7 @@ std::byte* TcpReceiver::accept(const TcpFrame& frame, size_t connection) {
                   " to " + std::to_string(part.offset + part.length) + " once, on " + spec_.text());
   }
   target.begun |= bit;
-  return payload(sequence) + frame.offset;
+  return target.memory.get() + frame.offset;
 }
 
 bool TcpReceiver::receive(uint64_t sequence, uint64_t bytes) {

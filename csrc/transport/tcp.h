@@ -60,15 +60,18 @@ class TcpSender : public Sender {
 class TcpReceiver : public Receiver {
  public:
   TcpReceiver(std::shared_ptr<TcpLink> link, uint32_t channel, const ChannelSpec& spec);
+  ~TcpReceiver() override { blocks_->keep_none(); }
   uint64_t arrived() override { return arrived_.load(std::memory_order_acquire); }
   Header header(uint64_t sequence) override { return slot(sequence).header; }
   void copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) override;
+  Block hand_over(uint64_t sequence, uint64_t bytes) override;
   void release(uint64_t sequence) override;
 
  private:
   friend class TcpLink;
 
   struct Slot {
+    Block memory;  // of the payload
     Header header;
     uint64_t sequence = 0;  // of the message that fills it
     uint64_t begun = 0;     // one bit per segment that was announced
@@ -76,8 +79,6 @@ class TcpReceiver : public Receiver {
   };
 
   Slot& slot(uint64_t sequence) { return slots_[(sequence - 1) % slots_.size()]; }
-  std::byte* payload(uint64_t sequence);
-
   // Progress thread. Where the segment's payload goes; throws kProtocol.
   std::byte* accept(const TcpFrame& frame, size_t connection);
   bool receive(uint64_t sequence, uint64_t bytes);  // true when messages became complete
@@ -85,8 +86,7 @@ class TcpReceiver : public Receiver {
   const std::shared_ptr<TcpLink> link_;
   const uint32_t channel_;
   const ChannelSpec spec_;
-  const size_t stride_;
-  SharedMemory memory_;      // payloads, by slot
+  const std::shared_ptr<Blocks> blocks_;
   std::vector<Slot> slots_;  // progress thread until arrived_ covers it, then caller's thread until
                              // released_ does
   std::atomic<uint64_t> arrived_{0};

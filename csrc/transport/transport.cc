@@ -189,22 +189,46 @@ const Header& Transport::head(size_t index, uint64_t& arrived_ns) {
   return channel.header;
 }
 
-void Transport::take(size_t index, void* to, uint64_t bytes, uintptr_t stream) {
+Transport::Incoming& Transport::read_channel(size_t index, uint64_t bytes) {
   Incoming& channel = takeable_channel(index);
   if (!channel.has_header || bytes != channel.header.bytes) {
     throw std::invalid_argument("take() without head(), or with another number of bytes");
   }
-  const uint64_t sequence = channel.taken + 1;
+  return channel;
+}
+
+void Transport::take(size_t index, void* to, uint64_t bytes, uintptr_t stream) {
+  Incoming& channel = read_channel(index, bytes);
   const bool torn = keeping_failures([&] {
-    channel.receiver->copy_out(sequence, to, bytes, stream);
+    channel.receiver->copy_out(channel.taken + 1, to, bytes, stream);
     return channel.header.has_payload_crc &&
            channel.receiver->checksum(to, bytes, stream) != channel.header.payload_crc;
   });
-  if (torn) {
-    break_off(Fault::kProtocol, "payload checksum of microbatch " +
-                                    std::to_string(channel.header.microbatch) + " on " +
-                                    channel.spec.text() + " is wrong");
+  if (torn) report_torn(channel);
+  finish_take(channel);
+}
+
+Block Transport::take_memory(size_t index) {
+  const uint64_t bytes = incoming_.at(index).header.bytes;
+  Incoming& channel = read_channel(index, bytes);
+  Block memory =
+      keeping_failures([&] { return channel.receiver->hand_over(channel.taken + 1, bytes); });
+  if (!memory) return nullptr;
+  if (channel.header.has_payload_crc && crc32c(memory.get(), bytes) != channel.header.payload_crc) {
+    report_torn(channel);
   }
+  finish_take(channel);
+  return memory;
+}
+
+void Transport::report_torn(const Incoming& channel) {
+  break_off(Fault::kProtocol, "payload checksum of microbatch " +
+                                  std::to_string(channel.header.microbatch) + " on " +
+                                  channel.spec.text() + " is wrong");
+}
+
+void Transport::finish_take(Incoming& channel) {
+  const uint64_t sequence = channel.taken + 1;
   keeping_failures([&] { channel.receiver->release(sequence); });
   const auto has_unsent = [](const auto& peer) { return peer->has_unsent(); };
   if (channel.receiver->settles() || std::any_of(peers_.begin(), peers_.end(), has_unsent)) {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/bell.h"
+#include "base/blocks.h"
 #include "base/copy.h"
 #include "base/error.h"
 #include "base/os.h"
@@ -96,6 +97,9 @@ class Transport {
   void coming(uint64_t* total);
   const Header& head(size_t channel, uint64_t& arrived_ns);
   void take(size_t channel, void* to, uint64_t bytes, uintptr_t stream);
+  // As take(), without a copy: the memory that holds the payload. Null, and nothing is taken, where
+  // the kind or the message has none to give.
+  Block take_memory(size_t channel);
   bool wait(uint64_t nanoseconds);
   void ring() { bell_.ring(); }
 
@@ -145,6 +149,9 @@ class Transport {
   [[noreturn]] void throw_failure();
   std::string oldest_missing() const;
   Incoming& takeable_channel(size_t channel);
+  Incoming& read_channel(size_t channel, uint64_t bytes);
+  [[noreturn]] void report_torn(const Incoming& channel);
+  void finish_take(Incoming& channel);
   void let_go();
   void take_leave();
   uint64_t num_sent_to(int peer) const;

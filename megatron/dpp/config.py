@@ -42,7 +42,8 @@ lengths up to 16,384.
 GPUDIRECT = ("auto", "on", "off")
 """Values of ``--dpp-gpudirect``."""
 
-_RDMA_RANGES = (
+_RANGES = (
+    ("tcp_connections", 1, 16),
     ("rdma_traffic_class", 0, 255),
     ("rdma_service_level", 0, 15),
     ("rdma_pkey_index", 0, 65535),
@@ -170,6 +171,12 @@ class DppConfig:
         "host; by default any free one",
         needs="links",
     )
+    tcp_connections: int = _option(
+        4,
+        "over tcp: connections of a link that carry tensors, 1 to 16; large messages are spread "
+        "over them",
+        needs="links",
+    )
     checksum: bool = _option(False, "send a CRC32C with every message and check it", needs="links")
     peer_timeout: float = _option(
         30.0,
@@ -218,7 +225,7 @@ class DppConfig:
             value = getattr(self, name)
             if not least <= value < math.inf:
                 raise ConfigError(f"{flag_of(name)} {value}: must be at least {least}, and finite")
-        for name, least, most in _RDMA_RANGES:
+        for name, least, most in _RANGES:
             if not least <= getattr(self, name) <= most:
                 raise ConfigError(
                     f"{flag_of(name)} {getattr(self, name)}: must be from {least} to {most}"

@@ -290,11 +290,12 @@ OURS = {
     "--dpp-rdma-timeout": "18", "--dpp-rdma-retries": "5",
     "--dpp-timeout": "5", "--dpp-checksum": "", "--dpp-peer-timeout": "9",
     "--dpp-token-file": "token", "--dpp-listen-ports": "29700-29763",
+    "--dpp-tcp-connections": "2",
     "--no-dpp-task-rng": "", "--dpp-cuda-graphs": "on", "--dpp-inject": "jitter:0.1",
     "--node-ips": "10.0.0.1",
 }  # fmt: skip
 DYNAMIC = set(list(OURS)[:8])
-LINKS = set(list(OURS)[8:24])
+LINKS = set(list(OURS)[8:25])
 
 
 def idle(more: str, *flags: str, world_size: int = 1) -> set[str]:

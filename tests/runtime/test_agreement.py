@@ -297,7 +297,7 @@ def test_a_member_never_posts_less_at_the_beginning_of_an_iteration() -> None:
 
 def test_a_member_tells_who_holds_it_up() -> None:
     """The last rank of two: an input allows a forward when all have it, and the leader decides."""
-    channels, geometry, boards = [(FORWARD, 0)], Geometry(2, 1, 1, 2), Stage([0, 0], 2)
+    channels, geometry, boards = [(Direction.FORWARD, 0)], Geometry(2, 1, 1, 2), Stage([0, 0], 2)
     leader, follower = (
         decider_for(
             Scheduler(geometry, policy="megatron", split_backward=False),

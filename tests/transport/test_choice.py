@@ -95,12 +95,17 @@ def test_only_a_link_between_hosts_says_which_better_one_was_not_possible() -> N
 
 
 def test_a_kind_that_may_fail_has_the_next_possible_one_behind_it() -> None:
-    may_fail = kind("may-fail", may_fail=True, connections=("a",))
-    kinds = [may_fail, kind("never", "no"), kind("next", connections=("b", "c")), kind("last")]
+    may_fail = kind("may-fail", may_fail=True, connections=lambda options: ("a",))
+    kinds = [
+        may_fail,
+        kind("never", "no"),
+        kind("next", connections=lambda options: ("b", "c")),
+        kind("last"),
+    ]
     choice = choose(facts(0), facts(1), kinds)
     assert choice.kind is may_fail and choice.instead is not None
     assert choice.instead.kind.name == "next" and choice.instead.instead is None
-    assert choice.connections == ("a", "b", "c")
+    assert choice.connections(TransportOptions()) == ("a", "b", "c")
     asked_for = choose(facts(0), facts(1), kinds, "may-fail")
     assert asked_for.instead is None and asked_for.reason.startswith("asked for: may-fail")
 
@@ -261,7 +266,9 @@ def test_what_was_chosen_and_noted_reaches_the_transport(monkeypatch: pytest.Mon
 
 def test_every_purpose_that_a_link_may_need_has_a_connection() -> None:
     made = opening_of()
-    behind = Choice(kind("slow", connections=("data 0", "data 1"), between_hosts=True), "")
+    behind = Choice(
+        kind("slow", connections=lambda options: ("data 0", "data 1"), between_hosts=True), ""
+    )
     made._choices = {
         3: Choice(kind("shm"), ""),
         5: Choice(kind("fast", between_hosts=True), "", behind),
@@ -309,7 +316,8 @@ def test_as_many_puts_may_wait_as_a_power_of_two() -> None:
 
 def test_options_default_to_those_of_a_run() -> None:
     config, options = DppConfig(), TransportOptions()
-    for name in ("timeout", "workload", "checksum", "gpudirect", "peer_timeout", "token_file"):
+    for name in ("timeout", "workload", "checksum", "gpudirect", "peer_timeout", "token_file",
+                 "tcp_connections"):  # fmt: skip
         assert getattr(options, name) == getattr(config, name), name
     for field in dataclasses.fields(options.rdma):
         assert getattr(options.rdma, field.name) == getattr(config, f"rdma_{field.name}")

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.errors import PeerDead, TransportError
+from megatron.dpp.config import DppConfig
+from megatron.dpp.errors import ConfigError, PeerDead, ProtocolError, TransportError
 from megatron.dpp.transport import Transport
 from megatron.dpp.transport.rendezvous import Rendezvous
 from tests.transport.kinds import (
@@ -149,3 +150,81 @@ def test_a_receiver_that_is_stopped_is_not_dead(tmp_path: Path) -> None:
         found = dict(results.get(timeout=PATIENCE) for _ in range(2))
     assert "rank 1 is alive" in found[0]
     assert found[1] == large.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_a_large_tensor_is_the_memory_it_arrived_in(dtype: torch.dtype) -> None:
+    """Later messages do not write there, nor does the end of the transport take it."""
+    sent = [(torch.arange(MIB) % (index + 2)).to(dtype).view(2, -1) for index in range(7)]
+    with opened("tcp", pair(sent[0].nbytes), checksum=True) as (a, b):
+        taken = []
+        for index, tensor in enumerate(sent):
+            a.put(0, tensor, iteration=0, microbatch=index)
+            taken.append(take_next(b, 0, index).tensor)
+        first, middle = taken[0].data_ptr(), taken.pop(3)
+        assert middle._base is None and middle.untyped_storage().nbytes() == middle.nbytes
+        middle.fill_(1)  # it is the caller's alone
+        del middle
+    assert taken[0].data_ptr() == first
+    for tensor, expected in zip(taken, [*sent[:3], *sent[4:]], strict=True):
+        assert tensor.shape == expected.shape and torch.equal(tensor, expected)
+    if dtype.is_floating_point:
+        (taken[0].requires_grad_() * 2).sum().backward()
+        assert float(taken[0].grad[0, 0]) == 2.0
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_that_was_given_away_comes_back() -> None:
+    large = torch.ones(16 * MIB, dtype=torch.uint8)
+    with opened("tcp", pair(large.nbytes)) as (a, b):
+        found = []
+        for index in range(12):
+            a.put(0, large, iteration=0, microbatch=index)
+            take_next(b, 0, index)
+            found.append(resident())
+        assert found[-1] - found[3] < 4 * large.nbytes
+
+
+def test_a_message_much_shorter_than_its_slot_is_copied() -> None:
+    with opened("tcp", pair(8 * MIB)) as (a, b):
+        a.put(0, torch.arange(MIB, dtype=torch.uint8), iteration=0, microbatch=0)
+        message = take_next(b, 0, 0)
+        assert torch.equal(message.tensor, torch.arange(MIB, dtype=torch.uint8))
+        for index in range(1, 4):
+            a.put(0, torch.full((8 * MIB,), index, dtype=torch.uint8), iteration=0, microbatch=0)
+            assert int(take_next(b, 0, index).tensor[-1]) == index
+        assert torch.equal(message.tensor, torch.arange(MIB, dtype=torch.uint8))
+
+
+def test_a_large_payload_that_was_torn_is_found_by_its_checksum() -> None:
+    large = torch.ones(MIB, dtype=torch.uint8)
+    with opened("tcp", pair(MIB, depth=1), checksum=True) as (a, b):
+        a.put(0, large, iteration=0, microbatch=0)
+        second = large.clone()
+        a.put(0, second, iteration=0, microbatch=7)  # waits for the only slot
+        second[5] = 0
+        assert take_next(b, 0, 0).microbatch == 0
+        with pytest.raises(ProtocolError, match="checksum of microbatch 7"):
+            take_next(b, 0, 1)
+
+
+@pytest.mark.parametrize("connections", [1, 3, 16])
+def test_a_large_message_is_spread_over_the_connections_asked_for(connections: int) -> None:
+    large = torch.arange(5 * MIB).to(torch.uint8)  # no multiple of the share of three
+    with (
+        remembered() as made,
+        opened("tcp", pair(large.nbytes), tcp_connections=connections) as (a, b),
+    ):
+        a.put(0, large, iteration=0, microbatch=0)
+        assert torch.equal(take_next(b, 0, 0).tensor, large)
+        assert sum(purpose.startswith("data") for _, _, purpose in made) == 2 * connections
+
+
+@pytest.mark.parametrize("number", [0, 17])
+def test_a_number_of_connections_out_of_range_is_refused(number: int) -> None:
+    with pytest.raises(ConfigError, match=f"--dpp-tcp-connections {number}: must be from 1 to 16"):
+        DppConfig(tcp_connections=number)

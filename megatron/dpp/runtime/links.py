@@ -102,6 +102,7 @@ def open_links(
             ),
             node_ips=own_address(config),
             listen_ports=config.port_range(),
+            tcp_connections=config.tcp_connections,
             token_file=config.token_file,
             peer_timeout=config.peer_timeout,
             abandon_after=_ABANDON_SECONDS,

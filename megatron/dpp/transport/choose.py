@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron.dpp.errors import TransportUnavailable
 from megatron.dpp.transport.joining import Facts
 from megatron.dpp.transport.kinds import AUTO, TransportKind
+from megatron.dpp.transport.options import TransportOptions
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,10 @@ class Choice:
     instead: Choice | None = None
     """The next kind, for a kind whose set-up may fail."""
 
-    @property
-    def connections(self) -> tuple[str, ...]:
+    def connections(self, options: TransportOptions) -> tuple[str, ...]:
         """Purposes of the connections that the link may need besides the control connection."""
-        return self.kind.connections + (self.instead.connections if self.instead else ())
+        own = self.kind.connections(options)
+        return own + (self.instead.connections(options) if self.instead else ())
 
 
 def choose(own: Facts, peer: Facts, kinds: Sequence[TransportKind], wanted: str = AUTO) -> Choice:

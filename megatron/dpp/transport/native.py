@@ -106,6 +106,7 @@ class NativeTransport(Transport):
         self._takes_in_place = [spec.source in in_place for spec in incoming]
         self._sends_in_place = [spec.destination in in_place for spec in outgoing]
         self._num_incoming = len(incoming)
+        self._least_handed_over = load_native().least_handed_over
         self._dtypes = [getattr(torch, name, None) for name in load_native().dtype_names]
         self._codes = {dtype: code for code, dtype in enumerate(self._dtypes) if dtype is not None}
         # Tensors whose copy is not done, per channel: (number of the put, tensor).
@@ -173,12 +174,20 @@ class NativeTransport(Transport):
         code, shape, strides, num_bytes, iteration, microbatch, part, num_parts, sent, arrived = (
             self._native.head(channel)
         )
-        in_place = self._takes_in_place[channel]
-        device = self._device if in_place else None
-        # empty_strided() takes two thirds of the time of empty(), which is most of a small take().
-        tensor = torch.empty_strided(shape, strides, dtype=self._dtypes[code], device=device)
-        stream = torch._C._cuda_getCurrentRawStream(self._gpu) if in_place else 0
-        self._native.take(channel, tensor.data_ptr(), num_bytes, stream)
+        in_place, dtype = self._takes_in_place[channel], self._dtypes[code]
+        memory = None
+        if num_bytes >= self._least_handed_over and not in_place:
+            memory = self._native.take_memory(channel, num_bytes)
+        if memory is not None:
+            # Not a view of the buffer's tensor: a stage may refuse to give views away.
+            storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+            tensor = torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+        else:
+            device = self._device if in_place else None
+            # empty_strided() takes two thirds of the time of empty(), most of a small take().
+            tensor = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            stream = torch._C._cuda_getCurrentRawStream(self._gpu) if in_place else 0
+            self._native.take(channel, tensor.data_ptr(), num_bytes, stream)
         if self._gpu >= 0 and not in_place:
             tensor = tensor.to(self._device)
         return Message(tensor, iteration, microbatch, part, num_parts, sent, arrived)

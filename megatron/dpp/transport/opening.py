@@ -133,7 +133,10 @@ class _Opening:
             device=self._device.type,
             unix_address=rendezvous.unix_address,
             tcp_address=rendezvous.tcp_address,
-            settings={"checksum": self._options.checksum, "workload": self._options.workload},
+            settings={
+                name: getattr(self._options, name)
+                for name in ("checksum", "workload", "tcp_connections")
+            },
             gpu=gpu,
             gpu_access=gpu_access,
             found={
@@ -154,7 +157,7 @@ class _Opening:
         return [
             (self._facts[peer], purpose, choice.kind.between_hosts)
             for peer, choice in self._choices.items()
-            for purpose in (CONTROL, *choice.connections)
+            for purpose in (CONTROL, *choice.connections(self._options))
         ]
 
     def _make_native(self, num_peers: int) -> Any:
@@ -205,13 +208,14 @@ class _Opening:
     def _link(self, peer: int, connections: dict[tuple[int, str], Connection]) -> PeerLink:
         control = connections[peer, CONTROL].sock
         control.settimeout(self._options.setup_timeout)
+        purposes = self._choices[peer].connections(self._options)
         return PeerLink(
             rank=self._rank,
             peer=peer,
             sock=control,
             incoming=_channels_with(self._incoming, peer),
             outgoing=_channels_with(self._outgoing, peer),
-            data=[connections[peer, use].sock for use in self._choices[peer].connections],
+            data=[connections[peer, use].sock for use in purposes],
         )
 
     def _join_kinds(self, setup: Setup, links: Sequence[PeerLink]) -> None:

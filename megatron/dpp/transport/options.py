@@ -49,6 +49,7 @@ class TransportOptions:
         node_ips: this host's address that links to other hosts are bound to; None lets no other
             host in.
         listen_ports: first and last port that a rank may listen on for other hosts; None takes any.
+        tcp_connections: connections of a tcp link that carry payloads.
         name: distinguishes the transports that one job opens over one store.
         token_file: file (mode 0600) with the job's secret; None takes ``DPP_TOKEN_FILE`` from the
             environment, or agrees on a random secret: by a private file where torchrun's variables
@@ -68,6 +69,7 @@ class TransportOptions:
     rdma: RdmaOptions = RdmaOptions()
     node_ips: str | None = None
     listen_ports: tuple[int, int] | None = None
+    tcp_connections: int = 4
     name: str = "main"
     token_file: str | None = None
     peer_timeout: float = 30.0
@@ -81,6 +83,7 @@ class TransportOptions:
             ("setup_timeout", 0.001),
             ("workload", 1),
             ("peer_timeout", 0.001),
+            ("tcp_connections", 1),
         ):
             if getattr(self, field) < least:
                 raise ConfigError(

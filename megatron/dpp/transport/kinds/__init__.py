@@ -18,7 +18,7 @@ from megatron.dpp.config import TRANSPORT_KINDS
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.transport.base import Transport
 from megatron.dpp.transport.joining import Facts, PeerLink, Request, Setup
-from megatron.dpp.transport.options import RdmaOptions
+from megatron.dpp.transport.options import RdmaOptions, TransportOptions
 
 AUTO = TRANSPORT_KINDS[0]
 
@@ -50,6 +50,7 @@ class TransportKind:
         may_fail: ``join`` may leave links in ``Setup.failed``, which ``auto`` gives to the next
             kind.
         connections: purposes of the connections that a link needs besides the control connection.
+            Equal options give equal ones.
     """
 
     name: str
@@ -64,7 +65,7 @@ class TransportKind:
     device_memory: bool = False
     carries_board: bool = False
     may_fail: bool = False
-    connections: tuple[str, ...] = ()
+    connections: Callable[[TransportOptions], tuple[str, ...]] = lambda options: ()
 
 
 _registered: dict[str, TransportKind] = {}

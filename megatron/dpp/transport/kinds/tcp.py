@@ -1,4 +1,4 @@
-"""Kind ``tcp``: different hosts without RDMA, one control connection and two data connections.
+"""Kind ``tcp``: different hosts without RDMA, one control connection and several data connections.
 
 The C++ side is ``csrc/transport/tcp.h``.
 """
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup
 from megatron.dpp.transport.kinds import TransportKind, register
+from megatron.dpp.transport.options import TransportOptions
 
 
 def obstacle(one: Facts, other: Facts) -> str | None:
@@ -22,8 +23,13 @@ def obstacle(one: Facts, other: Facts) -> str | None:
     return None
 
 
+def connections(options: TransportOptions) -> tuple[str, ...]:
+    """Purposes of the data connections."""
+    return tuple(f"data {index}" for index in range(options.tcp_connections))
+
+
 def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
-    """Hand the data connections over; messages from 4 MiB up are spread over all of them."""
+    """Hand the data connections over; large messages are spread over all of them."""
     for link in links:
         data = [sock.detach() for sock in link.data]
         setup.native.add_tcp_link(link.peer, link.incoming, link.outgoing, data)
@@ -39,6 +45,6 @@ register(
         join=join,
         between_hosts=True,
         carries_board=True,
-        connections=("data 0", "data 1"),
+        connections=connections,
     )
 )
