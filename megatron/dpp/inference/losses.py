@@ -11,7 +11,7 @@ import torch
 from megatron.dpp.cli.sequence_files import CHAT_SUFFIX
 from megatron.dpp.errors import DataError, one_line, require
 from megatron.dpp.inference.engine import Engine, Tokens
-from megatron.dpp.train.sequences import Documents
+from megatron.dpp.train.sequences import TokenFile
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def of_prefix(prefix: str) -> Iterator[Document]:
         DataError: a file is missing or broken.
     """
     try:
-        found = Documents(prefix, chats=prefix.endswith(CHAT_SUFFIX), mmap=True)
+        found = TokenFile(prefix, chats=prefix.endswith(CHAT_SUFFIX), mmap=True)
     except (OSError, ValueError) as error:
         raise DataError(f"{prefix}: {one_line(error)}") from error
     for number in range(len(found)):
