@@ -59,9 +59,7 @@ _OPTIONS = (
     _Option("--cp", int, "context parallel size: ranks that share a sequence", "N"),
     _Option("--ep", int, "expert parallel size: ranks that share a layer's experts", "N"),
     _Option("--no-dpp", None, "megatron-core's static schedule, not the dynamic one"),
-    _Option(
-        "--zero-stage", int, "stage of ZeRO; 0 shards nothing (default 1)", choices=(0, 1, 2, 3)
-    ),
+    _Option("--zero-stage", int, "ZeRO stage; 0: nothing (default 1)", choices=(0, 1, 2, 3)),
     _Option("--engine", str, "ZeRO engine (default megatron)", choices=("megatron", "deepspeed")),
     _Option("--recompute", str, "activations to recompute", choices=("none", "selective", "full")),
     _Option("--hidden-size", int, "width of the model", "N"),
