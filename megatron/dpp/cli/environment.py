@@ -98,8 +98,12 @@ _BUILD = (
 _OTHERS = (
     ("DPP_TOKEN_FILE", "", "file of mode 0600 with the job's secret; --dpp-token-file wins",
      "links"),
-    ("PYTHON", "python3", "Python to start from; tools/setup.sh keeps it for later commands",
-     "launch scripts, tools"),
+    (
+        "PYTHON",
+        "python3",
+        "Python to start from; tools/setup.sh keeps it for later commands",
+        "launch scripts, tools",
+    ),
     ("PYTHONPATH", "", "the launcher puts the repository in front", "set by the launcher"),
     ("CUDA_VISIBLE_DEVICES", _UNSET, "GPUs to use; empty or -1: none", "launcher, CUDA"),
     ("CUDA_DEVICE_MAX_CONNECTIONS", "8 or 1",
