@@ -209,10 +209,8 @@ std::vector<uint64_t> board_common(Transport& self) {
   return counters;
 }
 
-std::optional<uint64_t> board_next(Transport& self) {
-  uint64_t word = 0;
-  if (!self.board_next(word)) return std::nullopt;
-  return word;
+void add_peer(Transport& self, int rank, std::string description, int socket, int pidfd, int bell) {
+  self.add_peer(rank, std::move(description), UniqueFd(socket), UniqueFd(pidfd), UniqueFd(bell));
 }
 
 void add_tcp_link(Transport& self, int peer, const std::vector<size_t>& incoming,
@@ -228,7 +226,38 @@ void abort_run(Transport& self, const py::str& reason) {
   self.abort(text);
 }
 
-void bind_transport(py::module_& module) {
+py::object memory_room(const std::string& groups, const std::string& mount, size_t free_swap) {
+  const dpp::MemoryRoom room = dpp::memory_room(groups, mount, free_swap);
+  if (room.limit.empty()) return py::none();
+  return py::make_tuple(room.bytes, room.limit);
+}
+
+void use_board(Transport& self, int fd, uint32_t index, uint32_t lines, uint32_t counters, int head,
+               bool relayed) {
+  self.use_board(UniqueFd(fd), index, lines, counters, head, relayed);
+}
+
+std::optional<uint64_t> board_next(Transport& self) {
+  uint64_t word = 0;
+  if (!self.board_next(word)) return std::nullopt;
+  return word;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() =
+      "The C++ side of megatron.dpp.transport; see csrc/transport/transport.h for contracts.";
+  py::register_local_exception_translator(translate);
+  module.attr("abi_version") = dpp::kAbiVersion;
+  module.attr("max_dims") = dpp::kMaxDims;
+  module.attr("least_handed_over") = dpp::kLeastHandedOver;
+  py::list dtypes;
+  for (const dpp::DtypeInfo& dtype : dpp::kDtypes) dtypes.append(dtype.name);
+  module.attr("dtype_names") = dtypes;
+  module.def("memory_room", &memory_room, py::arg("groups"), py::arg("mount"), py::arg("free_swap"),
+             "(bytes left, which limit leaves them) by control groups; None without a limit.");
+
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Payload>(module, "Payload", py::buffer_protocol()).def_buffer([](Payload& self) {
     return py::buffer_info(reinterpret_cast<uint8_t*>(self.memory.get()),
@@ -239,13 +268,8 @@ void bind_transport(py::module_& module) {
            py::arg("checksum"), py::arg("max_pending"), py::arg("spin"), py::arg("incoming"),
            py::arg("outgoing"))
       .def("bell_fd", &Transport::bell_fd)
-      .def(
-          "add_peer",
-          [](Transport& self, int rank, std::string description, int socket, int pidfd, int bell) {
-            self.add_peer(rank, std::move(description), UniqueFd(socket), UniqueFd(pidfd),
-                          UniqueFd(bell));
-          },
-          "Owns the descriptors from here on; -1 for one that is not there.")
+      .def("add_peer", &add_peer,
+           "Owns the descriptors from here on; -1 for one that is not there.")
       .def("make_shm_slots", &Transport::make_shm_slots, no_gil)
       .def("use_shm_slots", [](Transport& self, int peer, const std::vector<size_t>& channels,
                                int fd) { self.use_shm_slots(peer, channels, UniqueFd(fd)); })
@@ -253,10 +277,7 @@ void bind_transport(py::module_& module) {
       .def("drop_link", &Transport::drop_link, no_gil)
       .def("describe_peer", &Transport::describe_peer)
       .def("make_board", &Transport::make_board)
-      .def(
-          "use_board",
-          [](Transport& self, int fd, uint32_t index, uint32_t lines, uint32_t counters, int head,
-             bool relayed) { self.use_board(UniqueFd(fd), index, lines, counters, head, relayed); })
+      .def("use_board", &use_board)
       .def("start", &Transport::start)
       .def("put", &put)
       .def("done", &Transport::done)
@@ -279,30 +300,6 @@ void bind_transport(py::module_& module) {
       .def("abort", &abort_run)
       .def("close", &Transport::close, no_gil)
       .def("disown", &Transport::disown);
-}
-
-}  // namespace
-
-PYBIND11_MODULE(_native, module) {
-  module.doc() =
-      "The C++ side of megatron.dpp.transport; see csrc/transport/transport.h for contracts.";
-  py::register_local_exception_translator(translate);
-  module.attr("abi_version") = dpp::kAbiVersion;
-  module.attr("max_dims") = dpp::kMaxDims;
-  module.attr("least_handed_over") = dpp::kLeastHandedOver;
-  py::list dtypes;
-  for (const dpp::DtypeInfo& dtype : dpp::kDtypes) dtypes.append(dtype.name);
-  module.attr("dtype_names") = dtypes;
-  module.def(
-      "memory_room",
-      [](const std::string& groups, const std::string& mount, size_t free_swap) -> py::object {
-        const dpp::MemoryRoom room = dpp::memory_room(groups, mount, free_swap);
-        if (room.limit.empty()) return py::none();
-        return py::make_tuple(room.bytes, room.limit);
-      },
-      py::arg("groups"), py::arg("mount"), py::arg("free_swap"),
-      "(bytes left, which limit leaves them) by control groups; None without a limit.");
-  bind_transport(module);
   dpp::bind_cuda(module);
   dpp::bind_rdma(module);
 }

@@ -428,6 +428,8 @@ def test_nodes_come_from_the_environment() -> None:
     found = find_nodes(slurm)
     assert (found.count, found.rank, found.master) == (3, 2, "gpu07")
     assert find_nodes({}).count == 1
+    empty = find_nodes({**slurm, "NUM_NODES": "", "NODE_RANK": ""})  # an empty variable is unset
+    assert (empty.count, empty.rank) == (3, 2)
     for wrong in (
         {**slurm, "SLURM_NTASKS": "24"},
         {"NUM_NODES": "2"},

@@ -15,7 +15,7 @@ from megatron.dpp.plan.whatif import WhatIf, other_schedules, removal, schedule_
 from megatron.dpp.schedule import Geometry, reference_order
 from megatron.dpp.sim import load_costs
 from megatron.dpp.trace.analysis.decisions import differing_decisions
-from megatron.dpp.trace.analysis.limits import TotalLimit
+from megatron.dpp.trace.analysis.limits import Limit
 from megatron.dpp.trace.analysis.link_times import LinkSamples, link_samples
 from megatron.dpp.trace.analysis.model import (
     Arrival,
@@ -232,17 +232,17 @@ def test_interval_arithmetic_agrees_with_sets(pairs, data):
 
 def test_limits():
     totals = {"bubble": 0.3, "iteration_ms": 10.0, "bubble_by_cause": {"message": 0.2}}
-    assert "0.3" in TotalLimit.parse("bubble>0.25").broken(totals)
-    assert TotalLimit.parse("bubble > 0.35").broken(totals) is None
-    assert TotalLimit.parse("bubble.message>=0.2").broken(totals)
-    assert TotalLimit.parse("bubble.host>0").broken(totals) is None
+    assert "0.3" in Limit.parse("bubble>0.25").broken(totals)
+    assert Limit.parse("bubble > 0.35").broken(totals) is None
+    assert Limit.parse("bubble.message>=0.2").broken(totals)
+    assert Limit.parse("bubble.host>0").broken(totals) is None
     for text in ("bubble", "bubble>x", ">1", "bubble>1e"):
         with pytest.raises(ConfigError, match="expected a total and a limit"):
-            TotalLimit.parse(text)
+            Limit.parse(text)
     with pytest.raises(ConfigError, match="no such total; there are bubble, iteration_ms"):
-        TotalLimit.parse("nothing>1").broken(totals)
+        Limit.parse("nothing>1").broken(totals)
     with pytest.raises(ConfigError, match=r"bubble.mesage: no such cause; there are drain, host"):
-        TotalLimit.parse("bubble.mesage>0.1").broken(totals)
+        Limit.parse("bubble.mesage>0.1").broken(totals)
 
 
 def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():

@@ -28,8 +28,8 @@ def test_every_kind_is_registered_and_goes_through_the_conformance_suite() -> No
 
 
 def test_kinds_are_tried_in_order_of_preference() -> None:
-    names = [kind.name for kind in kinds_of_links()]
-    assert names == ["cuda_ipc", "staged", "shm", "rdma", "tcp"]
+    ours = ["cuda_ipc", "staged", "shm", "rdma", "tcp"]
+    assert [kind.name for kind in kinds_of_links() if kind.name in ours] == ours
     assert [kind.name for kind in kinds_of_links("tcp")] == ["tcp"]
     assert [kind.name for kind in kinds_of_boards()] == ["shm", "tcp"]
 

@@ -89,24 +89,15 @@ _RANKS = (
 )
 _BUILD = (
     ("TORCH_INDEX_URL", _UNSET, "index to install PyTorch from", "tools/setup.sh"),
-    (
-        "CC",
-        "cc",
-        "C compiler; set-up builds the extension again for another one",
-        "tools/setup.sh",
-    ),
+    ("CC", "cc", "C compiler; set-up builds the extension again for another one", "tools/setup.sh"),
     ("CXX", "g++", "C++ compiler of the extension", "tools/setup.sh, setup.py, doctor"),
     ("CFLAGS", "", "flags of the C compiler", "tools/setup.sh"),
     ("CXXFLAGS", "", "flags of the C++ compiler", "tools/setup.sh"),
     ("LDFLAGS", "", "flags of the linker", "tools/setup.sh"),
-)
+)  # fmt: skip
 _OTHERS = (
-    (
-        "DPP_TOKEN_FILE",
-        "",
-        "file of mode 0600 with the job's secret; --dpp-token-file wins",
-        "links",
-    ),
+    ("DPP_TOKEN_FILE", "", "file of mode 0600 with the job's secret; --dpp-token-file wins",
+     "links"),
     (
         "PYTHON",
         "python3",
@@ -115,35 +106,24 @@ _OTHERS = (
     ),
     ("PYTHONPATH", "", "the launcher puts the repository in front", "set by the launcher"),
     ("CUDA_VISIBLE_DEVICES", _UNSET, "GPUs to use; empty or -1: none", "launcher, CUDA"),
-    (
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        "8 or 1",
-        "hardware queues of a GPU; 1 with tensor or context parallelism, which rely on it",
-        "set by the launcher, CUDA",
-    ),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "8 or 1",
+     "hardware queues of a GPU; 1 with tensor or context parallelism, which rely on it",
+     "set by the launcher, CUDA"),
     ("OMP_NUM_THREADS", "1", "threads of a process on the CPU", "set by the launcher, PyTorch"),
     ("PYTHONWARNINGS", "filters", "hides warnings about optional packages", "set by the launcher"),
     ("TOKENIZERS_PARALLELISM", "false", "threads of tokenizers", "set by the launcher"),
     ("GLOO_SOCKET_IFNAME", _FOUND, "network interface of gloo", "set between nodes, gloo"),
     ("NCCL_SOCKET_IFNAME", _FOUND, "network interface of NCCL", "set with NODE_IPS, NCCL"),
     ("NCCL_HOSTID", _FOUND, "tells groups of ranks on one GPU apart", "profiling/shared_gpus"),
-    (
-        "NUM_GPUS",
-        _UNSET,
-        "GPUS_PER_NODE where that is unset; GPUs that several ranks share",
-        "launch scripts, profiling/shared_gpus",
-    ),
+    ("NUM_GPUS", _UNSET, "GPUS_PER_NODE where that is unset; GPUs that several ranks share",
+     "launch scripts, profiling/shared_gpus"),
     ("PET_LOG_DIR", "temporary", "directory of torchrun's logs", "set by training, torchrun"),
     ("TORCHDYNAMO_DISABLE", _UNSET, "1 without a GPU or jit fusion", "set by training, PyTorch"),
-    (
-        "CUBLAS_WORKSPACE_CONFIG",
-        ":4096:8",
-        "workspaces of cuBLAS with --deterministic-mode",
-        "set by training, cuBLAS",
-    ),
+    ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", "workspaces of cuBLAS with --deterministic-mode",
+     "set by training, cuBLAS"),
     ("DS_ACCELERATOR", _FOUND, "device of DeepSpeed's engine", "set by training, DeepSpeed"),
     ("WANDB_MODE", _UNSET, "offline: Weights & Biases writes to disk only", "Weights & Biases"),
-)
+)  # fmt: skip
 
 GROUPS: dict[str, tuple[Variable, ...]] = {
     "Launcher: `train` and the launch scripts": tuple(

@@ -51,7 +51,7 @@ DATA = (
     Flag("--vocab-file", str, None, "vocabulary"),
     Flag("--merge-file", str, None, "BPE merges"),
     Flag("--tokenizer-model", str, None, "tokenizer.json of a HuggingFaceTokenizer"),
-    Flag("--vocab-size", int, None, "tokens of a NullTokenizer"),
+    Flag("--vocab-size", int, None, "words of a NullTokenizer"),
     Flag("--padded-vocab-size", int, None,
         "vocabulary size of the model, instead of the padded one"),
     Flag("--vocab-extra-ids", int, 0, "further tokens of a BERT vocabulary"),
@@ -142,7 +142,7 @@ CHECKPOINT = (
 OURS = (
     on("--use-dpp", "dynamic pipeline: every rank picks its next task itself"),
     Flag("--dpp-plan", str, None, "plan the layout from `shapes`, a traced run or a cost file"),
-    Flag("--device", str, "auto", "device to run on", choices=("auto", "cpu", "cuda")),
+    Flag("--device", str, "auto", "run on", choices=("auto", "cpu", "cuda")),
     Flag("--metrics-file", str, None, "append one JSON line per iteration to this file"),
     on("--estimate", "print the estimated memory and time, then the measured"),
     on("--trace", "record what every rank does"),

@@ -31,7 +31,7 @@ from megatron.dpp.plan.whatif import (
 )
 from megatron.dpp.trace.align import Alignment, align
 from megatron.dpp.trace.analysis.experts import lost_per_forward
-from megatron.dpp.trace.analysis.limits import TotalLimit
+from megatron.dpp.trace.analysis.limits import Limit
 from megatron.dpp.trace.analysis.model import read_iterations
 from megatron.dpp.trace.analysis.sentences import EVEN_EXPERTS, LEAST, sentences, straggler_text
 from megatron.dpp.trace.analysis.summary import Analysis, analyse, summary
@@ -165,7 +165,7 @@ def _numbers(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(options: argparse.Namespace, prog: str) -> int:
-    limits = [TotalLimit.parse(text) for text in options.fail_if]
+    limits = [Limit.parse(text) for text in options.fail_if]
     report, runs = build_report(options)
     output = Path(options.output or Path(report["run"]["directory"]) / "report.html")
     output.write_text(page(report), encoding="utf-8")

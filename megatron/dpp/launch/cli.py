@@ -19,8 +19,8 @@ ABOUT = {
     "simple": "Data parallel: every device holds the whole model.",
     "3d": "Tensor x pipeline x data parallel, with a dynamic pipeline.",
     "megatron": "Flags of pretrain_gpt.py, or --config FILE, choose the layout.",
-    "zero": "Replicas share optimizer (1), gradients (2), parameters (3) or nothing (0).",
-    "auto": "Chooses layout and micro batch from the model and the devices, and says why.",
+    "zero": "Replicas shard optimizer (1), gradients (2) or parameters (3).",
+    "auto": "Chooses layout and micro-batch size for these devices; says why.",
 }
 _OF_MODE = {
     "--tp": ("3d",),
@@ -59,7 +59,7 @@ _OPTIONS = (
     _Option("--cp", int, "context parallel size: ranks that share a sequence", "N"),
     _Option("--ep", int, "expert parallel size: ranks that share a layer's experts", "N"),
     _Option("--no-dpp", None, "megatron-core's static schedule, not the dynamic one"),
-    _Option("--zero-stage", int, "ZeRO stage (default 1)", choices=(0, 1, 2, 3)),
+    _Option("--zero-stage", int, "ZeRO stage; 0: nothing (default 1)", choices=(0, 1, 2, 3)),
     _Option("--engine", str, "ZeRO engine (default megatron)", choices=("megatron", "deepspeed")),
     _Option("--recompute", str, "activations to recompute", choices=("none", "selective", "full")),
     _Option("--hidden-size", int, "width of the model", "N"),
@@ -145,7 +145,7 @@ usage: megatron-dpp train --mode MODE [options] [any flag of pretrain_gpt.py]
 
 {modes}
 
-Without --mode: auto. Start with megatron-dpp train --dry-run, which starts nothing.
+Without --mode: auto. First try megatron-dpp train --dry-run: it starts nothing.
 Options of a mode:  megatron-dpp train --mode MODE --help
 Completion:         eval "$(megatron-dpp train --completion bash)"
 Guide:              docs/USAGE_GUIDE.md"""

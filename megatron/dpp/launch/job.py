@@ -92,12 +92,7 @@ def find_job(env: Mapping[str, str]) -> Job:
     values = {name: environment.value(name, env) for name in _VARIABLES}
     per_node, num_nodes = whole("GPUS_PER_NODE", values), whole("NUM_NODES", values)
     wait = whole("WAIT_SECONDS", values)
-    rank, port = values["NODE_RANK"], values["MASTER_PORT"]
-    require(re.fullmatch(r"\d+", rank), f"NODE_RANK={rank}: must be a whole number, at least 0")
-    require(
-        int(rank) < num_nodes,
-        f"NODE_RANK={rank}: with NUM_NODES={num_nodes} it must be less than {num_nodes}",
-    )
+    port = values["MASTER_PORT"]
     require(
         re.fullmatch(r"[1-9]\d{0,4}", port) and int(port) <= 65535,
         f"MASTER_PORT={port}: must be a port number, 1 to 65535",
@@ -117,7 +112,7 @@ def find_job(env: Mapping[str, str]) -> Job:
     return Job(
         per_node=per_node,
         num_nodes=num_nodes,
-        node_rank=int(rank),
+        node_rank=node_rank(values["NODE_RANK"], num_nodes),
         master=values["MASTER_ADDR"],
         port=int(port) if num_nodes > 1 or env.get("MASTER_PORT") else None,
         wait=wait,
@@ -139,6 +134,20 @@ def whole(name: str, values: Mapping[str, str]) -> int:
     """
     text = values[name]
     require(re.fullmatch(r"[1-9]\d*", text), f"{name}={text}: must be a whole number, at least 1")
+    return int(text)
+
+
+def node_rank(text: str, num_nodes: int) -> int:
+    """The value of ``NODE_RANK``.
+
+    Raises:
+        ConfigError: it is no whole number, or not below ``num_nodes``.
+    """
+    require(re.fullmatch(r"\d+", text), f"NODE_RANK={text}: must be a whole number, at least 0")
+    require(
+        int(text) < num_nodes,
+        f"NODE_RANK={text}: with NUM_NODES={num_nodes} it must be less than {num_nodes}",
+    )
     return int(text)
 
 

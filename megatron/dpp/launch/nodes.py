@@ -8,7 +8,14 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, require
+from megatron.dpp.launch.job import node_rank, whole
+
+_OF_SLURM = {
+    "NUM_NODES": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "NODE_RANK": ("SLURM_NODEID",),
+}
+"""Our variables, and those of SLURM that stand in for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,36 +38,25 @@ def find_nodes(env: Mapping[str, str]) -> Nodes:
     Raises:
         ConfigError: an impossible value, or several SLURM tasks on a node.
     """
-    count = _number(env, ("NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"), 1)
-    if count < 1:
-        raise ConfigError(f"NUM_NODES={count}: nearest possible: 1")
+    values = {
+        name: next(filter(None, map(env.get, (name, *slurm))), "")
+        for name, slurm in _OF_SLURM.items()
+    }
+    count = whole("NUM_NODES", {"NUM_NODES": values["NUM_NODES"] or "1"})
     if count == 1:
         return Nodes()
-    if "NUM_NODES" not in env:
+    if not env.get("NUM_NODES"):
         _one_task_per_node(env, count)
-    rank = _number(env, ("NODE_RANK", "SLURM_NODEID"), None)
-    if rank >= count:
-        raise ConfigError(f"NODE_RANK={rank}: nearest possible of {count} nodes: {count - 1}")
+    require(values["NODE_RANK"], "NODE_RANK is not set: number the nodes from 0")
+    rank = node_rank(values["NODE_RANK"], count)
     master = env.get("MASTER_ADDR") or _first_host(env.get("SLURM_JOB_NODELIST", ""))
-    if not master:
-        raise ConfigError("MASTER_ADDR is not set: name the host of NODE_RANK=0")
+    require(master, "MASTER_ADDR is not set: name the host of NODE_RANK=0")
     return Nodes(count=count, rank=rank, master=master)
-
-
-def _number(env: Mapping[str, str], names: tuple[str, ...], default: int | None) -> int:
-    for name in names:
-        if name in env:
-            if not re.fullmatch(r"\d+", env[name]):
-                raise ConfigError(f"{name}={env[name]}: expected a whole number")
-            return int(env[name])
-    if default is None:
-        raise ConfigError(f"{names[0]} is not set: number the nodes from 0")
-    return default
 
 
 def _one_task_per_node(env: Mapping[str, str], count: int) -> None:
     """An allocation alone (``salloc``) starts this once; ``srun`` must start it once per node."""
-    tasks = _number(env, ("SLURM_NTASKS",), count)
+    tasks = whole("SLURM_NTASKS", env) if "SLURM_NTASKS" in env else count
     if tasks != count or "SLURM_NODEID" not in env:
         raise ConfigError(
             f"SLURM has {count} nodes and {tasks} tasks: start one per node, "

@@ -16,8 +16,8 @@ from megatron.dpp.schedule import (
     Allowance,
     DecisionRecorder,
     Geometry,
-    Limit,
     Memory,
+    MemoryLimit,
     Policy,
     Recording,
     Scheduler,
@@ -178,7 +178,7 @@ class Decisions:
         geometry: Geometry,
         largest: int,
         sizes: Sequence[int] | None,
-    ) -> tuple[Limit, ...]:
+    ) -> tuple[MemoryLimit, ...]:
         """The limits of the next call."""
         if not self._as_static or geometry.forward_only:
             return allowance.limits

@@ -6,7 +6,7 @@ Read ``actions.py`` first, then ``state.py`` (tasks that may run) and ``policies
 """
 
 from megatron.dpp.schedule.actions import DIRECTION_OF, Action, Geometry, Kind
-from megatron.dpp.schedule.budget import UNIT, Budget, Limit
+from megatron.dpp.schedule.budget import UNIT, Budget, MemoryLimit
 from megatron.dpp.schedule.caps import (
     Allowance,
     LastRank,
@@ -46,8 +46,8 @@ __all__ = [
     "Geometry",
     "Kind",
     "LastRank",
-    "Limit",
     "Memory",
+    "MemoryLimit",
     "Policy",
     "Recording",
     "Reference",

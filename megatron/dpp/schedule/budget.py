@@ -22,7 +22,7 @@ ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class Limit:
+class MemoryLimit:
     """A bound on what a rank holds, beside its cap.
 
     Args:
@@ -52,7 +52,7 @@ class Budget:
         largest: size of the largest microbatch.
         deferred: share of an activation that its deferred weight gradients keep. A chunk's part
             above one activation (the LM head's logits) is not deferred.
-        weights, assumed, soft: see :class:`Limit`.
+        weights, assumed, soft: see :class:`MemoryLimit`.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule.actions import Geometry
-from megatron.dpp.schedule.budget import ROUNDING, UNIT, Limit
+from megatron.dpp.schedule.budget import ROUNDING, UNIT, MemoryLimit
 from megatron.dpp.schedule.reference import (
     peak_in_flight,
     peak_size,
@@ -60,11 +60,11 @@ class Allowance:
 
     chunks: float
     weights: tuple[float, ...] = ()
-    limits: tuple[Limit, ...] = ()
+    limits: tuple[MemoryLimit, ...] = ()
 
     def with_static(self, sizes: StaticSizes, largest: int) -> Allowance:
         """Adds the soft limit of what the static schedule would have held so far."""
-        limit = Limit(sizes.peak(self.weights) / largest, self.weights, sizes.mean, soft=True)
+        limit = MemoryLimit(sizes.peak(self.weights) / largest, self.weights, sizes.mean, soft=True)
         return dataclasses.replace(self, limits=(*self.limits, limit))
 
 
@@ -177,7 +177,7 @@ def _fewer_activations(cap: Cap, geometry: Geometry, memory: Memory | None) -> A
         return Allowance(chunks)
     of_head = (*[0.0] * (geometry.num_chunks - 1), 1.0)
     heads = peak_size(reference_order(geometry), [1] * geometry.num_microbatches, of_head)
-    return Allowance(chunks, limits=(Limit(heads, of_head, deferred=False),))
+    return Allowance(chunks, limits=(MemoryLimit(heads, of_head, deferred=False),))
 
 
 class LastRank(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, DppError, ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.budget import ROUNDING, UNIT, KnownSizes, Limit
+from megatron.dpp.schedule.budget import ROUNDING, UNIT, KnownSizes, MemoryLimit
 from megatron.dpp.schedule.caps import default_cap
 from megatron.dpp.schedule.policies import BUILT_IN, Policy, check_room, find_policy
 from megatron.dpp.schedule.reference import Reference
@@ -83,7 +83,7 @@ class Scheduler:
         largest: int = UNIT,
         sizes: Sequence[int] | None = None,
         weights: Sequence[float] = (),
-        limits: Sequence[Limit] = (),
+        limits: Sequence[MemoryLimit] = (),
     ) -> None:
         if cap is None:
             cap = default_cap(geometry).chunks
@@ -112,7 +112,7 @@ class Scheduler:
         check_room(self.policy, geometry, cap, split_backward=split_backward)
 
     def restart(
-        self, sizes: Sequence[int] | None = None, limits: Sequence[Limit] | None = None
+        self, sizes: Sequence[int] | None = None, limits: Sequence[MemoryLimit] | None = None
     ) -> None:
         """Reset all counts, for another iteration of the same shape; cheaper than a new object.
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.budget import UNIT, Budget, KnownSizes, Limit
+from megatron.dpp.schedule.budget import UNIT, Budget, KnownSizes, MemoryLimit
 from megatron.dpp.schedule.reference import Reference
 
 
@@ -98,7 +98,7 @@ class RankState:
         reference: Reference,
         largest: int = UNIT,
         weights: Sequence[float] = (),
-        limits: Sequence[Limit] = (),
+        limits: Sequence[MemoryLimit] = (),
     ) -> None:
         v = geometry.num_chunks
         self.geometry = geometry

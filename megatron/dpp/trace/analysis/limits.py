@@ -21,7 +21,7 @@ _FORM = re.compile(r"\s*([\w.-]+)\s*(>=|<=|==|>|<)\s*([-+0-9.eE]+)\s*")
 
 
 @dataclass(frozen=True)
-class TotalLimit:
+class Limit:
     """A condition on one of the report's totals that makes a script fail."""
 
     name: str
@@ -29,7 +29,7 @@ class TotalLimit:
     value: float
 
     @classmethod
-    def parse(cls, text: str) -> TotalLimit:
+    def parse(cls, text: str) -> Limit:
         """Read ``bubble>0.25``; ConfigError for anything else."""
         match = _FORM.fullmatch(text)
         try:
@@ -62,5 +62,5 @@ class TotalLimit:
         return None
 
 
-def _refuse(text: str) -> TotalLimit:
+def _refuse(text: str) -> Limit:
     raise ConfigError(f"--fail-if {text!r}: expected a total and a limit, such as bubble>0.25")
