@@ -109,7 +109,7 @@ _OTHERS = (
     ),
     (
         "PYTHON",
-        "python3",
+        _FOUND,
         "Python to start from; tools/setup.sh keeps it for later commands",
         "launch scripts, tools",
     ),
