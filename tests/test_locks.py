@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.dpp import locks
+from megatron.dpp.cli import preflight
+from megatron.dpp.cli.files import written_directories
 from megatron.dpp.errors import DataError
 from megatron.dpp.trace import TraceLayout, open_recorder
 from tests.runtime.launcher import REPOSITORY, start, wait
@@ -96,6 +98,19 @@ def test_a_trace_file_has_one_writer(tmp_path: Path) -> None:
         assert layout.path(tmp_path).read_bytes() == before
     with open_recorder(tmp_path, rank=0, layout=layout):
         pass
+
+
+def test_a_trace_without_a_named_place_meets_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``benchmark`` may link to a trace that another run writes; the launcher names a new place."""
+    monkeypatch.chdir(tmp_path)
+    words = [*f"{FLAGS} {corpus()}".split(), "--trace"]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    (folder,) = (path for _, path in written_directories(preflight.check("gpt", words, 1)[0]))
+    with locks.lock_directory(folder, "--trace-dir"):
+        assert preflight._main("gpt", words) == 0
+        assert preflight._main("gpt", [*words, "--trace-dir", "benchmark"]) == 2
 
 
 DOORS = (

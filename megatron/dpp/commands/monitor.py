@@ -37,8 +37,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     text = "Show a traced run live: iteration, loss, tokens/s, and what every rank does."
     parser = new_parser(prog, text)
     add = parser.add_argument
-    add("--benchmark_dir", "--benchmark-dir", default="benchmark", metavar="DIR",
-        help="trace directory (default: benchmark)")  # fmt: skip
+    add("--benchmark_dir", "--benchmark-dir", default="runs/latest", metavar="DIR",
+        help="home or traces of a run (default: runs/latest)")  # fmt: skip
     add("--metrics-file", metavar="FILE", help="loss and tokens/s (default: of the run's home)")
     add("--once", action="store_true", help="print once and end; exit status 3 when a rank is dead")
     add("--interval", type=float, default=2.0, metavar="S", help="seconds between updates (2)")
