@@ -99,7 +99,7 @@ def _rank_line(file: FollowedFile, times: list[IterationTimes]) -> str:
     held = max((t.peaks.get("held", 0.0) for t in own), default=0.0)
     return (
         f"{rank:>5}  {_state(file):<7} [{bar}] {busy:>6.1%}  {idle:>6.1%}  "
-        f"{worst:<12} {memory:>9.0f}  {held:>5g}"
+        f"{worst:<12} {memory:>9.0f}  {held:>5.3g}"
     )
 
 
