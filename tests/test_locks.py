@@ -162,7 +162,17 @@ def test_a_launcher_looks_where_the_locks_are_held(
         with pytest.raises(DataError, match=r"^RUN_DIR "):
             locks.check_named([], {"RUN_DIR": str(tmp_path)})
         locks.check_named(["--run-dir", "other"], {"RUN_DIR": str(tmp_path)})
-        locks.check_named(["--save", str(tmp_path), "--dry-run"], {})
+        for word in ("--dry-run", "--help"):
+            locks.check_named(["--save", str(tmp_path), word], {})
+
+
+def test_a_launcher_passes_by_links_to_traces_of_other_runs(tmp_path: Path) -> None:
+    with locks.lock_directory(tmp_path / "run" / "data-1", "--trace-dir"):
+        (tmp_path / "benchmark").mkdir()
+        (tmp_path / "benchmark" / "data-1").symlink_to(tmp_path / "run" / "data-1")
+        locks.check_named(["--trace-dir", str(tmp_path / "benchmark")], {})
+        with pytest.raises(DataError):
+            locks.check_named(["--trace-dir", str(tmp_path / "run")], {})
 
 
 def test_a_refusal_waits_for_no_import() -> None:
