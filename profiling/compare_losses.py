@@ -6,8 +6,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.dpp.commands.compare_losses import main
 from megatron.dpp.errors import exit_with
 
+
+def run() -> int:
+    """Load the command, which needs packages."""
+    from megatron.dpp.commands.compare_losses import main
+
+    return main(prog="compare_losses.py")
+
+
 if __name__ == "__main__":
-    exit_with(lambda: main(prog="compare_losses.py"))
+    exit_with(run)

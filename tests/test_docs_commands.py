@@ -25,7 +25,7 @@ from megatron.dpp.launch import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
-    *("README.md", "README_zh.md", "CONTRIBUTING.md", "configs/README.md"),
+    *("README.md", "README_zh.md", "CONTRIBUTING.md", "SECURITY.md", "configs/README.md"),
     *(f"datasets_{arch}/README.md" for arch in ("bert", "gpt")),
     *(path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("docs/**/*.md"))),
     *(path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("examples/*/README.md"))),

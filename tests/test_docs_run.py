@@ -126,6 +126,13 @@ def test_bash_blocks_hold_no_placeholders() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_command_stands_in_an_indented_block() -> None:
+    """Nothing would run or check it there."""
+    start = re.compile(r"^    (?:megatron-dpp|bash|python3?|torchrun|\./\w+) ", re.MULTILINE)
+    wrong = [page for page in PAGES if start.search((REPOSITORY / page).read_text("utf-8"))]
+    assert not wrong
+
+
 def test_every_exception_is_needed() -> None:
     lines = [re.sub(r"\s+#.*", "", line).strip() for page in PAGES for line in commands_of(page)]
     unused = [

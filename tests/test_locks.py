@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.dpp import locks
+from megatron.dpp.cli import preflight
+from megatron.dpp.cli.files import written_directories
 from megatron.dpp.errors import DataError
 from megatron.dpp.trace import TraceLayout, open_recorder
 from tests.runtime.launcher import REPOSITORY, start, wait
@@ -98,6 +100,19 @@ def test_a_trace_file_has_one_writer(tmp_path: Path) -> None:
         pass
 
 
+def test_a_trace_without_a_named_place_meets_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``benchmark`` may link to a trace that another run writes; the launcher names a new place."""
+    monkeypatch.chdir(tmp_path)
+    words = [*f"{FLAGS} {corpus()}".split(), "--trace"]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    (folder,) = (path for _, path in written_directories(preflight.check("gpt", words, 1)[0]))
+    with locks.lock_directory(folder, "--trace-dir"):
+        assert preflight._main("gpt", words) == 0
+        assert preflight._main("gpt", [*words, "--trace-dir", "benchmark"]) == 2
+
+
 DOORS = (
     ("train", "--save {0}"),
     ("train", "--save={0}"),
@@ -147,7 +162,17 @@ def test_a_launcher_looks_where_the_locks_are_held(
         with pytest.raises(DataError, match=r"^RUN_DIR "):
             locks.check_named([], {"RUN_DIR": str(tmp_path)})
         locks.check_named(["--run-dir", "other"], {"RUN_DIR": str(tmp_path)})
-        locks.check_named(["--save", str(tmp_path), "--dry-run"], {})
+        for word in ("--dry-run", "--help"):
+            locks.check_named(["--save", str(tmp_path), word], {})
+
+
+def test_a_launcher_passes_by_links_to_traces_of_other_runs(tmp_path: Path) -> None:
+    with locks.lock_directory(tmp_path / "run" / "data-1", "--trace-dir"):
+        (tmp_path / "benchmark").mkdir()
+        (tmp_path / "benchmark" / "data-1").symlink_to(tmp_path / "run" / "data-1")
+        locks.check_named(["--trace-dir", str(tmp_path / "benchmark")], {})
+        with pytest.raises(DataError):
+            locks.check_named(["--trace-dir", str(tmp_path / "run")], {})
 
 
 def test_a_refusal_waits_for_no_import() -> None:

@@ -104,10 +104,19 @@ def tell_torchrun(text: str) -> None:
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """Ends the program with the status that ``main`` returns; without an error when the reader of
-    its output has left, as ``head`` does."""
+    its output has left, as ``head`` does. A package that is missing is one line."""
     try:
         status = main()
         sys.stdout.flush()
+    except ModuleNotFoundError as error:
+        if (error.name or "megatron.dpp").startswith("megatron.dpp"):
+            raise
+        print(
+            f"error: {sys.executable} has no package {error.name}: install it, or go to the "
+            "environment of the clone (source tools/activate.sh)",
+            file=sys.stderr,
+        )
+        status = 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
         status = 1

@@ -137,14 +137,15 @@ def check_named(words: Sequence[str], env: Mapping[str, str]) -> None:
     Raises:
         DataError: naming host and process of that run.
     """
-    if "--dry-run" in words or env.get("DRY_RUN", "0") not in ("", "0"):
+    if {"--dry-run", "--help", "-h"} & set(words) or env.get("DRY_RUN", "0") not in ("", "0"):
         return
     if (env.get("NODE_RANK") or env.get("SLURM_NODEID") or "0") != "0":
         return  # node 0 holds the locks of its run
     for flag, directory in _named(words, env):
-        inner = Path(directory).glob("*/") if flag == "--trace-dir" else ()
-        for each in (directory, *inner):
-            check_free(each, flag)
+        check_free(directory, flag)
+        for inner in Path(directory).glob("*") if flag == "--trace-dir" else ():
+            if not inner.is_symlink():  # to the trace of a run that writes elsewhere
+                check_free(inner, flag)
 
 
 def _named(words: Sequence[str], env: Mapping[str, str]) -> Iterator[tuple[str, str]]:

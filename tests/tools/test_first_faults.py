@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -125,6 +126,18 @@ def test_an_output_is_tried_and_not_only_looked_at(
     line = rf"{flag} .*below: {tmp_path} is not writable \(Read-only file system\)"
     with pytest.raises(DataError, match=line):
         check_outputs(args)
+
+
+@pytest.mark.parametrize(
+    "words", [["tools/preprocess_data.py"], ["-m", "megatron.dpp", "preprocess"]]
+)
+def test_a_python_without_the_packages_is_one_line(words: list[str]) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-S", *words, "--help"],
+        capture_output=True, text=True, timeout=150, cwd=REPOSITORY,
+    )  # fmt: skip
+    assert ran.returncode == 2 and len(ran.stderr.splitlines()) == 1
+    assert re.match(r"error: \S+ has no package \w+: .*source tools/activate.sh", ran.stderr)
 
 
 def test_the_short_help_has_each_setting_once_and_whole_words() -> None:

@@ -100,7 +100,7 @@ _OTHERS = (
      "links"),
     (
         "PYTHON",
-        "python3",
+        _FOUND,
         "Python to start from; tools/setup.sh keeps it for later commands",
         "launch scripts, tools",
     ),

@@ -78,14 +78,18 @@ def check(
     return args, tokenizer
 
 
-def check_not_taken(args: RunConfig) -> None:
+def check_not_taken(args: RunConfig, *, by_launcher: bool = False) -> None:
     """Refuse directories of checkpoints and traces that another run writes.
+
+    Args:
+        by_launcher: a trace that ``--trace-dir`` names no place for gets one of its own.
 
     Raises:
         DataError: naming that run's process and host.
     """
     for flag, folder in written_directories(args):
-        check_free(folder, flag)
+        if not (by_launcher and flag == "--trace-dir" and "trace_dir" not in args.given):
+            check_free(folder, flag)
 
 
 def _all_here(world_size: int) -> bool:
@@ -192,7 +196,7 @@ def _main(task_name: str, argv: Sequence[str]) -> int:
             arguments.parse_args(argv)
         else:
             args, _ = check(task_name, argv, arguments.rank_and_world()[1])
-            check_not_taken(args)
+            check_not_taken(args, by_launcher=True)
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

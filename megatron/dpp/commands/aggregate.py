@@ -21,8 +21,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp aggrega
     """Run the command; returns 1 after an error."""
     parser = new_parser(prog, "Merge the trace files of all ranks into one for ui.perfetto.dev.")
     add = parser.add_argument
-    add("--benchmark_dir", "--benchmark-dir", required=True, metavar="DIR",
-        help="directory of the ranks' files, relative to here or to the source tree")  # fmt: skip
+    add("--benchmark_dir", "--benchmark-dir", default="runs/latest", metavar="DIR",
+        help="home or traces of a run (default: runs/latest)")  # fmt: skip
     add("--output", metavar="FILE",
         help="merged trace; .json.gz compresses it (default: DIR/aggregated.json)")  # fmt: skip
     add("--allow-missing", action="store_true", help="merge although files of ranks are missing")

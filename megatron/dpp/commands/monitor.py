@@ -37,8 +37,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     text = "Show a traced run live: iteration, loss, tokens/s, and what every rank does."
     parser = new_parser(prog, text)
     add = parser.add_argument
-    add("--benchmark_dir", "--benchmark-dir", default="benchmark", metavar="DIR",
-        help="trace directory (default: benchmark)")  # fmt: skip
+    add("--benchmark_dir", "--benchmark-dir", default="runs/latest", metavar="DIR",
+        help="home or traces of a run (default: runs/latest)")  # fmt: skip
     add("--metrics-file", metavar="FILE", help="loss and tokens/s (default: of the run's home)")
     add("--once", action="store_true", help="print once and end; exit status 3 when a rank is dead")
     add("--interval", type=float, default=2.0, metavar="S", help="seconds between updates (2)")
@@ -99,7 +99,7 @@ def _rank_line(file: FollowedFile, times: list[IterationTimes]) -> str:
     held = max((t.peaks.get("held", 0.0) for t in own), default=0.0)
     return (
         f"{rank:>5}  {_state(file):<7} [{bar}] {busy:>6.1%}  {idle:>6.1%}  "
-        f"{worst:<12} {memory:>9.0f}  {held:>5g}"
+        f"{worst:<12} {memory:>9.0f}  {held:>5.3g}"
     )
 
 

@@ -43,8 +43,8 @@ from megatron.dpp.trace.run_files import run_facts
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Options that choose what of which run is analysed; ``plots`` takes them too."""
     add = parser.add_argument
-    add("--benchmark_dir", "--benchmark-dir", required=True, metavar="DIR",
-        help="directory of the ranks' traces, relative to here or to the source tree")  # fmt: skip
+    add("--benchmark_dir", "--benchmark-dir", default="runs/latest", metavar="DIR",
+        help="home or traces of a run (default: runs/latest)")  # fmt: skip
     add("--baseline", metavar="DIR", help="another run beside it, such as the static schedule")
     add("--skip", type=int, metavar="N", help="leave out N leading iterations (default: 1 of >= 3)")
     add("--iteration", type=int, metavar="N", help="timeline of iteration N (default: the median)")

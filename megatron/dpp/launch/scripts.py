@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_flags(script: str, argv: Sequence[str]) -> None:
     """Start a training script whose flags are all given."""
     job = find_job(os.environ)
-    python = _python_of_dry_run() if is_dry_run() else set_up()
+    python = _find_python()
     launch(job, python, script, [*argv, *job.flags()])
 
 
@@ -182,15 +182,16 @@ def run_recipe(recipe: str, role: str, words: Sequence[str]) -> None:
         words = ["--save", checkpoints, "--load", checkpoints] if checkpoints else []
         refuse_taken(job, [*words, *further])  # before minutes of set-up, as for a wrong word
         environment.check_visible_gpus(os.environ)
-    python = _python_of_dry_run() if is_dry_run() else set_up()
+    python = _find_python()
     data = settings["DATA_PATH"].split() or sample_tokens(model, settings, python)
     flags = flags_of(model, settings, data, job)
     launch(job, python, f"pretrain_{model}.py", [*flags, *further])
 
 
-def _python_of_dry_run() -> str:
-    """The Python that a dry run prints, since set-up does not run."""
-    return os.environ.get("PYTHON") or "python3"
+def _find_python() -> str:
+    """The interpreter that training runs with. A dry run sets nothing up."""
+    setup = ("bash", str(ROOT / "tools" / "setup.sh"))
+    return set_up((*setup, "--which") if is_dry_run() else setup)
 
 
 def misspelt(env: Mapping[str, str]) -> list[str]:

@@ -288,8 +288,8 @@ def find_python(*, dry_run: bool) -> str:
     return set_up([sys.executable, str(ROOT / "tools" / "setup_environment.py")])
 
 
-def set_up(command: Sequence[str] = ("bash", str(ROOT / "tools" / "setup.sh"))) -> str:
-    """Install and build what is missing; the Python to use.
+def set_up(command: Sequence[str]) -> str:
+    """Install and build what is missing; the Python to use, which the command prints.
 
     Raises:
         SystemExit: it failed; it has said why.

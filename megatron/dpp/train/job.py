@@ -64,7 +64,7 @@ def run_job(args: RunConfig, task_name: str, rank: int, tokenizer: Any) -> None:
         export(run)  # may take longer than a collective's deadline: no rank waits
     if args.trace:
         run.say(f"trace: {trace_folder}")
-        run.say(f"look at it: python profiling/aggregate.py --benchmark_dir {trace_folder}")
+        run.say(f"look at it: megatron-dpp report --benchmark_dir {trace_folder}")
 
 
 def _save_settings(run: Run, trace_folder: Path) -> None:
