@@ -17,6 +17,7 @@ from megatron.dpp.mcore.boundary import Tokens
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.delayed import DelayedTransport
+from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.schedule import Action, Geometry, Memory
 from megatron.dpp.trace import NullRecorder, Recorder
 from megatron.dpp.transport import TransportOptions
@@ -78,6 +79,17 @@ def test_tasks_are_seeded_where_a_forward_draws(
     assert rng.needs_task_rng([torch.nn.Identity()], forward_only=forward_only) is needed
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "asked", "wanted"), [(1, True, False), (2, True, True), (2, False, False)]
+)
+def test_a_single_stage_keeps_megatrons_random_states(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, asked: bool, wanted: bool
+) -> None:
+    monkeypatch.setattr("megatron.dpp.runtime.base.needs_task_rng", lambda *_, **__: True)
+    schedule = DppSchedule(DppConfig(task_rng=asked))
+    assert schedule._wants_rng([], num_ranks, forward_only=False) is wanted
+
+
 def decisions(said: list[str]) -> Decisions:
     return Decisions(DppConfig(), said.append, 0, decides=True)
 
@@ -85,8 +97,8 @@ def decisions(said: list[str]) -> Decisions:
 def test_measured_memory_is_logged_in_mebibytes() -> None:
     said: list[str] = []
     made = decisions(said)
-    made.measured(Memory(activation_bytes=3 << 20, deferred_bytes=1 << 20))
-    assert "an activation takes 3.0 MiB" in said[0] and "keeps 1.0 MiB" in said[0]
+    made.measured(Memory(activation_bytes=7 << 19, deferred_bytes=3 << 19))
+    assert "an activation takes 3.5 MiB" in said[0] and "keeps 1.5 MiB" in said[0]
     made.measured(Memory(activation_bytes=0, deferred_bytes=0))
     assert len(said) == 1, "nothing was measured"
 

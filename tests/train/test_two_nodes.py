@@ -21,7 +21,6 @@ from tests.runtime.launcher import free_port
 from tests.shared_memory import none_left
 
 PATIENCE = 120.0
-NOTICED = 20.0  # seconds in which both nodes must have ended, where the machine is quiet
 SETTINGS = {
     "TENSOR_PARALLEL": "2", "PIPELINE_PARALLEL": "2", "MODEL_CHUNKS": "2", "NUM_LAYERS": "4",
     "HIDDEN_SIZE": "32", "NUM_ATTENTION_HEADS": "2", "SEQ_LENGTH": "32", "MICRO_BATCH_SIZE": "1",
@@ -75,15 +74,13 @@ def test_two_nodes_train_like_one_and_end_when_the_wire_is_cut(
         wait_for_iterations(ITERATIONS, metrics, PATIENCE, master, worker)
         started = master.tree() + worker.tree()
         hosts.cut()
-        seconds = wait_for_end(PATIENCE, master, worker)
-        print(f"both nodes ended {seconds:.1f} s after the cut")
+        wait_for_end(PATIENCE, master, worker)
         for node, peers in ((master, "23"), (worker, "01")):
             assert node.process.returncode != 0
             assert any(f"rank {peer} (pid" in node.said() for peer in peers), node.said()
         assert "rank 0 -> 1: shm" in master.said()
         assert "rank 0 -> 2: tcp" in master.said()
         assert not running(started)
-    assert seconds < 3 * NOTICED
     expected = single_node(tmp_path)
     assert len(expected) == ITERATIONS
     assert numbers(metrics, ITERATIONS) == expected  # bitwise
@@ -95,10 +92,9 @@ def test_a_killed_node_ends_the_other_one(hosts: Hosts, tmp_path: Path) -> None:
         wait_for_iterations(ITERATIONS, metrics, PATIENCE, master, worker)
         for process in worker.tree():
             process.kill()
-        seconds = wait_for_end(PATIENCE, master)
+        wait_for_end(PATIENCE, master)
         assert master.process.returncode != 0
         assert "rank 2 (pid" in master.said() or "rank 3 (pid" in master.said(), master.said()
-        assert seconds < NOTICED
 
 
 @pytest.mark.slow
