@@ -134,11 +134,11 @@ def test_the_first_chunk_tells_sizes_by_what_it_receives_or_first_sends(
 def test_microbatches_whose_sizes_differ_between_ranks_count_as_the_longest(agree: bool) -> None:
     executor = rank_of(
         network_of(0), Geometry(2, 0, 1, 2, forward_only=True),
-        count_tokens=lambda _: 3, sizes_agree=agree,
+        count_tokens=torch.Tensor.numel, sizes_agree=agree,
     )  # fmt: skip
     for microbatch in range(2):
-        executor._learn(microbatch, torch.zeros(1))
-    assert executor._scheduler.sizes.known == ([3, 3] if agree else [None, None])
+        executor._learn(microbatch, torch.zeros(3 + microbatch))
+    assert executor._scheduler.sizes.known == ([3, 4] if agree else [None, None])
     assert executor.first_size == 3, "what was measured has a size all the same"
 
 
