@@ -121,6 +121,16 @@ def test_schedulers_are_built_anew_with_what_was_measured() -> None:
     assert held[1] == pytest.approx(0.6) and held[0] != held[1]
 
 
+def test_another_model_forgets_what_was_measured() -> None:
+    made = decisions([])
+    geometry = Geometry(2, 0, 1, 4, w_pieces=(2,))
+    made.measured(Memory(activation_bytes=100, deferred_bytes=60))
+    measured = made.scheduler(geometry, split=True)
+    made.renew()
+    assert made.wants_measuring and made.activation_bytes == 0
+    assert made.scheduler(geometry, split=True) is not measured
+
+
 class Inner:
     """A transport of which a test says what has arrived; it notes how long it is waited on."""
 
@@ -166,6 +176,23 @@ def test_a_wait_ends_when_a_delayed_message_is_due(monkeypatch: pytest.MonkeyPat
     assert transport.wait(3.0) is True and len(inner.waits) == 3, "it is due"
     assert transport.poll() == (1,)
     assert transport.take(0).arrived_ns == sent + 5 * 10**7
+
+
+def test_a_message_arrives_no_earlier_than_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10**9]
+    clock = SimpleNamespace(monotonic_ns=lambda: now[0])
+    monkeypatch.setattr("megatron.dpp.runtime.delayed.time", clock)
+    spec = Topology((0, 1), 1, 1).channels([4], [4], 2).specs[0]
+    inner: Any = Inner(spec)
+    injector: Any = SimpleNamespace(
+        message_seconds=lambda source, here, number: 0.05 - 0.05 * number
+    )
+    transport = DelayedTransport(inner, injector, (0, 1))
+    inner.arrived += [Message(torch.zeros(1), 0, n, 0, 1, now[0], now[0]) for n in range(2)]
+    assert transport.poll() == (0,)
+    now[0] += 5 * 10**7
+    assert transport.poll() == (2,)
+    assert [transport.take(0).arrived_ns for _ in range(2)] == [now[0], now[0]]
 
 
 @pytest.mark.parametrize("number", [0, -1, 3, 6])
