@@ -17,6 +17,7 @@ from megatron.dpp.mcore.boundary import Tokens
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.delayed import DelayedTransport
+from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.schedule import Action, Geometry, Memory
 from megatron.dpp.trace import NullRecorder, Recorder
 from megatron.dpp.transport import TransportOptions
@@ -78,6 +79,17 @@ def test_tasks_are_seeded_where_a_forward_draws(
     assert rng.needs_task_rng([torch.nn.Identity()], forward_only=forward_only) is needed
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "asked", "wanted"), [(1, True, False), (2, True, True), (2, False, False)]
+)
+def test_a_single_stage_keeps_megatrons_random_states(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, asked: bool, wanted: bool
+) -> None:
+    monkeypatch.setattr("megatron.dpp.runtime.base.needs_task_rng", lambda *_, **__: True)
+    schedule = DppSchedule(DppConfig(task_rng=asked))
+    assert schedule._wants_rng([], num_ranks, forward_only=False) is wanted
+
+
 def decisions(said: list[str]) -> Decisions:
     return Decisions(DppConfig(), said.append, 0, decides=True)
 
@@ -85,8 +97,8 @@ def decisions(said: list[str]) -> Decisions:
 def test_measured_memory_is_logged_in_mebibytes() -> None:
     said: list[str] = []
     made = decisions(said)
-    made.measured(Memory(activation_bytes=3 << 20, deferred_bytes=1 << 20))
-    assert "an activation takes 3.0 MiB" in said[0] and "keeps 1.0 MiB" in said[0]
+    made.measured(Memory(activation_bytes=7 << 19, deferred_bytes=3 << 19))
+    assert "an activation takes 3.5 MiB" in said[0] and "keeps 1.5 MiB" in said[0]
     made.measured(Memory(activation_bytes=0, deferred_bytes=0))
     assert len(said) == 1, "nothing was measured"
 
@@ -107,6 +119,16 @@ def test_schedulers_are_built_anew_with_what_was_measured() -> None:
         scheduler.run(Action.parse("0B0"))
         held.append(scheduler.held)
     assert held[1] == pytest.approx(0.6) and held[0] != held[1]
+
+
+def test_another_model_forgets_what_was_measured() -> None:
+    made = decisions([])
+    geometry = Geometry(2, 0, 1, 4, w_pieces=(2,))
+    made.measured(Memory(activation_bytes=100, deferred_bytes=60))
+    measured = made.scheduler(geometry, split=True)
+    made.renew()
+    assert made.wants_measuring and made.activation_bytes == 0
+    assert made.scheduler(geometry, split=True) is not measured
 
 
 class Inner:
@@ -154,6 +176,23 @@ def test_a_wait_ends_when_a_delayed_message_is_due(monkeypatch: pytest.MonkeyPat
     assert transport.wait(3.0) is True and len(inner.waits) == 3, "it is due"
     assert transport.poll() == (1,)
     assert transport.take(0).arrived_ns == sent + 5 * 10**7
+
+
+def test_a_message_arrives_no_earlier_than_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10**9]
+    clock = SimpleNamespace(monotonic_ns=lambda: now[0])
+    monkeypatch.setattr("megatron.dpp.runtime.delayed.time", clock)
+    spec = Topology((0, 1), 1, 1).channels([4], [4], 2).specs[0]
+    inner: Any = Inner(spec)
+    injector: Any = SimpleNamespace(
+        message_seconds=lambda source, here, number: 0.05 - 0.05 * number
+    )
+    transport = DelayedTransport(inner, injector, (0, 1))
+    inner.arrived += [Message(torch.zeros(1), 0, n, 0, 1, now[0], now[0]) for n in range(2)]
+    assert transport.poll() == (0,)
+    now[0] += 5 * 10**7
+    assert transport.poll() == (2,)
+    assert [transport.take(0).arrived_ns for _ in range(2)] == [now[0], now[0]]
 
 
 @pytest.mark.parametrize("number", [0, -1, 3, 6])

@@ -131,6 +131,18 @@ def test_the_first_chunk_tells_sizes_by_what_it_receives_or_first_sends(
     assert counted == [value]
 
 
+@pytest.mark.parametrize("agree", [True, False])
+def test_microbatches_whose_sizes_differ_between_ranks_count_as_the_longest(agree: bool) -> None:
+    executor = rank_of(
+        network_of(0), Geometry(2, 0, 1, 2, forward_only=True),
+        count_tokens=torch.Tensor.numel, sizes_agree=agree,
+    )  # fmt: skip
+    for microbatch in range(2):
+        executor._learn(microbatch, torch.zeros(3 + microbatch))
+    assert executor._scheduler.sizes.known == ([3, 4] if agree else [None, None])
+    assert executor.first_size == 3, "what was measured has a size all the same"
+
+
 # Missing senders ----------------------------------------------------------------------------------
 
 
@@ -172,6 +184,21 @@ def test_the_last_message_of_a_sender_that_left_is_used() -> None:
         sender.put(0, torch.zeros(1), iteration=0, microbatch=microbatch)
     sender.close()
     executor = rank_of(network, LAST, timeout=2.0)
+    executor.run()
+    assert len(executor.actions) == 2
+
+
+def test_a_message_that_comes_with_the_farewell_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It arrives after the look at the channels and before the look at the peer."""
+    network = network_of(1)
+    executor = rank_of(network, LAST, timeout=2.0)
+
+    def departed(own: FakeTransport, peer: int) -> bool:
+        if not executor.actions and not own.poll()[0]:
+            put(network, 2)
+        return True
+
+    monkeypatch.setattr(FakeTransport, "departed", departed)
     executor.run()
     assert len(executor.actions) == 2
 
@@ -332,15 +359,23 @@ def test_a_gap_keeps_its_first_cause_unless_that_was_the_lookahead(clock: Virtua
     ]  # fmt: skip
 
 
-def test_a_trace_file_has_the_gaps_between_its_tasks(tmp_path: Path) -> None:
+def test_a_trace_file_has_the_gaps_between_its_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tasks, gaps and arrivals of a rank in the file: no gap overlaps a task, and each ends with
     the arrival that it waited for.
     """
     layout = TraceLayout(
         data=0, pipeline=1, tensor=0, data_size=1, pipeline_size=2, tensor_size=1, num_chunks=1
     )
-    network = network_of(1, delay=lambda _, __, n: 0.04 * (n + 1))
-    put(network, 2)
+    network, microbatches = network_of(1), iter(range(2))
+
+    def wait(own: FakeTransport, seconds: float) -> bool:
+        time.sleep(0.02)
+        network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=next(microbatches))
+        return True
+
+    monkeypatch.setattr(FakeTransport, "wait", wait)
     with open_recorder(tmp_path, rank=1, layout=layout) as recorder:
         executor = rank_of(network, LAST, recorder=recorder, iteration=0)
         recorder.begin_iteration(0)

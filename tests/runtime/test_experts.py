@@ -45,6 +45,16 @@ def test_products_equal_those_of_one_expert_after_the_other(
         assert torch.equal(layer.weight.grad, alone.weight.grad)
 
 
+def test_weights_in_another_order_of_one_storage_are_copied() -> None:
+    """A distributed optimizer's buffer holds the parameters from the last one to the first."""
+    own = layers()
+    weights = [layer.weight.detach().clone() for layer in own]
+    buffer = torch.stack(weights[::-1])
+    for layer, place in zip(own, reversed(buffer.unbind()), strict=True):
+        layer.weight.data = place
+    assert torch.equal(GroupedLinear(own).together(), torch.stack(weights))
+
+
 def test_weight_gradients_are_deferred_unless_autograd_would_stop_before_them() -> None:
     linear, kept = GroupedLinear(layers()), []
     linear.defer = lambda *operands: kept.append(operands)

@@ -79,6 +79,9 @@ def test_weights_wait_for_their_w_and_get_what_a_fused_backward_gives() -> None:
             with store.collect(0, microbatch):
                 output.backward()
             held.append(store.held_bytes)
+        waiting = [work for each in store._waiting[0, 0].values() for work in each]
+        assert len(waiting) == 2
+        assert all(work.input.grad_fn is None for work in waiting), "it would keep the graph"  # type: ignore[attr-defined]
         weights = [layer.weight for layer in chunk.decoder.layers[:2]]  # type: ignore[union-attr]
         assert all(weight.grad is None for weight in weights)
         for piece in range(3):

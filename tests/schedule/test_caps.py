@@ -91,6 +91,7 @@ SMALL, LARGE = 0.3, 3.0
         (4, "1.5p", LARGE, False, 12),
         (4, "auto", 2.4, True, 8),  # 11 - 3
         (4, "auto", 9.0, True, 5),  # I_r
+        (4, "auto", 0.0, True, 10),  # one, whatever was measured
         (2, "auto", LARGE, True, 3),  # I_r
         (4, "1.5p", LARGE, True, 11),  # the user has sized it
     ],

@@ -8,6 +8,7 @@ from megatron.dpp.schedule import (
     Action,
     Cause,
     Geometry,
+    Limit,
     Scheduler,
     find_policy,
 )
@@ -117,6 +118,33 @@ def test_what_is_held_back_in_an_evaluation_drains():
     training = Scheduler(Geometry(2, 0, 1, 4))
     training.hold_back(held=True)
     assert str(training.next()) == "0F0", "the cap bounds what is under way"
+
+
+def test_a_gradient_before_its_forward_allows_nothing():
+    scheduler = Scheduler(Geometry(2, 0, 1, 2))
+    scheduler.arrived(GRADIENT, 0, 1)
+    view = scheduler.view
+    assert view.backward(0) is None and view.first_backward() is None
+    assert [str(scheduler.next()) for _ in range(2)] == ["0F0", "0B0"]
+
+
+def test_restart_replaces_limits():
+    scheduler = Scheduler(Geometry(2, 0, 1, 4), cap=4, limits=[Limit(2.0)])
+    assert drain(scheduler) == "0F0 0F1"
+    for limits, order in (
+        ([Limit(3.0)], "0F0 0F1 0F2"),
+        (None, "0F0 0F1 0F2"),
+        ([], "0F0 0F1 0F2 0F3"),
+    ):
+        scheduler.restart(limits=limits)
+        assert drain(scheduler) == order
+
+
+@pytest.mark.parametrize(("counts", "order"), [(True, "0F0 0F1"), (False, "0F0 0F1 0F2 0F3")])
+def test_a_limit_may_count_microbatches_whatever_their_size(counts, order):
+    limit = Limit(2.0, counts=counts)
+    scheduler = Scheduler(Geometry(2, 0, 1, 4), cap=4, largest=10, sizes=[1] * 4, limits=[limit])
+    assert drain(scheduler) == order
 
 
 def test_restart_forgets():

@@ -413,6 +413,16 @@ def test_a_static_cap_holds_no_more_than_the_static_schedule(announced, p, v):
             assert ours.makespan < 0.97 * interleaved.makespan
 
 
+@pytest.mark.parametrize("weights", [(), (1.0, 3.0)])
+def test_a_static_peak_is_that_of_the_worst_batch_so_far(weights):
+    geometry, sizes = Geometry(2, 0, 2, 4), StaticSizes()
+    sizes.add(geometry, [1, 9, 2, 1], weights)
+    worst = sizes.peak(weights)
+    assert worst >= 9 and sizes.mean == 4
+    sizes.add(geometry, [1] * 4, weights)
+    assert sizes.peak(weights) == worst and sizes.mean == 1
+
+
 def static_cap(p, rank, v, sizes, so_far, announced):
     """A scheduler with --dpp-activation-cap static, which knows all batches up to this one."""
     geometry = Geometry(p, rank, v, len(sizes))

@@ -170,7 +170,8 @@ def test_a_full_queue_drops_events_and_says_how_many(tmp_path, monkeypatch):
     assert len(events_of(tmp_path)) == 10
 
 
-def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path):
+def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.dpp.trace.writer._PERIOD_S", 60.0)  # this thread finds it first
     recorder = open_recorder(tmp_path, rank=0, layout=LAYOUT)
     recorder._writer._file.close()
     recorder._writer._file = open("/dev/full", "wb")  # noqa: SIM115

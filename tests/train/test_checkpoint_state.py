@@ -342,12 +342,17 @@ def test_a_rank_writes_into_a_directory_of_its_own(
 
 
 class Places:
-    """Ranks of groups: data 1 of 3, pipeline 2 of 4, tensor 1 of 2."""
+    """Ranks of groups: data 1 of 3, with context parallelism 5 of 6, pipeline 2 of 4, tensor 1 of
+    2."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, experts: int = 1) -> None:
         groups = SimpleNamespace(
-            get_data_parallel_world_size=lambda with_context_parallel=False: 3,
-            get_data_parallel_rank=lambda with_context_parallel=False: 1,
+            get_data_parallel_world_size=lambda with_context_parallel=False: (
+                6 if with_context_parallel else 3
+            ),
+            get_data_parallel_rank=lambda with_context_parallel=False: (
+                5 if with_context_parallel else 1
+            ),
             get_data_parallel_group=lambda: "data",
             get_pipeline_model_parallel_world_size=lambda: 4,
             get_pipeline_model_parallel_rank=lambda: 2,
@@ -370,7 +375,7 @@ class Places:
 
 
 @pytest.mark.parametrize(
-    ("experts", "shape", "place", "replica"), [(1, (4, 2), (2, 1), 1), (2, (4, 2, 3), (2, 1, 1), 0)]
+    ("experts", "shape", "place", "replica"), [(1, (4, 2), (2, 1), 5), (2, (4, 2, 6), (2, 1, 5), 0)]
 )
 def test_random_states_have_a_place_in_the_layout(
     monkeypatch: pytest.MonkeyPatch, experts: int, shape: Any, place: Any, replica: int

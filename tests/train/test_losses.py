@@ -107,6 +107,20 @@ def test_a_loss_that_comes_late_stops_the_step_that_has_it(copies: list[Copy]) -
         check_step(run, GradientChecks())
 
 
+def test_losses_are_means_over_microbatches_and_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses.mpu, "is_pipeline_last_stage", lambda ignore_virtual: True)
+    monkeypatch.setattr(losses, "_over_replicas", lambda sums: 2 * sums)  # two with the same ones
+    monkeypatch.setattr(losses, "_num_replicas", lambda: 2)
+    reduced = [
+        {"mean": torch.tensor([1.0]), "by token": torch.tensor([6.0, 3.0])},
+        {"mean": torch.tensor([4.0]), "by token": torch.tensor([2.0, 5.0])},
+    ]
+    means = {name: value.item() for name, value in losses.mean_losses(reduced).items()}
+    assert means == {"mean": 2.5, "by token": 1.0}
+    sums = {name: value.tolist() for name, value in losses.summed_losses(reduced).items()}
+    assert sums == {"mean": [10.0, 4.0], "by token": [16.0, 16.0]}
+
+
 def test_a_norm_that_is_not_finite_ends_every_replica() -> None:
     check_norm(RUN, None)  # a skipped iteration's
     check_norm(RUN, 1.0)

@@ -124,6 +124,10 @@ def test_no_word_is_lost_when_readers_lag_more_than_a_ring() -> None:
         thread.start()
         assert read(transports[1], RING) == list(range(RING))
         assert read(transports[2], RING) == list(range(RING))
+        deadline = time.monotonic() + PATIENCE
+        while len(written) < RING:
+            assert time.monotonic() < deadline, written
+            time.sleep(0.01)
         time.sleep(0.1)
         assert len(written) == RING, "rank 3 has read nothing"
         rest = [ThreadPoolExecutor(1).submit(read, t, total - RING) for t in transports[1:3]]

@@ -113,7 +113,6 @@ def kill(victim: int, folder: Path, host_of: Callable[[int], Hosts | None]) -> f
 def test_a_killed_rank_of_any_role_is_named_on_all_others(victim: int, tmp_path: Path) -> None:
     seconds = kill(victim, tmp_path, lambda _: None)
     print(f"all others named it after {seconds * 1e3:.0f} ms")
-    assert seconds < PATIENCE / 2  # test_within_a_second holds the second
 
 
 @pytest.mark.slow
