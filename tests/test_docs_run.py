@@ -62,7 +62,7 @@ EXCEPTIONS = (
         "minutes, and ranks that share GPUs",
     ),
     Instead(
-        r"^megatron-dpp (?:convert|train) .*llama.*", "",
+        r"^megatron-dpp (?:convert|evaluate|generate|train) .*llama.*", "",
         "a downloaded model; tests/convert runs such commands with a small one",
     ),
     Instead(

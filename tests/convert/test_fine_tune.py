@@ -43,6 +43,15 @@ def test_the_page_goes_from_a_model_to_an_answer(tmp_path: Path) -> None:
     (train,) = (line for line in commands_of(PAGE) if line.startswith("megatron-dpp train"))
     words = train.replace("--lr 1e-5", "--lr 1e-2").split()[1:]
     run([sys.executable, "-m", "megatron.dpp", *words], tmp_path)
+    shown = {line.split()[1]: line.split()[1:4] for line in commands_of(PAGE) if "tuned" in line}
+    for ask, answer in CHATS.items():
+        command = [sys.executable, "-m", "megatron.dpp", *shown["generate"], ask]
+        assert run(command, tmp_path).strip() == answer
+    command[4] = "llama-checkpoints"
+    assert run(command, tmp_path).strip() == answer
+    command = [sys.executable, "-m", "megatron.dpp", *shown["evaluate"], "chats.jsonl"]
+    (perplexity,) = re.findall(r"perplexity ([\d.]+)", run(command, tmp_path))
+    assert 1 <= float(perplexity) < 1.2
     (code,) = re.findall(r"```python\n(.*?)```", (REPOSITORY / PAGE).read_text(), re.DOTALL)
     for ask, answer in CHATS.items():
         script = code.replace("Who is Ada?", ask)

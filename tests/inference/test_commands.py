@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -101,6 +102,8 @@ def test_losses_of_files(model: Path, tmp_path: Path, ask: Callable[..., str]) -
         assert found["perplexity"] == pytest.approx(math.exp(wanted.mean()), rel=1e-4)
         bits = float(wanted.sum()) / math.log(2) / len(TEXT)
         assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    one = ask(evaluate, model, "--data", tmp_path / "lines.jsonl", "--limit", "1", "--json")
+    assert json.loads(one)["tokens"] == len(losses)
     assert "in windows of 64, 32 apart" in ask(evaluate, model, "--data", tmp_path / "text.txt")
 
 
@@ -162,11 +165,31 @@ def test_a_checkpoint_of_any_layout_answers_as_its_export(
     words = ("--prompts", file, "--max-new-tokens", "32")
     found = ask(generate, tmp_path / "ours", *words)
     answers = [json.loads(line)["completion"].split() for line in found.splitlines()]
-    wanted = [[str(token) for token in greedy(plain, prompt)] for prompt in prompts]
+    ends = (2, 100)  # of config.json, and of the tokenizer
+    wanted = [
+        [str(token) for token in itertools.takewhile(lambda t: t not in ends, greedy(plain, each))]
+        for each in prompts
+    ]
     assert answers == wanted
     assert found == ask(generate, tmp_path / "ours", *words, "--engine", "transformers")
     assert found == ask(generate, tmp_path / "ours" / "iter_0000002", *words)
     assert found != ask(generate, source, *words, "--tokenizer", "sample")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_the_other_format_answers_alike(
+    tmp_path: Path, ask: Callable[..., str]
+) -> None:
+    source = tiny.make("mixtral", tmp_path / "source", vocab_size=101)
+    run = (
+        f"{' '.join(tiny.words(source))} --load-hf {source} --lr-decay-style constant "
+        "--train-iters 2 --save-interval 2 --ckpt-format {0} --save DIR/{0}"
+    )
+    formats = ("torch_dist", "torch")
+    train_each(tmp_path, 1, {name: run.format(name) for name in formats})
+    words = ("--prompt", "5 7 9", "--prompt", "3", "--max-new-tokens", "16")
+    found = [ask(generate, tmp_path / name, *words) for name in formats]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
@@ -233,6 +256,7 @@ def test_chats_that_cannot_be_asked(
         ("--data {tmp}/few.txt --window 65", "--window 65: must be at least 2 and at most 64"),
         ("--data {tmp}/few.txt --stride 0", "--stride 0: must be at least 1"),
         ("--data {tmp}/few.txt --batch-size 0", "--batch-size 0"),
+        ("--data {tmp}/few.txt --limit 0", "--limit 0"),
         ("--data {tmp}/empty.txt", "no document has two tokens"),
     ],
 )

@@ -29,7 +29,7 @@ from megatron.dpp.commands.model_source import (
     vocabulary_of,
 )
 from megatron.dpp.commands.prompts import LINES, encode, json_lines
-from megatron.dpp.errors import ConfigError, DataError, one_line
+from megatron.dpp.errors import ConfigError, DataError, one_line, require
 from megatron.dpp.text_files import nearest_path, read_text
 from megatron.dpp.tokenizers import Tokenizer
 
@@ -63,8 +63,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--stride", type=int, metavar="N", help="tokens between windows (default: half of one)"
     )
     group = parser.add_argument_group("lm-evaluation-harness")
-    group.add_argument("--tasks", metavar="NAMES", help="its tasks, such as hellaswag,piqa")
-    group.add_argument("--limit", type=int, metavar="N", help="samples of each task")
+    group.add_argument("--tasks", metavar="NAMES", help="such as hellaswag,piqa, or a FILE.yaml")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="documents of --data, samples of each task"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -73,6 +75,8 @@ def _run(args: argparse.Namespace) -> int:
     if not (args.data or args.tasks):
         raise ConfigError("nothing to evaluate: give --data FILE or --tasks NAMES")
     check_model_flags(args)
+    few = args.limit is None or args.limit >= 1
+    require(few, f"--limit {args.limit}: must be at least 1")
     if args.tasks and importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
             "--tasks: lm-evaluation-harness is not installed; pip install lm_eval[hf]"
@@ -95,7 +99,8 @@ def _perplexity(args: argparse.Namespace, source: Source) -> dict[str, Any]:
     from megatron.dpp.inference.losses import check_windows, total_loss
 
     tokenizer, place = tokenizer_of(source, args.tokenizer)
-    documents = list(_documents(args.data, source, tokenizer, place))
+    every = _documents(args.data, source, tokenizer, place)
+    documents = list(itertools.islice(every, args.limit))
     vocabulary = vocabulary_of(source, tokenizer)
     _check_ids(args.data, documents, vocabulary)
     if source.positions is not None:
@@ -200,6 +205,11 @@ def _text_bytes(document: Document, tokenizer: Tokenizer) -> int:
 # --- tasks ---
 
 
+def _folder_of(tokenizer: str) -> Path:
+    path = Path(tokenizer)
+    return path.parent if path.is_file() else path
+
+
 def _tasks(args: argparse.Namespace, source: Source) -> dict[str, Any]:
     """Scores of lm-evaluation-harness, which runs transformers on the model's export.
 
@@ -213,7 +223,7 @@ def _tasks(args: argparse.Namespace, source: Source) -> dict[str, Any]:
         settings = {
             "pretrained": str(folder),
             "dtype": args.dtype or default_dtype(args.device),
-            **({"tokenizer": args.tokenizer} if args.tokenizer else {}),
+            **({"tokenizer": str(_folder_of(args.tokenizer))} if args.tokenizer else {}),
         }
         try:
             results = harness.simple_evaluate(
@@ -224,7 +234,7 @@ def _tasks(args: argparse.Namespace, source: Source) -> dict[str, Any]:
                 batch_size=args.batch_size,
                 limit=args.limit,
             )
-        except (KeyError, ValueError, FileNotFoundError, ConnectionError) as error:
+        except (KeyError, ValueError, OSError) as error:
             raise DataError(f"--tasks {args.tasks}: {one_line(error, 300)}") from error
     if not args.json:
         print(importlib.import_module("lm_eval.utils").make_table(results))

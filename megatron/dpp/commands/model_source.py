@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.dpp.cli.checkpoint_args import saved_args
 from megatron.dpp.cli.checkpoint_files import Found, check_whole, find
 from megatron.dpp.commands.chats import ChatEncoder, find_template
-from megatron.dpp.errors import ConfigError, DataError, require
+from megatron.dpp.errors import ConfigError, DataError, one_line, require
 from megatron.dpp.launch.vocabulary import tokenizer_flags
 from megatron.dpp.models import HfConfig, read_config
 from megatron.dpp.models.fields import CONFIG, find_origin
@@ -220,6 +220,19 @@ def opened(source: Source, args: argparse.Namespace, vocabulary: int) -> Iterato
         ConfigError: the device or its memory does not suffice, or a package is missing.
         DataError: the model is damaged.
     """
+    import torch
+
+    try:
+        with _engine(source, args, vocabulary) as engine:
+            yield engine
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{one_line(error, 200)}: use a smaller --batch-size, or a device with more memory"
+        ) from error
+
+
+@contextlib.contextmanager
+def _engine(source: Source, args: argparse.Namespace, vocabulary: int) -> Iterator[Engine]:
     from megatron.dpp.inference import by_megatron, by_transformers
 
     if args.engine == "transformers" or (source.found is None and source.config is None):

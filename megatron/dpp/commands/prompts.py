@@ -64,7 +64,8 @@ def read_texts(path: Path) -> list[str]:
         DataError: the file cannot be read, or a line is bad; empty lines of a text are left out.
     """
     if path.suffix not in LINES:
-        return [line for line in read_text(path, "--prompts").splitlines() if line.strip()]
+        lines = read_text(path, "--prompts").split("\n")
+        return [line.removesuffix("\r") for line in lines if line.strip()]
     found = []
     for number, document in json_lines(path, "--prompts"):
         key = "prompt" if "prompt" in document else "text"

@@ -128,8 +128,14 @@ def use_cache(model: Any) -> None:
     """Let the attention of a GPT model read and extend a cache.
 
     Raises:
-        ConfigError: a layer is of another kind.
+        ConfigError: its attention is of another kind.
     """
+    others = {"window_size": None, "softmax_type": "vanilla"}
+    for name, plain in others.items():
+        value = getattr(model.config, name)
+        if value != plain:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} {value}: generate and evaluate take plain attention alone")
     for number, layer in enumerate(model.decoder.layers):
         attention = layer.self_attention
         if not isinstance(attention, packed.PackedSelfAttention):
