@@ -10,6 +10,7 @@ from megatron.dpp.cli.hf_model import check_same
 from megatron.dpp.errors import DataError
 from megatron.dpp.models import read_config
 from megatron.dpp.models.fields import CONFIG, find_origin
+from megatron.dpp.models.weights import find_weights
 from megatron.dpp.text_files import read_text
 from megatron.dpp.tokenizers import PIECE_TYPES, PIECES
 
@@ -37,6 +38,7 @@ def _check_load(args: argparse.Namespace) -> None:
             "a run starts from one of them"
         )
     _check_model(args, Path(args.load_hf), given)
+    find_weights(Path(args.load_hf))
     _check_tokenizer(args, Path(args.load_hf))
 
 

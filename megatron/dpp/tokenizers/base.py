@@ -1,4 +1,4 @@
-"""What all tokenizers have, and what the configuration beside their files says."""
+"""Base class of the tokenizers, and the configuration beside their files."""
 
 from __future__ import annotations
 
