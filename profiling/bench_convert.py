@@ -24,9 +24,10 @@ from safetensors import safe_open
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.dpp.convert.folder import INDEX, WEIGHTS, Shards  # noqa: E402
+from megatron.dpp.convert.folder import Shards  # noqa: E402
 from megatron.dpp.models import HfConfig, entries  # noqa: E402
 from megatron.dpp.models.fields import CONFIG, parse_config  # noqa: E402
+from megatron.dpp.models.weights import find_weights  # noqa: E402
 
 SHARD_BYTES = 5 * 10**9
 SAMPLE_SECONDS = 0.005
@@ -99,18 +100,9 @@ def convert(*words: str | Path) -> Ran:
     return Ran(time.monotonic() - start, anonymous, resident)
 
 
-def tensors_of(folder: Path) -> dict[str, Path]:
-    """Tensor -> its file."""
-    if not (folder / INDEX).is_file():
-        with safe_open(folder / WEIGHTS, "pt") as file:
-            return dict.fromkeys(file.keys(), folder / WEIGHTS)
-    weights = json.loads((folder / INDEX).read_text())["weight_map"]
-    return {name: folder / file for name, file in weights.items()}
-
-
 def compare(one: Path, other: Path) -> int:
     """Compare all tensors bit by bit; their number."""
-    here, there = tensors_of(one), tensors_of(other)
+    here, there = find_weights(one), find_weights(other)
     assert here.keys() == there.keys(), here.keys() ^ there.keys()
     for name, file in here.items():
         with safe_open(file, "pt") as first, safe_open(there[name], "pt") as second:

@@ -16,6 +16,7 @@ from megatron.dpp.cli.validate import validate
 from megatron.dpp.errors import DataError
 from megatron.dpp.models import read_config
 from megatron.dpp.models.fields import ORIGIN
+from megatron.dpp.models.weights import INDEX, WEIGHTS
 from tests.convert.tiny import SIZES
 
 _LLAMA: dict[str, Any] = {
@@ -34,6 +35,8 @@ _FOLDERS = {
     "mixtral": {**_LLAMA, **_SPARSE},
     "gpt2": _GPT2,
 }
+EMPTY = (8).to_bytes(8, "little") + b"{}      "
+"""A file of safetensors without tensors."""
 _RUN = (
     "--seq-length 16 --lr 1 --micro-batch-size 1 --train-iters 1 --mock-data --eval-iters 0 "
     "--tokenizer-type NullTokenizer --vocab-size 9 --transformer-impl local --save-interval 1"
@@ -41,8 +44,9 @@ _RUN = (
 
 
 def make(folder: Path, family: str) -> tuple[Path, list[str]]:
-    """A folder with a ``config.json`` alone, and the flags of its model."""
+    """A folder with a ``config.json`` and a file without tensors, and the flags of its model."""
     folder.mkdir()
+    (folder / WEIGHTS).write_bytes(EMPTY)
     (folder / "config.json").write_text(json.dumps(_FOLDERS[family]))
     return folder, read_config(folder).words()
 
@@ -99,6 +103,17 @@ def test_lengths_and_what_training_alone_needs_may_differ(tmp_path: Path) -> Non
     folder, words = make(tmp_path / "there", "llama")
     more = "--max-position-embeddings 32 --init-method-std 0.5 --attention-dropout 0.3"
     check(words, "--load-hf", folder, *more.split())
+
+
+def test_weights_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    folder, words = make(tmp_path / "there", "llama")
+    for content in (EMPTY[:-1], EMPTY + b"x", b"", b"{" * 9):
+        (folder / WEIGHTS).write_bytes(content)
+        with pytest.raises(DataError, match=r"model\.safetensors: damaged or not whole"):
+            check(words, "--load-hf", folder)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "second.safetensors"}}))
+    with pytest.raises(DataError, match=r"second\.safetensors: missing"):
+        check(words, "--load-hf", folder)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json"])

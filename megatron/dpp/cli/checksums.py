@@ -84,7 +84,7 @@ def check(path: Path, sums: Sums, names: Sequence[str]) -> None:
         if found != sums[name]:
             raise DataError(
                 f"{path / name}: damaged since it was saved (CRC-32 and size are {found}, "
-                f"{NAME} has {sums[name]}); load another with --ckpt-step"
+                f"{NAME} has {sums[name]}); load the checkpoint of another iteration"
             )
 
 

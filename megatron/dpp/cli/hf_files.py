@@ -10,10 +10,11 @@ from megatron.dpp.cli.hf_model import check_same
 from megatron.dpp.errors import DataError
 from megatron.dpp.models import read_config
 from megatron.dpp.models.fields import CONFIG, find_origin
+from megatron.dpp.models.weights import find_weights
 from megatron.dpp.text_files import read_text
+from megatron.dpp.tokenizers import PIECE_TYPES, PIECES
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
-_PIECES = "tokenizer.model"
 
 
 def check_hf(args: argparse.Namespace) -> None:
@@ -37,6 +38,7 @@ def _check_load(args: argparse.Namespace) -> None:
             "a run starts from one of them"
         )
     _check_model(args, Path(args.load_hf), given)
+    find_weights(Path(args.load_hf))
     _check_tokenizer(args, Path(args.load_hf))
 
 
@@ -82,11 +84,14 @@ def _check_tokenizer(args: argparse.Namespace, folder: Path) -> None:
     """Refuse a vocabulary with other ids than the folder's, as far as they can be read."""
     given = getattr(args, "tokenizer_model", None) or args.vocab_file
     theirs = next((folder / name for name in _VOCABULARIES if (folder / name).is_file()), None)
-    if theirs is None and args.vocab_file and (folder / _PIECES).is_file():
+    if theirs is None and args.vocab_file and (folder / PIECES).is_file():
         raise DataError(
-            f"--load-hf {folder}: its tokenizer is {_PIECES}, --vocab-file {args.vocab_file} has "
-            "other ids; let transformers save it as tokenizer.json"
+            f"--load-hf {folder}: its tokenizer is {PIECES}, --vocab-file {args.vocab_file} has "
+            f"other ids; train with --tokenizer {folder}"
         )
+    if given is not None and args.tokenizer_type in PIECE_TYPES:
+        _check_pieces(Path(given), folder)
+        return
     if given is None or theirs is None:
         return
     ours = Path(given) / _VOCABULARIES[0] if Path(given).is_dir() else Path(given)
@@ -98,6 +103,16 @@ def _check_tokenizer(args: argparse.Namespace, folder: Path) -> None:
         raise DataError(
             f"--load-hf {folder}: its tokenizer is not {ours}: {token!r} is {here[token]} there, "
             f"{there.get(token)} in {theirs.name}; train with --tokenizer {folder}"
+        )
+
+
+def _check_pieces(ours: Path, folder: Path) -> None:
+    """Refuse a ``tokenizer.model`` with other bytes than the folder's, where it has one."""
+    ours, theirs = ours / PIECES if ours.is_dir() else ours, folder / PIECES
+    if ours.is_file() and theirs.is_file() and ours.read_bytes() != theirs.read_bytes():
+        raise DataError(
+            f"--load-hf {folder}: its {PIECES} is another than {ours}; train with --tokenizer "
+            f"{folder}"
         )
 
 

@@ -25,6 +25,7 @@ from megatron.dpp.cli.validate_ranges import (
 )
 from megatron.dpp.cli.validate_sequences import check_sequences
 from megatron.dpp.errors import ConfigError, require
+from megatron.dpp.tokenizers import PIECE_TYPES
 from megatron.dpp.trace import parse_iterations
 
 Args = argparse.Namespace
@@ -68,8 +69,8 @@ def _family(args: Args, arch: str) -> None:
     if arch != "bert":
         return
     require(
-        args.tokenizer_type != "HuggingFaceTokenizer",
-        "--tokenizer-type HuggingFaceTokenizer: BERT needs BertWordPieceLowerCase or "
+        args.tokenizer_type not in ("HuggingFaceTokenizer", *PIECE_TYPES),
+        f"--tokenizer-type {args.tokenizer_type}: BERT needs BertWordPieceLowerCase or "
         "BertWordPieceCase, and a vocab.txt",
     )
     for name in ("sft", "variable_length", "num_experts", "mtp_num_layers"):

@@ -39,13 +39,13 @@ from megatron.dpp.commands.common import new_parser, progress_bar
 from megatron.dpp.commands.json_lines import BadLine, parse_line, text_of
 from megatron.dpp.commands.sentences import SPLITTERS, make_splitter
 from megatron.dpp.errors import ConfigError, DataError, DppError
-from megatron.dpp.tokenizers import TOKENIZER_TYPES, build_tokenizer
+from megatron.dpp.tokenizers import PIECE_TYPES, TOKENIZER_TYPES, build_tokenizer
 
 _BATCH_LINES = 64
 _BATCH_BYTES = 1 << 20
 _BATCHES_PER_WORKER = 4
 _MOST_BAD_LINES_SHOWN = 20
-_CHAT_TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer")
+_CHAT_TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", *PIECE_TYPES)
 
 
 @dataclass(frozen=True)
@@ -388,7 +388,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
            help=", ".join(TOKENIZER_TYPES))  # fmt: skip
     tokens("--vocab-file", metavar="FILE")
     tokens("--merge-file", metavar="FILE")
-    tokens("--tokenizer-model", metavar="FILE", help="tokenizer.json or its directory")
+    tokens("--tokenizer-model", metavar="FILE", help="a file of its, or the directory")
     tokens("--vocab-size", type=int, metavar="N", help="for NullTokenizer")
     tokens("--vocab-extra-ids", type=int, default=0, metavar="N")
     tokens("--append-eod", action="store_true", help="end documents with a token")

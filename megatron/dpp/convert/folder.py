@@ -14,10 +14,8 @@ import torch
 from megatron.dpp.errors import DataError, one_line
 from megatron.dpp.models import Entry, HfConfig, entries, read_config
 from megatron.dpp.models.tables import IGNORED
-from megatron.dpp.text_files import read_text
+from megatron.dpp.models.weights import INDEX, WEIGHTS, find_weights
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 COPIED = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
@@ -38,8 +36,8 @@ class Folder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.config: HfConfig = read_config(path)
-        self._open: dict[Path, Any] = {}
-        self._files = self._find()
+        self._files = find_weights(self.path)
+        self._open = {file: _opened(file) for file in sorted(set(self._files.values()))}
         self._prefix = self._own_prefix()
         self.dtypes = self._check()
         self.dtype = next(iter(self.dtypes.values()))
@@ -57,44 +55,6 @@ class Folder:
         self._open.clear()
 
     # --- names ---
-
-    def _find(self) -> dict[str, Path]:
-        """Tensor -> its file."""
-        index = self.path / INDEX
-        if not index.is_file():
-            if not (self.path / WEIGHTS).is_file():
-                raise DataError(
-                    f"{self.path}: neither {WEIGHTS} nor {INDEX} is there{self._bins()}"
-                )
-            return dict.fromkeys(self._names(self.path / WEIGHTS), self.path / WEIGHTS)
-        try:
-            weights: dict[str, Any] = dict(json.loads(read_text(index))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{index}: no index of weights ({one_line(error)})") from error
-        for name, file in weights.items():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise DataError(f"{index}: {name} is in {file!r}, expected the name of a file")
-        files = {name: self.path / file for name, file in weights.items()}
-        there = {file: set(self._names(file)) for file in sorted(set(files.values()))}
-        for name, file in files.items():
-            if name not in there[file]:
-                raise DataError(f"{file}: lacks {name}, which {INDEX} says it holds")
-        return files
-
-    def _bins(self) -> str:
-        old = sorted(self.path.glob("*.bin"))
-        return f"; {old[0].name} is a pickle: save it as safetensors" if old else ""
-
-    def _names(self, file: Path) -> list[str]:
-        from safetensors import SafetensorError, safe_open
-
-        if not file.is_file():
-            raise DataError(f"{file}: missing")
-        try:
-            self._open[file] = safe_open(file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"{file}: damaged or not whole ({one_line(error)})") from error
-        return list(self._open[file].keys())
 
     def _own_prefix(self) -> str:
         """The start of all names of the table that this folder leaves out, as GPT-2's files do."""
@@ -138,6 +98,15 @@ class Folder:
         if kind not in _FLOATS:
             raise DataError(f"{self._files[name]}: {name} is {kind}; expected {', '.join(_FLOATS)}")
         return kind
+
+
+def _opened(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{file}: damaged or not whole ({one_line(error)})") from error
 
 
 def one_dtype(found: dict[str, torch.dtype], where: Path) -> torch.dtype:

@@ -24,7 +24,7 @@ from megatron.dpp.launch.vocabulary import (
     tokenizer_flags,
 )
 from megatron.dpp.text_files import nearest_path
-from megatron.dpp.tokenizers import build_tokenizer
+from megatron.dpp.tokenizers import PIECE_TYPES, PIECES, build_tokenizer
 
 _TEXT = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
@@ -209,7 +209,8 @@ def _vocabulary(arch: str, flags: Flags) -> Flags:
         found = {name: flags[name] for name in names if name in flags}
         model = Path(str(found.get("--tokenizer-model", "")))
         if "--tokenizer-model" in found and model.is_dir():
-            found["--tokenizer-model"] = str(model / "tokenizer.json")
+            name = PIECES if found.get("--tokenizer-type") in PIECE_TYPES else "tokenizer.json"
+            found["--tokenizer-model"] = str(model / name)
         return found
     return sample_vocabulary(arch)
 

@@ -14,6 +14,7 @@ from typing import Any
 from megatron.dpp.errors import ConfigError, DataError, require
 from megatron.dpp.launch.flags import ROOT, Flags
 from megatron.dpp.text_files import read_text
+from megatron.dpp.tokenizers import PIECES
 
 CHOICES = (
     "--tokenizer gpt2 (GPT-2's vocab.json and merges.txt, found beside the data, here or in the "
@@ -109,11 +110,15 @@ def _own(path: Path) -> Flags:
     folder = path if path.is_dir() else path.parent
     file = path if path.name == "tokenizer.json" else folder / "tokenizer.json"
     pair = _pair_in(folder)
+    pieces = path if path.suffix == ".model" else folder / PIECES
+    if pieces.is_file() and (path == pieces or (pair is None and not file.is_file())):
+        return {"--tokenizer-type": "Llama2Tokenizer", "--tokenizer-model": str(pieces)}
     if file.is_file() and (path.is_dir() or path == file or pair is None):
         return {"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": str(file)}
     if pair is None:
         raise DataError(
-            f"--tokenizer {path}: neither tokenizer.json nor vocab.json with merges.txt is there"
+            f"--tokenizer {path}: neither tokenizer.json, {PIECES} nor vocab.json with merges.txt "
+            "is there"
         )
     return _pair_flags(*pair)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import unicodedata
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,84 +17,27 @@ from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.text_files import read_text
+from megatron.dpp.tokenizers.base import END_OF_TEXT, Tokenizer, config_beside, named_in
+from megatron.dpp.tokenizers.pieces import PIECES, SentencePieceTokenizer
 
-_END_OF_TEXT = "<|endoftext|>"
-_ENDS = (_END_OF_TEXT, "<|end_of_text|>", "</s>")
+__all__ = [
+    "PIECES",
+    "PIECE_TYPES",
+    "TOKENIZER_TYPES",
+    "BertWordPieceTokenizer",
+    "GPT2BPETokenizer",
+    "HuggingFaceTokenizer",
+    "NullTokenizer",
+    "SentencePieceTokenizer",
+    "Tokenizer",
+    "build_tokenizer",
+    "padded_vocab_size",
+]
+
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")
 """Ends of a text in a ``tokenizer.json`` without a ``tokenizer_config.json``."""
-_SPECIAL = re.compile(r"<\|[^|\s]+\|>")
 _BERT_TOKENS = {"unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
 _BERT_ADDED = {"bos": "[BOS]", "eos": "[EOS]"}
-
-
-class Tokenizer:
-    """The attributes that megatron-core's dataset classes and our tools use.
-
-    ``unique_identifiers`` goes into the hash under which megatron-core caches its sample indices.
-    A special token that a kind lacks raises :class:`NotImplementedError`, as megatron-core expects.
-
-    Args:
-        vocab: token text to id, in the order of the file (BERT draws replacements by that order).
-        special: attribute to id, for example ``eod``, which ends a document.
-        paths, options: identify the tokenizer.
-    """
-
-    vocab: dict[str, int]
-    inv_vocab: dict[int, str]
-    vocab_size: int
-    """Number of ids with special tokens, without the padding to the model's size."""
-    eod: int
-    cls: int
-    sep: int
-    pad: int
-    mask: int
-    bos: int
-    eos: int
-    begin: tuple[int, ...] = ()
-    """Ids that start a document."""
-
-    def __init__(
-        self, vocab: dict[str, int], special: dict[str, int], *paths: str, **options: object
-    ) -> None:
-        if vocab:
-            self.vocab, self.vocab_size = vocab, len(vocab)
-            self.inv_vocab = {index: token for token, index in vocab.items()}
-        self.__dict__.update(special)
-        self.unique_identifiers: dict[str, Any] = {
-            "class": type(self).__name__,
-            "tokenizer_path": list(paths),
-            **{name: str(value) for name, value in options.items()},
-        }
-
-    def __getattr__(self, name: str) -> Any:
-        kind = NotImplementedError if name in Tokenizer.__annotations__ else AttributeError
-        raise kind(f"{type(self).__name__} has no attribute '{name}'")
-
-    def tokenize(self, text: str) -> list[int]:
-        """Ids of ``text``, without special tokens."""
-        raise NotImplementedError
-
-    def detokenize(self, ids: Iterable[int]) -> str:
-        """Text of ``ids``, as near to the original as the kind allows."""
-        raise NotImplementedError
-
-    def special_tokens(self) -> dict[str, int]:
-        """Tokens that only a chat template may write, with their ids."""
-        return {text: index for text, index in self.vocab.items() if _SPECIAL.fullmatch(text)}
-
-    def template_tokens(self) -> dict[str, str]:
-        """Tokens that chat templates name."""
-        return {"bos_token": "", "eos_token": _END_OF_TEXT}
-
-    def tokenize_chat(self, text: str, special: dict[str, int]) -> list[int]:
-        """Ids of a chat's text, whose ``special`` tokens are one each."""
-        ids: list[int] = []
-        end = 0
-        for match in _SPECIAL.finditer(text):
-            if match.group() in special:
-                ids += self.tokenize(text[end : match.start()])
-                ids.append(special[match.group()])
-                end = match.end()
-        return ids + self.tokenize(text[end:])
 
 
 class _FastTokenizer(Tokenizer):
@@ -128,7 +70,7 @@ class GPT2BPETokenizer(_FastTokenizer):
         from tokenizers import decoders, models, pre_tokenizers
 
         vocab = _read_json_vocab(vocab_file)
-        super().__init__(vocab, {"eod": vocab[_END_OF_TEXT]}, vocab_file, merge_file)
+        super().__init__(vocab, {"eod": vocab[END_OF_TEXT]}, vocab_file, merge_file)
         try:
             model = models.BPE(vocab=vocab, merges=_read_merges(merge_file))
         except Exception as error:  # the package raises plain Exception
@@ -265,8 +207,12 @@ TOKENIZER_TYPES = (
     "BertWordPieceCase",
     "NullTokenizer",
     "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
 )
 """Names that ``--tokenizer-type`` accepts."""
+PIECE_TYPES = TOKENIZER_TYPES[-3:]
 
 
 def build_tokenizer(
@@ -281,7 +227,8 @@ def build_tokenizer(
     """Builds the tokenizer that ``--tokenizer-type`` names.
 
     Args:
-        tokenizer_model: a ``tokenizer.json`` or its directory, of a ``HuggingFaceTokenizer``.
+        tokenizer_model: a ``tokenizer.json`` of a ``HuggingFaceTokenizer``, a ``tokenizer.model``
+            of the kinds with SentencePiece; or the directory.
         vocab_size: number of ids of a ``NullTokenizer``.
         vocab_extra_ids: further ``<extra_id_i>`` tokens of a BERT vocabulary.
 
@@ -296,6 +243,11 @@ def build_tokenizer(
         )
     if tokenizer_type == "HuggingFaceTokenizer":
         return HuggingFaceTokenizer(_required(tokenizer_type, "--tokenizer-model", tokenizer_model))
+    if tokenizer_type in PIECE_TYPES:
+        return SentencePieceTokenizer(
+            _required(tokenizer_type, "--tokenizer-model", tokenizer_model),
+            begins=tokenizer_type == "Llama2Tokenizer",
+        )
     if tokenizer_type in ("BertWordPieceLowerCase", "BertWordPieceCase"):
         return BertWordPieceTokenizer(
             _required(tokenizer_type, "--vocab-file", vocab_file),
@@ -371,28 +323,13 @@ def _required(tokenizer_type: str, flag: str, value: str | None) -> str:
 
 def _named_tokens(file: Path, vocab: dict[str, int]) -> dict[str, str]:
     """``eos_token``, and ``bos_token`` where there is one, of the tokenizer in ``file``."""
-    beside = file.with_name("tokenizer_config.json")
-    config: dict[str, Any] = {}
-    if beside.is_file():
-        try:
-            config = dict(json.loads(read_text(beside)))
-        except (ValueError, TypeError) as error:
-            raise DataError(f"{beside}: not a JSON object ({error})") from error
-    named: dict[str, str] = {}
-    for name in ("bos_token", "eos_token"):
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is None:
-            continue
-        if token not in vocab:
-            raise DataError(f"{beside}: {name} is {token!r}, which {file.name} lacks")
-        named[name] = token
+    named = named_in(config_beside(file), vocab, file)
     if "eos_token" not in named:
         end = next((token for token in _ENDS if token in vocab), None)
         if end is None:
             raise DataError(
                 f"--tokenizer-model {file}: {', '.join(_ENDS)} are not in it; name the end of a "
-                f'text in {beside}, as {{"eos_token": "..."}}'
+                f'text in {file.with_name("tokenizer_config.json")}, as {{"eos_token": "..."}}'
             )
         named["eos_token"] = end
     return named
@@ -404,8 +341,8 @@ def _read_json_vocab(path: str) -> dict[str, int]:
         vocab = json.loads(text)
     except ValueError as error:
         raise DataError(f"--vocab-file {path}: not a JSON vocabulary ({error})") from error
-    if not isinstance(vocab, dict) or _END_OF_TEXT not in vocab:
-        raise DataError(f"--vocab-file {path}: expected a JSON object that holds {_END_OF_TEXT}")
+    if not isinstance(vocab, dict) or END_OF_TEXT not in vocab:
+        raise DataError(f"--vocab-file {path}: expected a JSON object that holds {END_OF_TEXT}")
     return vocab
 
 
