@@ -206,6 +206,17 @@ def test_graphs_draw_again_what_they_recompute() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.gpu
+def test_graphs_of_several_lengths_on_one_gpu() -> None:
+    graphs = {"static": True, "cuda_graphs": "on", "length_buckets": "2,4,5,7,9,11,13"}
+    unlike = {"layers": 3, "iterations": 5, "lengths": True}
+    check(
+        1,
+        case("plain", 1, 6, graphs, **unlike),
+        case("dropout", 1, 6, graphs, **unlike, dropout=0.1, recompute="selective"),
+    )
+
+
 @pytest.mark.multigpu
 def test_graphs_on_two_gpus() -> None:
     fused, late = (
