@@ -292,7 +292,7 @@ OURS = {
     "--dpp-token-file": "token", "--dpp-listen-ports": "29700-29763",
     "--dpp-tcp-connections": "2",
     "--no-dpp-task-rng": "", "--dpp-cuda-graphs": "on", "--dpp-inject": "jitter:0.1",
-    "--node-ips": "10.0.0.1",
+    "--node-ips": "10.0.0.1", "--dpp-length-buckets": "off",
 }  # fmt: skip
 DYNAMIC = set(list(OURS)[:8])
 LINKS = set(list(OURS)[8:25])

@@ -91,6 +91,25 @@ def test_microbatches_of_unlike_length() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
+def test_unlike_lengths_on_four_ranks() -> None:
+    """Four stages, two replicas with the distributed optimizer, and experts."""
+    late, tight = {"inject": LATE}, {"activation_cap": "strict", "inject": LATE}
+    unlike = {"lengths": True, "model": UNLIKE}
+    packed = {"packed": "together", "per_token": True, "model": UNLIKE, "positions": "rope"}
+    two = {"v": 2, "layers": 4}
+    check(
+        4,
+        case("p4v2", 4, 8, late, tight, v=2, layers=8, **unlike),
+        case("p4v2 packed", 4, 8, late, v=2, layers=8, **packed),
+        case("dp2", 2, 4, late, **two, **OPTIMIZED, **unlike),
+        case("dp2 packed", 2, 4, late, **two, **OPTIMIZED, **packed),
+        case(
+            "experts", 2, 4, late, ep=2, **two, **OPTIMIZED, **unlike | {"model": EXPERTS | UNLIKE}
+        ),
+    )
+
+
 def test_packed_documents() -> None:
     """Each document has the numbers that it has alone, to fp32's rounding."""
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
@@ -190,6 +209,17 @@ def test_graphs_draw_again_what_they_recompute() -> None:
             for how, spec in (("selective", "torch"), ("selective", "megatron"), ("full", "torch"))
         ),
     )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_graphs_of_several_lengths_on_one_gpu() -> None:
+    graphs = {"static": True, "cuda_graphs": "on", "length_buckets": "2,4,5,7,9,11,13"}
+    unlike = {"layers": 3, "iterations": 5, "lengths": True}
+    check(
+        1,
+        case("plain", 1, 6, graphs, **unlike),
+        case("dropout", 1, 6, graphs, **unlike, dropout=0.1, recompute="selective"),
+    )
 
 
 @pytest.mark.multigpu

@@ -201,15 +201,20 @@ def test_graphs_are_those_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[int] = []
     made: list[Any] = []
 
-    def graphs(model: Any, weights: None, log: Any, pays: Any, capture: Any) -> Any:
-        assert weights is None and pays([0])
+    def graphs(
+        model: Any, weights: None, log: Any, pays: Any, capture: Any, *, rows: Any, most: Any
+    ) -> Any:
+        assert weights is None and pays([0]) and rows == [4, 8] and most() == 5
         number = len(made)
         made.append(SimpleNamespace(close=lambda: closed.append(number)))
         return made[-1]
 
     monkeypatch.setattr(static, "ChunkGraphs", graphs)
     own = schedule_of()
-    one, other = (SimpleNamespace(model=[torch.nn.Identity()]) for _ in range(2))
+    place = SimpleNamespace(num_ranks=2, rank=1, num_chunks=2)
+    monkeypatch.setattr(static, "pipeline_of", lambda model, groups: place)
+    usual = {"pg_collection": None, "num_microbatches": 8, "captured_rows": lambda config: [4, 8]}
+    one, other = (SimpleNamespace(model=[torch.nn.Identity()], **usual) for _ in range(2))
     assert own._graphs_of(one) is own._graphs_of(one) is made[0]
     assert own._graphs_of(other) is made[1] and closed == [0]
     own.close()

@@ -188,8 +188,8 @@ class StepCall:
 
     def captured_rows(self, settings: DppConfig) -> list[int]:
         """Rows of this rank's part of each length that ``--dpp-length-buckets`` names."""
-        parts = self._parts
-        return [length // parts for length in settings.buckets(self.length, parts)]
+        parts, longest = self._parts, self.longest(settings.max_tokens)
+        return [length // parts for length in settings.buckets(longest, parts)]
 
     def boundary_example(self) -> torch.Tensor:
         """An uninitialised tensor like those between stages, on the device of the model."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -109,9 +109,6 @@ class StaticSchedule(PipelineSchedule):
     def _graphs_of(self, call: StepCall) -> ChunkGraphs:
         if self._graphs is None or self._graphed != call.model:
             self._close_graphs()
-            topology = pipeline_of(call.model, call.pg_collection)
-            place = topology.num_ranks, topology.rank, topology.num_chunks
-            held = worst_peak(Geometry(*place, call.num_microbatches))
             self._graphs = ChunkGraphs(
                 call.model,
                 None,
@@ -119,7 +116,7 @@ class StaticSchedule(PipelineSchedule):
                 lambda _: True,
                 self._capture,
                 rows=call.captured_rows(self.config),
-                most=lambda: held,
+                most=partial(_most_held, call),
             )
             self._graphed = list(call.model)
         return self._graphs
@@ -189,6 +186,13 @@ class StaticSchedule(PipelineSchedule):
 
     def _links(self) -> Transport | None:
         return self._transport
+
+
+def _most_held(call: StepCall) -> int:
+    """The most activations that any rank holds."""
+    topology = pipeline_of(call.model, call.pg_collection)
+    place = topology.num_ranks, topology.rank, topology.num_chunks
+    return worst_peak(Geometry(*place, call.num_microbatches))
 
 
 def _refuse_several_tensors(keywords: dict[str, Any], topology: Topology) -> None:

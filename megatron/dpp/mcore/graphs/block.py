@@ -331,7 +331,8 @@ class GraphedBlock:
             self._say(f"microbatches that are not of {pools.lengths} run without graphs")
             return None
         signature = _signature(hidden, options)
-        known = self._signatures.setdefault(len(slots.grad_input), signature)
+        rows = len(slots.grad_input)
+        known = self._signatures[rows] = self._signatures.get(rows) or signature
         if signature is None or signature != known:
             self._say("inputs unlike the first run without graphs")
             return None
