@@ -1,8 +1,9 @@
 """Train a small GPT twice from the same weights, statically and dynamically; compare bit by bit.
 
-Run by test_equality.py, one process per rank: equality_worker.py JSON, a list of cases. Each case
-names its layout and settings; the process groups are rebuilt between cases, so that one start of
-Python serves many of them. Prints ``CASE name ok`` or the first difference, and fails with it.
+Run by test_equality.py and others, one process per rank: equality_worker.py JSON, a list of cases.
+Each case names its layout and settings; the process groups are rebuilt between cases, so that one
+start of Python serves many of them. Prints ``CASE name ok`` or the first difference, and fails with
+it.
 """
 
 from __future__ import annotations
@@ -398,7 +399,8 @@ def run_case(case: dict[str, Any]) -> None:
         static = settings.pop("static", False)
         kind: Any = StaticSchedule if static else DppSchedule
         trace = recorder_of(case, settings.pop("trace", None), "pp" if static else "dpp")
-        grouped, host = settings.pop("grouped", False), settings.pop("host", None)
+        grouped = settings.pop("grouped", case.get("grouped", False))
+        host = settings.pop("host", None)
         replays: list[Rerun] = []
         if settings.get("cuda_graphs") == "on" and SUPPORT is not None:
             kind = partial(kind, capture=partial(Rerun, replays=replays))

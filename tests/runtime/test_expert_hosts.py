@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.netns import ADDRESSES, Hosts, two_hosts
-from tests.runtime.launcher import run_ranks
-from tests.runtime.test_equality import (
+from tests.runtime.cases import (
     ALLGATHER,
     EXPERTS,
     GLOBAL,
@@ -22,6 +21,7 @@ from tests.runtime.test_equality import (
     WORKER,
     case,
 )
+from tests.runtime.launcher import run_ranks
 
 
 @pytest.fixture

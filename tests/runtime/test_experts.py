@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore import experts
 from megatron.dpp.mcore.experts import GroupedExperts, GroupedLinear, weight_gradients
+from megatron.dpp.mcore.graphs.slots import _reasons_of_experts
 
 COUNTS = [5, 0, 9]
 
@@ -101,3 +103,48 @@ def test_what_cannot_be_grouped_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(experts, "grouped_mm", None)
     with pytest.raises(ConfigError, match=r"has no torch.nn.functional.grouped_mm"):
         built._check()
+
+
+CAPTURED = {
+    "num_moe_experts": 4, "moe_pad_expert_input_to_capacity": True,
+    "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": ["aux_loss"],
+    "moe_input_jitter_eps": None, "moe_router_force_load_balancing": False,
+    "moe_shared_expert_overlap": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({}, None),
+        ({"moe_router_load_balancing_type": "seq_aux_loss"}, None),
+        ({"num_moe_experts": None, "moe_pad_expert_input_to_capacity": False}, None),
+        ({"moe_pad_expert_input_to_capacity": False}, "varying shapes"),
+        ({"moe_token_dispatcher_type": "allgather"}, "dispatcher alltoall"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, "global_aux_loss"),
+        ({"moe_input_jitter_eps": 0.1}, "noise of routers"),
+        ({"moe_shared_expert_overlap": True}, "stream of their own"),
+    ],
+)
+def test_only_experts_of_fixed_shapes_are_captured(
+    setting: dict[str, Any], reason: str | None
+) -> None:
+    found = _reasons_of_experts(SimpleNamespace(**CAPTURED | setting), torch.nn.Identity())
+    held = [text for text, holds in found.items() if holds]
+    assert len(held) == (reason is not None)
+    assert reason is None or reason in held[0]
+
+
+def test_a_padded_capacity_gives_the_ends_that_the_counts_would() -> None:
+    """Without a copy from the host, which a graph does not take."""
+    built = GroupedExperts.__new__(GroupedExperts)
+    torch.nn.Module.__init__(built)
+    built.local_experts = torch.nn.ModuleList(layers())
+    tokens, counts = torch.zeros(15, 16), torch.tensor([5, 5, 5])
+    ends = []
+    for padded in (True, False):
+        built.config = SimpleNamespace(moe_pad_expert_input_to_capacity=padded)
+        ends.append(built._ends(tokens, counts))
+    assert ends[0].tolist() == ends[1].tolist() == [5, 10, 15]
+    assert {one.dtype for one in ends} == {torch.int32}

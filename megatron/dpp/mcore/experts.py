@@ -207,11 +207,20 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         if self.config.moe_apply_probs_on_input:
             tokens = (probs.unsqueeze(-1) * tokens).to(tokens.dtype)
             probs = torch.ones_like(probs)
-        ends = tokens_per_expert.cumsum(0).to(torch.int32).to(tokens.device, non_blocking=True)
+        ends = self._ends(tokens, tokens_per_expert)
         first, second = (_without_bias(linear, ends) for linear in self.linears)
         expert = self.local_experts[0]
         output, _ = type(expert).forward(_Together(expert, first, second), tokens, probs)
         return output, None
+
+    def _ends(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        """The end of each expert's tokens, int32 on the device of ``tokens``."""
+        if self.config.moe_pad_expert_input_to_capacity:  # equal parts: a graph has no copy to them
+            count = len(self.local_experts)
+            part = len(tokens) // count
+            return torch.arange(1, count + 1, dtype=torch.int32, device=tokens.device) * part
+        ends = tokens_per_expert.cumsum(0).to(torch.int32)
+        return ends.to(tokens.device, non_blocking=True)
 
 
 def _without_bias(

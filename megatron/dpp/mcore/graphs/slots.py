@@ -19,6 +19,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -184,10 +185,10 @@ def why_not(chunk: torch.nn.Module) -> str | None:
     if block is None or not len(block.layers):
         return "it has no transformer layers"
     reasons = {
+        **_reasons_of_experts(config, block),
         "some microbatches are recomputed and others are not": (
             config.num_microbatches_with_partial_activation_checkpoints is not None
         ),
-        "experts take varying shapes": config.num_moe_experts,
         "8- and 4-bit layers keep scales per step": config.fp8 or config.fp4,
         "--overlap-param-gather waits inside the layers": chunk.ddp_config.overlap_param_gather,
         "--cuda-graph-impl captures them already": config.cuda_graph_impl != "none",
@@ -199,6 +200,36 @@ def why_not(chunk: torch.nn.Module) -> str | None:
         "context parallelism has streams of its own": config.context_parallel_size > 1,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _reasons_of_experts(config: Any, block: torch.nn.Module) -> dict[str, bool]:
+    """The reasons why experts cannot be captured, and which of them hold.
+
+    Experts with a padded capacity have fixed shapes, and nothing in their forward asks the device
+    for a number.
+    """
+    if not config.num_moe_experts:
+        return {}
+    balancing = config.moe_router_load_balancing_type
+    kinds = {balancing} if isinstance(balancing, str) else set(balancing)
+    return {
+        "experts take varying shapes, unless --moe-pad-expert-input-to-capacity pads them": (
+            not config.moe_pad_expert_input_to_capacity
+        ),
+        "only the dispatcher alltoall keeps the numbers of tokens off the device": (
+            config.moe_token_dispatcher_type != "alltoall"
+        ),
+        "routers of type sinkhorn and global_aux_loss depend on numbers of the device": bool(
+            kinds & {"sinkhorn", "global_aux_loss"}
+        ),
+        "noise of routers has not been tried": bool(
+            config.moe_input_jitter_eps or config.moe_router_force_load_balancing
+        ),
+        "shared experts beside the dispatcher have a stream of their own": (
+            config.moe_shared_expert_overlap
+        ),
+        "Transformer Engine's experts have not been tried": _has_engine_layers(block),
+    }
 
 
 def _has_engine_layers(module: torch.nn.Module) -> bool:
