@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+from typing import Any
+
 import pytest
 
 from megatron.dpp import hosts
+from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
 
 
@@ -21,3 +25,71 @@ def test_an_address_that_is_not_ours_is_refused() -> None:
 def test_a_name_that_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"MASTER_ADDR=nowhere\.invalid"):
         hosts.address_towards("nowhere.invalid", patience=0.0)
+
+
+@pytest.fixture
+def with_ipv6() -> None:
+    """Skips where this host has no IPv6."""
+    if "::1" not in hosts.addresses():
+        pytest.skip("no IPv6 on this host")
+
+
+@pytest.mark.usefixtures("with_ipv6")
+def test_an_address_of_ipv6_has_an_interface_and_one_spelling() -> None:
+    assert hosts.own_interface("::1") == ("::1", "lo")
+    assert hosts.own_interface("127.0.0.1", ["0:0::1"]) == ("::1", "lo")
+
+
+def test_an_address_of_ipv6_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"NODE_IPS gives 2001:db8::1 to this node, which has"):
+        hosts.own_interface("127.0.0.1", ["2001:DB8::1"])
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, *found: str) -> None:
+    """Let every name have these addresses."""
+    entries = [
+        (hosts.family_of(text), socket.SOCK_DGRAM, 17, "", (text, 9) + (0, 2) * (":" in text))
+        for text in found
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: entries)
+
+
+def test_a_name_of_both_families_counts_as_one_of_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, "::1", "127.0.0.1")
+    assert hosts.address_towards("node0") == "127.0.0.1"
+
+
+@pytest.mark.usefixtures("with_ipv6")
+def test_the_other_family_is_tried_where_no_route_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, "::1", "255.255.255.255")  # a broadcast is refused
+    assert hosts.address_towards("node0") == "::1"
+
+
+@pytest.mark.parametrize("text", ["fe80::1%lo", "fe80::1"])
+def test_an_address_of_one_link_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, text)
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR=.*valid on one link only"):
+        hosts.address_towards(text)
+    with pytest.raises(ConfigError, match=r"--node-ips .* is valid on one link only"):
+        DppConfig(node_ips=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[::1]", "is not an IPv4 or IPv6 address"),
+        ("::ffff:10.0.0.1", "give 10.0.0.1"),
+        ("::", "not the address of one host"),
+        ("0.0.0.0", "not the address of one host"),
+        ("ff02::1", "not the address of one host"),
+        ("10.0.0.1,::1:", "is not an IPv4 or IPv6 address"),
+    ],
+)
+def test_what_no_host_can_be_reached_at_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"--node-ips .*{why}"):
+        DppConfig(node_ips=text)
+
+
+def test_addresses_of_both_families_name_nodes() -> None:
+    config: Any = DppConfig(node_ips="10.0.0.1,FD00:0::2")
+    assert [config.node_ip(rank, 4, 2) for rank in (1, 2)] == ["10.0.0.1", "fd00::2"]

@@ -161,8 +161,8 @@ class DppConfig:
     )
     node_ips: str | None = _option(
         None,
-        "IPv4 addresses that links between hosts are bound to, separated by commas: one per node, "
-        "or one per rank",
+        "addresses (IPv4 or IPv6) that links between hosts are bound to, separated by commas: one "
+        "per node, or one per rank",
         needs="nothing",  # launch scripts, which read the addresses, too, hand them to every run
     )
     listen_ports: str | None = _option(
@@ -231,8 +231,8 @@ class DppConfig:
                     f"{flag_of(name)} {getattr(self, name)}: must be from {least} to {most}"
                 )
         for address in self.node_ips.split(",") if self.node_ips else ():
-            if not _is_ipv4(address):
-                raise ConfigError(f"--node-ips {self.node_ips}: {address!r} is not an IPv4 address")
+            if fault := _fault_of_address(address):
+                raise ConfigError(f"--node-ips {self.node_ips}: {address!r} {fault}")
         self.port_range()
         if self.record and self.replay and _same_file(self.record, self.replay):
             raise ConfigError(
@@ -248,7 +248,7 @@ class DppConfig:
         """
         if not self.node_ips:
             return None
-        addresses = self.node_ips.split(",")
+        addresses = [str(ipaddress.ip_address(one)) for one in self.node_ips.split(",")]
         if len(addresses) == world_size:
             return addresses[rank]
         num_nodes = -(-world_size // ranks_per_node)
@@ -317,12 +317,20 @@ def _same_file(one: str, other: str) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
-def _is_ipv4(text: str) -> bool:
+def _fault_of_address(text: str) -> str:
+    """Why other hosts cannot reach this host at ``text``; empty if they may."""
     try:
-        ipaddress.IPv4Address(text)
+        address = ipaddress.ip_address(text)
     except ValueError:
-        return False
-    return True
+        return "is not an IPv4 or IPv6 address"
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.is_link_local:  # with a scope ("%eth0") or without
+            return "is valid on one link only: give a routable address"
+        if address.ipv4_mapped:
+            return f"stands for an IPv4 address: give {address.ipv4_mapped}"
+    if address.is_unspecified or address.is_multicast:
+        return "is not the address of one host"
+    return ""
 
 
 _OLD_NAMES = {"workload": "--workload", "node_ips": "--node-ips"}

@@ -1,4 +1,4 @@
-"""The IPv4 address of this host for links to other hosts, and its network interface.
+"""The address of this host, IPv4 or IPv6, for links to other hosts, and its network interface.
 
 Nothing here imports torch, sends a packet or needs a tool of the system.
 """
@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import socket
 import struct
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron.dpp.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9
+_LINK_LOCAL = 0x20
 _RESOLVE_SECONDS = 20.0  # a cluster may publish the name of a node a little after its start
 
 
 def addresses() -> dict[str, str]:
-    """IPv4 addresses of this host (its network namespace), each with its interface."""
+    """Addresses of this host (its network namespace), each with its interface: IPv4 first, then
+    IPv6, without those that are valid on one link only.
+    """
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -28,29 +33,61 @@ def addresses() -> dict[str, str]:
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
                 found[socket.inet_ntoa(answer[20:24])] = name
+    with contextlib.suppress(OSError):  # a kernel without IPv6
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if int(scope, 16) != _LINK_LOCAL:
+                found[str(ipaddress.IPv6Address(bytes.fromhex(digits)))] = name
     return found
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """The family of sockets that can be bound to ``address``."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def with_port(address: str, port: int) -> str:
+    """``address`` and ``port`` as one text."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def address_towards(host: str, patience: float = _RESOLVE_SECONDS) -> str:
     """The source address of packets from this host to ``host``; loopback if that is loopback.
 
+    A name with addresses of both families counts as one of IPv4.
+
     Args:
-        host: name or IPv4 address.
+        host: name or address.
         patience: seconds to wait for the name to resolve.
 
     Raises:
-        ConfigError: the name does not resolve, or no route leads there.
+        ConfigError: the name does not resolve, no route leads there, or the address is valid on one
+            link only.
     """
     deadline = time.monotonic() + patience
     while True:
         try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, _ANY_PORT))  # of a datagram socket: looks up the route
-                return str(probe.getsockname()[0])
+            return _source_towards(host)
         except OSError as error:
             if not isinstance(error, socket.gaierror) or time.monotonic() > deadline:
                 raise ConfigError(f"MASTER_ADDR={host}: {error.strerror or error}") from error
         time.sleep(0.5)
+
+
+def _source_towards(host: str) -> str:
+    entries = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+    refusal = OSError(f"no address of a known family ({len(entries)} entries)")
+    for family, kind, _, _, where in sorted(entries, key=lambda one: one[0] != socket.AF_INET):
+        if family == socket.AF_INET6 and ipaddress.ip_address(str(where[0])).is_link_local:
+            refusal = OSError(f"{where[0]} is valid on one link only; give a routable address")
+            continue
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.connect(where)  # of a datagram socket: looks up the route
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            refusal = error
+    raise refusal
 
 
 def own_interface(master: str, own: Sequence[str] = ()) -> tuple[str, str]:
@@ -64,7 +101,7 @@ def own_interface(master: str, own: Sequence[str] = ()) -> tuple[str, str]:
     Raises:
         ConfigError: an address of ``own`` is not one of this host.
     """
-    here = addresses()
+    here, own = addresses(), [_canonical(address) for address in own]
     for address in own:
         if address not in here and address not in _secondary(address):
             raise ConfigError(
@@ -76,10 +113,23 @@ def own_interface(master: str, own: Sequence[str] = ()) -> tuple[str, str]:
     return address, here.get(address, "")
 
 
+def _canonical(address: str) -> str:
+    """The one spelling of an address; other text as it is."""
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError:
+        return address
+
+
+def is_loopback(address: str) -> bool:
+    """True for an address or name that other hosts cannot reach."""
+    return address.startswith("127.") or address in ("::1", "localhost")
+
+
 def _secondary(address: str) -> tuple[str, ...]:
     """``address`` if it can be bound: an interface's further addresses are in no list."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
     except OSError:
         return ()

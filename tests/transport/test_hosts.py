@@ -16,6 +16,7 @@ import torch
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, PeerDead, SetupError
+from megatron.dpp.hosts import addresses
 from megatron.dpp.transport.rendezvous import Rendezvous
 from tests.netns import ADDRESSES, Hosts, two_hosts
 from tests.runtime.launcher import free_port
@@ -205,5 +206,26 @@ def test_an_address_per_node_or_per_rank() -> None:
     assert DppConfig().node_ip(0, 4, 2) is None
     with pytest.raises(ConfigError, match=r"one per node \(3\) or one per rank \(6\)"):
         per_node.node_ip(0, 6, 2)
-    with pytest.raises(ConfigError, match="'node7' is not an IPv4 address"):
+    with pytest.raises(ConfigError, match="'node7' is not an IPv4 or IPv6 address"):
         DppConfig(node_ips="10.0.0.1,node7")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_ranks_of_either_family_talk(address: str) -> None:
+    if address not in addresses():
+        pytest.skip("no IPv6 on this host")
+    large = torch.arange(3 * MIB, dtype=torch.int32)
+    with opened("tcp", pair(large.nbytes), node_ips=address) as (a, b):
+        a.put(0, large, iteration=0, microbatch=0)
+        assert torch.equal(take_next(b, 0, 0).tensor, large)
+        b.put(0, large, iteration=0, microbatch=1)
+        assert take_next(a, 0, 0).microbatch == 1
+
+
+def test_an_address_that_no_listener_gets_is_named_with_its_port() -> None:
+    text = r"cannot listen on \[2001:db8::1\]:0 \(--node-ips"
+    with (
+        pytest.raises(SetupError, match=text),
+        opened("tcp", pair(), node_ips="2001:db8::1", setup_timeout=5.0),
+    ):
+        pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import socket
@@ -180,9 +179,9 @@ def test_enough_descriptors_stay_open_and_too_few_are_closed(
             os.fstat(fd)
 
 
-@pytest.mark.parametrize("broken", [None, 0, 1])
+@pytest.mark.parametrize("broken", [None, 0, 1, "write"])
 def test_both_ends_refuse_a_link_that_loses_what_is_written(
-    broken: int | None, ends: tuple[socket.socket, socket.socket]
+    broken: int | str | None, ends: tuple[socket.socket, socket.socket]
 ) -> None:
     written: dict[int, int] = {}
     found: dict[int, str] = {}
@@ -190,14 +189,17 @@ def test_both_ends_refuse_a_link_that_loses_what_is_written(
     def fault_of(link: PeerLink, seed: int) -> str:
         return "zeros" if link.rank == broken or seed != written[link.peer] else ""
 
+    def write(link: PeerLink, seed: int) -> None:
+        written[link.rank] = seed
+        if (broken, link.rank) == ("write", 1):
+            raise SetupError("the card\nsays no")
+
     def check(rank: int) -> None:
-        with contextlib.suppress(TransportUnavailable):
-            check_links(
-                [link_of(rank, ends[rank])],
-                lambda link, seed: written.update({link.rank: seed}), fault_of,
-                name="GPU", instead="--other",
-            )  # fmt: skip
+        try:
+            check_links([link_of(rank, ends[rank])], write, fault_of, name="GPU", instead="--other")
             found[rank] = "whole"
+        except TransportUnavailable as error:
+            assert ("the card says no" if broken == "write" else "zeros") in str(error)
 
     threads = [threading.Thread(target=check, args=(rank,)) for rank in range(2)]
     for thread in threads:

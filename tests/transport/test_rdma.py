@@ -332,6 +332,7 @@ def port(device: str, *gids: tuple[int, str, str], **changes: object) -> dict[st
 
 MAPPED = "00000000000000000000ffff0a000005"  # 10.0.0.5
 LOCAL = "fe800000000000000000000000000001"
+ROUTABLE = "20010db8" + "0" * 24
 
 
 def test_the_port_is_the_one_with_the_address_and_roce_v2() -> None:
@@ -342,6 +343,9 @@ def test_the_port_is_the_one_with_the_address_and_roce_v2() -> None:
     place, _ = choose_place(ports, "10.0.0.5")
     assert place is not None
     assert (place.device, place.gid_index, place.network) == ("mlx5_1", 3, "RoCE v2")
+    six = port("mlx5_2", (0, LOCAL, "RoCE v2"), (5, ROUTABLE, "RoCE v1"), (6, ROUTABLE, "RoCE v2"))
+    place, _ = choose_place([*ports, six], "2001:db8::")
+    assert place is not None and (place.device, place.gid_index) == ("mlx5_2", 6)
     place, why = choose_place(ports, "10.0.0.6")
     assert place is None
     assert "no RDMA port has the address 10.0.0.6 (there are mlx5_0 port 1, mlx5_1 port 1)" in why
@@ -426,6 +430,14 @@ def test_the_best_address_of_a_port(gids: list[tuple[int, str, str]], index: int
     named = RdmaOptions(devices="mlx5_0")
     place, _ = choose_named([port("mlx5_0", *gids)], named, "10.0.0.5", None, {}, 0)
     assert place is not None and place.gid_index == index
+
+
+def test_the_address_of_a_port_is_of_the_hosts_family() -> None:
+    both = [(0, LOCAL, "RoCE v2"), (1, MAPPED, "RoCE v2"), (2, ROUTABLE, "RoCE v2")]
+    for address, index in (("10.0.0.9", 1), ("2001:db8::9", 2)):
+        named = RdmaOptions(devices="mlx5_0")
+        place, _ = choose_named([port("mlx5_0", *both)], named, address, None, {}, 0)
+        assert place is not None and place.gid_index == index
 
 
 def test_an_index_that_the_port_lacks_is_refused() -> None:

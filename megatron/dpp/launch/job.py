@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron.dpp.cli import environment
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.errors import ConfigError, require
-from megatron.dpp.hosts import own_interface
+from megatron.dpp.hosts import is_loopback, own_interface, with_port
 from megatron.dpp.launch.flags import ROOT
 from megatron.dpp.launch.home import check_home, copy_output, flags_of_home, make_home
 from megatron.dpp.locks import lock_directory
@@ -258,8 +258,8 @@ def meet(job: Job) -> dict[str, str]:
         wait_for_master(job)
     else:
         print(
-            f"master at {job.master}:{job.port}: waiting {job.wait} s for {job.num_nodes - 1} "
-            f"other nodes (run_worker_*.sh with MASTER_ADDR={job.master})"
+            f"master at {with_port(job.master, job.port or 0)}: waiting {job.wait} s for "
+            f"{job.num_nodes - 1} other nodes (run_worker_*.sh with MASTER_ADDR={job.master})"
         )
     return found or use_interface(job)
 
@@ -276,7 +276,7 @@ def use_interface(job: Job) -> dict[str, str]:
         f"{interface or 'unknown'}",
         flush=True,
     )
-    if address.startswith("127."):
+    if is_loopback(address):
         print(
             f"warning: MASTER_ADDR={job.master} is a loopback address here: other hosts cannot "
             "reach it",
@@ -301,12 +301,14 @@ def wait_for_master(job: Job) -> None:
             left = round(deadline - time.monotonic())
         if left <= 0:
             raise ConfigError(
-                f"no master at {job.master}:{job.port} within WAIT_SECONDS={job.wait}: start "
+                f"no master at {with_port(job.master, job.port or 0)} within "
+                f"WAIT_SECONDS={job.wait}: start "
                 "run_master_*.sh there (or train with NODE_RANK=0), check MASTER_ADDR and "
                 "MASTER_PORT and the firewall in between"
             )
         if said - left >= _ANNOUNCE_SECONDS:
-            print(f"waiting for the master at {job.master}:{job.port}, {left} s left", flush=True)
+            where = with_port(job.master, job.port or 0)
+            print(f"waiting for the master at {where}, {left} s left", flush=True)
             said = left
         time.sleep(1)
 

@@ -19,7 +19,7 @@ from megatron.dpp.cli import environment
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.validate import check_sizes
 from megatron.dpp.errors import ConfigError, DataError, DppError, require
-from megatron.dpp.hosts import addresses
+from megatron.dpp.hosts import addresses, is_loopback
 from megatron.dpp.launch.flags import ROOT, Flags, from_argv
 from megatron.dpp.launch.job import (
     INTERRUPTED,
@@ -239,7 +239,7 @@ def settings_of(model: str, role: str, env: Mapping[str, str], *, sample: bool) 
         )
         roles["NODE_RANK"] = "1"
     elif role == "master":
-        own = [each for each in addresses() if not each.startswith("127.")]
+        own = [each for each in addresses() if not is_loopback(each)]
         roles["MASTER_ADDR"] = (own or ["localhost"])[0]
     gpus = environment.count_gpus(env)
     given = {**roles, **given}

@@ -14,10 +14,18 @@ from typing import Any
 
 import torch
 
-from megatron.dpp.errors import ProtocolError, TransportUnavailable
+from megatron.dpp.errors import (
+    ProtocolError,
+    TransportError,
+    TransportUnavailable,
+    one_line,
+)
 from megatron.dpp.transport import handshake
 from megatron.dpp.transport.base import ChannelSpec
 from megatron.dpp.transport.options import TransportOptions
+
+_LONGEST_FAULT = 400
+"""Characters of a fault that a set-up message has room for, also where each takes 6 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +154,49 @@ class PeerLink:
         )
 
 
+def link_faults(
+    links: Sequence[PeerLink],
+    write: Callable[[PeerLink, int], object],
+    fault_of: Callable[[PeerLink, int], str],
+) -> dict[int, str]:
+    """Write a pattern through each link and compare it at the receiver.
+
+    Args:
+        write: writes the pattern of a seed into the peer's slots.
+        fault_of: compares our slots with the pattern of a seed; returns the difference or "".
+
+    Returns:
+        By peer, what a link that does not deliver does instead; equal on both ends.
+    """
+    for link in links:
+        seed, unwritten = secrets.randbits(63), ""
+        try:
+            write(link, seed)
+        except TransportError as error:
+            unwritten = one_line(error, _LONGEST_FAULT)
+        link.send({"seed": seed, "unwritten": unwritten})
+    faults: dict[int, str] = {}
+    for link in links:
+        message, _ = link.receive()
+        fault = str(message.get("unwritten", "")) or fault_of(link, int(message.get("seed", 0)))
+        link.send({"fault": fault[:_LONGEST_FAULT]})
+        faults[link.peer] = fault
+    for link in links:
+        other = str(link.receive()[0].get("fault", ""))
+        # Both directions may fail: the lower rank's word comes first on both ends.
+        said = (faults[link.peer], other) if link.rank < link.peer else (other, faults[link.peer])
+        faults[link.peer] = said[0] or said[1]
+    return {peer: fault for peer, fault in faults.items() if fault}
+
+
+def undelivered(link: PeerLink, name: str, fault: str) -> str:
+    """The sentence about a link that does not deliver."""
+    return (
+        f"the {name} link with rank {link.peer} does not deliver what is written: {fault}. An "
+        "IOMMU or ACS redirects its traffic"
+    )
+
+
 def check_links(
     links: Sequence[PeerLink],
     write: Callable[[PeerLink, int], object],
@@ -154,31 +205,19 @@ def check_links(
     name: str,
     instead: str,
 ) -> None:
-    """Write a pattern through each link and compare it at the receiver.
+    """Require that links deliver a pattern; arguments as for ``link_faults``.
 
     Args:
-        write: writes the pattern of a seed into the peer's slots.
-        fault_of: compares our slots with the pattern of a seed; returns the difference or "".
         name: of the links, for the error.
         instead: the option that avoids them, for the error.
 
     Raises:
         TransportUnavailable: a link does not deliver the data that was written; on both sides.
     """
+    faults = link_faults(links, write, fault_of)
     for link in links:
-        seed = secrets.randbits(63)
-        write(link, seed)
-        link.send({"seed": seed})
-    faults = []
-    for link in links:
-        fault = fault_of(link, int(link.receive()[0].get("seed", 0)))
-        link.send({"fault": fault})
-        faults.append((link, fault))
-    faults += [(link, str(link.receive()[0].get("fault", ""))) for link in links]
-    for link, fault in faults:
-        if fault:
+        if link.peer in faults:
             raise TransportUnavailable(
-                f"rank {link.rank}: the {name} link with rank {link.peer} does not deliver what is "
-                f"written: {fault}. An IOMMU or ACS redirects its traffic: turn it off in the "
-                f"firmware, or use {instead}"
+                f"rank {link.rank}: {undelivered(link, name, faults[link.peer])}: turn it off in "
+                f"the firmware, or use {instead}"
             )

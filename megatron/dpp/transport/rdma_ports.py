@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron.dpp.errors import TransportError
-from megatron.dpp.hosts import addresses
+from megatron.dpp.hosts import addresses, family_of
 from megatron.dpp.transport.options import RdmaOptions
 
 NEAREST = "nearest"
@@ -53,7 +53,7 @@ def find_place(
 
     Args:
         library: the C++ extension.
-        address: IPv4 address of this host for links to other hosts; None if it is not known.
+        address: address of this host for links to other hosts; None if it is not known.
         options: the ports that may be used, and the index of the address.
         device: of the rank's tensors.
     """
@@ -85,7 +85,7 @@ def choose_place(
 
     Args:
         ports: every port of this host.
-        address: IPv4 address of this host for links to other hosts.
+        address: address of this host for links to other hosts.
         infiniband: (device, port) pairs behind the interface that has ``address``, where it is an
             IP-over-InfiniBand interface.
         refused: reasons why some devices could not be opened.
@@ -93,7 +93,7 @@ def choose_place(
     """
     if not ports:
         return None, "; ".join(refused) or "no RDMA device"
-    wanted = _MAPPED + socket.inet_aton(address).hex()
+    wanted = _gid_of(address)
     for port in ports:
         if port["infiniband"]:
             behind = (port["device"], port["port"]) in infiniband
@@ -130,7 +130,7 @@ def choose_named(
     Args:
         ports: every port of this host.
         options: ports that may be used, and the index of the address.
-        address: IPv4 address of this host; preferred among a port's addresses.
+        address: address of this host; preferred among a port's addresses.
         gpu: path of the rank's GPU in the tree of PCI devices; None without one.
         cards: such a path for each device.
         local_rank: number of the rank on its node.
@@ -157,7 +157,7 @@ def choose_named(
     port = usable[local_rank % len(usable)]
     if options.gid_index >= 0:
         return _place_on(port, options.gid_index)
-    return _place_on(port, _best_address(port, _MAPPED + socket.inet_aton(address).hex()))
+    return _place_on(port, _best_address(port, _gid_of(address)))
 
 
 def pci_distance(one: Path, other: Path) -> tuple[int, int]:
@@ -181,16 +181,28 @@ def pci_distance(one: Path, other: Path) -> tuple[int, int]:
 
 
 def _best_address(port: Port, wanted: str) -> int:
-    """Index of the host's own address, else of an IPv4, a routable IPv6, or any address."""
+    """Index of the host's own address, else of a routable one of its family, else of any.
+
+    Both ends of a link then take addresses of one family, as RoCE requires.
+    """
 
     def worth(entry: tuple[int, str, str]) -> tuple[bool, ...]:
         _, gid, kind = entry
         roce = port["infiniband"] or kind == _ROCE
-        return (roce, gid == wanted, gid.startswith(_MAPPED), not gid.startswith(_LINK_LOCAL))
+        routable = not gid.startswith(_LINK_LOCAL)
+        related = gid.startswith(_MAPPED) == wanted.startswith(_MAPPED)
+        return (roce, gid == wanted, routable and related, routable)
 
     if port["infiniband"]:
         return int(port["addresses"][0][0])
     return int(max(port["addresses"], key=worth)[0])
+
+
+def _gid_of(address: str) -> str:
+    """The GID that a RoCE port has for an IP address."""
+    family = family_of(address)
+    digits = socket.inet_pton(family, address).hex()
+    return digits if family == socket.AF_INET6 else _MAPPED + digits
 
 
 def _place_on(port: Port, gid_index: int) -> tuple[Place | None, str]:

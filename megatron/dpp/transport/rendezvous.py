@@ -27,6 +27,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from megatron.dpp.errors import ConfigError, ProtocolError, SetupError, VersionMismatch
+from megatron.dpp.hosts import family_of, with_port
 from megatron.dpp.transport import handshake
 from megatron.dpp.transport.admission import Admission, Connection, identify
 from megatron.dpp.transport.joining import Facts
@@ -89,11 +90,11 @@ class Rendezvous:
         start = self._rank % len(ports)
         for port in (*ports[start:], *ports[:start]):
             try:
-                return socket.create_server((host, port), backlog=_BACKLOG)
+                return socket.create_server((host, port), family=family_of(host), backlog=_BACKLOG)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or first == 0:
                     raise SetupError(
-                        f"rank {self._rank}: cannot listen on {host}:{port} (--node-ips, "
+                        f"rank {self._rank}: cannot listen on {with_port(host, port)} (--node-ips, "
                         f"--dpp-listen-ports): {error}"
                     ) from error
         raise SetupError(
@@ -194,11 +195,11 @@ class Rendezvous:
             time.sleep(_RETRY_SECONDS)
 
     def _unreachable(self, peer: Facts, error: Exception, *, over_tcp: bool) -> SetupError:
-        address = peer.tcp_address if over_tcp else "this host"
+        address = with_port(*peer.tcp_address) if over_tcp and peer.tcp_address else "this host"
         return SetupError(f"rank {self._rank}: cannot reach rank {peer.rank} on {address}: {error}")
 
     def _try_to_reach(self, peer: int, where: Any, purpose: str, *, over_tcp: bool) -> Connection:
-        connection = Connection(peer, purpose, _new_socket(over_tcp=over_tcp))
+        connection = Connection(peer, purpose, _new_socket(where, over_tcp=over_tcp))
         try:
             # The acceptor answers only after it has reached the ranks above it.
             patience = max(0.001, self._remaining())
@@ -257,9 +258,9 @@ class Rendezvous:
         )
 
 
-def _new_socket(*, over_tcp: bool) -> socket.socket:
+def _new_socket(where: Any, *, over_tcp: bool) -> socket.socket:
     if over_tcp:
-        return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        return socket.socket(family_of(where[0]), socket.SOCK_STREAM)
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron.dpp.errors import ProtocolError, SetupError, TransportUnavailable, one_line
-from megatron.dpp.transport.joining import Facts, PeerLink, Setup, check_links
+from megatron.dpp.transport.joining import Facts, PeerLink, Setup, link_faults, undelivered
 from megatron.dpp.transport.kinds import TransportKind, register, tcp
 from megatron.dpp.transport.options import RdmaOptions
 from megatron.dpp.transport.rdma_ports import Place, find_place
@@ -54,25 +54,47 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
     """Make our slots and queue pairs, and connect them with the peers'.
 
     With a GPU, tensors on it are sent and received in place. Each side decides for itself whether
-    the card reads and writes its GPU's memory; links where one does are tested. After the second
-    round every queue pair of both sides can receive.
+    the card reads and writes its GPU's memory; links where one does are tested. One that fails the
+    test is set up again with buffers in the host's memory.
 
     A link that cannot be set up is left in ``setup.failed`` where it has another kind to go to.
 
     Raises:
         SetupError: memory cannot be registered, or the ports do not reach each other.
-        TransportUnavailable: GPUDirect is asked for and not possible, or a link does not deliver
-            the data that was written.
+        TransportUnavailable: GPUDirect is asked for and not possible, or does not deliver the data
+            that was written.
     """
     if setup.gpu < 0 and setup.options.gpudirect == "on":
         raise TransportUnavailable(
             f"--dpp-gpudirect on: rank {setup.facts.rank} has no GPU of NVIDIA "
             f"(device {setup.facts.device})"
         )
-    ours, faults = {}, _Faults(setup)
+    faults = _Faults(setup)
+    ours = _set_up(setup, links, faults, setup.options.gpudirect)
+    untrue = _untrue(setup, [link for link in links if link.peer in ours], ours)
+    again = [link for link in links if link.peer in untrue]
+    for link in again:
+        del ours[link.peer]
+        setup.native.drop_link(link.peer)
+    ours |= _set_up(setup, again, faults, "off")
+    port = f"; {_place(setup).text}, traffic class {setup.options.rdma.traffic_class}"
+    return {
+        peer: f"{port}; {way}" if (way := untrue.get(peer) or made.gpu_way) else port
+        for peer, made in ours.items()
+    }
+
+
+def _set_up(
+    setup: Setup, links: Sequence[PeerLink], faults: _Faults, gpudirect: str
+) -> dict[int, Any]:
+    """Make and connect links; returns our sides of those that work, by peer.
+
+    After the second round every queue pair of both sides can receive.
+    """
+    ours: dict[int, Any] = {}
     for link in links:
         with faults.of(link):
-            ours[link.peer] = _make(setup, link)
+            ours[link.peer] = _make(setup, link, gpudirect)
         made = ours.get(link.peer)
         link.send({"failed": faults.text(link)} if made is None else {"rdma": made.offer()})
     for link in links:
@@ -84,20 +106,35 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
         link.send({"failed": faults.text(link)})
     for link in links:
         faults.hear(link, link.receive()[0])
-    for peer in faults.found:
-        ours.pop(peer, None)
-        setup.native.drop_link(peer)
-    check_links(
-        [link for link in links if link.peer in ours and ours[link.peer].needs_test],
+        if faults.text(link):
+            ours.pop(link.peer, None)
+            setup.native.drop_link(link.peer)
+    return ours
+
+
+def _untrue(setup: Setup, links: Sequence[PeerLink], ours: Mapping[int, Any]) -> dict[int, str]:
+    """By peer, why its link must not use GPUDirect although both ends could set it up.
+
+    Raises:
+        TransportUnavailable: it was asked for.
+    """
+    tested = [link for link in links if ours[link.peer].needs_test]
+    faults = link_faults(
+        tested,
         lambda link, seed: ours[link.peer].write_pattern(seed),
         lambda link, seed: str(ours[link.peer].pattern_fault(seed)),
-        name="RDMA",
-        instead="--dpp-gpudirect off",
     )
-    port = f"; {_place(setup).text}, traffic class {setup.options.rdma.traffic_class}"
-    return {
-        peer: port + (f"; {made.gpu_way}" if made.gpu_way else "") for peer, made in ours.items()
+    found = {
+        link.peer: undelivered(link, "GPUDirect", faults[link.peer])
+        for link in tested
+        if link.peer in faults
     }
+    if found and setup.options.gpudirect == "on":
+        raise TransportUnavailable(
+            f"--dpp-gpudirect on: rank {setup.facts.rank}: {next(iter(found.values()))}: turn it "
+            "off in the firmware, or use --dpp-gpudirect off"
+        )
+    return {peer: f"staged in the host's memory: {why}" for peer, why in found.items()}
 
 
 class _Faults:
@@ -156,7 +193,7 @@ def _place(setup: Setup) -> Place:
     return Place(**setup.facts.found[_NAME]["place"])
 
 
-def _make(setup: Setup, link: PeerLink) -> Any:
+def _make(setup: Setup, link: PeerLink, gpudirect: str) -> Any:
     """Our side of a link."""
     place, options = _place(setup), setup.options.rdma
     return setup.extension.RdmaLink(
@@ -174,7 +211,7 @@ def _make(setup: Setup, link: PeerLink) -> Any:
         retries=options.retries,
         piece_bytes=setup.options.workload * _ELEMENT_BYTES,
         gpu=setup.gpu,
-        gpudirect=setup.options.gpudirect,
+        gpudirect=gpudirect,
         max_pending=setup.options.max_pending,
     )
 
