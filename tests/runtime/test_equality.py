@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.cases import EXPERTS, LATE, UNLIKE, case, check
+from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, UNLIKE, case, check
 
 
 def test_two_ranks_any_number_of_chunks() -> None:

@@ -122,7 +122,7 @@ def test_what_is_held_back_in_an_evaluation_drains():
 
 def test_a_gradient_before_its_forward_allows_nothing():
     scheduler = Scheduler(Geometry(2, 0, 1, 2))
-    scheduler.arrived(GRADIENT, 0, 1)
+    scheduler.arrived(Direction.BACKWARD, 0, 1)
     view = scheduler.view
     assert view.backward(0) is None and view.first_backward() is None
     assert [str(scheduler.next()) for _ in range(2)] == ["0F0", "0B0"]
