@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,6 +194,19 @@ def test_a_message_arrives_no_earlier_than_those_before_it(monkeypatch: pytest.M
     now[0] += 5 * 10**7
     assert transport.poll() == (2,)
     assert [transport.take(0).arrived_ns for _ in range(2)] == [now[0], now[0]]
+
+
+def test_a_sender_has_not_left_while_its_last_message_is_delayed() -> None:
+    """The message was in the inner transport, where nobody had looked yet."""
+    spec = Topology((0, 1), 1, 1).channels([4], [4], 2).specs[0]
+    inner: Any = Inner(spec)
+    inner.departed = lambda peer: True
+    transport = DelayedTransport(inner, Injector("slow-link:0-1:10s", 1, 2), (0, 1))
+    now = time.monotonic_ns()
+    inner.arrived.append(Message(torch.zeros(1), 0, 0, 0, 1, now, now))
+    assert not transport.departed(0)
+    transport._hidden[0].clear()
+    assert transport.departed(0)
 
 
 @pytest.mark.parametrize("number", [0, -1, 3, 6])
