@@ -132,6 +132,15 @@ def test_another_model_forgets_what_was_measured() -> None:
     assert made.scheduler(geometry, split=True) is not measured
 
 
+def test_a_scheduler_that_is_kept_follows_the_static_peak_of_the_batches() -> None:
+    made = Decisions(DppConfig(activation_cap="static"), lambda _: None, 0, decides=True)
+    geometry, caps = Geometry(2, 0, 1, 4), []
+    for size in (1, 10, 1):
+        scheduler = made.scheduler(geometry, split=True, largest=10, sizes=[size] * 4)
+        caps.append(scheduler._limits[-1].cap)
+    assert caps == [pytest.approx(0.2), 2.0, 2.0]
+
+
 class Inner:
     """A transport of which a test says what has arrived; it notes how long it is waited on."""
 

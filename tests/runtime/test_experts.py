@@ -102,3 +102,21 @@ def test_what_cannot_be_grouped_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(experts, "grouped_mm", None)
     with pytest.raises(ConfigError, match=r"has no torch.nn.functional.grouped_mm"):
         built._check()
+
+
+def test_probabilities_on_the_input_are_not_applied_twice() -> None:
+    given: list[torch.Tensor] = []
+
+    class Expert:
+        def forward(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+            given.extend((tokens, probs))
+            return tokens, None
+
+    built = GroupedExperts.__new__(GroupedExperts)
+    torch.nn.Module.__init__(built)
+    built.config = SimpleNamespace(moe_apply_probs_on_input=True)
+    built.local_experts, built.linears = [Expert(), Expert()], (None, None)
+    tokens, probs = torch.ones(3, 2), torch.tensor([0.5, 0.25, 1.0])
+    built.forward(tokens, torch.tensor([1, 2]), probs)
+    assert given[0].tolist() == [[0.5, 0.5], [0.25, 0.25], [1.0, 1.0]]
+    assert given[1].tolist() == [1.0, 1.0, 1.0]
