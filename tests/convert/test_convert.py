@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.dpp.cli.checkpoint_files import find
 from megatron.dpp.commands.convert import main
+from megatron.dpp.convert.checkpoint import Stored
 from megatron.dpp.convert.folder import Folder, Shards
 from megatron.dpp.convert.to_hf import to_hf
 from megatron.dpp.convert.to_megatron import to_megatron
@@ -282,3 +283,19 @@ def test_a_family_must_be_the_models() -> None:
 
     with pytest.raises(DataError, match="--family nothing: expected one of llama"):
         write_config("nothing", SimpleNamespace(), "float32")
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "fits"), [(96, 8, True), (128, 8, True), (95, 8, False), (96, 9, False)]
+)
+def test_a_vocabulary_may_be_padded_and_not_cut(rows: int, width: int, fits: bool) -> None:
+    entry: Any = SimpleNamespace(key="k", place=(), counts=(), shape=(96, 8), by_vocab=True)
+    stored: Any = object.__new__(Stored)
+    stored._path, stored._tensors = Path("x"), {"k": SimpleNamespace(size=(rows, width))}
+    if fits:
+        stored.check(entry)
+    else:
+        with pytest.raises(
+            DataError, match=rf"x: k is \[{rows}, {width}\], the model's is \[96, 8"
+        ):
+            stored.check(entry)

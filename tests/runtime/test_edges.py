@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,6 +132,15 @@ def test_another_model_forgets_what_was_measured() -> None:
     assert made.scheduler(geometry, split=True) is not measured
 
 
+def test_a_scheduler_that_is_kept_follows_the_static_peak_of_the_batches() -> None:
+    made = Decisions(DppConfig(activation_cap="static"), lambda _: None, 0, decides=True)
+    geometry, caps = Geometry(2, 0, 1, 4), []
+    for size in (1, 10, 1):
+        scheduler = made.scheduler(geometry, split=True, largest=10, sizes=[size] * 4)
+        caps.append(scheduler._limits[-1].cap)
+    assert caps == [pytest.approx(0.2), 2.0, 2.0]
+
+
 class Inner:
     """A transport of which a test says what has arrived; it notes how long it is waited on."""
 
@@ -193,6 +203,19 @@ def test_a_message_arrives_no_earlier_than_those_before_it(monkeypatch: pytest.M
     now[0] += 5 * 10**7
     assert transport.poll() == (2,)
     assert [transport.take(0).arrived_ns for _ in range(2)] == [now[0], now[0]]
+
+
+def test_a_sender_has_not_left_while_its_last_message_is_delayed() -> None:
+    """The message was in the inner transport, where nobody had looked yet."""
+    spec = Topology((0, 1), 1, 1).channels([4], [4], 2).specs[0]
+    inner: Any = Inner(spec)
+    inner.departed = lambda peer: True
+    transport = DelayedTransport(inner, Injector("slow-link:0-1:10s", 1, 2), (0, 1))
+    now = time.monotonic_ns()
+    inner.arrived.append(Message(torch.zeros(1), 0, 0, 0, 1, now, now))
+    assert not transport.departed(0)
+    transport._hidden[0].clear()
+    assert transport.departed(0)
 
 
 @pytest.mark.parametrize("number", [0, -1, 3, 6])

@@ -67,7 +67,8 @@ def test_weight_gradients_are_deferred_unless_autograd_would_stop_before_them() 
     assert not kept and all(gradient is not None for gradient in now)
     for weight in linear.weights:
         weight.grad = None
-    linear(tokens.requires_grad_(), ends).sum().backward()
+    linear(tokens.requires_grad_() * 1.0, ends).sum().backward()
+    assert kept[0][0].grad_fn is None, "it would keep the graph"
     assert len(kept) == 1 and not any(weight.grad is not None for weight in linear.weights)
     for got, wanted in zip(weight_gradients(*kept[0]), now, strict=True):
         assert torch.equal(got, wanted)
@@ -148,3 +149,21 @@ def test_a_padded_capacity_gives_the_ends_that_the_counts_would() -> None:
         ends.append(built._ends(tokens, counts))
     assert ends[0].tolist() == ends[1].tolist() == [5, 10, 15]
     assert {one.dtype for one in ends} == {torch.int32}
+
+
+def test_probabilities_on_the_input_are_not_applied_twice() -> None:
+    given: list[torch.Tensor] = []
+
+    class Expert:
+        def forward(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+            given.extend((tokens, probs))
+            return tokens, None
+
+    built = GroupedExperts.__new__(GroupedExperts)
+    torch.nn.Module.__init__(built)
+    built.config = SimpleNamespace(moe_apply_probs_on_input=True)
+    built.local_experts, built.linears = [Expert(), Expert()], (None, None)
+    tokens, probs = torch.ones(3, 2), torch.tensor([0.5, 0.25, 1.0])
+    built.forward(tokens, torch.tensor([1, 2]), probs)
+    assert given[0].tolist() == [[0.5, 0.5], [0.25, 0.25], [1.0, 1.0]]
+    assert given[1].tolist() == [1.0, 1.0, 1.0]

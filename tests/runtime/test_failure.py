@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,3 +136,12 @@ def test_an_error_of_our_own_is_not_replaced() -> None:
         schedule.network.kill(1)
         raise KeyError("attention_mask")
     assert schedule.closed
+
+
+def test_a_store_that_never_answers_keeps_no_process_alive() -> None:
+    answered = threading.Event()
+    failure._within(0.01, answered.wait)
+    (asking,) = (each for each in threading.enumerate() if each.name == "dpp-failure")
+    assert asking.daemon
+    answered.set()
+    asking.join(30)

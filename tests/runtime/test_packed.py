@@ -47,6 +47,14 @@ def test_positions_begin_anew_in_each_document() -> None:
     assert positions(STARTS[:-1], TOKENS).tolist()[4:] == [0, 1, 2, 3, 4], "tokens behind the last"
 
 
+def test_a_mask_of_either_kind_is_kept_for_itself() -> None:
+    documents = Documents(STARTS, 5)
+    for causal in (True, False, True):
+        seen = documents.allowed(TOKENS, causal=causal)
+        lengths = [1, 2, 3, 1, 1, 2, 3, 4, 5] if causal else [3, 3, 3, 1, 5, 5, 5, 5, 5]
+        assert seen.sum(dim=1).tolist() == lengths
+
+
 @pytest.mark.parametrize("mask_type", [AttnMaskType.causal, AttnMaskType.no_mask])
 def test_each_document_sees_itself_alone(mask_type: AttnMaskType) -> None:
     """On a CPU one document at a time; on a GPU without a kernel for it, by a mask."""

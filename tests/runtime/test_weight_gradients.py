@@ -314,3 +314,12 @@ def test_a_fused_product_adds_into_the_main_gradient(
     assert torch.equal(weight.main_grad, torch.full((2, 3), 9.0, dtype=kept))
     assert weight.grad_added_to_main_grad
     assert asked == [f"wgrad_gemm_accum_fp{32 if kept == torch.float32 else 16}"]
+
+
+def test_experts_defer_for_one_step_alone() -> None:
+    store = WeightGradients([Chunk(Linear())])
+    layer: Any = SimpleNamespace(defer=None)
+    store._groups.append((layer, print))
+    with store.bound():
+        assert layer.defer is print
+    assert layer.defer is None

@@ -147,6 +147,15 @@ def test_a_limit_may_count_microbatches_whatever_their_size(counts, order):
     assert drain(scheduler) == order
 
 
+@pytest.mark.parametrize(("deferred", "then"), [(True, "0W0"), (False, "0F2")])
+def test_what_weight_gradients_keep_counts_under_a_limit(deferred, then):
+    limit = Limit(2.0, deferred=deferred)
+    scheduler = Scheduler(Geometry(2, 0, 1, 4), cap=4, limits=[limit])
+    assert drain(scheduler) == "0F0 0F1"
+    scheduler.arrived(Direction.BACKWARD, 0, 1)
+    assert [str(scheduler.next()) for _ in range(2)] == ["0B0", then]
+
+
 def test_restart_forgets():
     scheduler = Scheduler(Geometry(1, 0, 1, 3))
     first = drain(scheduler)

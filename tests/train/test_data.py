@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,3 +106,20 @@ def test_chunks_share_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     task = argparse.Namespace(every_stage_reads=True)
     found = data.build_iterators(run, 3, task)  # type: ignore[arg-type]
     assert {id(each[0].plans) for each in loaders} == {id(found.plans)}
+
+
+@pytest.mark.parametrize("loader_type", ["single", "cyclic"])
+def test_a_full_validation_begins_anew_after_all_of_its_iterations(loader_type: str) -> None:
+    args: Any = argparse.Namespace(
+        full_validation=True, dataloader_type=loader_type, global_batch_size=8,
+        micro_batch_size=2, data_parallel_size=2,
+    )  # fmt: skip
+    found = data._endless(args, list(range(5)), eval_iters=2)
+    assert list(itertools.islice(found, 9)) == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+
+
+def test_a_full_validation_without_its_set_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "largest", lambda values: values)
+    args = argparse.Namespace(full_validation=True, skip_train=False, eval_iters=0)
+    run: Any = SimpleNamespace(args=args, say=print)
+    assert data._agree(run, [[["a batch"], None, None]]) == ([True, False, False], 0)
