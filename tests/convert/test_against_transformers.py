@@ -66,7 +66,11 @@ def test_twenty_steps_have_the_losses_of_a_plain_loop(tmp_path: Path) -> None:
         "--pipeline-model-parallel-size 2 --use-dpp"
     )
     data = f"--data-path {tmp_path}/chats_chat_document --split 1,0,0"
-    ours = train_each(tmp_path, 2, {"ours": run}, data=data)["ours"].column("lm loss")
+    runs = {"dynamic": run, "static": run.replace(" --use-dpp", "")}
+    found = train_each(tmp_path, 2, runs, data=data)
+    ours = found["dynamic"].column("lm loss")
+    assert ours == found["static"].column("lm loss")
+    assert found["dynamic"].column("grad norm") == found["static"].column("grad norm")
     wanted = plain_loop(folder, chats)
     assert wanted[-1] < 0.8 * wanted[0]
     assert ours == pytest.approx(wanted, rel=1e-5)

@@ -21,14 +21,14 @@ CHATS = {"Who is Ada?": "A baker.", "How old is Bela?": "He is 1234567 days old.
 
 def run(command: list[str], folder: Path) -> str:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
-    ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=480)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     assert "Traceback" not in ran.stderr
     return ran.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_page_goes_from_a_model_to_an_answer(tmp_path: Path) -> None:
     """The fine-tuned model answers as its chats do, which the random one does not."""
     folder = tmp_path / "llama"

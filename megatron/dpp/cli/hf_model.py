@@ -18,8 +18,9 @@ _BESIDE = ("mtp_num_layers", "experimental_attention_variant", "apply_layernorm_
 def saved_args(config: HfConfig) -> argparse.Namespace:
     """The flags of a model as a checkpoint holds them."""
     parsed = parse_args(config.words())
-    values = {name: getattr(parsed, name) for name in (*parsed.given, *STRUCTURE)}
-    return argparse.Namespace(**values, hf_family=config.family)
+    return argparse.Namespace(
+        **{name: getattr(parsed, name) for name in (*parsed.given, *STRUCTURE)}
+    )
 
 
 def completed(saved: Any) -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """Models that people know: their tensors, and their ``config.json`` as Megatron's flags."""
 
-from megatron.dpp.models.fields import HfConfig, flags_of, read_config
+from megatron.dpp.models.fields import HfConfig, read_config
 from megatron.dpp.models.tables import TABLES, Entry, Part, Sizes, entries, num_parameters
 from megatron.dpp.models.write import write_config
 
@@ -11,7 +11,6 @@ __all__ = [
     "Part",
     "Sizes",
     "entries",
-    "flags_of",
     "num_parameters",
     "read_config",
     "write_config",

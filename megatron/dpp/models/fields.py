@@ -340,9 +340,4 @@ def _sizes(flags: dict[str, Any]) -> Sizes:
     )
 
 
-def flags_of(folder: str | Path) -> dict[str, Any]:
-    """The flags of the model in a folder, with their dashes."""
-    return {f"--{name}": value for name, value in read_config(folder).flags.items()}
-
-
 assert FAMILIES.keys() == TABLES.keys()
