@@ -17,6 +17,7 @@ import fcntl
 import multiprocessing
 import os
 import select
+import signal
 import statistics
 import struct
 import subprocess
@@ -151,6 +152,7 @@ def _meet(store: Any, rank: int, where: str) -> None:
 
 def main() -> int:
     """Print the median step of each arm."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # removes the hosts
     args = harness.new_parser(
         __doc__, microbatches=16, chunks=2, rounds=10, sleep_ms=(5.0, "time of a task"),
         delay_us=(50.0, "time of a packet between the hosts"),
