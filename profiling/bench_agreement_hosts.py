@@ -1,0 +1,178 @@
+#!/usr/bin/env python
+"""Time a step whose stages agree across two hosts, beside one in which each rank decides alone.
+
+    sudo python profiling/bench_agreement_hosts.py
+
+Two network namespaces stand for the hosts. A relay joins them and holds each packet for
+``--delay-us``. Two replicas of a pipeline of two ranks have one host each; the ranks of a stage run
+one order, as ranks that share experts do. Tasks sleep ``--sleep-ms``. The arms take turns: with the
+agreement, and without. Needs root, ``ip``, ``/dev/net/tun`` and a core for each of six processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import multiprocessing
+import os
+import select
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+from bench_sleeping import Naps, SleepingRunner
+from torch.distributed import TCPStore
+
+from megatron.dpp.runtime.agreement import decider_for
+from megatron.dpp.runtime.executor import Executor, Links
+from megatron.dpp.runtime.timer import HostTimer
+from megatron.dpp.runtime.topology import Topology
+from megatron.dpp.schedule import Geometry, Scheduler, parse_cap
+from megatron.dpp.trace import NullRecorder
+from megatron.dpp.transport import TransportOptions, open_transport
+
+_ADDRESSES = ("10.213.72.1", "10.213.72.2")
+_BYTES = 128
+_STAGES, _REPLICAS = 2, 2
+_NEWNET, _TUNSETIFF, _TUN_NO_PI = 0x40000000, 0x400454CA, 0x1001
+_DEADLINE = 60.0
+
+
+def _enter(namespace: str) -> None:
+    with open(f"/run/netns/{namespace}") as place:
+        if ctypes.CDLL(None, use_errno=True).setns(place.fileno(), _NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
+
+
+def _relay(names: tuple[str, str], delay: float, ready: Any) -> None:
+    """Carry packets between the namespaces until the process is ended; each waits ``delay`` s."""
+    ends = []
+    for name in names:
+        _enter(name)
+        end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH", b"dpp0", _TUN_NO_PI))
+        ends.append(end)
+    ready.set()
+    waiting: deque[tuple[float, int, bytes]] = deque()
+    while True:
+        readable, _, _ = select.select(ends, [], [], 0.0 if waiting else 0.01)
+        for end in readable:
+            packet = os.read(end, 1 << 16)
+            waiting.append((time.perf_counter() + delay, ends[1 - ends.index(end)], packet))
+        while waiting and waiting[0][0] <= time.perf_counter():
+            _, end, packet = waiting.popleft()
+            with contextlib.suppress(OSError):  # a device that is down
+                os.write(end, packet)
+
+
+@contextlib.contextmanager
+def _two_hosts(delay: float) -> Iterator[tuple[str, str]]:
+    names = (f"dpp-bench-{os.getpid()}-0", f"dpp-bench-{os.getpid()}-1")
+    relay: Any = None
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, timeout=_DEADLINE)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ready = multiprocessing.Event()
+        relay = multiprocessing.Process(target=_relay, args=(names, delay, ready), daemon=True)
+        relay.start()
+        if not ready.wait(_DEADLINE):
+            raise SystemExit("the relay between the namespaces does not start")
+        for name, address in zip(names, _ADDRESSES, strict=True):
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "dpp0")
+            ip("-n", name, "link", "set", "dpp0", "up")
+        yield names
+    finally:
+        if relay is not None:
+            relay.kill()
+            relay.join()
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _member(rank: int, names: tuple[str, str], port: int, args: Namespace) -> list[list[float]]:
+    """Seconds of each step of this rank, by arm: together, then alone."""
+    replica = rank % _REPLICAS
+    _enter(names[replica])
+    os.environ["GLOO_SOCKET_IFNAME"] = "dpp0"
+    store = TCPStore(_ADDRESSES[0], port, is_master=rank == 0)
+    topology = Topology(tuple(range(replica, 4, _REPLICAS)), rank // _REPLICAS, args.chunks)
+    channels = topology.channels([_BYTES], [_BYTES], 2)
+    stage = [rank - replica, rank - replica + 1]
+    found: list[list[float]] = [[], []]
+    with open_transport(
+        channels.specs, rank=rank, store=store, board_ranks=stage,
+        board_counters=2 * channels.num_incoming,
+        options=TransportOptions(node_ips=_ADDRESSES[replica]),
+    ) as transport:  # fmt: skip
+        links = Links(transport, channels)
+        for step in range(2 * (args.rounds + 1)):
+            board = transport.board if step % 2 == 0 else None
+            _meet(store, rank, f"step {step}")
+            begin = time.perf_counter()
+            _step(args, links, board, step, topology)
+            took = time.perf_counter() - begin
+            if step >= 2:  # the first of each is untimed
+                found[step % 2].append(took)
+        _meet(store, rank, "end")
+    return found
+
+
+def _step(args: Namespace, links: Links, board: Any, number: int, topology: Topology) -> None:
+    v = args.chunks
+    geometry = Geometry(_STAGES, topology.rank, v, args.microbatches, w_pieces=(1,) * v)
+    scheduler = Scheduler(geometry, cap=parse_cap("auto", geometry).chunks, split_backward=True)
+    decider = decider_for(scheduler, links.channels.receiving, board)
+    decider.start(links.consumed)
+    Executor(
+        runner=SleepingRunner(Naps(args, v, number, fused=False)), decider=decider, links=links,
+        recorder=NullRecorder(), timer=HostTimer(), injector=None, split_backward=True,
+        iteration=number, timeout=_DEADLINE,
+    ).run()  # fmt: skip
+    links.consume(geometry)
+
+
+def _meet(store: Any, rank: int, where: str) -> None:
+    store.set(f"{where} {rank}", "1")
+    store.wait([f"{where} {other}" for other in range(_STAGES * _REPLICAS)])
+
+
+def main() -> int:
+    """Print the median step of each arm."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # removes the hosts
+    args = harness.new_parser(
+        __doc__, microbatches=16, chunks=2, rounds=10, sleep_ms=(5.0, "time of a task"),
+        delay_us=(50.0, "time of a packet between the hosts"),
+    ).parse_args()  # fmt: skip
+    args.inject = ""
+    tasks = 3 * args.chunks * args.microbatches
+    most = 5 * _DEADLINE + 4 * args.rounds * tasks * args.sleep_ms * 2e-3
+    with _two_hosts(args.delay_us * 1e-6) as names:
+        ranks = harness.run_members(_member, 4, names, harness.free_port(), args, timeout=most)
+    together, alone = (
+        [max(steps) for steps in zip(*(rank[arm] for rank in ranks), strict=True)] for arm in (0, 1)
+    )
+    medians = statistics.median(together), statistics.median(alone)
+    rows = [
+        (name, f"{steps * 1e3:.2f}", f"{steps / tasks * 1e6:.1f}", f"{steps / medians[1]:.4f}")
+        for name, steps in zip(("one order for both hosts", "each alone"), medians, strict=True)
+    ]
+    harness.print_table("decisions | step, ms | per task, us | over alone", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
