@@ -117,18 +117,20 @@ void bind_rdma(py::module_& module) {
       .def(py::init([](Transport& transport, int peer, const std::vector<size_t>& incoming,
                        const std::vector<size_t>& outgoing, const std::string& device, uint8_t port,
                        uint32_t gid_index, uint8_t traffic_class, uint8_t service_level,
-                       uint16_t pkey_index, uint8_t timeout, uint8_t retries, uint64_t piece_bytes,
-                       int gpu, const std::string& gpudirect, uint32_t max_pending) {
+                       uint16_t pkey_index, uint8_t timeout, uint8_t retries, bool adaptive_routing,
+                       uint64_t piece_bytes, int gpu, const std::string& gpudirect,
+                       uint32_t max_pending) {
              return make_link(transport, peer, incoming, outgoing,
                               {device, port, gid_index, traffic_class, service_level, pkey_index,
-                               timeout, retries, piece_bytes},
+                               timeout, retries, adaptive_routing, piece_bytes},
                               gpu, gpudirect, max_pending);
            }),
            py::keep_alive<1, 2>(), py::arg("transport"), py::arg("peer"), py::arg("incoming"),
            py::arg("outgoing"), py::kw_only(), py::arg("device"), py::arg("port"),
            py::arg("gid_index"), py::arg("traffic_class"), py::arg("service_level"),
-           py::arg("pkey_index"), py::arg("timeout"), py::arg("retries"), py::arg("piece_bytes"),
-           py::arg("gpu"), py::arg("gpudirect"), py::arg("max_pending"))
+           py::arg("pkey_index"), py::arg("timeout"), py::arg("retries"),
+           py::arg("adaptive_routing"), py::arg("piece_bytes"), py::arg("gpu"),
+           py::arg("gpudirect"), py::arg("max_pending"))
       .def_property_readonly(
           "gpu_way", [](const MadeLink& self) { return self.on_gpu ? self.on_gpu->way() : ""; },
           "How GPU tensors travel, and why; empty without a GPU.")

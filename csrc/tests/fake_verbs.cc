@@ -93,6 +93,7 @@ __attribute__((visibility("default"))) void fake_verbs_set(const char* name, lon
   if (std::string(name) == "reset") {
     fabric().faults.clear();
     fabric().late.clear();
+    fabric().seen.clear();
   }
   fabric().faults[name] = value;
   if (std::string(name) != "port-down") return;

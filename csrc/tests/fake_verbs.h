@@ -170,7 +170,8 @@ class Fabric {
     completion.opcode = 1;
     completion.status = pair.broken ? kFlushed : outcome(pair, request, piece);
     pair.broken = pair.broken || completion.status != 0;
-    if (faults["drop-completions"] == 0) complete(pair.send_queue, completion);
+    const bool told = (request.flags & kSignaled) != 0 || completion.status != 0;
+    if (told && faults["drop-completions"] == 0) complete(pair.send_queue, completion);
   }
 
   uint32_t most_bytes() {
@@ -196,6 +197,8 @@ class Fabric {
       deliver(*region->second, request.remote.address, *regions[piece.lkey], piece);
     }
     if (request.opcode == kWrite) return 0;
+    long& most = seen["most-with-immediate"];
+    most = std::max(most, request.num_pieces != 0 ? static_cast<long>(piece.bytes) : 0);
     Pair& peer = *target->second;
     if (faults["lose-receives"] != 0) peer.receives.clear();
     if (peer.receives.empty()) return kReceiverNotReady;

@@ -47,6 +47,7 @@ inline Options parse(int argc, char** argv) {
     options.places[i].device = argv[4 + i];
     options.places[i].gid_index = static_cast<uint32_t>(std::atoi(argv[6]));
     options.places[i].piece_bytes = 1 << 20;
+    options.places[i].adaptive_routing = i == 1;
   }
   return options;
 }

@@ -42,6 +42,9 @@ struct RdmaPlace {
   uint8_t traffic_class = 0, service_level = 0;
   uint16_t pkey_index = 0;
   uint8_t timeout = 20, retries = 7;
+  // The network may reorder the packets of a write. The immediate of a large one then follows in an
+  // empty write, so that its packets need no order.
+  bool adaptive_routing = false;
   uint64_t piece_bytes = 4 << 20;
 };
 
@@ -266,7 +269,8 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
 
   struct Rail {
     verbs::Owner<verbs::QueuePair> pair;
-    uint32_t in_flight = 0;  // sends that have not completed; guarded by mutex_
+    uint32_t in_flight = 0;   // sends that have not completed; guarded by mutex_
+    uint32_t unreported = 0;  // of them, those since the last one that will be reported; likewise
   };
 
   uint64_t buffer_bytes() const { return sizeof(Header) + (payloads_ ? 0 : piece_bytes_); }
@@ -297,7 +301,8 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
     uint64_t address;
     uint32_t rkey;
   };
-  // mutex_ held. `done`: the buffer that is free again afterwards, or kNoBuffer.
+  // mutex_ held. `done`: the buffer that is free again afterwards, or kNoBuffer; or kMore for a
+  // write whose completion the next one reports.
   void post(size_t rail, uint64_t done, verbs::Piece* from, const Target& to,
             const uint32_t* immediate);
 

@@ -17,7 +17,10 @@ namespace {
 constexpr uint32_t kMostBuffers = 64;
 constexpr uint64_t kMostBufferBytes = 64 << 20;  // of a link, unless the fewest need more
 constexpr uint32_t kFewestBuffers = 8;
-constexpr uint32_t kWritesPerBuffer = 2;  // a header and a payload apart from it
+// A header, a payload apart from it, and an immediate apart from both.
+constexpr uint32_t kWritesPerBuffer = 3;
+// Above, as in NCCL, an immediate goes apart where routing is adaptive.
+constexpr uint64_t kMostWithImmediate = 8192;
 constexpr int kMostCompletions = 16;
 constexpr uint64_t kPatternBytes = 4096;  // every link's pieces are as large
 constexpr uint64_t kPatternNs = 5'000'000'000;
@@ -27,9 +30,14 @@ constexpr uint8_t kRnrRetries = 6, kMinRnrTimer = 12;
 constexpr uint8_t kHopLimit = 64;
 constexpr uint32_t kPacketMask = 0xffffff;
 
-// Identifiers of requests: the rail, and a buffer or none.
+// Identifiers of requests: how many complete with it, the rail, and a buffer or none.
 constexpr uint64_t kNoBuffer = UINT32_MAX;
-uint64_t request_id(size_t rail, uint64_t buffer) { return rail << 32 | buffer; }
+constexpr uint64_t kMore = kNoBuffer - 1;
+constexpr int kRailBits = 8;
+uint64_t request_id(size_t rail, uint64_t buffer, uint64_t count = 0) {
+  return count << (32 + kRailBits) | rail << 32 | buffer;
+}
+size_t rail_of(uint64_t id) { return id >> 32 & ((1 << kRailBits) - 1); }
 
 constexpr uint64_t kPage = 4096;
 uint64_t round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit * unit; }
@@ -284,33 +292,40 @@ void RdmaLink::write(const RdmaPiece& piece, const uint32_t* immediate) {
                          buffer_region_->lkey};
   verbs::Piece payload = {address(payload_buffer(piece.buffer)), static_cast<uint32_t>(piece.bytes),
                           payloads_ ? buffer_payloads_.region->lkey : buffer_region_->lkey};
+  const bool apart =
+      immediate != nullptr && place_.adaptive_routing && piece.bytes > kMostWithImmediate;
+  const uint64_t done = apart ? kMore : buffer;
+  const uint32_t* with_data = apart ? nullptr : immediate;
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!piece.has_header) return post(piece.rail, buffer, &payload, payload_to, immediate);
-  if (side_by_side() || piece.bytes == 0) {
+  if (piece.has_header && (side_by_side() || piece.bytes == 0)) {
     header.bytes += payload.bytes;
-    return post(piece.rail, buffer, &header, header_to, immediate);
+    post(piece.rail, done, &header, header_to, with_data);
+  } else {
+    if (piece.has_header) post(piece.rail, kMore, &header, header_to, nullptr);
+    post(piece.rail, done, &payload, payload_to, with_data);
   }
-  post(piece.rail, kNoBuffer, &header, header_to, nullptr);
-  post(piece.rail, buffer, &payload, payload_to, immediate);
+  if (apart) post(piece.rail, buffer, nullptr, peer_headers_, immediate);
 }
 
 void RdmaLink::post(size_t rail, uint64_t done, verbs::Piece* from, const Target& to,
                     const uint32_t* immediate) {
+  Rail& on = rails_[rail];
   verbs::SendRequest request = {};
-  request.id = request_id(rail, done);
+  request.id = request_id(rail, done, on.unreported + 1);
   request.pieces = from;
   request.num_pieces = from != nullptr ? 1 : 0;
   request.remote.address = to.address;
   request.remote.rkey = to.rkey;
   request.opcode = immediate != nullptr ? verbs::kWriteWithImmediate : verbs::kWrite;
-  request.flags = verbs::kSignaled;
+  request.flags = done == kMore ? 0 : verbs::kSignaled;
   if (immediate != nullptr) request.immediate = htonl(*immediate);
   verbs::SendRequest* bad = nullptr;
-  if (const int error = context_->calls.post_send(rails_[rail].pair.get(), &request, &bad)) {
+  if (const int error = context_->calls.post_send(on.pair.get(), &request, &bad)) {
     throw Error(Fault::kPeerDead,
                 with_errno("sending to " + peer_->description() + " on " + place_.device, error));
   }
-  ++rails_[rail].in_flight;
+  ++on.in_flight;
+  on.unreported = done == kMore ? on.unreported + 1 : 0;
 }
 
 void RdmaLink::send_credits() {
@@ -411,7 +426,7 @@ void RdmaLink::handle_completions() {
 }
 
 void RdmaLink::handle(const verbs::Completion& completion) {
-  const size_t rail = completion.id >> 32;
+  const size_t rail = rail_of(completion.id);
   const uint64_t index = completion.id & UINT32_MAX;
   // The fields other than id are undefined in a failed completion.
   if (completion.status != 0) {
@@ -423,7 +438,7 @@ void RdmaLink::handle(const verbs::Completion& completion) {
     return handle_immediate(ntohl(completion.immediate));
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  --rails_[rail].in_flight;
+  rails_[rail].in_flight -= static_cast<uint32_t>(completion.id >> (32 + kRailBits));
   if (index != kNoBuffer) free_buffers_.push_back(static_cast<int>(index));
 }
 

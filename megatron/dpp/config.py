@@ -40,7 +40,7 @@ lengths up to 16,384.
 """
 
 GPUDIRECT = ("auto", "on", "off")
-"""Values of ``--dpp-gpudirect``."""
+"""Values of ``--dpp-gpudirect`` and ``--dpp-rdma-adaptive-routing``."""
 
 _RANGES = (
     ("tcp_connections", 1, 16),
@@ -126,6 +126,12 @@ class DppConfig:
     rdma_retries: int = _option(
         7, "over rdma: times that a lost packet is sent again, 0 to 7", needs="links"
     )
+    rdma_adaptive_routing: str = _option(
+        "auto",
+        "over rdma: the network may reorder packets, so that large data goes ahead of its notice: "
+        "auto (on InfiniBand), on, off",
+        needs="links",
+    )
     timeout: float = _option(
         600.0, "seconds that a rank waits for a message before it gives up", needs="links"
     )
@@ -210,10 +216,11 @@ class DppConfig:
                 f"--dpp-cuda-graphs {self.cuda_graphs}: expected one of {', '.join(CUDA_GRAPHS)}"
             )
         self.buckets(sys.maxsize)
-        if self.gpudirect not in GPUDIRECT:
-            raise ConfigError(
-                f"--dpp-gpudirect {self.gpudirect}: expected one of {', '.join(GPUDIRECT)}"
-            )
+        for name in ("gpudirect", "rdma_adaptive_routing"):
+            if getattr(self, name) not in GPUDIRECT:
+                raise ConfigError(
+                    f"{flag_of(name)} {getattr(self, name)}: expected one of {', '.join(GPUDIRECT)}"
+                )
         for name, least in (
             ("slots", 1),
             ("max_tokens", 0),
@@ -318,7 +325,7 @@ def _same_file(one: str, other: str) -> bool:
 
 
 def _fault_of_address(text: str) -> str:
-    """Why other hosts cannot reach this host at ``text``; empty if they may."""
+    """The reason why other hosts cannot reach this host at ``text``; empty if they may."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

@@ -287,7 +287,7 @@ OURS = {
     "--dpp-transport": "shm", "--dpp-slots": "3", "--workload": "7", "--dpp-gpudirect": "off",
     "--dpp-rdma-devices": "nearest", "--dpp-rdma-traffic-class": "96",
     "--dpp-rdma-service-level": "1", "--dpp-rdma-pkey-index": "1", "--dpp-rdma-gid-index": "3",
-    "--dpp-rdma-timeout": "18", "--dpp-rdma-retries": "5",
+    "--dpp-rdma-timeout": "18", "--dpp-rdma-retries": "5", "--dpp-rdma-adaptive-routing": "on",
     "--dpp-timeout": "5", "--dpp-checksum": "", "--dpp-peer-timeout": "9",
     "--dpp-token-file": "token", "--dpp-listen-ports": "29700-29763",
     "--dpp-tcp-connections": "2",
@@ -295,7 +295,7 @@ OURS = {
     "--node-ips": "10.0.0.1", "--dpp-length-buckets": "off",
 }  # fmt: skip
 DYNAMIC = set(list(OURS)[:8])
-LINKS = set(list(OURS)[8:25])
+LINKS = set(list(OURS)[8:26])
 
 
 def idle(more: str, *flags: str, world_size: int = 1) -> set[str]:

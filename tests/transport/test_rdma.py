@@ -291,9 +291,28 @@ def test_queue_pairs_get_what_the_flags_say(trouble: Trouble) -> None:
     assert "fake0 port 1, RoCE v2, GID index 2, traffic class 96" in reason
 
 
+@pytest.mark.parametrize(("asked", "apart"), [("auto", False), ("off", False), ("on", True)])
+def test_the_notice_of_large_data_goes_apart_where_packets_are_reordered(
+    trouble: Trouble, asked: str, apart: bool
+) -> None:
+    trouble("reset", 0)
+    options = RdmaOptions(adaptive_routing=asked)
+    sizes = (0, 8000, 8193, 100_000, 5 * MIB)
+    with opened("rdma", pair(5 * MIB), rdma=options) as (a, b):
+        assert ("adaptive routing" in a.links()[0].reason) is apart
+        for turn in range(20):
+            sent = torch.full((sizes[turn % 5],), turn, dtype=torch.uint8)
+            a.put(0, sent, iteration=0, microbatch=turn)
+            assert torch.equal(take_next(b, 0, turn).tensor, sent)
+        a.flush(PATIENCE)
+    most = fake_verbs().fake_verbs_seen(b"most-with-immediate")
+    assert (most < 8192 + 200) if apart else (most > MIB), most
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
+        ({"rdma_adaptive_routing": "yes"}, "--dpp-rdma-adaptive-routing yes: expected one of auto"),
         ({"rdma_traffic_class": 256}, "--dpp-rdma-traffic-class 256: must be from 0 to 255"),
         ({"rdma_timeout": 0}, "--dpp-rdma-timeout 0: must be from 1 to 31"),
         ({"rdma_retries": 8}, "--dpp-rdma-retries 8: must be from 0 to 7"),

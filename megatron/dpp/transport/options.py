@@ -22,6 +22,8 @@ class RdmaOptions:
         gid_index: index of the port's address in its table; -1 chooses.
         timeout: a packet counts as lost after 4.096 us x 2^timeout; 20 is NCCL's value.
         retries: times that a lost packet is sent again; 7 is NCCL's value.
+        adaptive_routing: the network may reorder packets: ``auto`` (on InfiniBand, as NCCL does),
+            ``on``, ``off``.
     """
 
     devices: str | None = None
@@ -31,6 +33,7 @@ class RdmaOptions:
     gid_index: int = -1
     timeout: int = 20
     retries: int = 7
+    adaptive_routing: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

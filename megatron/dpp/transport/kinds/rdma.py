@@ -78,6 +78,7 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
         setup.native.drop_link(link.peer)
     ours |= _set_up(setup, again, faults, "off")
     port = f"; {_place(setup).text}, traffic class {setup.options.rdma.traffic_class}"
+    port += ", adaptive routing" if _is_adaptive(setup) else ""
     return {
         peer: f"{port}; {way}" if (way := untrue.get(peer) or made.gpu_way) else port
         for peer, made in ours.items()
@@ -193,6 +194,11 @@ def _place(setup: Setup) -> Place:
     return Place(**setup.facts.found[_NAME]["place"])
 
 
+def _is_adaptive(setup: Setup) -> bool:
+    asked = setup.options.rdma.adaptive_routing
+    return asked == "on" or (asked == "auto" and _place(setup).infiniband)
+
+
 def _make(setup: Setup, link: PeerLink, gpudirect: str) -> Any:
     """Our side of a link."""
     place, options = _place(setup), setup.options.rdma
@@ -209,6 +215,7 @@ def _make(setup: Setup, link: PeerLink, gpudirect: str) -> Any:
         pkey_index=options.pkey_index,
         timeout=options.timeout,
         retries=options.retries,
+        adaptive_routing=_is_adaptive(setup),
         piece_bytes=setup.options.workload * _ELEMENT_BYTES,
         gpu=setup.gpu,
         gpudirect=gpudirect,
