@@ -132,6 +132,14 @@ def test_another_model_forgets_what_was_measured() -> None:
     assert made.scheduler(geometry, split=True) is not measured
 
 
+def test_a_recording_counts_evaluations_too() -> None:
+    made = decisions([])
+    for number, forward_only in enumerate((True, False, True)):
+        assert made._num_calls == number
+        scheduler = made.scheduler(Geometry(2, 0, 1, 4, forward_only=forward_only), split=False)
+        made.ran(scheduler, [], split=False)
+
+
 def test_a_scheduler_that_is_kept_follows_the_static_peak_of_the_batches() -> None:
     made = Decisions(DppConfig(activation_cap="static"), lambda _: None, 0, decides=True)
     geometry, caps = Geometry(2, 0, 1, 4), []

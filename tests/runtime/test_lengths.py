@@ -97,6 +97,8 @@ def test_tokens_of_a_boundary() -> None:
     assert tokens.count(torch.zeros([])) is None, "a loss"
     assert tokens.count([torch.zeros(5, 2, 8)]) is None
     assert Tokens(largest=32, hidden=0).count(torch.zeros(5, 2, 8)) is None
+    assert Tokens(largest=8, hidden=8, parts=4).of_rank([16, 32]) == [4, 8]
+    assert Tokens(largest=8, hidden=0, parts=4).of_rank([16, 32]) is None
 
 
 def test_a_measured_activation_is_scaled_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,3 +123,23 @@ def test_a_full_validation_without_its_set_is_none(monkeypatch: pytest.MonkeyPat
     args = argparse.Namespace(full_validation=True, skip_train=False, eval_iters=0)
     run: Any = SimpleNamespace(args=args, say=print)
     assert data._agree(run, [[["a batch"], None, None]]) == ([True, False, False], 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (80, 24, 8)),  # after iterations 4 and 8, and at the end
+        ({"eval_interval": None}, (80, 8, 8)),
+        ({"skip_train": True}, (80, 8, 8)),
+        ({"full_validation": True}, (80, None, 8)),
+        ({"eval_iters": 0}, (80, 1, 1)),
+        ({"train_samples": 99}, (99, 24, 8)),
+    ],
+)
+def test_evaluations_have_samples_for_each_of_them(changes: Any, expected: Any) -> None:
+    usual = {
+        "global_batch_size": 8, "train_samples": None, "train_iters": 10, "full_validation": False,
+        "skip_train": False, "eval_interval": 4, "eval_iters": 1,
+    }  # fmt: skip
+    args: Any = argparse.Namespace(**usual | changes)
+    assert data.num_samples(args) == expected
