@@ -268,8 +268,8 @@ def _new_socket(where: Any, *, over_tcp: bool) -> socket.socket:
 def _watch_tcp(sock: socket.socket, seconds: float) -> None:
     """Disable Nagle's delay, and notice a lost host after ``seconds`` of silence.
 
-    Probes that go unanswered count from the first one after the loss. A connection that is idle when
-    the host is lost therefore holds for all of that time, and up to one interval more.
+    Probes that go unanswered count from the first one after the loss. A connection that is idle
+    when the host is lost therefore holds for all of that time, and up to one interval more.
     """
     if sock.family == socket.AF_UNIX:
         return
