@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "base/pattern.h"
 
 namespace dpp {
 
@@ -16,6 +17,8 @@ constexpr uint32_t kMostSlots =
     1 << 14;  // a quarter of what 16 bits tell apart, so that order shows
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kGpuAlignment = 256;
+constexpr uint64_t kPatternBytes = 4096;  // every link's pieces are as large
+constexpr uint64_t kPatternNs = 5'000'000'000;
 
 uint64_t round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -200,6 +203,56 @@ bool RdmaReceiver::close_share(uint16_t low, uint32_t num_shares) {
   // the completion that led here.
   if (arrived != before) arrived_.store(arrived, std::memory_order_release);
   return arrived != before;
+}
+
+// ---- link: test
+// -------------------------------------------------------------------------------------------------------
+
+// Patterns go into the first slot of the first channel and into the last slot of the last one.
+std::vector<RdmaLink::TestSlot> RdmaLink::test_slots(const std::vector<ChannelSpec>& channels) {
+  if (channels.empty()) return {};
+  const auto last = static_cast<uint32_t>(channels.size() - 1);
+  std::vector<TestSlot> slots = {{0, 1, 0}, {last, channels[last].depth, 0}};
+  for (TestSlot& slot : slots)
+    slot.bytes = std::min(channels[slot.channel].slot_bytes, kPatternBytes);
+  return slots;
+}
+
+void RdmaLink::write_pattern(uint64_t seed) {
+  for (const auto& [channel, sequence, bytes] : test_slots(outgoing_)) {
+    const std::vector<uint64_t> words = pattern(seed + sequence, bytes);
+    RdmaPiece piece;
+    piece.buffer = take_buffer();
+    piece.bytes = bytes;
+    piece.payload = peer_slots_.payload(channel, sequence);
+    std::byte* to = payload_buffer(piece.buffer);
+    if (payloads_) {
+      payloads_->fill(reinterpret_cast<uintptr_t>(to), words.data(), bytes);
+    } else {
+      std::memcpy(to, words.data(), bytes);
+    }
+    write(piece, nullptr);
+    drain(monotonic_ns() + kPatternNs);
+    if (free_buffers_.size() == num_buffers_) continue;
+    throw Error(Fault::kSetup, "a first write to " + peer_->description() + " over " +
+                                   place_.device + " has not completed after " +
+                                   std::to_string(kPatternNs / 1'000'000'000) + " s");
+  }
+}
+
+std::string RdmaLink::pattern_fault(uint64_t seed) {
+  for (const auto& [channel, sequence, bytes] : test_slots(incoming_)) {
+    std::vector<uint64_t> found((bytes + 7) / 8);
+    const std::byte* from = slot_payload(channel, sequence);
+    if (payloads_) {
+      payloads_->fetch(found.data(), reinterpret_cast<uintptr_t>(from), bytes);
+    } else {
+      std::memcpy(found.data(), from, bytes);
+    }
+    const std::string fault = dpp::pattern_fault(found, seed + sequence, bytes);
+    if (!fault.empty()) return fault;
+  }
+  return "";
 }
 
 }  // namespace dpp

@@ -7,7 +7,6 @@
 #include <random>
 
 #include "base/error.h"
-#include "base/pattern.h"
 #include "transport/rdma.h"
 
 namespace dpp {
@@ -22,8 +21,6 @@ constexpr uint32_t kWritesPerBuffer = 3;
 // Above, as in NCCL, an immediate goes apart where routing is adaptive.
 constexpr uint64_t kMostWithImmediate = 8192;
 constexpr int kMostCompletions = 16;
-constexpr uint64_t kPatternBytes = 4096;  // every link's pieces are as large
-constexpr uint64_t kPatternNs = 5'000'000'000;
 
 // A receiver is never short of receives, so that is not waited for long.
 constexpr uint8_t kRnrRetries = 6, kMinRnrTimer = 12;
@@ -343,56 +340,6 @@ void RdmaLink::send_credits() {
     post(0, kNoBuffer, nullptr, peer_headers_, &immediate);
     receiver.credited_ = released;
   }
-}
-
-// ---- link: test
-// -------------------------------------------------------------------------------------------------------
-
-// Patterns go into the first slot of the first channel and into the last slot of the last one.
-std::vector<RdmaLink::TestSlot> RdmaLink::test_slots(const std::vector<ChannelSpec>& channels) {
-  if (channels.empty()) return {};
-  const auto last = static_cast<uint32_t>(channels.size() - 1);
-  std::vector<TestSlot> slots = {{0, 1, 0}, {last, channels[last].depth, 0}};
-  for (TestSlot& slot : slots)
-    slot.bytes = std::min(channels[slot.channel].slot_bytes, kPatternBytes);
-  return slots;
-}
-
-void RdmaLink::write_pattern(uint64_t seed) {
-  for (const auto& [channel, sequence, bytes] : test_slots(outgoing_)) {
-    const std::vector<uint64_t> words = pattern(seed + sequence, bytes);
-    RdmaPiece piece;
-    piece.buffer = take_buffer();
-    piece.bytes = bytes;
-    piece.payload = peer_slots_.payload(channel, sequence);
-    std::byte* to = payload_buffer(piece.buffer);
-    if (payloads_) {
-      payloads_->fill(reinterpret_cast<uintptr_t>(to), words.data(), bytes);
-    } else {
-      std::memcpy(to, words.data(), bytes);
-    }
-    write(piece, nullptr);
-    drain(monotonic_ns() + kPatternNs);
-    if (free_buffers_.size() == num_buffers_) continue;
-    throw Error(Fault::kSetup, "a first write to " + peer_->description() + " over " +
-                                   place_.device + " has not completed after " +
-                                   std::to_string(kPatternNs / 1'000'000'000) + " s");
-  }
-}
-
-std::string RdmaLink::pattern_fault(uint64_t seed) {
-  for (const auto& [channel, sequence, bytes] : test_slots(incoming_)) {
-    std::vector<uint64_t> found((bytes + 7) / 8);
-    const std::byte* from = slot_payload(channel, sequence);
-    if (payloads_) {
-      payloads_->fetch(found.data(), reinterpret_cast<uintptr_t>(from), bytes);
-    } else {
-      std::memcpy(found.data(), from, bytes);
-    }
-    const std::string fault = dpp::pattern_fault(found, seed + sequence, bytes);
-    if (!fault.empty()) return fault;
-  }
-  return "";
 }
 
 // ---- link: completions

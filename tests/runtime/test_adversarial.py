@@ -20,7 +20,7 @@ from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import (
     Action,
     Geometry,
-    Limit,
+    MemoryLimit,
     Reference,
     Scheduler,
     View,
@@ -98,9 +98,9 @@ class Case:
         sizes = self.sizes if self.known else (LONGEST,) * m
         limits = []
         if self.counted:
-            limits.append(Limit(float(peak_size(order, [1] * m)), counts=True))
+            limits.append(MemoryLimit(float(peak_size(order, [1] * m)), counts=True))
         if self.target is not None:
-            limits.append(Limit(self.target / LONGEST, self.weights, assumed=5, soft=True))
+            limits.append(MemoryLimit(self.target / LONGEST, self.weights, assumed=5, soft=True))
         return Scheduler(
             geometry,
             policy=self.policy or wild(random.Random(self.seed + geometry.rank)),

@@ -8,7 +8,7 @@ from megatron.dpp.schedule import (
     Action,
     Cause,
     Geometry,
-    Limit,
+    MemoryLimit,
     Scheduler,
     find_policy,
 )
@@ -129,10 +129,10 @@ def test_a_gradient_before_its_forward_allows_nothing():
 
 
 def test_restart_replaces_limits():
-    scheduler = Scheduler(Geometry(2, 0, 1, 4), cap=4, limits=[Limit(2.0)])
+    scheduler = Scheduler(Geometry(2, 0, 1, 4), cap=4, limits=[MemoryLimit(2.0)])
     assert drain(scheduler) == "0F0 0F1"
     for limits, order in (
-        ([Limit(3.0)], "0F0 0F1 0F2"),
+        ([MemoryLimit(3.0)], "0F0 0F1 0F2"),
         (None, "0F0 0F1 0F2"),
         ([], "0F0 0F1 0F2 0F3"),
     ):
@@ -142,14 +142,14 @@ def test_restart_replaces_limits():
 
 @pytest.mark.parametrize(("counts", "order"), [(True, "0F0 0F1"), (False, "0F0 0F1 0F2 0F3")])
 def test_a_limit_may_count_microbatches_whatever_their_size(counts, order):
-    limit = Limit(2.0, counts=counts)
+    limit = MemoryLimit(2.0, counts=counts)
     scheduler = Scheduler(Geometry(2, 0, 1, 4), cap=4, largest=10, sizes=[1] * 4, limits=[limit])
     assert drain(scheduler) == order
 
 
 @pytest.mark.parametrize(("deferred", "then"), [(True, "0W0"), (False, "0F2")])
 def test_what_weight_gradients_keep_counts_under_a_limit(deferred, then):
-    limit = Limit(2.0, deferred=deferred)
+    limit = MemoryLimit(2.0, deferred=deferred)
     scheduler = Scheduler(Geometry(2, 0, 1, 4), cap=4, limits=[limit])
     assert drain(scheduler) == "0F0 0F1"
     scheduler.arrived(Direction.BACKWARD, 0, 1)

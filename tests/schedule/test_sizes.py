@@ -15,7 +15,7 @@ from megatron.dpp.schedule import (
     Budget,
     Geometry,
     Kind,
-    Limit,
+    MemoryLimit,
     Reference,
     Scheduler,
     StaticSizes,
@@ -128,10 +128,10 @@ class Sized(Pipeline):
         settings["cap"] = peak_size(order, assumed, self.weights) / largest
         limits = []
         if self.counted:
-            limits.append(Limit(float(peak_size(order, [1] * self.m)), counts=True))
+            limits.append(MemoryLimit(float(peak_size(order, [1] * self.m)), counts=True))
         if self.target is not None:
             limits.append(
-                Limit(self.target / largest, self.weights, assumed=1 + largest // 3, soft=True)
+                MemoryLimit(self.target / largest, self.weights, assumed=1 + largest // 3, soft=True)
             )
         return super().scheduler(
             rank, largest=largest, sizes=sizes, weights=self.weights, limits=limits, **settings
@@ -372,8 +372,8 @@ def test_a_cap_below_megatrons_order_of_these_sizes_is_refused():
 def test_a_limit_below_megatrons_order_is_refused():
     geometry = Geometry(2, 0, 2, 4)
     with pytest.raises(ConfigError, match=r"may hold 4 .* needs 5;"):
-        Scheduler(geometry, limits=[Limit(4.0, counts=True)])
-    Scheduler(geometry, limits=[Limit(0.0, soft=True)])
+        Scheduler(geometry, limits=[MemoryLimit(4.0, counts=True)])
+    Scheduler(geometry, limits=[MemoryLimit(0.0, soft=True)])
     for weights in ((1.0,), (1.0, -1.0)):
         with pytest.raises(ConfigError, match="one of at least 0 is needed for each of 2 chunks"):
             Scheduler(geometry, weights=weights)

@@ -9,18 +9,20 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.netns import ADDRESSES, Hosts, two_hosts
-from tests.nodes import Node, end, numbers, running, wait_for_end, wait_for_iterations
+from tests.nodes import Node, end, lines, numbers, running, wait_for_end, wait_for_iterations
 from tests.parity.runs import REPOSITORY, train
 from tests.runtime.launcher import free_port
 from tests.shared_memory import none_left
 
 PATIENCE = 120.0
+START = 300.0  # of a run, where the machine is busy
 SETTINGS = {
     "PIPELINE_PARALLEL": "2", "MODEL_CHUNKS": "2", "NUM_LAYERS": "4",
     "HIDDEN_SIZE": "32", "NUM_ATTENTION_HEADS": "2", "SEQ_LENGTH": "32", "MICRO_BATCH_SIZE": "1",
@@ -42,7 +44,7 @@ def ranks(per_node: int, nodes: int = 1) -> dict[str, str]:
 
 @contextlib.contextmanager
 def nodes(
-    hosts: Hosts, folder: Path, per_node: int = 1, **worker: str
+    hosts: Hosts, folder: Path, per_node: int = 1, *, peer_timeout: float = 3.0, **worker: str
 ) -> Iterator[tuple[Node, Node, Path]]:
     """Both scripts, running; ends them with everything that they started."""
     metrics = folder / "metrics.jsonl"
@@ -51,7 +53,7 @@ def nodes(
     try:
         for host, role in enumerate(("master", "worker")):
             words = ["bash", f"run_{role}_gpt.sh", "--metrics-file", str(metrics)]
-            words += ["--dpp-peer-timeout", "3"]
+            words += ["--dpp-peer-timeout", f"{peer_timeout:g}"]
             log = folder / f"{role}.log"
             more = worker if role == "worker" else {}
             started.append(Node(hosts.command(host, *words), log, **SETTINGS, **shared, **more))
@@ -60,7 +62,9 @@ def nodes(
         end(*started)
 
 
-def single_node(folder: Path, per_node: int) -> list[tuple[float, float]]:
+def single_node(
+    folder: Path, per_node: int, iterations: int = ITERATIONS
+) -> list[tuple[float, float]]:
     """The numbers of one node with the ranks of two, with the flags that its script shows."""
     shown = subprocess.run(
         ["bash", "run_single_gpt.sh"],
@@ -69,8 +73,8 @@ def single_node(folder: Path, per_node: int) -> list[tuple[float, float]]:
         cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=PATIENCE,
     )  # fmt: skip
     _, _, flags = shown.stdout.splitlines()[-1].partition("pretrain_gpt.py ")
-    train(folder, "single", 2 * per_node, flags, "--exit-interval", str(ITERATIONS))
-    return numbers(folder / "single.jsonl", ITERATIONS)
+    train(folder, "single", 2 * per_node, flags, "--exit-interval", str(iterations))
+    return numbers(folder / "single.jsonl", iterations)
 
 
 @pytest.mark.parametrize("per_node", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -92,6 +96,23 @@ def test_two_nodes_train_like_one_and_end_when_the_wire_is_cut(
     expected = single_node(tmp_path, per_node)
     assert len(expected) == ITERATIONS
     assert numbers(metrics, ITERATIONS) == expected  # bitwise
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seconds", [2.0, 5.0, 20.0])
+def test_a_blackout_changes_no_loss(hosts: Hosts, seconds: float, tmp_path: Path) -> None:
+    """Everything between the hosts is away: our links, gloo's and torchrun's."""
+    with none_left(), nodes(hosts, tmp_path, peer_timeout=30.0) as (master, worker, metrics):
+        wait_for_iterations(ITERATIONS, metrics, START, master, worker)
+        hosts.cut()
+        time.sleep(seconds)
+        done = len(lines(metrics))
+        hosts.restore()
+        wait_for_iterations(done + ITERATIONS, metrics, START, master, worker)
+        assert "rank 0 -> 1: tcp" in master.said()
+    iterations = done + ITERATIONS
+    assert numbers(metrics, iterations) == single_node(tmp_path, 1, iterations)  # bitwise
 
 
 @pytest.mark.slow

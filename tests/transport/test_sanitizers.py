@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE = 300.0
 DEVICES = ["fake0", "fake0", "2"]
 RDMA = ["rdma", "2000", "65536", *DEVICES]
-LARGE_TCP = ["tcp", "60", str(5 << 20)]  # striped, and memory is given away
+LARGE_TCP = ["tcp", "10", str(5 << 20)]  # striped, and memory is given away
 LARGE_RDMA = ["rdma", "10", str(6 << 20), *DEVICES]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build with")

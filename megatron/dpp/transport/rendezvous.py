@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import secrets
 import selectors
@@ -265,15 +266,19 @@ def _new_socket(where: Any, *, over_tcp: bool) -> socket.socket:
 
 
 def _watch_tcp(sock: socket.socket, seconds: float) -> None:
-    """Disable Nagle's delay, and notice a lost host after ``seconds`` of silence."""
+    """Disable Nagle's delay, and notice a lost host after ``seconds`` of silence.
+
+    Probes that go unanswered count from the first one after the loss. A connection that is idle
+    when the host is lost therefore holds for all of that time, and up to one interval more.
+    """
     if sock.family == socket.AF_UNIX:
         return
-    third = max(1, round(seconds / 3))
+    interval = max(1, round(seconds / 6))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, third)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, third)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, math.ceil(seconds / interval))
 
 
 def _end_when_unanswered(sock: socket.socket, seconds: float) -> None:
