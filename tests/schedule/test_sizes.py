@@ -131,7 +131,9 @@ class Sized(Pipeline):
             limits.append(MemoryLimit(float(peak_size(order, [1] * self.m)), counts=True))
         if self.target is not None:
             limits.append(
-                MemoryLimit(self.target / largest, self.weights, assumed=1 + largest // 3, soft=True)
+                MemoryLimit(
+                    self.target / largest, self.weights, assumed=1 + largest // 3, soft=True
+                )
             )
         return super().scheduler(
             rank, largest=largest, sizes=sizes, weights=self.weights, limits=limits, **settings
