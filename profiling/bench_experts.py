@@ -13,6 +13,7 @@ router sends every token to the first expert, and to another one. Arms take turn
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
@@ -222,7 +223,8 @@ def _time_steps(args: Namespace) -> Iterator[tuple[object, ...]]:
             yield "skewed" if skewed else "balanced", name, *_compared(loop, grouped)
         for schedule in schedules.values():
             schedule.close()
-        del models, arms, schedules
+        del models, arms, schedules, schedule
+        gc.collect()  # DDP's hooks make cycles
         if ON_GPU:
             torch.cuda.empty_cache()
 
@@ -249,12 +251,11 @@ def main() -> int:
     device = torch.cuda.get_device_name() if ON_GPU else "CPU"
     print(f"{device}, PyTorch {torch.__version__}, hidden {args.hidden}, ffn {args.ffn}, "
           f"{_EXPERTS} experts, {_CHOSEN} per token, bf16")  # fmt: skip
-    experts = list(_time_experts(args))
-    steps = list(_time_steps(args))
     columns = "loop, ms | grouped, ms | loop / grouped"
-    harness.print_table(f"tokens | router | phase | {columns}", experts)
-    print()
-    harness.print_table(f"router | whole step | {columns}", steps)
+    harness.print_table(f"tokens | router | phase | {columns}", list(_time_experts(args)))
+    gc.collect()
+    print(flush=True)
+    harness.print_table(f"router | whole step | {columns}", list(_time_steps(args)))
     dist.destroy_process_group()
     return 0
 
