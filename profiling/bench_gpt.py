@@ -222,7 +222,8 @@ def _loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     losses = output.float()
     loss = losses.mean() if mask is None else (losses * mask).sum() / mask.sum()
-    return loss, {"lm loss": loss.detach()}
+    # megatron-core divides the loss by the number of microbatches in place.
+    return loss, {"lm loss": loss.detach().clone()}
 
 
 def reserved() -> int:

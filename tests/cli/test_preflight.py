@@ -187,7 +187,10 @@ def test_a_planned_layout_counts_the_head() -> None:
 def test_a_plan_from_a_run_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     costs = tmp_path / "costs.json"
-    for stages, ranks, message in ((6, 6, "that run has 6 pipeline ranks"), (12, 4, "do not lie")):
+    for stages, ranks, message in (
+        (6, 6, "that run has 6 pipeline ranks"),
+        (12, 4, "8 layers cannot be divided by 12 stages"),
+    ):
         costs.write_text(json.dumps(measured([1] * stages, ranks, head=2.0)))
         with pytest.raises(ConfigError, match=message):
             planned("--num-layers", "8", "--dpp-plan", str(costs))

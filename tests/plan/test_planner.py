@@ -1,12 +1,11 @@
 """The layout planner: parts of a model, balanced layouts, memory, and its command line."""
 
 import dataclasses
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
+from megatron.dpp.commands.plan import main
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.plan import (
     LayerLayout,
@@ -47,11 +46,7 @@ def measured(layers, num_ranks, head=2.0, samples=(1.0,), slow=None):
 
 
 def command_line(capsys, *arguments):
-    path = Path(__file__).resolve().parents[2] / "profiling" / "plan.py"
-    spec = importlib.util.spec_from_file_location("profiling_plan", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    status = module.main(list(arguments), prog="plan.py")
+    status = main(list(arguments), prog="plan.py")
     return status, *capsys.readouterr()
 
 

@@ -301,7 +301,8 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
         if not evaluating:
             out_of_order += getattr(schedule, "num_out_of_order", 0)
             _, norm, _ = optimizer.step()
-            schedule.recorder.end_iteration()
+            if recorder is not None:
+                recorder.end_iteration()
             norms.append(norm)
     weights = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
     return {"losses": losses, "norms": norms, "weights": weights, "told": forward_step.told,

@@ -161,7 +161,9 @@ def test_probabilities_on_the_input_are_not_applied_twice() -> None:
 
     built = GroupedExperts.__new__(GroupedExperts)
     torch.nn.Module.__init__(built)
-    built.config = SimpleNamespace(moe_apply_probs_on_input=True)
+    built.config = SimpleNamespace(
+        moe_apply_probs_on_input=True, moe_pad_expert_input_to_capacity=False
+    )
     built.local_experts, built.linears = [Expert(), Expert()], (None, None)
     tokens, probs = torch.ones(3, 2), torch.tensor([0.5, 0.25, 1.0])
     built.forward(tokens, torch.tensor([1, 2]), probs)

@@ -178,7 +178,7 @@ def test_a_recording_that_cannot_be_written_is_named(tmp_path):
         (None, "No such file"),
         ("", "not a recording"),
         ("{}\n", "not a recording"),
-        ("nonsense\n", "line 1: no JSON"),
+        ("nonsense\n", "line 1: not JSON"),
         ("[1]\n", "line 1: expected a JSON object"),
         (json.dumps({"format": "dpp-schedule", "version": 9}) + "\n", "version 9"),
     ],

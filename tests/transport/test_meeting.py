@@ -408,7 +408,7 @@ def test_a_silent_host_is_not_lost_before_its_time(seconds: float, idle: int, pr
 def test_ranks_of_a_host_begin_at_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
-    def create(address: tuple[str, int], backlog: int) -> Any:
+    def create(address: tuple[str, int], **_: Any) -> Any:
         tried.append(address[1])
         raise OSError(98, "Address already in use")
 

@@ -147,7 +147,7 @@ GOOD = dataclasses.asdict(
     Facts(
         rank=1, abi=load_native().abi_version, host="h", hostname="n", uid=0, pid=1, device="cpu",
         unix_address="", tcp_address=("127.0.0.1", 1),
-        settings={"checksum": False, "workload": 1 << 20},
+        settings={"checksum": False, "workload": 1 << 20, "tcp_connections": 4},
     )
 )  # fmt: skip
 

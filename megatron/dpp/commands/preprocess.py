@@ -388,7 +388,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
            help=", ".join(TOKENIZER_TYPES))  # fmt: skip
     tokens("--vocab-file", metavar="FILE")
     tokens("--merge-file", metavar="FILE")
-    tokens("--tokenizer-model", metavar="FILE", help="a file of its, or the directory")
+    tokens("--tokenizer-model", metavar="FILE", help="its file, or the directory")
     tokens("--vocab-size", type=int, metavar="N", help="for NullTokenizer")
     tokens("--vocab-extra-ids", type=int, default=0, metavar="N")
     tokens("--append-eod", action="store_true", help="end documents with a token")
@@ -398,8 +398,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
           help="auto, default (tokenizer's), plain, or a file")  # fmt: skip
     sentences = parser.add_argument_group("sentences (BERT)").add_argument
     sentences("--split-sentences", action="store_true")
-    sentences("--sentence-splitter", choices=SPLITTERS, default="nltk",
-              help="NLTK's Punkt model, or English rules")  # fmt: skip
+    sentences("--sentence-splitter", choices=SPLITTERS, default="nltk", metavar="NAME",
+              help="nltk (Punkt model), or rules (English)")  # fmt: skip
     sentences("--keep-newlines", action="store_true")
     sentences("--lang", default="english", help="language of the Punkt model")
     runtime = parser.add_argument_group("runtime").add_argument
