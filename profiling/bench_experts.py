@@ -31,8 +31,9 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     cpu.install()
 
-_EXPERTS, _CHOSEN, _MICROBATCHES = 8, 2, 4
+_MICROBATCHES = 4
 _SKEWED = (0.40, 0.20, 0.12, 0.10, 0.08, 0.05, 0.03, 0.02)
+"""Shares of eight experts; of more, the first has a tenth and the others are alike."""
 _PHASES = ("F", "B and W in one", "B", "W")
 
 
@@ -42,7 +43,7 @@ def _config(args: Namespace, **more: Any) -> Any:
     return TransformerConfig(
         num_layers=args.layers, hidden_size=args.hidden, num_attention_heads=args.heads,
         num_query_groups=max(args.heads // 4, 1), ffn_hidden_size=args.ffn,
-        moe_ffn_hidden_size=args.ffn, num_moe_experts=_EXPERTS, moe_router_topk=_CHOSEN,
+        moe_ffn_hidden_size=args.ffn, num_moe_experts=args.experts, moe_router_topk=args.topk,
         moe_token_dispatcher_type="alltoall", moe_aux_loss_coeff=0.0, add_bias_linear=False,
         gated_linear_unit=True, activation_func=torch.nn.functional.silu, bf16=True,
         params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, hidden_dropout=0.0,
@@ -91,10 +92,12 @@ class _Clock:
         self.spent[phase], self._begin = now - self._begin, now
 
 
-def _counts(tokens: int, *, skewed: bool) -> torch.Tensor:
-    """Tokens of each expert; all of them have ``tokens * _CHOSEN``."""
-    total = tokens * _CHOSEN
-    shares = _SKEWED if skewed else (1 / _EXPERTS,) * _EXPERTS
+def _counts(args: Namespace, tokens: int, *, skewed: bool) -> torch.Tensor:
+    """Tokens of each expert; all of them have ``tokens * args.topk``."""
+    total, count = tokens * args.topk, args.experts
+    shares: tuple[float, ...] = (1 / count,) * count
+    if skewed:
+        shares = _SKEWED if count == len(_SKEWED) else (0.1, *((0.9 / (count - 1),) * (count - 1)))
     counts = [int(share * total) for share in shares]
     counts[0] += total - sum(counts)
     return torch.tensor(counts)
@@ -130,8 +133,8 @@ def _time_experts(args: Namespace) -> Iterator[tuple[object, ...]]:
     stores = {name: WeightGradients([chunk]) for name, chunk in chunks.items()}
     for tokens in map(int, args.tokens.split(",")):
         for skewed in (False, True):
-            counts = _counts(tokens, skewed=skewed)
-            shape = (tokens * _CHOSEN, args.hidden)
+            counts = _counts(args, tokens, skewed=skewed)
+            shape = (tokens * args.topk, args.hidden)
             options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
             inputs = torch.randn(shape, **options).requires_grad_()
             probs, gradient = torch.ones(shape[0], device="cuda"), torch.randn(shape, **options)
@@ -235,7 +238,8 @@ _NAMES = ("loop", "grouped")
 def main() -> int:
     """Print both tables."""
     args = harness.new_parser(
-        __doc__, hidden=4096, ffn=14336, heads=32, layers=(2, "of the whole step's model"),
+        __doc__, experts=8, topk=(2, "experts of a token"), hidden=4096, ffn=14336, heads=32,
+        layers=(2, "of the whole step's model"),
         tokens=("4096,8192", "per microbatch; the step takes the first"), vocabulary=32000,
         rounds=5,
     ).parse_args()  # fmt: skip
@@ -250,7 +254,7 @@ def main() -> int:
     torch.manual_seed(1234)
     device = torch.cuda.get_device_name() if ON_GPU else "CPU"
     print(f"{device}, PyTorch {torch.__version__}, hidden {args.hidden}, ffn {args.ffn}, "
-          f"{_EXPERTS} experts, {_CHOSEN} per token, bf16")  # fmt: skip
+          f"{args.experts} experts, {args.topk} per token, bf16")  # fmt: skip
     columns = "loop, ms | grouped, ms | loop / grouped"
     harness.print_table(f"tokens | router | phase | {columns}", list(_time_experts(args)))
     gc.collect()
