@@ -10,6 +10,7 @@ import ipaddress
 import math
 import os
 import pkgutil
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -287,7 +288,7 @@ class DppConfig:
                 length *= _BUCKET_RATIO
             return (*dict.fromkeys(each for each in found if each < longest), longest)
         words = text.split(",")
-        given = tuple(int(word) if word.isdecimal() else 0 for word in words)
+        given = tuple(int(word) if re.fullmatch("[0-9]{1,11}", word) else 0 for word in words)
         if min(given) < 1 or list(given) != sorted(set(given)):
             raise ConfigError(
                 f"{flag}: expected off, geometric, or ascending lengths like 512,1024,4096"

@@ -98,6 +98,8 @@ def test_tokens_without_marks_of_answers_are_refused(tmp_path: Path) -> None:
     [
         ({"dpp_length_buckets": "wide"}, "wide: expected off, geometric, or ascending lengths"),
         ({"dpp_length_buckets": "64,32"}, "64,32: expected off, geometric, or ascending lengths"),
+        ({"dpp_length_buckets": "9" * 5000}, "9: expected off, geometric, or ascending lengths"),
+        ({"dpp_length_buckets": "\u0663\u0662,64"}, ",64: expected off, geometric, or ascending"),
         ({"dpp_length_buckets": "32,128"}, "128 is above the longest sequence, 64"),
         ({"dpp_length_buckets": "30,60", "length_multiple": 4}, "30 is no multiple of 4"),
         ({"packing": "even"}, "packed rows run without CUDA graphs"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore import steps
 from megatron.dpp.mcore.steps import Stage, StepCall
@@ -62,6 +63,25 @@ def test_a_sequence_is_shared_out_over_context_and_tensor_ranks(
 )
 def test_boundaries_have_the_type_of_the_pipeline(config: dict[str, Any], dtype: Any) -> None:
     assert call_of(**config).boundary_example().dtype == dtype
+
+
+def test_graphs_are_made_for_the_longest_length_where_lengths_may_be_unlike() -> None:
+    call, given = call_of(context=4), {"max_tokens": 3 * 512}
+    varies = call_of(context=4, variable_seq_lengths=True)
+    assert len(call.boundary_example(DppConfig(**given))) == 16
+    assert len(varies.boundary_example(DppConfig(**given))) == 128
+    assert len(call.boundary_example(DppConfig(length_buckets="512", **given))) == 128
+    assert len(varies.boundary_example()) == 16
+
+
+@pytest.mark.parametrize(
+    ("buckets", "rows"),
+    [("off", []), ("32", [8]), ("32,64,1024", [8, 16]), ("1024", []), ("geometric", [16])],
+)
+def test_lengths_above_the_longest_that_is_known_are_not_captured(
+    buckets: str, rows: list[int]
+) -> None:
+    assert call_of(context=4).captured_rows(DppConfig(length_buckets=buckets)) == rows
 
 
 def test_tensors_of_other_shapes_are_not_counted_as_tokens() -> None:

@@ -36,7 +36,7 @@ def call_of(chunks: int = 1, **given: Any) -> Any:
         "num_microbatches": 4, "forward_only": False, "length": 8, "pg_collection": None,
         "forward_step_func": "the user's", "longest": lambda most: max(8, most),
         "boundaries": lambda length: Boundaries(length, (length,), (length,)),
-        "boundary_example": lambda: torch.zeros(3),
+        "boundary_example": lambda *_: torch.zeros(3),
         "tokens": lambda longest: Tokens(longest, 4),
     }  # fmt: skip
     return SimpleNamespace(**usual | given)

@@ -149,6 +149,23 @@ def test_a_scheduler_that_is_kept_follows_the_static_peak_of_the_batches() -> No
     assert caps == [pytest.approx(0.2), 2.0, 2.0]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ([1] * 3, "3 sizes for a step of 4 microbatches"),
+        ([1] * 5, "5 sizes for a step of 4 microbatches"),
+        ([1, -2, 1, 1], "microbatch 1 has -2 tokens on this rank, and must have 1 to 10"),
+        ([1, 1, 1, 11], "microbatch 3 has 11 tokens .* --dpp-max-tokens"),
+    ],
+)
+@pytest.mark.parametrize("cap", ["static", "auto"])
+def test_announced_sizes_that_cannot_be_are_refused(cap: str, sizes: list[int], said: str) -> None:
+    made = Decisions(DppConfig(activation_cap=cap), lambda _: None, 0, decides=True)
+    for geometry in (Geometry(2, 0, 1, 4), Geometry(2, 0, 1, 4, forward_only=True)):
+        with pytest.raises(ConfigError, match=f"announce: {said}"):
+            made.scheduler(geometry, split=True, largest=10, sizes=sizes)
+
+
 class Inner:
     """A transport of which a test says what has arrived; it notes how long it is waited on."""
 

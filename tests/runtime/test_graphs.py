@@ -54,10 +54,11 @@ def chunk(monkeypatch: pytest.MonkeyPatch) -> Chunk:
 
 
 def graphs_of(
-    chunk: Chunk, capture: Callable[..., Any] = Rerun
+    chunk: Chunk, capture: Callable[..., Any] = Rerun, rows: Sequence[int] = ()
 ) -> tuple[graphs.ChunkGraphs, list[str]]:
     said: list[str] = []
-    return graphs.ChunkGraphs([chunk], None, said.append, lambda chunks: True, capture), said
+    made = graphs.ChunkGraphs([chunk], None, said.append, lambda chunks: True, capture, rows=rows)
+    return made, said
 
 
 def step(made: graphs.ChunkGraphs, chunk: Chunk, **options: Any) -> torch.Tensor:
@@ -169,14 +170,16 @@ def test_a_buffer_that_graphs_gather_into_outlives_its_successor(
     assert before() is None
 
 
-@pytest.mark.parametrize(("rows", "replays"), [(128, 2), (64, 0)])
+@pytest.mark.parametrize(
+    ("rows", "named", "replays"), [(128, (), 2), (64, (), 0), (128, (128, 200), 2), (128, (64,), 0)]
+)
 def test_lengths_that_cudnn_cannot_attend_to_in_graphs_stay_eager(
-    chunk: Chunk, rows: int, replays: int
+    chunk: Chunk, rows: int, named: Sequence[int], replays: int
 ) -> None:
     """Replayed layers of Transformer Engine read foreign memory for sequences of 16 and 64."""
     chunk.decoder.core = type("Core", (torch.nn.Module,), {"__module__": "transformer_engine.a"})()
     made: list[Rerun] = []
-    engine, said = graphs_of(chunk, partial(Rerun, replays=made))
+    engine, said = graphs_of(chunk, partial(Rerun, replays=made), named)
     with engine.bound(torch.zeros(rows, 1, 4)):
         hidden = torch.ones(rows, 1, 4, requires_grad=True)
         chunk.decoder(hidden_states=hidden).sum().backward()
@@ -252,7 +255,7 @@ def test_each_named_length_has_graphs_of_its_own(chunk: Chunk) -> None:
     said: list[str] = []
     made = graphs.ChunkGraphs(
         [chunk], None, said.append, lambda chunks: True, partial(Rerun, replays=replays),
-        rows=[2, 4],
+        rows=[2, 4, 8],
     )  # fmt: skip
     found = forwards(made, chunk, 2, 4, 8, 3)
     assert len(replays) == 6, "F and B of three lengths; 3 is none of them"
@@ -272,12 +275,23 @@ def test_each_named_length_has_graphs_of_its_own(chunk: Chunk) -> None:
     assert said[2:] == ["CUDA graphs: memory for 4 chunk activations of 3 lengths, 0 MiB together"]
 
 
+def test_the_longest_length_is_captured_only_if_it_is_named(chunk: Chunk) -> None:
+    replays: list[Rerun] = []
+    said: list[str] = []
+    made = graphs.ChunkGraphs(
+        [chunk], None, said.append, lambda chunks: True, partial(Rerun, replays=replays), rows=[4],
+    )  # fmt: skip
+    forwards(made, chunk, 4, 8)
+    assert len(replays) == 2
+    assert any("not of one of the lengths 4 run without graphs" in line for line in said)
+
+
 def test_slots_of_several_lengths_hold_no_more_than_the_cap(chunk: Chunk) -> None:
     replays: list[Rerun] = []
     said: list[str] = []
     made = graphs.ChunkGraphs(
         [chunk], None, said.append, lambda chunks: True, partial(Rerun, replays=replays),
-        rows=[4], most=lambda: 1.5,
+        rows=[4, 8], most=lambda: 1.5,
     )  # fmt: skip
     forwards(made, chunk, 8, 4, 4, 8)  # 12 of 12 rows are taken by the first two
     assert len(replays) == 4

@@ -12,7 +12,8 @@ from megatron.dpp.commands.report import add_run_options, build_report
 from megatron.dpp.pictures.charts import plot_experts
 from megatron.dpp.pictures.page import page
 from megatron.dpp.trace.align import align
-from megatron.dpp.trace.analysis.experts import Meeting, ns_per_token
+from megatron.dpp.trace.analysis.experts import Line, loads_of
+from megatron.dpp.trace.analysis.model import ExpertsRun, Iteration, RankIteration
 from megatron.dpp.trace.analysis.sentences import EVEN_EXPERTS
 from megatron.dpp.trace.merge import merge
 from megatron.dpp.trace.reader import open_run
@@ -107,5 +108,25 @@ def test_experts_are_slices_within_their_forwards_in_the_merged_file(tmp_path: P
 def test_time_per_token_is_the_slope_over_ranks(
     points: list[tuple[int, int]], slope: float
 ) -> None:
-    meeting = Meeting(1, [(0, 0), (1, 0)], *map(list, zip(*points, strict=True)))
-    assert ns_per_token([meeting]) == pytest.approx(slope)
+    line = Line()
+    for point in points:
+        line.add(*point)
+    assert line.ns_per_token() == pytest.approx(slope)
+    assert Line.through([line, line]).ns_per_token() == pytest.approx(slope)
+
+
+def test_what_is_kept_of_an_iteration_does_not_grow_with_its_microbatches() -> None:
+    for count in (1, 50):
+        ranks = {
+            rank: RankIteration(rank, 0, experts=[
+                ExpertsRun(0, 10 * tokens, 0, microbatch, 1, rank, 0, [tokens])
+                for microbatch in range(count)
+            ])
+            for rank, tokens in enumerate((30, 10))
+        }  # fmt: skip
+        loads = loads_of(Iteration(0, ranks))
+        (forwards,) = loads.forwards
+        assert forwards.cells == ((0, 0), (1, 0)) and forwards.count == count
+        assert (forwards.excess, forwards.ratio) == (10 * count, 1.5 * count)
+        assert loads.imbalance == {1: 1.5}
+        assert (loads.lines[1].count, loads.lines[1].ns_per_token()) == (2 * count, 10)

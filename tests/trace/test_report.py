@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -14,8 +15,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megatron.dpp.commands.report import add_run_options, build_report
+from megatron.dpp.pictures.charts import parts_of, plot_time_per_rank, plot_timeline
 from megatron.dpp.pictures.page import _layout
-from megatron.dpp.pictures.style import COLOURS, duration
+from megatron.dpp.pictures.style import COLOURS, LABELS, duration
 from megatron.dpp.trace.scalars import IterationScalars
 from tests.trace.injected import inject
 from tests.trace.synthetic import Channel, Run, write
@@ -345,3 +348,20 @@ def test_scalars_for_tensorboard():
     }
     scalars.add(("I", 100, 200, 2))
     assert scalars.latest == {}
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [("tp-agreement", "late-leader"), ("of-tomorrow", "of-tomorrow")]
+)
+def test_causes_by_other_names_are_counted_and_drawn(tmp_path, written, read):
+    directory = write(Run(ranks=2), tmp_path)
+    for file in directory.iterdir():
+        file.write_text(file.read_text().replace('"cause":"message"', f'"cause":"{written}"'))
+    parser = argparse.ArgumentParser()
+    add_run_options(parser)
+    found = build_report(parser.parse_args(["--benchmark_dir", str(directory)]), quiet=True)[0]
+    assert found["totals"]["bubble_by_cause"][read] > 0
+    assert any(read in dict(parts_of(row)) for row in found["ranks"])
+    text = plot_timeline(found, 700.0).svg()
+    assert f'class="f-{read}"' in text and LABELS.get(read, read) in text
+    plot_time_per_rank(found, 700.0).svg()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -187,13 +188,25 @@ class StepCall:
         return Tokens(max(1, shape[0] * shape[1]), hidden, self._parts)
 
     def captured_rows(self, settings: DppConfig) -> list[int]:
-        """Rows of this rank's part of each length that ``--dpp-length-buckets`` names."""
+        """Rows of this rank's part of each length that ``--dpp-length-buckets`` names, up to the
+        longest that is known: later calls may be longer.
+        """
         parts, longest = self._parts, self.longest(settings.max_tokens)
-        return [length // parts for length in settings.buckets(longest, parts)]
+        if settings.length_buckets == "geometric":
+            found = settings.buckets(longest, parts)
+        else:
+            found = settings.buckets(sys.maxsize, parts)
+        return [length // parts for length in found if length <= longest]
 
-    def boundary_example(self) -> torch.Tensor:
-        """An uninitialised tensor like those between stages, on the device of the model."""
-        shape, dtype = self._boundary(self.length)
+    def boundary_example(self, settings: DppConfig | None = None) -> torch.Tensor:
+        """An uninitialised tensor like those between stages, on the device of the model. With
+        ``settings`` it is as long as the longest where lengths may be unlike.
+        """
+        length = self.length
+        varies = getattr(self.config, "variable_seq_lengths", False)
+        if settings is not None and (varies or settings.length_buckets != "off"):
+            length = self.longest(settings.max_tokens)
+        shape, dtype = self._boundary(length)
         return torch.empty(shape, dtype=dtype, device=_device())
 
     @property

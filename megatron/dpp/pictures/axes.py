@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.dpp.pictures.picture import Line, Picture, Rect, Text, text_width
-from megatron.dpp.pictures.style import LABELS, number
+from megatron.dpp.pictures.style import label_of, number
 
 Format = Callable[[float], str]
 
@@ -171,11 +171,11 @@ def draw_legend(picture: Picture, names: Sequence[str], top: float = 8) -> float
     """Squares with the meaning of each class, in as many lines as needed; returns their bottom."""
     x, y = 0.0, top
     for name in names:
-        wide = 22 + text_width(LABELS[name]) + 8
+        wide = 22 + text_width(label_of(name)) + 8
         if x and x + wide > picture.width:
             x, y = 0.0, y + 18
         picture.add(Rect(x, y - 6, 12, 12, name))
-        picture.add(Text(x + 17, y, LABELS[name]))
+        picture.add(Text(x + 17, y, label_of(name)))
         x += wide
     return y + 14
 

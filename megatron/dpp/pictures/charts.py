@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.dpp.pictures.axes import Bar, Curve, draw_bars, draw_curves, draw_legend, nice_step
 from megatron.dpp.pictures.picture import Line, Picture, Rect, Text, check_png, text_width
-from megatron.dpp.pictures.style import LABELS, chunk_alpha, duration, number, percent
+from megatron.dpp.pictures.style import chunk_alpha, duration, in_order, label_of, number, percent
 
 Report = dict[str, Any]
 
@@ -159,7 +159,7 @@ def plot_timeline(report: Report, width: float) -> Picture:
     )
     picture = Picture(title, width, note)
     present = {one[3] for one in line["slices"]}
-    top = draw_legend(picture, [name for name in LABELS if name in present]) + 4
+    top = draw_legend(picture, in_order(present)) + 4
     left = max(text_width(f"rank {rank}") for rank in line["ranks"]) + 8
     scale = (width - left) / line["length_us"]
     bottom = top + 30 * len(line["ranks"])
@@ -204,7 +204,7 @@ def _draw_slice(
 def parts_of(row: Report) -> list[tuple[str, float]]:
     """Parts of a rank's pipeline time as (class, ms) in the order of ``LABELS``."""
     times = {**row["kinds_ms"], "span": row["other_ms"], **row["idle_ms"]}
-    return [(name, times[name]) for name in LABELS if times.get(name)]
+    return [(name, times[name]) for name in in_order(times) if times[name]]
 
 
 def _mean_parts(run: Report) -> list[tuple[str, float]]:
@@ -213,17 +213,18 @@ def _mean_parts(run: Report) -> list[tuple[str, float]]:
     each = [
         {**parts, "tail": sum(r["tail_ms"].values())} for parts, r in zip(each, rows, strict=True)
     ]
-    means = {name: sum(parts.get(name, 0.0) for parts in each) / len(each) for name in LABELS}
+    names = in_order({name for parts in each for name in parts})
+    means = {name: sum(parts.get(name, 0.0) for parts in each) / len(each) for name in names}
     return [(name, value) for name, value in means.items() if value > 0]
 
 
 def _hinted(parts: list[tuple[str, float]]) -> list[tuple[str, float, str]]:
-    return [(name, value, f"{LABELS[name]}: {duration(value)}") for name, value in parts]
+    return [(name, value, f"{label_of(name)}: {duration(value)}") for name, value in parts]
 
 
 def _classes(rows: list[list[tuple[str, float]]]) -> list[str]:
     present = {name for row in rows for name, value in row if value > 0}
-    return [name for name in LABELS if name in present]
+    return in_order(present)
 
 
 def plot_time_per_rank(report: Report, width: float) -> Picture:
@@ -338,7 +339,7 @@ def plot_time_per_token(report: Report, width: float) -> Picture | None:
     bars = [
         Bar(
             f"up to {row['up_to']:,}",
-            [(k, t, f"{LABELS[k]}: {_us(t)}") for k, t in each],
+            [(k, t, f"{label_of(k)}: {_us(t)}") for k, t in each],
             _us(sum_),
         )
         for row, each, sum_ in zip(rows, times, totals, strict=True)

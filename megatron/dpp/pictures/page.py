@@ -316,7 +316,8 @@ def _lengths(report: Report) -> str:
         note = (
             f"Simulated for iteration {found['iteration']} with the times of this run's own tasks. "
             "Gain: time of the first row over that of the row. Orders are drawn, or the best of "
-            "those that --order planned weighs; packed ones have even costs (--packing even)."
+            "those that --order planned weighs; packed ones have even costs (--packing even). The "
+            "dynamic schedule has policy dynamic, the default cap and split backwards."
         )
         gains = _table(plans, found["gains"]) + f'<div class="dim small">{escape(note)}</div>'
     return _section(

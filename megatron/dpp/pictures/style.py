@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 THEMES = ("light", "dark")
 
 COLOURS = {
@@ -58,8 +60,18 @@ FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
 def colour(name: str, theme: str = "light") -> str:
-    """The hexadecimal colour of a name."""
-    return COLOURS[name][THEMES.index(theme)]
+    """The hexadecimal colour of a name; that of ``other`` for one without a colour."""
+    return COLOURS.get(name, COLOURS["other"])[THEMES.index(theme)]
+
+
+def label_of(name: str) -> str:
+    """The label of a class; its name if it has none."""
+    return LABELS.get(name, name)
+
+
+def in_order(names: Collection[str]) -> list[str]:
+    """Classes in the order of ``LABELS``, then those without a label."""
+    return [name for name in LABELS if name in names] + sorted(set(names) - LABELS.keys())
 
 
 def chunk_alpha(chunk: int) -> float:

@@ -161,8 +161,10 @@ def size_classes(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 def gains(step: StepLengths, costs: LengthCosts, shape: JobShape) -> list[dict[str, Any]]:
     """Simulated seconds of a step under each schedule: in the drawn order, in the best of the named
-    orders, packed evenly, and with one sequence per microbatch. ``ran`` marks what the run did,
-    ``saves`` is the share of its time that a row saves, and ``gain`` is over the first row.
+    orders, packed evenly, and with one sequence per microbatch. ``ran`` marks the
+    run's schedule and order. A dynamic schedule is simulated with policy ``dynamic``, the default
+    cap and split backwards, whatever the run had. ``saves`` is the share of the marked row's time
+    that a row saves, ``gain`` is over the first row.
     """
     drawn = step.as_drawn()
     own = "dynamic" if shape.schedule == "dpp" else "static"
@@ -266,6 +268,9 @@ def length_lines(section: Mapping[str, Any]) -> list[str]:
     if section["gains"]:
         lines.append(section["gains_sentence"])
         lines.append("  simulated: schedule, order, ms, gain over the first, saved of what ran")
+        lines.append(
+            "  (dynamic has policy dynamic, the default cap and split backwards throughout)"
+        )
     for row in section["gains"]:
         lines.append(
             f"  {row['schedule']:10s}{row['plan']:42s}{row['seconds'] * 1e3:10.1f}"
@@ -291,9 +296,12 @@ def _gains_sentence(section: Mapping[str, Any]) -> str:
     ran = next(row for row in rows if row["ran"])
     best = min(rows, key=lambda row: row["seconds"])
     change = _against(1 / ran["gain"] - 1)
-    did = f"What ran ({ran['schedule']}) takes {change} the static schedule in the drawn order"
+    did = (
+        f"The {ran['schedule']} schedule in the order that ran takes {change} the static schedule "
+        "in the drawn order"
+    )
     if ran is rows[0]:
-        did = "What ran is the static schedule in the drawn order"
+        did = "The run had the static schedule in the drawn order"
     if best["saves"] < 0.005:
         return f"{did}; no other row takes 0.5 % less."
     return f"{did}; {best['schedule']}, {best['plan']}, would save {best['saves']:.1%} of that."

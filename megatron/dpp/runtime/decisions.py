@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import (
     HOLDS_ALL,
     UNIT,
@@ -123,12 +124,14 @@ class Decisions:
             policy: in the place of the configuration's.
 
         Raises:
-            ConfigError: the cap is too small, the policy cannot work with it, or a recording cannot
-                be written.
+            ConfigError: the cap is too small, the policy cannot work with it, sizes are wrong, or a
+                recording cannot be written.
             ReplayError: the recording is of another shape.
         """
         if self._record is not None and self._recorder is None:
             self._recorder = DecisionRecorder(self._record, geometry)
+        if sizes is not None:
+            _check_sizes(sizes, geometry.num_microbatches, largest)
         if geometry.forward_only:
             sizes = None  # no cap applies
         if self._replay is not None:
@@ -234,3 +237,17 @@ class Decisions:
         """Close the recording. May be called twice."""
         if self._recorder is not None:
             self._recorder.close()
+
+
+def _check_sizes(sizes: Sequence[int], num_microbatches: int, largest: int) -> None:
+    if len(sizes) != num_microbatches:
+        raise ConfigError(
+            f"announce: {len(sizes)} sizes for a step of {num_microbatches} microbatches; give the "
+            "tokens of each"
+        )
+    wrong = next((size for size in sizes if not 0 < size <= largest), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"announce: microbatch {list(sizes).index(wrong)} has {wrong} tokens on this rank, and "
+            f"must have 1 to {largest}; --dpp-max-tokens names the most of a microbatch"
+        )

@@ -335,7 +335,7 @@ class DppSchedule(PipelineSchedule):
                 if self._weight_gradients is not None:
                     around.enter_context(self._weight_gradients.bound())
                 if self._graphs is not None:
-                    around.enter_context(self._graphs.bound(call.boundary_example()))
+                    around.enter_context(self._graphs.bound(call.boundary_example(self.config)))
                 around.enter_context(traced_experts(call.model, self.recorder))
             yield
 

@@ -97,7 +97,7 @@ class StaticSchedule(PipelineSchedule):
             around.enter_context(over_channels(self._open(keywords, topology)))
         if self._wants_graphs() and not keywords.get("forward_only"):
             call = StepCall.checked(**keywords)
-            around.enter_context(self._graphs_of(call).bound(call.boundary_example()))
+            around.enter_context(self._graphs_of(call).bound(call.boundary_example(self.config)))
 
     @cached_property
     def _timer(self) -> TaskTimer:

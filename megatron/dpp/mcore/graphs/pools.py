@@ -73,7 +73,7 @@ class Pools:
 
     Args:
         example: a block's input of the longest microbatch, [s, b, h].
-        rows: lengths s that are captured beside it.
+        rows: lengths s that are captured, up to the longest; it alone without them.
         most: activations of the longest microbatch that may be held.
     """
 
@@ -84,12 +84,12 @@ class Pools:
         most: Callable[[], float] | None = None,
     ) -> None:
         self._example, self._most = example, most
-        self._by_rows: dict[int, Slots | None] = dict.fromkeys((*rows, len(example)))
+        self._by_rows: dict[int, Slots | None] = dict.fromkeys(rows or (len(example),))
 
     @property
     def lengths(self) -> str:
         """The lengths in words."""
-        if len(self._by_rows) == 1:
+        if list(self._by_rows) == [len(self._example)]:
             return "the longest length"
         return "one of the lengths " + ", ".join(map(str, sorted(self._by_rows)))
 

@@ -47,7 +47,7 @@ class ChunkGraphs:
         wanted: asked once, after the first steps, with the numbers of the chunks that can be
             captured, whether to capture at all.
         capture: how work is captured; None captures CUDA graphs on the current device.
-        rows: lengths of a block's inputs that are captured beside the longest.
+        rows: lengths of a block's inputs that are captured; the longest alone without them.
         most: activations of the longest microbatch that slots of several lengths may hold.
     """
 
@@ -153,15 +153,16 @@ class ChunkGraphs:
 
     def _attends(self, example: torch.Tensor) -> bool:
         """True if attention can be captured for inputs like this one, [s, b, h]."""
-        rows = example.shape[0]
         if not self._by_engine:
             return True
-        self._rows = [length for length in self._rows if length % ENGINE_ROWS == 0]
-        if rows % ENGINE_ROWS == 0:
+        lengths = self._rows or [len(example)]
+        kept = [length for length in lengths if length % ENGINE_ROWS == 0]
+        if kept:
+            self._rows = kept
             return True
         self._log(
             f"CUDA graphs: not used: cuDNN's attention in Transformer Engine's layers is wrong in "
-            f"graphs for sequences of {rows}, no multiple of {ENGINE_ROWS}"
+            f"graphs for sequences of {', '.join(map(str, lengths))}, no multiple of {ENGINE_ROWS}"
         )
         return False
 

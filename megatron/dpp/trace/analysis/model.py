@@ -15,6 +15,9 @@ from typing import NamedTuple
 from megatron.dpp.trace.align import Alignment
 from megatron.dpp.trace.reader import Event, MessageId, TraceFile, message_of, read_events
 
+_OTHER_NAMES = {"tp-agreement": "late-leader"}
+"""Causes of waits by the names that older files have."""
+
 
 class TaskRun(NamedTuple):
     """A task that ran; ``start`` and ``end`` are ns on the run's reference clock."""
@@ -166,7 +169,8 @@ class IterationBuilder:
             where = (args[name] for name in ExpertsRun._fields[2:])
             current.experts.append(ExpertsRun(start, end, *where))
         elif cat == "wait":
-            current.waits.append(Wait(start, end, args["cause"], args.get("detail", "")))
+            cause = _OTHER_NAMES.get(args["cause"], args["cause"])
+            current.waits.append(Wait(start, end, cause, args.get("detail", "")))
         elif cat == "span":
             current.spans.append(Span(start, end, event["name"]))
         else:

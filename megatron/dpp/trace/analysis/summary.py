@@ -215,10 +215,7 @@ def summary(analysis: Analysis) -> dict[str, Any]:
                 "window_ms": t.window / _MS,
                 "ideal_ms": t.ideal / _MS,
                 "bubble": t.bubble,
-                "expert_imbalance": max(
-                    (found for layer in loads.tokens if (found := loads.imbalance(layer))),
-                    default=None,
-                ),
+                "expert_imbalance": max(loads.imbalance.values(), default=None),
             }
             for t, loads in zip(analysis.times, analysis.loads, strict=True)
         ],
