@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.dpp.cli.checkpoint_args import saved_args
-from megatron.dpp.cli.checkpoint_files import Found, check_whole, find
+from megatron.dpp.cli.checkpoint_files import Found, check_whole, find_named
+from megatron.dpp.cli.hf_model import check_same, completed
 from megatron.dpp.commands.chats import ChatEncoder, find_template
 from megatron.dpp.errors import ConfigError, DataError, one_line, require
 from megatron.dpp.launch.vocabulary import tokenizer_flags
@@ -98,7 +98,7 @@ def find_source(path: Path, step: int | None, engine: str) -> Source:
         return Source(
             path=path, found=None, saved=None, folder=path, config=_known_config(path, engine)
         )
-    found = _checkpoint(path, step)
+    found = find_named(path, step)
     if found is None:
         raise DataError(f"{path}: neither a Hugging Face model nor a checkpoint is there")
     if found.is_deepspeed:
@@ -109,8 +109,19 @@ def find_source(path: Path, step: int | None, engine: str) -> Source:
         raise DataError(f"{found.path}: holds no arguments, so its model is not known")
     started = [getattr(saved, name, None) for name in ("load_hf", "pretrained_checkpoint", "load")]
     folder = find_origin(found.path.parent, started)
-    config = read_config(folder) if folder else None
+    config = _config_of(folder, saved) if folder else None
+    folder = folder if config else None
     return Source(path=path, found=found, saved=saved, folder=folder, config=config)
+
+
+def _config_of(folder: Path, saved: Any) -> HfConfig | None:
+    """The ``config.json`` of a checkpoint's model; None where it is broken or another model's."""
+    try:
+        config = read_config(folder)
+        check_same(completed(saved), config, "", "", "")
+    except DataError:
+        return None
+    return config
 
 
 def _known_config(folder: Path, engine: str) -> HfConfig | None:
@@ -123,13 +134,6 @@ def _known_config(folder: Path, engine: str) -> HfConfig | None:
         if engine == "transformers" or (engine == "auto" and is_installed()):
             return None
         raise
-
-
-def _checkpoint(path: Path, step: int | None) -> Found | None:
-    named = re.fullmatch(r"iter_(\d+)", path.name)
-    if step is None and (path / "common.pt").is_file():
-        return Found(path, int(named[1]) if named else 0, release=named is None)
-    return find(str(path), step)
 
 
 def tokenizer_of(source: Source, choice: str | None) -> tuple[Tokenizer, str | None]:
@@ -240,13 +244,8 @@ def _engine(source: Source, args: argparse.Namespace, vocabulary: int) -> Iterat
         with exported(source) as folder:
             yield by_transformers.TransformersEngine(folder, args.device, args.dtype)
         return
-    words = (
-        by_megatron.folder_words(source.path)
-        if source.found is None
-        else by_megatron.checkpoint_words(source.found)
-    )
     with by_megatron.megatron_engine(
-        words, vocabulary=vocabulary, device=args.device, dtype=args.dtype
+        source.found or source.path, vocabulary=vocabulary, device=args.device, dtype=args.dtype
     ) as found:
         yield found
 
@@ -263,14 +262,12 @@ def exported(source: Source) -> Iterator[Path]:
         return
     from megatron.dpp.convert.to_hf import to_hf
 
-    step = None if source.found.release else source.found.iteration
     with tempfile.TemporaryDirectory(prefix="megatron-dpp-") as scratch:
         target = Path(scratch) / "model"
         to_hf(
-            source.found.path.parent,
+            source.found.path,
             target,
             like=source.folder,
-            step=step,
             progress=lambda _: None,
         )
         yield target

@@ -57,7 +57,7 @@ class TransformersEngine:
         transformers.logging.set_verbosity_error()
         try:
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=kind, local_files_only=True
+                folder, dtype=kind, local_files_only=True, trust_remote_code=False
             )
         except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
             raise DataError(f"{folder}: transformers cannot load it ({one_line(error)})") from error
