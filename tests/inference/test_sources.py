@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.dpp.commands import convert, generate
-from megatron.dpp.commands.model_source import find_source
+from megatron.dpp.commands import convert, evaluate, generate
+from megatron.dpp.commands.model_source import chat_encoder, exported, find_source
 from megatron.dpp.convert.to_hf import to_hf
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.inference import by_megatron, engine
 from megatron.dpp.inference.by_transformers import TransformersEngine
+from megatron.dpp.inference.losses import Document, total_loss
+from megatron.dpp.models.weights import loaded_bytes
+from megatron.dpp.tokenizers import NullTokenizer
 from tests.convert import tiny
 from tests.inference.test_against_transformers import opened
 
@@ -144,3 +147,80 @@ def test_code_of_a_folder_does_not_run(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(DataError, match="transformers cannot load it"):
         TransformersEngine(folder, "cpu", None)
     assert (asked, marker.exists()) == ([], False)
+
+
+def test_an_error_leaves_the_name_of_the_output_free(
+    two: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = tmp_path / "out.jsonl"
+    words = [str(word) for word in (two / "first", *WORDS, "--output", output)]
+    with monkeypatch.context() as broken:
+        broken.setattr("megatron.dpp.inference.generate._answers", _no_memory)
+        assert generate.main(words) == 1
+    assert list(tmp_path.iterdir()) == []
+    assert generate.main(words) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    assert len(output.read_text().splitlines()) == 1
+
+
+def _no_memory(*args: object) -> None:
+    raise ConfigError("no memory")
+
+
+def test_numbers_are_no_text(two: Path) -> None:
+    tokenizer = NullTokenizer(10)
+    assert evaluate._text_bytes(Document([1, 2, 3]), tokenizer) == 0
+    with pytest.raises(DataError, match="reads numbers, not chats"):
+        chat_encoder(find_source(two / "first", None, "auto"), tokenizer, None)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_refused(value: float) -> None:
+    class Broken:
+        name, positions = "broken", 8
+
+        def losses(self, pieces: list[list[int]]) -> list[torch.Tensor]:
+            return [torch.tensor([1.0, value]) for _ in pieces]
+
+    documents = [Document([1, 2, 3])]
+    with pytest.raises(DataError, match=f"window of 3 tokens is {value}"):
+        total_loss(Broken(), documents, window=8, stride=4, batch_size=1)  # type: ignore[arg-type]
+
+
+def test_a_template_and_a_tokenizer_are_named(
+    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("to{{ messages[0].content }}")
+    few = (str(two / "first"), "--device", "cpu", "--max-new-tokens", "3")
+    for words, error in (
+        (["--chat", " be", "--chat-template", str(template)], None),
+        (["--chat", "to", "--chat-template", "none"], "--chat-template none: expected auto"),
+        (["--prompt", "to", "--tokenizer", "train:300"], "would train a new one; name the model's"),
+    ):
+        capsys.readouterr()
+        assert generate.main([*few, *words]) == (error is not None)
+        assert (error or "") in capsys.readouterr().err
+
+
+def test_an_export_without_an_origin_is_refused_at_once(two: Path, tmp_path: Path) -> None:
+    shutil.copytree(two / "ck-first", tmp_path / "ck")
+    shutil.rmtree(tmp_path / "ck" / "hf")
+    source = find_source(tmp_path / "ck" / "release", None, "auto")
+    with pytest.raises(DataError, match="no config.json of its model"), exported(source):
+        pass
+
+
+def test_bytes_of_a_model_are_those_that_are_loaded(two: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    shutil.copytree(two / "first", tmp_path / "model")
+    shutil.copy(
+        tmp_path / "model" / "model.safetensors", tmp_path / "model/consolidated.safetensors"
+    )
+    count = sum(each.numel() for each in load_file(two / "first" / "model.safetensors").values())
+    assert loaded_bytes(tmp_path / "model", 4) == 4 * count
+    assert loaded_bytes(tmp_path / "model", 2) == 2 * count

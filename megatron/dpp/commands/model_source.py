@@ -20,13 +20,14 @@ from megatron.dpp.launch.vocabulary import tokenizer_flags
 from megatron.dpp.models import HfConfig, read_config
 from megatron.dpp.models.fields import CONFIG, find_origin
 from megatron.dpp.text_files import nearest_path, read_text
-from megatron.dpp.tokenizers import Tokenizer, build_tokenizer
+from megatron.dpp.tokenizers import NullTokenizer, Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:
     from megatron.dpp.inference.engine import Engine
 
 _ENGINES = ("auto", "megatron", "transformers")
 _DTYPES = ("float32", "bfloat16", "float16")
+_TEMPLATE = "--chat-template"
 _VOCABULARY = ("tokenizer_model", "vocab_file")
 
 
@@ -35,6 +36,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder to read")
     parser.add_argument("--step", type=int, metavar="N", help="iteration (default: the latest)")
     parser.add_argument("--tokenizer", metavar="T", help="DIR_OR_FILE (default: the model's)")
+    parser.add_argument(
+        _TEMPLATE, metavar="T", help="FILE, default or plain (default: the run's or tokenizer's)"
+    )
     parser.add_argument(
         "--engine", choices=_ENGINES, default="auto", help="auto: megatron, if it has the family"
     )
@@ -150,6 +154,11 @@ def tokenizer_of(source: Source, choice: str | None) -> tuple[Tokenizer, str | N
         return _of_run(source.saved)
     if choice is None and source.folder is None:
         raise DataError(f"{source.path}: its tokenizer is not known (--tokenizer DIR_OR_FILE)")
+    if choice is not None and choice.partition(":")[0] == "train":
+        raise ConfigError(
+            f"--tokenizer {choice}: would train a new one; name the model's: DIR_OR_FILE, gpt2 or "
+            "sample"
+        )
     flags = tokenizer_flags("gpt", choice or str(source.folder), None)
     values = {name.strip("-").replace("-", "_"): value for name, value in flags.items()}
     kind = values.pop("tokenizer_type", "GPT2BPETokenizer")
@@ -174,17 +183,25 @@ def _of_run(saved: Any) -> tuple[Tokenizer, str | None]:
     return tokenizer, next(filter(None, places), None)
 
 
-def chat_encoder(source: Source, tokenizer: Tokenizer, place: str | None) -> ChatEncoder:
+def chat_encoder(
+    source: Source, tokenizer: Tokenizer, place: str | None, choice: str | None = None
+) -> ChatEncoder:
     """The encoder of chats, with the template of the run or the tokenizer.
 
     Args:
         place: from :func:`tokenizer_of`.
+        choice: ``--chat-template``; None takes that of the run, or of the tokenizer.
 
     Raises:
         DataError: the template is missing or broken.
     """
-    form = getattr(source.saved, "sft_tokenizer_prompt_format", None) or "auto"
-    return ChatEncoder(tokenizer, find_template(form, place))
+    if isinstance(tokenizer, NullTokenizer):
+        raise DataError(
+            f"{source.path}: its tokenizer reads numbers, not chats; name another (--tokenizer "
+            "DIR_OR_FILE)"
+        )
+    form = choice or getattr(source.saved, "sft_tokenizer_prompt_format", None) or "auto"
+    return ChatEncoder(tokenizer, find_template(form, place, flag=_TEMPLATE), flag=_TEMPLATE)
 
 
 def ends_of(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
@@ -260,6 +277,11 @@ def exported(source: Source) -> Iterator[Path]:
     if source.found is None:
         yield source.path
         return
+    if source.folder is None:
+        raise DataError(
+            f"{source.found.path}: no config.json of its model is known, which an export needs; "
+            "make one with megatron-dpp convert --like DIR or --family NAME, and name that"
+        )
     from megatron.dpp.convert.to_hf import to_hf
 
     with tempfile.TemporaryDirectory(prefix="megatron-dpp-") as scratch:
