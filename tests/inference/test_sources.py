@@ -210,7 +210,10 @@ def test_an_export_without_an_origin_is_refused_at_once(two: Path, tmp_path: Pat
     shutil.copytree(two / "ck-first", tmp_path / "ck")
     shutil.rmtree(tmp_path / "ck" / "hf")
     source = find_source(tmp_path / "ck" / "release", None, "auto")
-    with pytest.raises(DataError, match="of its model is known, which an export needs"), exported(source):
+    with (
+        pytest.raises(DataError, match="of its model is known, which an export needs"),
+        exported(source),
+    ):
         pass
 
 

@@ -192,8 +192,10 @@ class MegatronEngine:
         lengths = [len(each) for each in pieces]
         ids, places = self._tensors(itertools.chain(*pieces), itertools.chain(*map(range, lengths)))
         hidden = self._forward(ids, places, packed_params(self._starts(lengths), max(lengths)))
-        parts = zip(hidden[:-1].split(LOSS_ROWS), ids[1:].split(LOSS_ROWS), strict=True)
-        found = torch.cat([token_losses(self._logits(some), wanted) for some, wanted in parts])
+        parts = (torch.split(each, LOSS_ROWS) for each in (hidden[:-1], ids[1:]))
+        found = torch.cat(
+            [token_losses(self._logits(some), wanted) for some, wanted in zip(*parts, strict=True)]
+        )
         rows = torch.split(torch.cat([found, found[:1]]), lengths)
         return [row[:-1] for row in rows]  # without the loss of the next piece's first token
 
