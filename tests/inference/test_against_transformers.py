@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from megatron.dpp.inference.by_megatron import MegatronEngine, folder_words, megatron_engine
+from megatron.dpp.inference.by_megatron import MegatronEngine, megatron_engine
 from megatron.dpp.inference.by_transformers import TransformersEngine
 from megatron.dpp.inference.generate import generate
 from megatron.dpp.inference.losses import Document, total_loss
@@ -28,7 +28,7 @@ Open = Callable[[Path], AbstractContextManager[MegatronEngine]]
 
 
 def opened(folder: Path, **options: Any) -> AbstractContextManager[MegatronEngine]:
-    return megatron_engine(folder_words(folder), vocabulary=96, device="cpu", **options)
+    return megatron_engine(folder, vocabulary=96, device="cpu", **options)
 
 
 def greedy(model: Any, prompt: Sequence[int]) -> list[int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp.inference.by_megatron import folder_words, megatron_engine
+from megatron.dpp.inference.by_megatron import megatron_engine
 from megatron.dpp.inference.losses import Document, total_loss
 from tests.convert import tiny
 from tests.inference.test_against_transformers import PROMPTS, answers
@@ -16,10 +16,10 @@ from tests.inference.test_against_transformers import PROMPTS, answers
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
 def test_a_gpu_answers_as_the_cpu(family: str, tmp_path: Path) -> None:
     """In fp32 token by token; losses in bf16 are near."""
-    words = folder_words(tiny.make(family, tmp_path / "model"))
+    folder = tiny.make(family, tmp_path / "model")
     found, losses = [], []
     for device, dtype in (("cpu", "float32"), ("cuda", "float32"), ("cuda", None)):
-        with megatron_engine(words, vocabulary=96, device=device, dtype=dtype) as engine:
+        with megatron_engine(folder, vocabulary=96, device=device, dtype=dtype) as engine:
             found.append([each.tokens for each in answers(engine, PROMPTS)])
             documents = [Document(prompt) for prompt in PROMPTS]
             totals = total_loss(engine, documents, window=64, stride=32, batch_size=2)

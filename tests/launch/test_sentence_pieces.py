@@ -73,6 +73,7 @@ def test_ids_are_those_of_the_package(folder: Path) -> None:
             assert ours.tokenize(text) == reference.encode(text)
             assert ours.detokenize(ours.tokenize(text)) == text
     assert ours.detokenize([1, *reference.encode("the year"), 2]) == "<s>the year</s>"
+    assert ours.detokenize([*reference.encode("the year"), 340]) == "the year"  # a row of padding
     configure(folder, add_bos_token=False)
     assert build_tokenizer("Llama2Tokenizer", tokenizer_model=str(folder)).begin == ()
 

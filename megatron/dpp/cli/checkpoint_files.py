@@ -138,13 +138,29 @@ def find(root: str | None, step: int | None = None) -> Found | None:
     return Found(path, step)
 
 
+def find_named(path: Path, step: int | None = None) -> Found | None:
+    """The checkpoint in a directory of checkpoints, or the one that ``path`` is, whatever its name;
+    None when there is none.
+
+    Raises:
+        DataError: as :func:`find`.
+    """
+    own = any((path / name).is_file() for name in _HEADS) or any(path.glob("mp_rank_*"))
+    if step is None and own:
+        path = path.resolve()
+        named = re.fullmatch(r"iter_(\d+)", path.name)
+        return Found(path, int(named[1]) if named else 0, release=named is None)
+    return find(str(path), step)
+
+
 def find_start(args: argparse.Namespace) -> Found | None:
-    """The checkpoint that a run starts from; needs no process group.
+    """The checkpoint that a run starts from; needs no process group. ``args.start``, where a
+    program sets it, is that checkpoint.
 
     Raises:
         DataError: there is none although the flags demand one, or it is broken.
     """
-    found = find(args.load, args.ckpt_step)
+    found = getattr(args, "start", None) or find(args.load, args.ckpt_step)
     if found is None and args.pretrained_checkpoint:
         found = find(args.pretrained_checkpoint)
         if found is None:

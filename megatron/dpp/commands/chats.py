@@ -56,16 +56,18 @@ def template_beside(folder: Path) -> str | None:
     return None if found is None else str(found)
 
 
-def find_template(name: str, vocabulary: str | None) -> str:
-    """The template that ``--sft-tokenizer-prompt-format`` names: ``default`` is the one beside the
-    vocabulary (a file or a directory), ``auto`` that or else ``plain``, any other a file.
+def find_template(
+    name: str, vocabulary: str | None, *, flag: str = "--sft-tokenizer-prompt-format"
+) -> str:
+    """The template that a flag names: ``default`` is the one beside the vocabulary (a file or a
+    directory), ``auto`` that or else ``plain``, any other a file.
 
     Raises:
         DataError: there is none.
     """
     if name == "plain":
         return PLAIN
-    flag = f"--sft-tokenizer-prompt-format {name}"
+    flag = f"{flag} {name}"
     if name in ("auto", "default"):
         folder = Path(vocabulary or ".")
         folder = folder if folder.is_dir() else folder.parent
@@ -92,12 +94,21 @@ def find_template(name: str, vocabulary: str | None) -> str:
 class ChatEncoder:
     """Turns a line's messages into token ids and the marks of the answers.
 
+    Args:
+        flag: names a template, for errors.
+
     Raises:
         DataError: the template is no template, or names a token that the vocabulary lacks; Jinja
             is not installed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str,
+        *,
+        flag: str = "--sft-tokenizer-prompt-format",
+    ) -> None:
         try:
             import jinja2
             from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -118,7 +129,7 @@ class ChatEncoder:
         if end not in self._special and (end in template or "eos_token" in template):
             raise DataError(
                 f"the chat template ends answers with {end}, which the vocabulary lacks; name the "
-                "vocabulary's own token in a template of yours (--sft-tokenizer-prompt-format FILE)"
+                f"vocabulary's own token in a template of yours ({flag} FILE)"
             )
 
     def encode(self, document: dict[str, Any]) -> tuple[list[int], list[int]]:

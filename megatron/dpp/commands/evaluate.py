@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from megatron.dpp.commands.model_source import (
 from megatron.dpp.commands.prompts import LINES, encode, json_lines
 from megatron.dpp.errors import ConfigError, DataError, one_line, require
 from megatron.dpp.text_files import nearest_path, read_text
-from megatron.dpp.tokenizers import Tokenizer
+from megatron.dpp.tokenizers import NullTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from megatron.dpp.inference.losses import Document
@@ -99,7 +99,9 @@ def _perplexity(args: argparse.Namespace, source: Source) -> dict[str, Any]:
     from megatron.dpp.inference.losses import check_windows, total_loss
 
     tokenizer, place = tokenizer_of(source, args.tokenizer)
-    every = _documents(args.data, source, tokenizer, place)
+    every = _documents(
+        args.data, tokenizer, lambda: chat_encoder(source, tokenizer, place, args.chat_template)
+    )
     documents = list(itertools.islice(every, args.limit))
     vocabulary = vocabulary_of(source, tokenizer)
     _check_ids(args.data, documents, vocabulary)
@@ -118,7 +120,7 @@ def _perplexity(args: argparse.Namespace, source: Source) -> dict[str, Any]:
     found = {
         "tokens": totals.tokens,
         "loss": totals.mean,
-        "perplexity": totals.perplexity,
+        "perplexity": totals.perplexity if math.isfinite(totals.perplexity) else None,
         "bits_per_byte": totals.loss / math.log(2) / size if size else None,
         "window": window,
         "stride": stride,
@@ -137,7 +139,7 @@ def _windows(args: argparse.Namespace, positions: int) -> tuple[int, int]:
 
 
 def _documents(
-    data: str, source: Source, tokenizer: Tokenizer, place: str | None
+    data: str, tokenizer: Tokenizer, new_encoder: Callable[[], ChatEncoder]
 ) -> Iterator[Document]:
     """The documents of a file: a text, JSON lines, or token files by their prefix.
 
@@ -154,14 +156,14 @@ def _documents(
         near = nearest_path(path) or nearest_path(Path(f"{data}.idx"))
         raise DataError(f"--data {data}: neither a file nor a prefix of token files{near}")
     elif path.suffix in LINES:
-        yield from _of_lines(path, source, tokenizer, place)
+        yield from _of_lines(path, tokenizer, new_encoder)
     else:
         text = read_text(path, "--data")
         yield Document([*tokenizer.begin, *encode(text, tokenizer, f"--data {data}")])
 
 
 def _of_lines(
-    path: Path, source: Source, tokenizer: Tokenizer, place: str | None
+    path: Path, tokenizer: Tokenizer, new_encoder: Callable[[], ChatEncoder]
 ) -> Iterator[Document]:
     """Texts, and chats, whose answers alone count."""
     from megatron.dpp.inference.losses import Document
@@ -175,7 +177,7 @@ def _of_lines(
                 ids = encode(whole, tokenizer, f"{path}, line {number}")
                 yield Document([*tokenizer.begin, *ids])
                 continue
-            encoder = encoder or chat_encoder(source, tokenizer, place)
+            encoder = encoder or new_encoder()
             yield Document(*encoder.encode(line))
         except BadLine as error:
             raise DataError(f"{path}, line {number}: {error}") from error
@@ -191,7 +193,9 @@ def _check_ids(data: str, documents: Sequence[Document], vocabulary: int) -> Non
 
 
 def _text_bytes(document: Document, tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes of the tokens that have a loss; special tokens have no text."""
+    """UTF-8 bytes of the tokens that have a loss; special tokens and numbers have no text."""
+    if isinstance(tokenizer, NullTokenizer):
+        return 0
     special = frozenset(tokenizer.special_tokens().values())
     marks = document.marks or [1] * len(document.ids)
     rows = list(zip(document.ids, marks, strict=True))[1:]

@@ -6,9 +6,9 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron.dpp.commands.common import guarded, new_parser
 from megatron.dpp.commands.model_source import (
@@ -79,7 +79,7 @@ def _run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(opened(source, args, vocabulary))
         print(f"engine: {engine.name}", file=sys.stderr)
-        file = args.output and stack.enter_context(args.output.open("x", encoding="utf-8"))
+        file = args.output and stack.enter_context(_new_file(args.output))
         answers = generate(
             engine,
             ids,
@@ -96,7 +96,7 @@ def _prompts(
     args: argparse.Namespace, source: Source, tokenizer: Tokenizer, place: str | None
 ) -> list[Prompt]:
     if args.chat is not None:
-        return chat_prompts(args.chat, chat_encoder(source, tokenizer, place))
+        return chat_prompts(args.chat, chat_encoder(source, tokenizer, place, args.chat_template))
     if args.prompt is not None:
         return text_prompts(args.prompt, tokenizer, "--prompt")
     found = text_prompts(read_texts(args.prompts), tokenizer, f"--prompts {args.prompts}")
@@ -121,6 +121,22 @@ def _check_output(path: Path) -> None:
         raise DataError(f"--output {path}: exists; name another file")
     if not path.parent.is_dir():
         raise DataError(f"--output {path}: its directory does not exist")
+
+
+@contextlib.contextmanager
+def _new_file(path: Path) -> Iterator[TextIO]:
+    """A file that gets its name at the end. After an error its answers stay in ``.unfinished``,
+    which the next attempt replaces; without an answer it goes away."""
+    scratch = path.with_name(f"{path.name}.unfinished")
+    try:
+        with scratch.open("w", encoding="utf-8") as file:
+            yield file
+    except BaseException:
+        if scratch.is_file() and not scratch.stat().st_size:
+            scratch.unlink()
+        raise
+    _check_output(path)
+    scratch.rename(path)
 
 
 def _write(

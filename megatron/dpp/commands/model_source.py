@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,20 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.dpp.cli.checkpoint_args import saved_args
-from megatron.dpp.cli.checkpoint_files import Found, check_whole, find
+from megatron.dpp.cli.checkpoint_files import Found, check_whole, find_named
+from megatron.dpp.cli.hf_model import check_same, completed
 from megatron.dpp.commands.chats import ChatEncoder, find_template
 from megatron.dpp.errors import ConfigError, DataError, one_line, require
 from megatron.dpp.launch.vocabulary import tokenizer_flags
 from megatron.dpp.models import HfConfig, read_config
 from megatron.dpp.models.fields import CONFIG, find_origin
 from megatron.dpp.text_files import nearest_path, read_text
-from megatron.dpp.tokenizers import Tokenizer, build_tokenizer
+from megatron.dpp.tokenizers import NullTokenizer, Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:
     from megatron.dpp.inference.engine import Engine
 
 _ENGINES = ("auto", "megatron", "transformers")
 _DTYPES = ("float32", "bfloat16", "float16")
+_TEMPLATE = "--chat-template"
 _VOCABULARY = ("tokenizer_model", "vocab_file")
 
 
@@ -35,6 +36,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder to read")
     parser.add_argument("--step", type=int, metavar="N", help="iteration (default: the latest)")
     parser.add_argument("--tokenizer", metavar="T", help="DIR_OR_FILE (default: the model's)")
+    parser.add_argument(
+        _TEMPLATE, metavar="T", help="FILE, default or plain (default: the run's or tokenizer's)"
+    )
     parser.add_argument(
         "--engine", choices=_ENGINES, default="auto", help="auto: megatron, if it has the family"
     )
@@ -98,7 +102,7 @@ def find_source(path: Path, step: int | None, engine: str) -> Source:
         return Source(
             path=path, found=None, saved=None, folder=path, config=_known_config(path, engine)
         )
-    found = _checkpoint(path, step)
+    found = find_named(path, step)
     if found is None:
         raise DataError(f"{path}: neither a Hugging Face model nor a checkpoint is there")
     if found.is_deepspeed:
@@ -109,8 +113,19 @@ def find_source(path: Path, step: int | None, engine: str) -> Source:
         raise DataError(f"{found.path}: holds no arguments, so its model is not known")
     started = [getattr(saved, name, None) for name in ("load_hf", "pretrained_checkpoint", "load")]
     folder = find_origin(found.path.parent, started)
-    config = read_config(folder) if folder else None
+    config = _config_of(folder, saved) if folder else None
+    folder = folder if config else None
     return Source(path=path, found=found, saved=saved, folder=folder, config=config)
+
+
+def _config_of(folder: Path, saved: Any) -> HfConfig | None:
+    """The ``config.json`` of a checkpoint's model; None where it is broken or another model's."""
+    try:
+        config = read_config(folder)
+        check_same(completed(saved), config, "", "", "")
+    except DataError:
+        return None
+    return config
 
 
 def _known_config(folder: Path, engine: str) -> HfConfig | None:
@@ -123,13 +138,6 @@ def _known_config(folder: Path, engine: str) -> HfConfig | None:
         if engine == "transformers" or (engine == "auto" and is_installed()):
             return None
         raise
-
-
-def _checkpoint(path: Path, step: int | None) -> Found | None:
-    named = re.fullmatch(r"iter_(\d+)", path.name)
-    if step is None and (path / "common.pt").is_file():
-        return Found(path, int(named[1]) if named else 0, release=named is None)
-    return find(str(path), step)
 
 
 def tokenizer_of(source: Source, choice: str | None) -> tuple[Tokenizer, str | None]:
@@ -146,6 +154,11 @@ def tokenizer_of(source: Source, choice: str | None) -> tuple[Tokenizer, str | N
         return _of_run(source.saved)
     if choice is None and source.folder is None:
         raise DataError(f"{source.path}: its tokenizer is not known (--tokenizer DIR_OR_FILE)")
+    if choice is not None and choice.partition(":")[0] == "train":
+        raise ConfigError(
+            f"--tokenizer {choice}: would train a new one; name the model's: DIR_OR_FILE, gpt2 or "
+            "sample"
+        )
     flags = tokenizer_flags("gpt", choice or str(source.folder), None)
     values = {name.strip("-").replace("-", "_"): value for name, value in flags.items()}
     kind = values.pop("tokenizer_type", "GPT2BPETokenizer")
@@ -170,17 +183,25 @@ def _of_run(saved: Any) -> tuple[Tokenizer, str | None]:
     return tokenizer, next(filter(None, places), None)
 
 
-def chat_encoder(source: Source, tokenizer: Tokenizer, place: str | None) -> ChatEncoder:
+def chat_encoder(
+    source: Source, tokenizer: Tokenizer, place: str | None, choice: str | None = None
+) -> ChatEncoder:
     """The encoder of chats, with the template of the run or the tokenizer.
 
     Args:
         place: from :func:`tokenizer_of`.
+        choice: ``--chat-template``; None takes that of the run, or of the tokenizer.
 
     Raises:
         DataError: the template is missing or broken.
     """
-    form = getattr(source.saved, "sft_tokenizer_prompt_format", None) or "auto"
-    return ChatEncoder(tokenizer, find_template(form, place))
+    if isinstance(tokenizer, NullTokenizer):
+        raise DataError(
+            f"{source.path}: its tokenizer reads numbers, not chats; name another (--tokenizer "
+            "DIR_OR_FILE)"
+        )
+    form = choice or getattr(source.saved, "sft_tokenizer_prompt_format", None) or "auto"
+    return ChatEncoder(tokenizer, find_template(form, place, flag=_TEMPLATE), flag=_TEMPLATE)
 
 
 def ends_of(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
@@ -240,13 +261,8 @@ def _engine(source: Source, args: argparse.Namespace, vocabulary: int) -> Iterat
         with exported(source) as folder:
             yield by_transformers.TransformersEngine(folder, args.device, args.dtype)
         return
-    words = (
-        by_megatron.folder_words(source.path)
-        if source.found is None
-        else by_megatron.checkpoint_words(source.found)
-    )
     with by_megatron.megatron_engine(
-        words, vocabulary=vocabulary, device=args.device, dtype=args.dtype
+        source.found or source.path, vocabulary=vocabulary, device=args.device, dtype=args.dtype
     ) as found:
         yield found
 
@@ -261,16 +277,19 @@ def exported(source: Source) -> Iterator[Path]:
     if source.found is None:
         yield source.path
         return
+    if source.folder is None:
+        raise DataError(
+            f"{source.found.path}: no config.json of its model is known, which an export needs; "
+            "make one with megatron-dpp convert --like DIR or --family NAME, and name that"
+        )
     from megatron.dpp.convert.to_hf import to_hf
 
-    step = None if source.found.release else source.found.iteration
     with tempfile.TemporaryDirectory(prefix="megatron-dpp-") as scratch:
         target = Path(scratch) / "model"
         to_hf(
-            source.found.path.parent,
+            source.found.path,
             target,
             like=source.folder,
-            step=step,
             progress=lambda _: None,
         )
         yield target

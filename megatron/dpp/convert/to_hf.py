@@ -33,7 +33,8 @@ def to_hf(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress,
 ) -> HfConfig:
-    """Write the model of the checkpoint in ``source`` to ``target``, which must not exist.
+    """Write the model of ``source``, a checkpoint or a directory of them, to ``target``, which must
+    not exist.
 
     Args:
         like: a Hugging Face folder of the same model: its ``config.json`` and tokenizer are copied.
@@ -46,10 +47,12 @@ def to_hf(
     Raises:
         DataError: the checkpoint is missing, damaged, or of another model; the target exists.
     """
-    found = _find(source, step)
+    found = checkpoint_files.find_named(source, step)
+    if found is None:
+        raise DataError(f"{source}: neither a Hugging Face model nor a checkpoint is there")
     args = saved_args(found)
     started = [getattr(args, name, None) for name in ("load_hf", "pretrained_checkpoint", "load")]
-    like = like or find_origin(source, started)
+    like = like or find_origin(found.path.parent, started)
     if like is None and family is None:
         raise DataError(
             f"{source}: its config.json is not known; name the folder of the model that training "
@@ -92,16 +95,6 @@ def _checked(stored: Stored, config: HfConfig) -> list[Entry]:
         stored.check(each)
     stored.check_rest(tensors, config.family)
     return list(chosen.values())
-
-
-def _find(source: Path, step: int | None) -> checkpoint_files.Found:
-    """The checkpoint in a directory of checkpoints, or the directory of one."""
-    if step is None and (source / "metadata.json").is_file():
-        return checkpoint_files.Found(source, 0)
-    found = checkpoint_files.find(str(source), step)
-    if found is None:
-        raise DataError(f"{source}: neither a Hugging Face model nor a checkpoint is there")
-    return found
 
 
 def _from_args(family: str, args: Any, source: Path) -> HfConfig:

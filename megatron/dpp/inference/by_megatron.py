@@ -23,12 +23,12 @@ import torch.distributed as dist
 from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
 
 from megatron.dpp.cli.arguments import parse_args
-from megatron.dpp.cli.checkpoint_args import take_checkpoint_args
+from megatron.dpp.cli.checkpoint_args import saved_args, take_checkpoint_args
 from megatron.dpp.cli.checkpoint_files import Found
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate import validate
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.inference.engine import Tokens, check_room, default_dtype, token_losses
+from megatron.dpp.inference.engine import LOSS_ROWS, Tokens, check_room, default_dtype, token_losses
 from megatron.dpp.mcore.cached import Cache, step_params, use_cache
 from megatron.dpp.mcore.packed import packed_params
 from megatron.dpp.models import read_config
@@ -47,26 +47,25 @@ _SWITCHES = {"float32": [], "bfloat16": ["--bf16"], "float16": ["--fp16"]}
 _NODE = ("MASTER_ADDR", "MASTER_PORT")
 
 
-def checkpoint_words(found: Found) -> list[str]:
-    """Flags that load a checkpoint with the model that it holds."""
-    words = ["--load", str(found.path.parent), "--use-checkpoint-args"]
-    return words if found.release else [*words, "--ckpt-step", str(found.iteration)]
-
-
-def folder_words(folder: Path) -> list[str]:
-    """Flags that load a Hugging Face folder."""
-    return ["--load-hf", str(folder), *read_config(folder).words()]
-
-
-def settings(words: Sequence[str], device: str, dtype: str) -> RunConfig:
+def settings(model: Found | Path, device: str, dtype: str) -> RunConfig:
     """The settings of one process that loads a model and does not train it.
+
+    Args:
+        model: a checkpoint, or a Hugging Face folder.
 
     Raises:
         ConfigError: a model that these layers do not compute.
         DataError: the checkpoint is damaged, or holds no arguments.
     """
+    if isinstance(model, Found):
+        words = ["--load", str(model.path.parent), "--use-checkpoint-args"]
+    else:
+        words = ["--load-hf", str(model), *read_config(model).words()]
     parsed = parse_args([*_FLAGS.split(), "--device", device, *_SWITCHES[dtype], *words])
-    take_checkpoint_args(parsed)
+    if isinstance(model, Found):
+        parsed.start = model
+        take_checkpoint_args(parsed)
+        _take_router(parsed, saved_args(model))
     parsed.seq_length = parsed.seq_length or parsed.max_position_embeddings
     parsed.tokenizer_type = "NullTokenizer"  # whatever the checkpoint says: it reads ids
     parsed.moe_token_dispatcher_type = "alltoall"
@@ -75,14 +74,21 @@ def settings(words: Sequence[str], device: str, dtype: str) -> RunConfig:
     return args
 
 
+def _take_router(parsed: argparse.Namespace, saved: Any) -> None:
+    """Route as the run did. Kinds of auxiliary losses choose alike; sinkhorn chooses otherwise."""
+    if getattr(saved, "moe_router_load_balancing_type", None) in ("sinkhorn", ["sinkhorn"]):
+        parsed.moe_router_load_balancing_type = "sinkhorn"
+        parsed.moe_aux_loss_coeff = 0.0
+
+
 @contextlib.contextmanager
 def megatron_engine(
-    words: Sequence[str], *, vocabulary: int, device: str = "auto", dtype: str | None = None
+    model: Found | Path, *, vocabulary: int, device: str = "auto", dtype: str | None = None
 ) -> Iterator[MegatronEngine]:
     """A model, until the end of the block.
 
     Args:
-        words: from :func:`checkpoint_words` or :func:`folder_words`.
+        model: a checkpoint, or a Hugging Face folder.
         vocabulary: tokens that exist; the rows of the model behind them are padding.
         device: ``auto``, ``cpu`` or ``cuda``.
         dtype: ``float32``, ``bfloat16`` or ``float16``; :func:`default_dtype` when None.
@@ -91,7 +97,7 @@ def megatron_engine(
         ConfigError: the model does not fit on the device, or cannot be computed.
         DataError: the model is damaged.
     """
-    args = settings(words, device, dtype or default_dtype(device))
+    args = settings(model, device, dtype or default_dtype(device))
     _check_memory(args)
     with _alone() as stack:
         with contextlib.redirect_stdout(io.StringIO()):  # stdout is the answer's
@@ -99,13 +105,13 @@ def megatron_engine(
             if run.cpu_support is not None:
                 stack.callback(run.cpu_support.close)
             config = transformer_config(args)
-            (model,) = bare_chunks(args, config, TASKS["gpt"].build_chunk)
-            model.to(device=run.device, dtype=args.params_dtype).eval()
+            (chunk,) = bare_chunks(args, config, TASKS["gpt"].build_chunk)
+            chunk.to(device=run.device, dtype=args.params_dtype).eval()
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # PyTorch's, about its own formats
-                Checkpointer(run, Trainee([model], config, None, None)).load()
-        use_cache(model)
-        yield MegatronEngine(model, args, run.device, vocabulary)
+                Checkpointer(run, Trainee([chunk], config, None, None)).load()
+        use_cache(chunk)
+        yield MegatronEngine(chunk, args, run.device, vocabulary)
 
 
 def _check_memory(args: RunConfig) -> None:
@@ -160,6 +166,7 @@ class MegatronEngine:
         groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
         width = 2 * groups * args.kv_channels * args.num_layers * args.params_dtype.itemsize
         remedy = "use a smaller --batch-size or --max-new-tokens"
+        self._cache = Cache(0)  # the last batch's is free now
         of = f"keys and values of {len(prompts)} x {room} tokens"
         check_room(len(prompts) * room * width, self._device, of, remedy)
         self._cache = Cache(room)
@@ -185,7 +192,10 @@ class MegatronEngine:
         lengths = [len(each) for each in pieces]
         ids, places = self._tensors(itertools.chain(*pieces), itertools.chain(*map(range, lengths)))
         hidden = self._forward(ids, places, packed_params(self._starts(lengths), max(lengths)))
-        found = token_losses(self._logits(hidden[:-1]), ids[1:])
+        parts = (torch.split(each, LOSS_ROWS) for each in (hidden[:-1], ids[1:]))
+        found = torch.cat(
+            [token_losses(self._logits(some), wanted) for some, wanted in zip(*parts, strict=True)]
+        )
         rows = torch.split(torch.cat([found, found[:1]]), lengths)
         return [row[:-1] for row in rows]  # without the loss of the next piece's first token
 

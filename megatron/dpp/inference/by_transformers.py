@@ -18,6 +18,7 @@ from megatron.dpp.inference.engine import (
     default_dtype,
     token_losses,
 )
+from megatron.dpp.models.weights import INDEX, WEIGHTS, loaded_bytes
 
 _NO_LIMIT = 1 << 31
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length")
@@ -51,13 +52,14 @@ class TransformersEngine:
 
         self._device = torch.device(default_device(device))
         kind = getattr(torch, dtype or default_dtype(device))
-        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        is_known = any((folder / name).is_file() for name in (WEIGHTS, INDEX))
+        size = loaded_bytes(folder, kind.itemsize) if is_known else 0
         check_room(size, self._device, f"the weights in {folder}", "use a device with more memory")
         transformers.logging.disable_progress_bar()
         transformers.logging.set_verbosity_error()
         try:
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=kind, local_files_only=True
+                folder, dtype=kind, local_files_only=True, trust_remote_code=False
             )
         except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
             raise DataError(f"{folder}: transformers cannot load it ({one_line(error)})") from error

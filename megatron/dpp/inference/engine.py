@@ -11,6 +11,8 @@ import torch
 from megatron.dpp.errors import ConfigError
 
 Tokens = Sequence[int]
+LOSS_ROWS = 1024
+"""Tokens whose logits are held together where losses are computed."""
 
 
 class Engine(Protocol):
@@ -72,7 +74,8 @@ def check_room(needed: int, device: torch.device, of: str, remedy: str) -> None:
         ConfigError: naming the bytes needed and free.
     """
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + cached
     else:
         free = psutil.virtual_memory().available
     if needed > free:
@@ -86,6 +89,8 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross entropies in fp32, some rows at a time; logits [t, vocabulary], labels [t]."""
     parts = [
         torch.nn.functional.cross_entropy(some.float(), wanted, reduction="none")
-        for some, wanted in zip(torch.split(logits, 1024), torch.split(labels, 1024), strict=True)
+        for some, wanted in zip(
+            torch.split(logits, LOSS_ROWS), torch.split(labels, LOSS_ROWS), strict=True
+        )
     ]
     return torch.cat(parts).cpu()

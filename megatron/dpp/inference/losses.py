@@ -106,6 +106,9 @@ def total_loss(
         window: most tokens that the model reads together.
         stride: tokens between the beginnings of windows.
         batch_size: windows that are read at once, at least 1.
+
+    Raises:
+        DataError: a loss is not finite.
     """
     totals = Totals()
     pieces = (piece for each in documents for piece in windows(each, window, stride))
@@ -113,7 +116,13 @@ def total_loss(
         found = engine.losses([piece.ids for piece in batch])
         for piece, losses in zip(batch, found, strict=True):
             counted = torch.tensor(piece.marks[piece.first :], dtype=torch.bool)
-            totals.loss += float(losses[piece.first :][counted].double().sum())
+            loss = float(losses[piece.first :][counted].double().sum())
+            if not math.isfinite(loss):
+                raise DataError(
+                    f"the loss of a window of {len(piece.ids)} tokens is {loss}: the model's "
+                    "parameters are damaged, or --dtype is too narrow for it (float32 is not)"
+                )
+            totals.loss += loss
             totals.tokens += int(counted.sum())
     return totals
 

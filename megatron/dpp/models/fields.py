@@ -215,8 +215,12 @@ def read_config(folder: str | Path) -> HfConfig:
 def find_origin(save: Path, started: Iterable[str | None]) -> Path | None:
     """The folder with the ``config.json`` of a checkpoint's model: beside the checkpoint, or what
     its run started from.
+
+    Args:
+        save: the directory of checkpoints.
+        started: folders or directories of checkpoints that the run started from.
     """
-    places = [save / ORIGIN, save.parent / ORIGIN]
+    places = [save / ORIGIN]
     for each in filter(None, started):
         places += [Path(each), Path(each) / ORIGIN]
     return next((place for place in places if (place / CONFIG).is_file()), None)

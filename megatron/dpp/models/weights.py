@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron.dpp.text_files import read_text
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def find_weights(folder: Path) -> dict[str, Path]:
@@ -39,13 +41,34 @@ def find_weights(folder: Path) -> dict[str, Path]:
     return files
 
 
+def loaded_bytes(folder: Path, itemsize: int) -> int:
+    """Bytes of a model's tensors, once those of floating point have ``itemsize`` bytes a number.
+
+    Raises:
+        DataError: as :func:`find_weights`.
+    """
+    files = find_weights(folder)
+    headers = {file: _header(file) for file in set(files.values())}
+    total = 0
+    for name, file in files.items():
+        told = headers[file][name]
+        first, end = told["data_offsets"]
+        is_float = told["dtype"] in _FLOATS
+        total += math.prod(told["shape"]) * itemsize if is_float else end - first
+    return total
+
+
 def _bins(folder: Path) -> str:
     old = sorted(folder.glob("*.bin"))
     return f"; {old[0].name} is a pickle: save it as safetensors" if old else ""
 
 
 def _names(file: Path) -> list[str]:
-    """The tensors of a file whose size is what its header says."""
+    return list(_header(file))
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Tensor -> its dtype, shape and place, of a file whose size is what its header says."""
     if not file.is_file():
         raise DataError(f"{file}: missing")
     size = file.stat().st_size
@@ -62,4 +85,4 @@ def _names(file: Path) -> list[str]:
         raise DataError(f"{file}: damaged or not whole ({one_line(error)})") from error
     if told != size:
         raise DataError(f"{file}: damaged or not whole ({size} bytes, its header says {told})")
-    return list(header)
+    return header

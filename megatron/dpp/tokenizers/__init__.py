@@ -200,6 +200,9 @@ class NullTokenizer(Tokenizer):
     def detokenize(self, ids: Iterable[int]) -> str:
         return " ".join(str(index) for index in ids)
 
+    def special_tokens(self) -> dict[str, int]:
+        return {}
+
 
 TOKENIZER_TYPES = (
     "GPT2BPETokenizer",

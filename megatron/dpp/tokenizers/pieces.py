@@ -60,7 +60,7 @@ class SentencePieceTokenizer(Tokenizer):
             map(int, ids), lambda index: index in self._special.values() or index >= known
         )
         return "".join(
-            "".join(self.inv_vocab[each] for each in group)
+            "".join(self.inv_vocab.get(each, "") for each in group)
             if own
             else self._pieces.decode(list(group))
             for own, group in groups
