@@ -95,7 +95,7 @@ def test_two_interpreters_of_one_directory_differ(
 
 
 def test_pythons_older_than_3_9_read_it() -> None:
-    """Where ``list[str]`` is an error, which must not come before the line about the version."""
+    """They know no ``list[str]``, and an error about it would hide the line about their version."""
     old = type("list", (), {})
     assert runpy.run_path(str(ROOT / "train"), {"list": old}, "train")["printed"]
 
