@@ -78,6 +78,7 @@ def test_an_address_of_one_link_is_refused(text: str, monkeypatch: pytest.Monkey
     ("text", "why"),
     [
         ("[::1]", "is not an IPv4 or IPv6 address"),
+        ("fd00::1%eth0", "is valid on one link only"),
         ("::ffff:10.0.0.1", "give 10.0.0.1"),
         ("::", "not the address of one host"),
         ("0.0.0.0", "not the address of one host"),

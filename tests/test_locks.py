@@ -117,12 +117,10 @@ DOORS = (
     ("train", "--save {0}"),
     ("train", "--save={0}"),
     ("train", "--run-dir {0}"),
-    ("train", "--trace --trace-dir {0}"),
-    ("train", "--trace --trace-dir {0.parent}"),
     ("-m megatron.dpp train", "--save {0}"),
     ("-m megatron.dpp.launch gpt-sample node", "--save {0}"),
     ("-m megatron.dpp.launch gpt-sample node", "{0}"),
-    ("-m megatron.dpp.launch bert master", "--trace-dir {0.parent}"),
+    ("-m megatron.dpp.launch bert master", "--save {0}"),
     ("-m megatron.dpp.launch flags pretrain_gpt.py", "--save {0}"),
 )
 """(a launcher behind ``python``, words that name a directory)."""
@@ -166,13 +164,22 @@ def test_a_launcher_looks_where_the_locks_are_held(
             locks.check_named(["--save", str(tmp_path), word], {})
 
 
-def test_a_launcher_passes_by_links_to_traces_of_other_runs(tmp_path: Path) -> None:
-    with locks.lock_directory(tmp_path / "run" / "data-1", "--trace-dir"):
-        (tmp_path / "benchmark").mkdir()
-        (tmp_path / "benchmark" / "data-1").symlink_to(tmp_path / "run" / "data-1")
-        locks.check_named(["--trace-dir", str(tmp_path / "benchmark")], {})
-        with pytest.raises(DataError):
-            locks.check_named(["--trace-dir", str(tmp_path / "run")], {})
+def test_layouts_share_a_trace_directory(tmp_path: Path) -> None:
+    """A launcher knows no layout; preflight refuses a second run of the same one."""
+    with locks.lock_directory(tmp_path / "data-1", "--trace-dir"):
+        for words in (["--trace-dir", str(tmp_path)], ["--trace", f"--trace-dir={tmp_path}"]):
+            locks.check_named(words, {"TRACE": "1"})
+
+
+def test_the_last_word_names_the_directory(tmp_path: Path) -> None:
+    taken, free = str(tmp_path / "taken"), str(tmp_path / "free")
+    with locks.lock_directory(taken, "--save"):
+        for words in ([f"--save={taken}", "--save", free], ["--save", taken, f"--save={free}"]):
+            locks.check_named(words, {})
+        for words in ([f"--save={free}", "--save", taken], ["--save", free, f"--save={taken}"]):
+            with pytest.raises(DataError, match="--save"):
+                locks.check_named(words, {})
+        locks.check_named([taken, "--save"], {})
 
 
 def test_a_refusal_waits_for_no_import() -> None:

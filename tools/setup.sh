@@ -6,7 +6,7 @@
 #   python=$(bash tools/setup.sh --which)  # prints the Python to start from; does nothing
 #
 # It starts from PYTHON, else from the active virtual environment if that has PyTorch, else from the
-# Python that build/python keeps (.venv where there is no such file), else from PATH's python3.
+# Python that build/python keeps (.venv where that one is gone), else from PATH's python3.
 # build/python keeps the first Python that was set up, and each one that PYTHON named.
 # TORCH_INDEX_URL names an index of PyTorch.
 set -euo pipefail
@@ -27,6 +27,7 @@ if [[ -z $python ]]; then
   kept=.venv/bin/python
   [[ ! -r $root/build/python ]] || read -r kept <"$root/build/python" || true
   [[ $kept == /* ]] || kept=$root/$kept
+  [[ -f $kept && -x $kept ]] || kept=$root/.venv/bin/python
   if [[ -f $kept && -x $kept ]] && ! environment_is_active; then
     python=$kept
   fi

@@ -332,7 +332,7 @@ def _fault_of_address(text: str) -> str:
     except ValueError:
         return "is not an IPv4 or IPv6 address"
     if isinstance(address, ipaddress.IPv6Address):
-        if address.is_link_local:  # with a scope ("%eth0") or without
+        if address.is_link_local or address.scope_id:  # a scope names an interface: "%eth0"
             return "is valid on one link only: give a routable address"
         if address.ipv4_mapped:
             return f"stands for an IPv4 address: give {address.ipv4_mapped}"

@@ -129,7 +129,8 @@ def check_named(words: Sequence[str], env: Mapping[str, str]) -> None:
     """Refuse directories that a command line or its variables name and another run writes.
 
     A launcher calls it first, so that the refusal waits for no import. It knows words alone, not
-    what a file or a layout makes of them: the run checks its directories again.
+    what a file or a layout makes of them: the run checks its directories again, and first that of
+    its trace, which its layout names.
 
     Args:
         words: options and flags of any launcher.
@@ -143,22 +144,18 @@ def check_named(words: Sequence[str], env: Mapping[str, str]) -> None:
         return  # node 0 holds the locks of its run
     for flag, directory in _named(words, env):
         check_free(directory, flag)
-        for inner in Path(directory).glob("*") if flag == "--trace-dir" else ():
-            if not inner.is_symlink():  # to the trace of a run that writes elsewhere
-                check_free(inner, flag)
 
 
 def _named(words: Sequence[str], env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Flags, or RUN_DIR, with the directories that they name."""
-    run_dir = env.get("RUN_DIR", "")
-    for flag in ("--save", "--trace-dir", "--run-dir"):
-        given = [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
-        given += [value for word, value in itertools.pairwise(words) if word == flag]
-        if given:
-            run_dir = "" if flag == "--run-dir" else run_dir  # the option wins
-            yield flag, given[-1]
-    if run_dir:
-        yield "RUN_DIR", run_dir
+    given = {}  # the last one counts
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
+        flag, equals, value = word.partition("=")
+        if flag in ("--save", "--run-dir"):
+            given[flag] = value if equals else following
+    if "--run-dir" not in given:  # the option wins
+        given["RUN_DIR"] = env.get("RUN_DIR", "")
+    yield from ((flag, directory) for flag, directory in given.items() if directory)
 
 
 def _locked(file: IO[bytes], kind: int) -> bool:

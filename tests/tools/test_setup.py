@@ -174,6 +174,8 @@ def test_one_rule_says_which_python_starts(repository: Path) -> None:
     venv.parent.mkdir(parents=True)
     venv.symlink_to(sys.executable)
     assert Path(which(repository, PYTHON="", PATH=path)) == venv
+    kept.write_text("/no/such/python\n")
+    assert Path(which(repository, PYTHON="", PATH=path)) == venv
     active = f"{Path(sys.executable).parent}:{path}"
     assert Path(which(repository, PYTHON="", PATH=active)).parent == Path(sys.executable).parent
 

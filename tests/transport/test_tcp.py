@@ -17,7 +17,7 @@ import torch
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, PeerDead, ProtocolError, TransportError
-from megatron.dpp.transport import Transport
+from megatron.dpp.transport import Transport, TransportOptions
 from megatron.dpp.transport.rendezvous import Rendezvous
 from tests.transport.kinds import (
     PATIENCE,
@@ -228,3 +228,5 @@ def test_a_large_message_is_spread_over_the_connections_asked_for(connections: i
 def test_a_number_of_connections_out_of_range_is_refused(number: int) -> None:
     with pytest.raises(ConfigError, match=f"--dpp-tcp-connections {number}: must be from 1 to 16"):
         DppConfig(tcp_connections=number)
+    with pytest.raises(ConfigError, match=f"option tcp_connections is {number}; the (least|most)"):
+        TransportOptions(tcp_connections=number)

@@ -286,7 +286,8 @@ def find_python(*, dry_run: bool) -> str:
     """
     if dry_run:
         return sys.executable
-    return set_up([sys.executable, str(ROOT / "tools" / "setup_environment.py")])
+    keep = ["--keep"] if os.environ.get("PYTHON") else []  # as tools/setup.sh does it
+    return set_up([sys.executable, str(ROOT / "tools" / "setup_environment.py"), *keep])
 
 
 def set_up(command: Sequence[str]) -> str:

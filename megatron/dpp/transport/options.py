@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron.dpp.config import GPUDIRECT
@@ -52,7 +53,7 @@ class TransportOptions:
         node_ips: this host's address that links to other hosts are bound to; None lets no other
             host in.
         listen_ports: first and last port that a rank may listen on for other hosts; None takes any.
-        tcp_connections: connections of a tcp link that carry payloads.
+        tcp_connections: connections of a tcp link that carry payloads, 1 to 16.
         name: distinguishes the transports that one job opens over one store.
         token_file: file (mode 0600) with the job's secret; None takes ``DPP_TOKEN_FILE`` from the
             environment, or agrees on a random secret: by a private file where torchrun's variables
@@ -81,17 +82,18 @@ class TransportOptions:
     spin: bool | None = None
 
     def __post_init__(self) -> None:
-        for field, least in (
-            ("timeout", 0.001),
-            ("setup_timeout", 0.001),
-            ("workload", 1),
-            ("peer_timeout", 0.001),
-            ("tcp_connections", 1),
+        for field, least, most in (
+            ("timeout", 0.001, math.inf),
+            ("setup_timeout", 0.001, math.inf),
+            ("workload", 1, math.inf),
+            ("peer_timeout", 0.001, math.inf),
+            ("tcp_connections", 1, 16),
         ):
-            if getattr(self, field) < least:
-                raise ConfigError(
-                    f"transport option {field} is {getattr(self, field)}; the least is {least}"
-                )
+            value = getattr(self, field)
+            if value < least:
+                raise ConfigError(f"transport option {field} is {value}; the least is {least}")
+            if value > most:
+                raise ConfigError(f"transport option {field} is {value}; the most is {most}")
         if self.gpudirect not in GPUDIRECT:
             raise ConfigError(
                 f"transport option gpudirect is {self.gpudirect}; expected one of "
