@@ -47,7 +47,8 @@ std::vector<Block> Blocks::allocate(size_t count, const std::string& what) {
   std::vector<Block> made;
   for (size_t i = 0; i < count; ++i) {
     std::byte* memory = map(bytes_);
-    if (memory == nullptr) throw Error(Fault::kSetup, with_errno("mapping " + text + " (ulimit -v?)"));
+    if (memory == nullptr)
+      throw Error(Fault::kSetup, with_errno("mapping " + text + " (ulimit -v?)"));
     made.push_back(wrap(memory));
     if (const int error = populate(memory, bytes_)) {
       throw Error(Fault::kSetup,
