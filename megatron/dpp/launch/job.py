@@ -12,14 +12,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from megatron.dpp.cli import environment
 from megatron.dpp.cli.arguments import parse_args
+from megatron.dpp.cli.files import written_directories
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, require
 from megatron.dpp.hosts import is_loopback, own_interface, with_port
 from megatron.dpp.launch.flags import ROOT
 from megatron.dpp.launch.home import check_home, copy_output, flags_of_home, make_home
-from megatron.dpp.locks import lock_directory
+from megatron.dpp.locks import check_free, lock_directory
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -182,7 +185,7 @@ def launch(
         show_command([*command, *argv])
         return
     arch = Path(script).stem.removeprefix("pretrain_")
-    parse_args(argv)  # ends here with --help
+    refuse_taken_trace(job, argv)  # parses, so it ends here with --help
     check(arch, argv, python, job)
     refuse_taken(job, argv)
     home = lock = None
@@ -216,6 +219,25 @@ def refuse_taken(job: Job, argv: Sequence[str]) -> None:
         DataError: naming the other run.
     """
     check_home(argv, os.environ, first_node=job.node_rank == 0)
+
+
+def refuse_taken_trace(job: Job, argv: Sequence[str]) -> None:
+    """Refuse a ``--trace-dir`` in which another run writes the trace of this layout.
+
+    Args:
+        argv: all flags of the run; the layout names the directory.
+
+    Raises:
+        DataError: naming the other run.
+    """
+    args = parse_args(argv)
+    if not args.trace or "trace_dir" not in args.given or job.node_rank != 0:
+        return
+    ranks = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
+    args.data_parallel_size = job.world_size // (ranks * args.context_parallel_size)
+    args.virtual_pipeline_model_parallel_size = None
+    for flag, directory in written_directories(cast(RunConfig, args)):
+        check_free(directory, flag)
 
 
 def is_dry_run() -> bool:
