@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from megatron.dpp.errors import ConfigError, DppError, exit_with, require
+from megatron.dpp.errors import ConfigError, DppError, require
 from megatron.dpp.plan import Device, estimate, find_machine, known_gpu, lines, shape_of
 
 _ASSUMED = "--transformer-impl local --micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0"
@@ -98,7 +98,3 @@ def _checked(flags: Sequence[str], ranks: int, arch: str) -> argparse.Namespace:
     if checked.use_dpp:
         preflight.check_schedule(checked, one_node=False)
     return checked
-
-
-if __name__ == "__main__":
-    exit_with(main)
