@@ -1,6 +1,7 @@
 """Rules of ``validate`` for mixtures of experts and multi-token prediction.
 
-Most are megatron-core's own, which would raise them late in the start or in the first forward.
+Most are megatron-core's own, which would raise them late in the start or in the first forward. Each
+raises ConfigError for the first setting that cannot work.
 """
 
 from __future__ import annotations
@@ -16,11 +17,7 @@ Args = argparse.Namespace
 
 
 def check_experts(args: Args) -> None:
-    """Check and derive what ``--num-experts`` asks for, in place.
-
-    Raises:
-        ConfigError: the first setting that cannot work.
-    """
+    """Check and derive what ``--num-experts`` asks for, in place."""
     args.num_experts = args.num_experts or None
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
         value = getattr(args, name)
@@ -159,11 +156,7 @@ def replicas_in_step(args: Args) -> int:
 
 
 def check_prediction(args: Args) -> None:
-    """Check what ``--mtp-num-layers`` asks for.
-
-    Raises:
-        ConfigError: the first setting that cannot work.
-    """
+    """Check multi-token prediction."""
     args.mtp_num_layers = args.mtp_num_layers or None
     if args.mtp_num_layers is None:
         return

@@ -1,5 +1,8 @@
 """Rules of ``validate`` about single numbers, batches and learning rates, which megatron-core and
-PyTorch would meet with a bare assertion or a shape error."""
+PyTorch would meet with a bare assertion or a shape error.
+
+Each raises ConfigError for the first setting that cannot work.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,7 @@ Args = argparse.Namespace
 
 
 def check_ranges(args: Args) -> None:
-    """Refuse numbers out of range.
-
-    Raises:
-        ConfigError: the first of them.
-    """
+    """Numbers out of range."""
     for name in ("hidden_dropout", "attention_dropout"):
         _between(args, name, 0 <= getattr(args, name) <= 1, "between 0 and 1")
     for name in ("adam_beta1", "adam_beta2"):
@@ -44,11 +43,7 @@ def _between(args: Args, name: str, good: object, rule: str) -> None:
 
 
 def check_heads(args: Args) -> None:
-    """Check query groups and rotated channels.
-
-    Raises:
-        ConfigError: heads or channels cannot be divided so.
-    """
+    """Heads that do not divide into query groups, channels that do not into rotated pairs."""
     groups = args.num_query_groups
     require(
         not args.group_query_attention or args.num_attention_heads % groups == 0,
@@ -65,11 +60,7 @@ def check_heads(args: Args) -> None:
 
 
 def check_yarn(args: Args) -> None:
-    """Check what ``--position-embedding-type yarn`` asks for.
-
-    Raises:
-        ConfigError: a value that it cannot have, or that megatron-core would ignore.
-    """
+    """Values that YaRN cannot have, or that megatron-core would ignore with it."""
     if args.position_embedding_type != "yarn":
         return
     yarn, original = "--position-embedding-type yarn", args.yarn_original_max_position_embeddings
@@ -95,11 +86,7 @@ def check_yarn(args: Args) -> None:
 
 
 def check_learning_rate(args: Args) -> None:
-    """Check learning rate and weight decay, as megatron-core's scheduler asserts.
-
-    Raises:
-        ConfigError: the first rule that is broken.
-    """
+    """Learning rate and weight decay, as megatron-core's scheduler asserts."""
     unit = "iters" if args.train_iters is not None else "samples"
     total = getattr(args, f"train_{unit}")
     own_decay = getattr(args, f"lr_decay_{unit}")
@@ -139,11 +126,7 @@ def check_learning_rate(args: Args) -> None:
 
 
 def check_batches(args: Args) -> None:
-    """Check the ramp of the batch size, and the groups of microbatches of the interleaved schedule.
-
-    Raises:
-        ConfigError: the ramp does not end at ``--global-batch-size``, or groups do not fit.
-    """
+    """The ramp of the batch size, and the groups of microbatches of the interleaved schedule."""
     step = args.micro_batch_size * args.data_parallel_size
     if args.rampup_batch_size is not None:
         first, increment, samples = (int(word) for word in args.rampup_batch_size)
@@ -177,11 +160,7 @@ def check_batches(args: Args) -> None:
 
 
 def check_optimizer_kind(args: Args) -> None:
-    """Check the distributed optimizer, and flags that need a package that is missing.
-
-    Raises:
-        ConfigError: the first of them.
-    """
+    """The distributed optimizer, and flags that need a package that is missing."""
     require(
         args.optimizer == "adam" or not args.use_distributed_optimizer,
         f"--optimizer {args.optimizer} does not go with --use-distributed-optimizer: it shards "
