@@ -33,7 +33,7 @@ from megatron.dpp.schedule import (
     parse_cap,
     replica_path,
 )
-from megatron.dpp.tokenizers import Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.dpp.tokenizers import Tokenizer, padded_vocab_size, tokenizer_for
 
 BAD_INPUT = 2
 """Exit code of a process whose settings cannot work."""
@@ -169,14 +169,7 @@ def build_vocabulary(args: RunConfig) -> tuple[RunConfig, Tokenizer]:
         ConfigError: a given ``--padded-vocab-size`` is too small.
         DataError: a vocabulary's file cannot be read.
     """
-    tokenizer = build_tokenizer(
-        args.tokenizer_type,
-        args.vocab_file,
-        args.merge_file,
-        tokenizer_model=args.tokenizer_model,
-        vocab_size=args.vocab_size,
-        vocab_extra_ids=args.vocab_extra_ids,
-    )
+    tokenizer = tokenizer_for(args)
     if args.padded_vocab_size is None:
         size = padded_vocab_size(
             tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size

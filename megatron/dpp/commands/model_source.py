@@ -20,7 +20,7 @@ from megatron.dpp.launch.vocabulary import tokenizer_flags
 from megatron.dpp.models import HfConfig, read_config
 from megatron.dpp.models.fields import CONFIG, find_origin
 from megatron.dpp.text_files import nearest_path, read_text
-from megatron.dpp.tokenizers import NullTokenizer, Tokenizer, build_tokenizer
+from megatron.dpp.tokenizers import NullTokenizer, Tokenizer, tokenizer_for
 
 if TYPE_CHECKING:
     from megatron.dpp.inference.engine import Engine
@@ -161,23 +161,16 @@ def tokenizer_of(source: Source, choice: str | None) -> tuple[Tokenizer, str | N
         )
     flags = tokenizer_flags("gpt", choice or str(source.folder), None)
     values = {name.strip("-").replace("-", "_"): value for name, value in flags.items()}
-    kind = values.pop("tokenizer_type", "GPT2BPETokenizer")
+    named = argparse.Namespace(**{"tokenizer_type": "GPT2BPETokenizer", **values})
     place = next(values[name] for name in _VOCABULARY if name in values)
-    return build_tokenizer(kind, **values), place
+    return tokenizer_for(named), place
 
 
 def _of_run(saved: Any) -> tuple[Tokenizer, str | None]:
     """The tokenizer with which a checkpoint was trained."""
     places = [getattr(saved, name, None) for name in _VOCABULARY]
     try:
-        tokenizer = build_tokenizer(
-            saved.tokenizer_type,
-            getattr(saved, "vocab_file", None),
-            getattr(saved, "merge_file", None),
-            tokenizer_model=getattr(saved, "tokenizer_model", None),
-            vocab_size=getattr(saved, "vocab_size", None),
-            vocab_extra_ids=getattr(saved, "vocab_extra_ids", 0),
-        )
+        tokenizer = tokenizer_for(saved)
     except (ConfigError, DataError) as error:
         raise DataError(f"the run's tokenizer: {error}; name it (--tokenizer)") from error
     return tokenizer, next(filter(None, places), None)
