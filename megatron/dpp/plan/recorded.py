@@ -11,6 +11,7 @@ from megatron.dpp.sim.costs import Costs, Hop, Shape
 from megatron.dpp.sim.schedules import replay
 from megatron.dpp.trace.analysis import work
 from megatron.dpp.trace.analysis.link_times import Link, LinkSamples
+from megatron.dpp.trace.analysis.summary import Analysis
 from megatron.dpp.trace.analysis.times import IterationTimes
 from megatron.dpp.trace.analysis.work import Work
 
@@ -132,6 +133,14 @@ def recorded(
         window=times.window / SECOND,
         tail=(times.total - times.window) / SECOND,
     )
+
+
+def recorded_runs(analysis: Analysis) -> list[Recorded]:
+    """Costs of the first pipeline in every iteration that is whole."""
+    ranks = analysis.shape.pipelines()[0]
+    parts = zip(analysis.works, analysis.links, analysis.times, strict=True)
+    runs = [recorded(analysis.shape, ranks, *part) for part in parts]
+    return [run for run in runs if run is not None]
 
 
 def cost_file(runs: Sequence[Recorded]) -> dict[str, object]:
