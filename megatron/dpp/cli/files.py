@@ -121,11 +121,8 @@ def _check_sequences(prefix: str, args: argparse.Namespace) -> None:
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Refuse directories that cannot be made or written, and a ``--dpp-record`` into none.
-
-    Raises:
-        DataError: naming the flag and the directory.
-    """
+    """Refuse directories that cannot be made or written, and a ``--dpp-record`` into none: a
+    DataError names flag and directory."""
     if args.use_dpp and args.dpp_record:
         folder = Path(args.dpp_record).absolute().parent
         if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
@@ -304,12 +301,8 @@ def check_index(prefix: str) -> tuple[int, int]:
 
 
 def check_tokens(args: RunConfig) -> None:
-    """Refuse token ids outside of the model's vocabulary. Of files above 1 GiB it looks at blocks
-    that are spread evenly.
-
-    Raises:
-        DataError: naming the file, the id and the vocabulary's size.
-    """
+    """Refuse token ids outside of the model's vocabulary: a DataError names file, id and size. Of
+    files above 1 GiB it looks at blocks that are spread evenly."""
     if args.mock_data:
         return
     words, per_split = data_words(args)

@@ -98,11 +98,8 @@ def _all_here(world_size: int) -> bool:
 
 
 def check_values(args: RunConfig) -> None:
-    """Check the values of ``--dpp-*`` flags, also in a run that does not use them.
-
-    Raises:
-        ConfigError: the first that means nothing.
-    """
+    """Refuse values of ``--dpp-*`` flags that mean nothing (ConfigError), also in a run that does
+    not use them."""
     find_policy(args.dpp_policy)
     parse_cap(args.dpp_activation_cap, _MOST_ROOM)
     if args.dpp_inject and not args.use_dpp:  # static schedules heed it

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 
-from megatron.dpp.errors import require
+from megatron.dpp.errors import require, require_multiple, require_value
 
 Args = argparse.Namespace
 
@@ -17,20 +17,20 @@ Args = argparse.Namespace
 def check_ranges(args: Args) -> None:
     """Numbers out of range."""
     for name in ("hidden_dropout", "attention_dropout"):
-        _between(args, name, 0 <= getattr(args, name) <= 1, "between 0 and 1")
+        require_value(args, name, 0 <= getattr(args, name) <= 1, "between 0 and 1")
     for name in ("adam_beta1", "adam_beta2"):
-        _between(args, name, 0 <= getattr(args, name) < 1, "at least 0 and below 1")
-    _between(args, "mask_prob", 0 < args.mask_prob < 1, "above 0 and below 1")
-    _between(args, "masking_max_ngram", args.masking_max_ngram > 0, "above 0")
+        require_value(args, name, 0 <= getattr(args, name) < 1, "at least 0 and below 1")
+    require_value(args, "mask_prob", 0 < args.mask_prob < 1, "above 0 and below 1")
+    require_value(args, "masking_max_ngram", args.masking_max_ngram > 0, "above 0")
     require(
         not (args.masking_use_geometric_distribution and args.masking_do_permutation),
         "--masking-use-geometric-distribution and --masking-do-permutation exclude each other",
     )
-    _between(args, "seed", 0 <= args.seed < 2**31, "between 0 and 2^31 - 1")
-    _between(args, "eval_iters", args.eval_iters >= 0, "at least 0")
+    require_value(args, "seed", 0 <= args.seed < 2**31, "between 0 and 2^31 - 1")
+    require_value(args, "eval_iters", args.eval_iters >= 0, "at least 0")
     if args.fp16 and not args.loss_scale:
         for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
-            _between(args, name, getattr(args, name) > 0, "above 0")
+            require_value(args, name, getattr(args, name) > 0, "above 0")
         require(
             args.initial_loss_scale >= args.min_loss_scale,
             f"--initial-loss-scale {args.initial_loss_scale} is below --min-loss-scale "
@@ -38,18 +38,10 @@ def check_ranges(args: Args) -> None:
         )
 
 
-def _between(args: Args, name: str, good: object, rule: str) -> None:
-    require(good, f"--{name.replace('_', '-')} {getattr(args, name)}: must be {rule}")
-
-
 def check_heads(args: Args) -> None:
     """Heads that do not divide into query groups, channels that do not into rotated pairs."""
-    groups = args.num_query_groups
-    require(
-        not args.group_query_attention or args.num_attention_heads % groups == 0,
-        f"--num-attention-heads {args.num_attention_heads} is not a multiple of "
-        f"--num-query-groups {groups}",
-    )
+    if args.group_query_attention:
+        require_multiple(args, "num_attention_heads", "num_query_groups")
     rotated = int(args.kv_channels * args.rotary_percent)
     require(
         args.position_embedding_type not in ("rope", "yarn") or rotated % 2 == 0,
@@ -65,10 +57,10 @@ def check_yarn(args: Args) -> None:
         return
     yarn, original = "--position-embedding-type yarn", args.yarn_original_max_position_embeddings
     require(original, f"{yarn} needs --yarn-original-max-position-embeddings")
-    _between(args, "yarn_original_max_position_embeddings", original >= 1, "at least 1")
-    _between(args, "rotary_scaling_factor", args.rotary_scaling_factor >= 1, "at least 1")
-    _between(args, "yarn_beta_slow", args.yarn_beta_slow > 0, "above 0")
-    _between(
+    require_value(args, "yarn_original_max_position_embeddings", original >= 1, "at least 1")
+    require_value(args, "rotary_scaling_factor", args.rotary_scaling_factor >= 1, "at least 1")
+    require_value(args, "yarn_beta_slow", args.yarn_beta_slow > 0, "above 0")
+    require_value(
         args,
         "yarn_beta_fast",
         args.yarn_beta_fast > args.yarn_beta_slow,
@@ -93,12 +85,10 @@ def check_learning_rate(args: Args) -> None:
     decay = own_decay or total
     decay_flag = f"--{'lr-decay' if own_decay else 'train'}-{unit} {decay}"
     fraction, steps = args.lr_warmup_fraction, getattr(args, f"lr_warmup_{unit}")
-    require(total > 0, f"--train-{unit} {total}: must be at least 1")
+    require_value(args, f"train_{unit}", total > 0, "at least 1")
     require(decay > 0, f"{decay_flag}: must be at least 1")
-    require(
-        fraction is None or 0 <= fraction < 1,
-        f"--lr-warmup-fraction {fraction}: must be at least 0 and below 1",
-    )
+    in_range = fraction is None or 0 <= fraction < 1
+    require_value(args, "lr_warmup_fraction", in_range, "at least 0 and below 1")
     require(
         fraction is not None or steps < decay,
         f"--lr-warmup-{unit} {steps} is not below {decay_flag}: warming up must end before the "

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from megatron.dpp.errors import ConfigError, DppError, require
+from megatron.dpp.errors import ConfigError, DppError, flag_name, require
 from megatron.dpp.plan import Device, estimate, find_machine, known_gpu, lines, shape_of
 
 _ASSUMED = "--transformer-impl local --micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0"
@@ -40,7 +40,7 @@ def _check(known: argparse.Namespace) -> None:
     for name in ("ranks", "per_node", "memory", "tflops"):
         value = getattr(known, name)
         if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be above 0")
+            raise ConfigError(f"{flag_name(name)} {value:g}: must be above 0")
 
 
 def device_of(

@@ -29,7 +29,7 @@ from megatron.dpp.commands.model_source import (
     vocabulary_of,
 )
 from megatron.dpp.commands.prompts import LINES, encode, json_lines
-from megatron.dpp.errors import ConfigError, DataError, one_line, require
+from megatron.dpp.errors import ConfigError, DataError, one_line, require_value
 from megatron.dpp.text_files import nearest_path, read_text
 from megatron.dpp.tokenizers import NullTokenizer, Tokenizer
 
@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError("nothing to evaluate: give --data FILE or --tasks NAMES")
     check_model_flags(args)
     few = args.limit is None or args.limit >= 1
-    require(few, f"--limit {args.limit}: must be at least 1")
+    require_value(args, "limit", few, "at least 1")
     if args.tasks and importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
             "--tasks: lm-evaluation-harness is not installed; pip install lm_eval[hf]"
@@ -141,11 +141,7 @@ def _windows(args: argparse.Namespace, positions: int) -> tuple[int, int]:
 def _documents(
     data: str, tokenizer: Tokenizer, new_encoder: Callable[[], ChatEncoder]
 ) -> Iterator[Document]:
-    """The documents of a file: a text, JSON lines, or token files by their prefix.
-
-    Raises:
-        DataError: the file is missing or broken.
-    """
+    """The documents of a file: a text, JSON lines, or token files by their prefix."""
     from megatron.dpp.inference.losses import Document, of_prefix
 
     path = Path(data)
@@ -215,11 +211,7 @@ def _folder_of(tokenizer: str) -> Path:
 
 
 def _tasks(args: argparse.Namespace, source: Source) -> dict[str, Any]:
-    """Scores of lm-evaluation-harness, which runs transformers on the model's export.
-
-    Raises:
-        DataError: it refuses a task.
-    """
+    """Scores of lm-evaluation-harness, which runs transformers on the model's export."""
     from megatron.dpp.inference.engine import default_device, default_dtype
 
     harness = importlib.import_module("lm_eval")

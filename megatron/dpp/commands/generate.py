@@ -23,7 +23,7 @@ from megatron.dpp.commands.model_source import (
     vocabulary_of,
 )
 from megatron.dpp.commands.prompts import Prompt, chat_prompts, read_texts, text_prompts
-from megatron.dpp.errors import DataError, require
+from megatron.dpp.errors import DataError, require_value
 from megatron.dpp.tokenizers import Tokenizer
 
 
@@ -65,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     check_model_flags(args)
     most = args.max_new_tokens
-    require(most >= 1, f"--max-new-tokens {most}: must be at least 1")
+    require_value(args, "max_new_tokens", most >= 1, "at least 1")
     if args.output is not None:
         _check_output(args.output)
     source = find_source(args.model, args.step, args.engine)

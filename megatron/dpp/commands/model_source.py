@@ -15,7 +15,7 @@ from megatron.dpp.cli.checkpoint_args import saved_args
 from megatron.dpp.cli.checkpoint_files import Found, check_whole, find_named
 from megatron.dpp.cli.hf_model import check_same, completed
 from megatron.dpp.commands.chats import ChatEncoder, find_template
-from megatron.dpp.errors import ConfigError, DataError, one_line, require
+from megatron.dpp.errors import ConfigError, DataError, one_line, require_value
 from megatron.dpp.launch.vocabulary import tokenizer_flags
 from megatron.dpp.models import HfConfig, read_config
 from megatron.dpp.models.fields import CONFIG, find_origin
@@ -53,7 +53,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def check_model_flags(args: argparse.Namespace) -> None:
     """Raises ConfigError for values of these flags that mean nothing."""
-    require(args.batch_size >= 1, f"--batch-size {args.batch_size}: must be at least 1")
+    require_value(args, "batch_size", args.batch_size >= 1, "at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

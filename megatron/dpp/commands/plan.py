@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 
 from megatron.dpp.commands.common import ROOT, guarded, new_parser
-from megatron.dpp.errors import ConfigError, require
+from megatron.dpp.errors import ConfigError, flag_name, require_value
 from megatron.dpp.plan import (
     LayerLayout,
     ModelCosts,
@@ -57,7 +57,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     shapes = parser.add_argument_group("shapes of the model (with a run: for its memory)")
     for name, text in _COUNTS.items():
         group = parser if list(_COUNTS).index(name) < 3 else shapes
-        group.add_argument(_flag(name), type=int, metavar="N", help=text)
+        group.add_argument(flag_name(name), type=int, metavar="N", help=text)
     parser.set_defaults(microbatches=8, micro_batch_size=1, tensor_parallel=1)
     shapes.add_argument("--swiglu", action="store_true")
     shapes.add_argument("--sequence-parallel", action="store_true", help="with --tensor-parallel")
@@ -79,15 +79,9 @@ def _check(args: argparse.Namespace) -> None:
     """Refuse impossible numbers by their flags."""
     for name in _COUNTS:
         value = getattr(args, name)
-        require(value is None or value >= 1, f"{_flag(name)} {value}: must be at least 1")
-    require(0 < args.tflops < math.inf, f"--tflops {args.tflops}: must be above 0, and finite")
-    require(
-        0 <= args.jitter <= _MOST_JITTER, f"--jitter {args.jitter}: must be in 0 .. {_MOST_JITTER}"
-    )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+        require_value(args, name, value is None or value >= 1, "at least 1")
+    require_value(args, "tflops", 0 < args.tflops < math.inf, "above 0, and finite")
+    require_value(args, "jitter", 0 <= args.jitter <= _MOST_JITTER, f"in 0 .. {_MOST_JITTER}")
 
 
 def _numbers(flag: str, text: str, least: int) -> list[int]:

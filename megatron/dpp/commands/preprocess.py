@@ -37,7 +37,7 @@ from megatron.dpp.commands.chats import (
 from megatron.dpp.commands.common import new_parser, progress_bar
 from megatron.dpp.commands.json_lines import BadLine, parse_line, text_of
 from megatron.dpp.commands.sentences import SPLITTERS, make_splitter
-from megatron.dpp.errors import ConfigError, DataError, DppError
+from megatron.dpp.errors import ConfigError, DataError, DppError, flag_name, require_value
 from megatron.dpp.tokenizers import PIECE_TYPES, TOKENIZER_TYPES, tokenizer_for
 
 _BATCH_LINES = 64
@@ -388,13 +388,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    if args.workers < 1:
-        raise ConfigError(f"--workers {args.workers}: must be at least 1")
+    require_value(args, "workers", args.workers >= 1, "at least 1")
     if len(set(args.json_keys)) != len(args.json_keys):
         raise ConfigError(f"--json-keys {' '.join(args.json_keys)}: a key is named twice")
     for name in ("partitions", "log_interval"):
         if getattr(args, name) not in (None, 1):
-            flag = "--" + name.replace("_", "-")
+            flag = flag_name(name)
             print(f"warning: {flag} has no effect: one run writes one output", file=sys.stderr)
     if args.sft and (args.split_sentences or args.tokenizer_type not in _CHAT_TOKENIZERS):
         kinds = " or ".join(_CHAT_TOKENIZERS)

@@ -104,11 +104,7 @@ def prepare(
 
 
 def require_tokenizer(path: str | None, flags: Flags, tokenizer: str | None) -> None:
-    """Refuse text of one's own without a tokenizer: the sample's would be a poor one.
-
-    Raises:
-        ConfigError: with the choices.
-    """
+    """Refuse text of one's own without a tokenizer (ConfigError): the sample's is a poor one."""
     if "--yaml-cfg" in flags:
         flags = {**_data_of_file(flags), **flags}
     given = tokenizer or {"--tokenizer-type", "--vocab-file"} & set(flags)
@@ -279,11 +275,8 @@ def split_of(flags: Flags) -> Flags:
 
 
 def find_python(*, dry_run: bool) -> str:
-    """The interpreter that training runs with; it is set up where something is missing.
-
-    Raises:
-        SystemExit: set-up failed; it has said why.
-    """
+    """The interpreter that training runs with; it is set up where something is missing. Where that
+    fails, the program ends."""
     if dry_run:
         return sys.executable
     keep = ["--keep"] if os.environ.get("PYTHON") else []  # as tools/setup.sh does it
@@ -291,11 +284,8 @@ def find_python(*, dry_run: bool) -> str:
 
 
 def set_up(command: Sequence[str]) -> str:
-    """Install and build what is missing; the Python to use, which the command prints.
-
-    Raises:
-        SystemExit: it failed; it has said why.
-    """
+    """Install and build what is missing; the Python to use, which the command prints. Where that
+    fails, the program ends."""
     sys.stdout.flush()
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if result.returncode:
@@ -304,11 +294,7 @@ def set_up(command: Sequence[str]) -> str:
 
 
 def run_preparation(command: list[str]) -> None:
-    """Tokenise, with a progress bar.
-
-    Raises:
-        SystemExit: it failed; it has said why.
-    """
+    """Tokenise, with a progress bar. Where that fails, the program ends."""
     code = subprocess.run(command).returncode
     if code:
         sys.exit(code)
