@@ -205,6 +205,12 @@ def data_words(args: argparse.Namespace) -> tuple[list[str] | None, list[Any] | 
     return None, paths if any(paths) else None
 
 
+def _all_prefixes(args: argparse.Namespace) -> list[str]:
+    words, per_split = data_words(args)
+    groups = [_prefixes(group or []) for group in (words, *(per_split or []))]
+    return list(dict.fromkeys(prefix for group in groups for prefix in group))
+
+
 def _prefixes(words: list[str]) -> list[str]:
     """Without the weights, which stand before every prefix or before none."""
     try:
@@ -219,10 +225,8 @@ def warnings_of_data(args: argparse.Namespace, task_name: str) -> list[str]:
     than a sequence. BERT fills up short samples."""
     if task_name != "gpt" or args.mock_data or args.variable_lengths:
         return []
-    words, per_split = data_words(args)
-    groups = [_prefixes(group or []) for group in (words, *(per_split or []))]
     lines = []
-    for prefix in (each for group in groups for each in group):
+    for prefix in _all_prefixes(args):
         if Path(f"{prefix}.bin").stat().st_size > args.seq_length * max(_TOKEN_BYTES.values()):
             continue
         tokens = int(read_lengths(prefix).sum())
@@ -305,9 +309,7 @@ def check_tokens(args: RunConfig) -> None:
     files above 1 GiB it looks at blocks that are spread evenly."""
     if args.mock_data:
         return
-    words, per_split = data_words(args)
-    prefixes = (prefix for each in [words, *(per_split or [])] for prefix in _prefixes(each or []))
-    for prefix in dict.fromkeys(prefixes):
+    for prefix in _all_prefixes(args):
         _check_ids(prefix, args.padded_vocab_size)
 
 

@@ -74,7 +74,8 @@ def check(
     if args.dpp_plan:
         args = take_plan(args)
     if args.use_dpp:
-        check_schedule(args, one_node=_all_here(world_size))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        check_schedule(args, one_node=here == world_size)
     return args, tokenizer
 
 
@@ -90,11 +91,6 @@ def check_not_taken(args: RunConfig, *, by_launcher: bool = False) -> None:
     for flag, folder in written_directories(args):
         if not (by_launcher and flag == "--trace-dir" and "trace_dir" not in args.given):
             check_free(folder, flag)
-
-
-def _all_here(world_size: int) -> bool:
-    """True where this node runs all processes of the job."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
 
 
 def check_values(args: RunConfig) -> None:

@@ -204,21 +204,17 @@ def _print_plans(planner: Planner, plans: list[Prediction]) -> None:
         f"\n{'chunks':>6s} {'cap':>9s} {'ms':>9s} {'busiest':>9s} {'ratio':>6s} {'GiB':>7s}  layout"
     )
     for plan in plans:
+        peak = max(plan.peak_bytes)  # 0 of a trace without memory, and without shapes beside it
         print(
             f"{plan.layout.num_chunks:6d} {plan.cap:>9s} {plan.seconds * 1e3:9.2f} "
             f"{plan.busiest_seconds * 1e3:9.2f} {plan.seconds / plan.busiest_seconds:6.3f} "
-            f"{_gib(max(plan.peak_bytes)):>7s}  {plan.layout.text()}"
+            f"{f'{peak / 2**30:.2f}' if peak else '-':>7s}  {plan.layout.text()}"
         )
     best = plans[0]
     print("\nFlags of the first:")
     print(f"  --pipeline-model-parallel-size {planner.num_ranks}")
     print(f"  --pipeline-model-parallel-layout '{best.layout.text()}'")
     print(f"  --use-dpp --dpp-activation-cap {best.cap}")
-
-
-def _gib(num_bytes: float) -> str:
-    """A trace without memory and without shapes beside it says nothing about it."""
-    return f"{num_bytes / 2**30:.2f}" if num_bytes else "-"
 
 
 def _print_baselines(planner: Planner, best: Prediction, chunks: Sequence[int]) -> None:

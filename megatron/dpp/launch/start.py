@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from megatron.dpp.launch.vocabulary import (
     tokenizer_flags,
 )
 from megatron.dpp.text_files import nearest_path
-from megatron.dpp.tokenizers import PIECE_TYPES, PIECES, build_tokenizer
+from megatron.dpp.tokenizers import PIECE_TYPES, PIECES, tokenizer_for
 
 _TEXT = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
@@ -117,13 +118,8 @@ def describe_tokens(flags: Flags) -> str:
     import numpy
 
     usual = TOKENIZERS["gpt" if "--merge-file" in flags else "bert"]
-    tokenizer = build_tokenizer(
-        str(flags.get("--tokenizer-type", usual)),
-        flags.get("--vocab-file"),
-        flags.get("--merge-file"),
-        tokenizer_model=flags.get("--tokenizer-model"),
-        vocab_size=flags.get("--vocab-size"),
-    )
+    values = {name[2:].replace("-", "_"): value for name, value in flags.items()}
+    tokenizer = tokenizer_for(Namespace(**{"tokenizer_type": usual, **values}))
     kind = "u2" if tokenizer.vocab_size < 65500 else "i4"  # as megatron-core chooses it
     path = Path(f"{flags['--data-path']}.bin")
     tokens = numpy.memmap(path, dtype=kind, mode="r")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron.dpp.pictures.axes import Format, nice_step
 from megatron.dpp.pictures.picture import Line, Picture, Rect, Text, text_width
-from megatron.dpp.pictures.style import chunk_alpha
+from megatron.dpp.pictures.style import CHUNK_ALPHA
 
 _ROW = 30.0
 
@@ -62,7 +62,8 @@ def _draw_slice(picture: Picture, one: Slice, x: float, wide: float, y: float) -
         picture.add(Rect(x, y + 9, wide, 10, one.kind, hint=one.name))
         return
     chunk, _, microbatch = one.name.partition(one.kind)
-    task = Rect(x, y + 2, max(wide - 0.6, 0.4), 24, one.kind, chunk_alpha(int(chunk)), one.name)
+    alpha = CHUNK_ALPHA[min(int(chunk), len(CHUNK_ALPHA) - 1)]
+    task = Rect(x, y + 2, max(wide - 0.6, 0.4), 24, one.kind, alpha, one.name)
     if task.alpha < 1:  # waits and lines must not shine through
         picture.add(task._replace(colour="card", alpha=1.0, hint=""))
     picture.add(task)

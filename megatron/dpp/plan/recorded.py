@@ -62,11 +62,6 @@ class Recorded:
         return replay(self.orders, self.costs(), self.shape.num_chunks)
 
 
-def _host_per_task(times: IterationTimes, rank: int, num_tasks: int) -> float:
-    own = times.ranks[rank]
-    return own.idle.get("host", 0) / max(num_tasks, 1) / SECOND
-
-
 def _hop_delay(links: dict[Link, LinkSamples], ranks: Sequence[int], stage: int) -> float:
     """Delay of a hop in seconds. Of a link that no rank waited for only a bound is known; the other
     links' median is used if it is smaller.
@@ -121,13 +116,14 @@ def recorded(
             row = [found[i] / SECOND for i in sorted(found)]
             table.append(row or [0.0] * num_microbatches)
     stages = range(num_ranks * num_chunks - 1)
+    hosts = [times.ranks[rank].idle.get("host", 0) / SECOND for rank in ranks]
     return Recorded(
         Shape(num_ranks, num_chunks, num_microbatches),
         tables,
         [_hop_delay(links, ranks, stage) for stage in stages],
         [_message_delays(links, ranks, stage, num_microbatches) for stage in stages],
         [[Action(Kind[k], *rest) for k, *rest in work_.orders[rank]] for rank in ranks],
-        [_host_per_task(times, rank, len(work_.orders[rank])) for rank in ranks],
+        [t / max(len(work_.orders[rank]), 1) for t, rank in zip(hosts, ranks, strict=True)],
         split=any(any(row) for row in tables[2]),
         dynamic=job.schedule == "dpp",
         window=times.window / SECOND,

@@ -300,12 +300,6 @@ def effects(
     return found
 
 
-def slowness_of(culprits: Sequence[Culprit], ranks: Sequence[int]) -> list[float]:
-    """The factor by which each rank of a pipeline is slow; 1 for those that are not."""
-    slow = {c.rank: c.factor for c in culprits if c.kind == "slow-rank"}
-    return [slow.get(rank, 1.0) for rank in ranks]
-
-
 def other_schedules(
     run: Recorded, config: ScheduleConfig, slowness: Sequence[float]
 ) -> list[tuple[str, Change | None, ScheduleConfig]]:
@@ -347,7 +341,8 @@ def predict_all(
         if change is not None:
             name = f"without {culprit.kind} ({culprit.name})"
             predictions.append(what_if.predict(name, change))
-    slowness = slowness_of(culprits, ranks)
+    slow = {culprit.rank: culprit.factor for culprit in culprits if culprit.kind == "slow-rank"}
+    slowness = [slow.get(rank, 1.0) for rank in ranks]
     for name, change, other in other_schedules(what_if.runs[-1], what_if.config, slowness):
         try:
             predictions.append(what_if.predict(name, change, other))
