@@ -101,7 +101,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _devices(args: argparse.Namespace) -> list[int]:
     if args.devices:
         return [int(word) for word in args.devices.split(",")]
-    from megatron.dpp.plan import find_machine
+    from megatron.dpp.plan.device import find_machine
 
     most = len(os.sched_getaffinity(0)) if args.cpu else find_machine().num_gpus
     if most == 0:

@@ -14,7 +14,7 @@ from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.plan.recorded import cost_file, recorded_runs
 from megatron.dpp.plan.whatif import WhatIf, other_schedules, removal, schedule_of
 from megatron.dpp.schedule import Geometry, reference_order
-from megatron.dpp.sim import load_costs
+from megatron.dpp.sim.measured import load_costs
 from megatron.dpp.trace.analysis.decisions import differing_decisions
 from megatron.dpp.trace.analysis.limits import Limit
 from megatron.dpp.trace.analysis.link_times import LinkSamples, link_samples

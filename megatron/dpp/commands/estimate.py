@@ -14,7 +14,10 @@ import sys
 from collections.abc import Sequence
 
 from megatron.dpp.errors import ConfigError, DppError, flag_name, require
-from megatron.dpp.plan import Device, estimate, find_machine, known_gpu, lines, shape_of
+from megatron.dpp.plan.device import Device, find_machine, known_gpu
+from megatron.dpp.plan.estimate import estimate
+from megatron.dpp.plan.from_flags import shape_of
+from megatron.dpp.plan.text import lines
 
 _ASSUMED = "--transformer-impl local --micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0"
 """Defaults of flags that training requires and an estimate hardly depends on."""

@@ -18,20 +18,13 @@ from collections.abc import Sequence
 
 from megatron.dpp.commands.common import ROOT, guarded, new_parser
 from megatron.dpp.errors import ConfigError, flag_name, require_value
-from megatron.dpp.plan import (
-    LayerLayout,
-    ModelCosts,
-    ModelShape,
-    Planner,
-    Prediction,
-    RunShape,
-    costs_of_run,
-    even_layers,
-    from_run,
-    known_gpu,
-    planning_costs,
-)
-from megatron.dpp.sim import MeasuredCosts
+from megatron.dpp.plan.device import known_gpu
+from megatron.dpp.plan.model_costs import ModelCosts
+from megatron.dpp.plan.planner import Planner, Prediction, from_run
+from megatron.dpp.plan.run_costs import costs_of_run, even_layers
+from megatron.dpp.plan.shape import LayerLayout, ModelShape, RunShape
+from megatron.dpp.plan.times import planning_costs
+from megatron.dpp.sim.measured import MeasuredCosts
 
 _MOST_JITTER = 5.0
 """As the simulator takes; with more, factors leave the range of floating point."""

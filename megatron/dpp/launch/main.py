@@ -42,18 +42,11 @@ from megatron.dpp.launch.start import (
     show,
     split_of,
 )
-from megatron.dpp.plan import (
-    Estimate,
-    RunShape,
-    cpu_device,
-    estimate,
-    find_machine,
-    gpu_device,
-    known_gpu,
-    least_bytes,
-    lines,
-)
-from megatron.dpp.plan.text import size
+from megatron.dpp.plan.device import cpu_device, find_machine, gpu_device, known_gpu
+from megatron.dpp.plan.estimate import Estimate, estimate
+from megatron.dpp.plan.memory import least_bytes
+from megatron.dpp.plan.shape import RunShape
+from megatron.dpp.plan.text import lines, size
 
 _BAD_INPUT = 2
 _DEFAULT_PROCS = 2
