@@ -21,6 +21,7 @@ from megatron.dpp.commands.model_source import (
     Source,
     add_model_flags,
     chat_encoder,
+    check_ids,
     check_model_flags,
     exported,
     find_source,
@@ -104,7 +105,8 @@ def _perplexity(args: argparse.Namespace, source: Source) -> dict[str, Any]:
     )
     documents = list(itertools.islice(every, args.limit))
     vocabulary = vocabulary_of(source, tokenizer)
-    _check_ids(args.data, documents, vocabulary)
+    for document in documents:
+        check_ids(document.ids, vocabulary, f"--data {args.data}")
     if source.positions is not None:
         check_windows(*_windows(args, source.positions), source.positions)
     with opened(source, args, vocabulary) as engine:
@@ -177,15 +179,6 @@ def _of_lines(
             yield Document(*encoder.encode(line))
         except BadLine as error:
             raise DataError(f"{path}, line {number}: {error}") from error
-
-
-def _check_ids(data: str, documents: Sequence[Document], vocabulary: int) -> None:
-    for document in documents:
-        wrong = [token for token in document.ids if not 0 <= token < vocabulary]
-        if wrong:
-            raise DataError(
-                f"--data {data}: token {wrong[0]} is outside the model's vocabulary of {vocabulary}"
-            )
 
 
 def _text_bytes(document: Document, tokenizer: Tokenizer) -> int:

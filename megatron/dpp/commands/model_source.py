@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -220,6 +220,16 @@ def vocabulary_of(source: Source, tokenizer: Tokenizer) -> int:
     """Tokens that exist: rows of ``config.json``, else the tokenizer's tokens. The model may have
     more rows, which are padding."""
     return source.config.sizes.vocab if source.config else tokenizer.vocab_size
+
+
+def check_ids(ids: Sequence[int], vocabulary: int, where: str) -> None:
+    """Refuse tokens that the model does not have: a DataError names the place and one of them."""
+    wrong = [token for token in ids if not 0 <= token < vocabulary]
+    if wrong:
+        raise DataError(
+            f"{where}: token {wrong[0]} is outside the model's vocabulary of {vocabulary}; is "
+            "--tokenizer another model's?"
+        )
 
 
 @contextlib.contextmanager
