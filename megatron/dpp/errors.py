@@ -12,10 +12,12 @@ import math
 import os
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from argparse import Namespace
 
 
 class DppError(Exception):
