@@ -6,15 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.dpp.errors import exit_with
-
-
-def run() -> int:
-    """Load the command, which needs packages."""
-    from megatron.dpp.commands.aggregate import main
-
-    return main(prog="aggregate.py")
-
+from megatron.dpp.__main__ import door
 
 if __name__ == "__main__":
-    exit_with(run)
+    door("aggregate", __file__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron.dpp.errors import require
+from megatron.dpp.errors import flag_name, require
 from megatron.dpp.inject import Injector
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.schedule.reference import padded_microbatches
@@ -21,7 +21,7 @@ def check(args: argparse.Namespace) -> None:
         ConfigError: names the flag, the value and the rule.
     """
     for name in _COUNTS:
-        _at_least_one(f"--{name.replace('_', '-')}", getattr(args, name))
+        _at_least_one(flag_name(name), getattr(args, name))
     require(args.sleep_ms > 0, f"--sleep-ms {args.sleep_ms:g}: must be above 0")
     require(
         args.experts % args.expert_parallel == 0 and (args.experts or args.expert_parallel == 1),

@@ -6,7 +6,6 @@ commands run as they are, in processes of their own. A table comes last.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import platform
@@ -17,17 +16,15 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import harness
 import numpy as np
 import torch
 from safetensors import safe_open
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from megatron.dpp.convert.folder import Shards  # noqa: E402
-from megatron.dpp.models import HfConfig, entries  # noqa: E402
-from megatron.dpp.models.fields import CONFIG, parse_config  # noqa: E402
-from megatron.dpp.models.weights import find_weights  # noqa: E402
+from megatron.dpp.convert.folder import Shards
+from megatron.dpp.models import HfConfig, entries
+from megatron.dpp.models.fields import CONFIG, parse_config
+from megatron.dpp.models.weights import find_weights
 
 SHARD_BYTES = 5 * 10**9
 SAMPLE_SECONDS = 0.005
@@ -84,7 +81,7 @@ def convert(*words: str | Path) -> Ran:
     """Run ``megatron-dpp convert`` and sample its memory."""
     command = [sys.executable, "-m", "megatron.dpp", "convert", *map(str, words)]
     start, anonymous, resident = time.monotonic(), 0, 0
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, cwd=harness.ROOT, stdout=subprocess.DEVNULL) as process:
         status = Path(f"/proc/{process.pid}/status")
         while process.poll() is None:
             sizes = dict.fromkeys(("RssAnon", "VmHWM"), 0)
@@ -111,8 +108,8 @@ def compare(one: Path, other: Path) -> int:
     return len(here)
 
 
-def measure(folder: Path, scale: float) -> list[str]:
-    """Convert there and back, compare, and give the rows of the table."""
+def measure(folder: Path, scale: float) -> None:
+    """Convert there and back, compare, and print the table."""
     shard = round(SHARD_BYTES * scale)
     source, ours, back = folder / "source", folder / "megatron", folder / "back"
     make(scaled(1e-5), folder / "least", SHARD_BYTES)
@@ -128,28 +125,32 @@ def measure(folder: Path, scale: float) -> list[str]:
         convert(ours, back, "--shard-size", f"{shard / 10**9:.6g}"),
     ]
     number = compare(source, back)
-    rows = [
+    print(
+        f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, "
+        f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads\n"
         f"{size / 10**9:.2f} GB in {len(list(source.glob('*.safetensors')))} files of at most "
-        f"{shard / 10**9:g} GB; {number} tensors equal bit by bit",
-        f"above: compared with a model of a few kB. Memory is sampled every {SAMPLE_SECONDS} s",
-        "| conversion | s | s above | MB/s of these | anonymous memory above, GB | in shards "
-        "| resident with mapped files, GB |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        f"{shard / 10**9:g} GB; {number} tensors equal bit by bit\n"
+        f"above: compared with a model of a few kB. Memory is sampled every {SAMPLE_SECONDS} s"
+    )
+    rows = []
     for name, each, base in zip(("to Megatron", "to Hugging Face"), ran, least, strict=True):
         above, seconds = each.anonymous - base.anonymous, each.seconds - base.seconds
         rows.append(
-            f"| {name} | {each.seconds:.1f} | {seconds:.1f} | {size / 10**6 / seconds:.0f} | "
-            f"{above / 10**9:.2f} | {above / shard:.2f} | {each.resident / 10**9:.2f} |"
-        )
-    return rows
+            (name, f"{each.seconds:.1f}", f"{seconds:.1f}", f"{size / 10**6 / seconds:.0f}",
+             f"{above / 10**9:.2f}", f"{above / shard:.2f}", f"{each.resident / 10**9:.2f}")
+        )  # fmt: skip
+    harness.print_table(
+        "conversion | s | s above | MB/s of these | anonymous memory above, GB | in shards | "
+        "resident with mapped files, GB",
+        rows,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(
+        __doc__, scale=(1.0, "share of the bytes of 8B"), keep=(False, "keep the directory")
+    )
     parser.add_argument("folder", type=Path, help="directory to make, with room for three models")
-    parser.add_argument("--scale", type=float, default=1.0, help="share of the bytes of 8B")
-    parser.add_argument("--keep", action="store_true", help="keep the directory")
     args = parser.parse_args()
     if not 0 < args.scale <= 1:
         parser.error(f"--scale {args.scale}: must be above 0 and at most 1")
@@ -157,13 +158,10 @@ def main() -> None:
         parser.error(f"{args.folder}: exists; name another directory")
     args.folder.mkdir(parents=True)
     try:
-        rows = measure(args.folder.absolute(), args.scale)
+        measure(args.folder.absolute(), args.scale)
     finally:
         if not args.keep:
             shutil.rmtree(args.folder)
-    print(f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}", end=", ")
-    print(f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads")
-    print("\n".join(rows))
 
 
 if __name__ == "__main__":

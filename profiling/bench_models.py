@@ -12,7 +12,6 @@ rows take turns, ``--rounds`` times. FLOPs are counted as Megatron-LM logs them,
 from __future__ import annotations
 
 import importlib.util
-import os
 import shlex
 import statistics
 import sys
@@ -23,7 +22,6 @@ import harness
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.launch.flags import model_flags
-from megatron.dpp.launch.job import hardware_queues
 from megatron.dpp.launch.main import Plan, plan
 from megatron.dpp.launch.settle import checked
 from megatron.dpp.plan.flops import flops_per_iteration
@@ -65,11 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, found in list(plans.items()):
             print(f"round {turn + 1}, {name} ...", file=sys.stderr, flush=True)
             try:
-                steps = _steps(found)
+                rows = harness.train_planned(found)
             except harness.RunFailed as error:
                 print(f"  failed: {error}", file=sys.stderr)
                 del plans[name]
                 continue
+            steps = [row for row in rows if "tokens/s" in row][_WARM_UP:]
             seconds[name] += [float(row["seconds"]) for row in steps]
             memory[name] = max(float(row["peak memory"]) for row in steps)
     _print_table(args, plans, seconds, memory)
@@ -97,16 +96,6 @@ def _rows(args: Any) -> dict[str, str]:
         engine = " --transformer-impl transformer_engine"
         rows |= {f"{name}, Transformer Engine": words + engine for name, words in rows.items()}
     return rows
-
-
-def _steps(found: Plan) -> list[dict[str, Any]]:
-    """The iterations of a run that count."""
-    resolved = found.resolved
-    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or hardware_queues(resolved.argv)
-    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
-    script = f"pretrain_{resolved.arch}.py"
-    rows = harness.train(script, found.setting.per_node, resolved.argv, variables)
-    return [row for row in rows if "tokens/s" in row][_WARM_UP:]
 
 
 def _print_table(

@@ -24,7 +24,6 @@ from typing import Any
 import harness
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.launch.job import hardware_queues
 from megatron.dpp.launch.main import plan
 
 MODES = {
@@ -102,7 +101,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _devices(args: argparse.Namespace) -> list[int]:
     if args.devices:
         return [int(word) for word in args.devices.split(",")]
-    from megatron.dpp.plan import find_machine
+    from megatron.dpp.plan.device import find_machine
 
     most = len(os.sched_getaffinity(0)) if args.cpu else find_machine().num_gpus
     if most == 0:
@@ -118,11 +117,7 @@ def _run(args: argparse.Namespace, model: str, devices: int, mode: str) -> Row |
         found = plan(shlex.split(words))
         if found.preparation:
             subprocess.run([sys.executable, *found.preparation], check=True, capture_output=True)
-        resolved = found.resolved
-        queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or hardware_queues(resolved.argv)
-        variables = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
-        script = f"pretrain_{resolved.arch}.py"
-        rows = harness.train(script, found.setting.per_node, resolved.argv, variables)
+        rows = harness.train_planned(found)
     except (ConfigError, harness.RunFailed) as error:
         what = "left out" if isinstance(error, ConfigError) else "failed"
         print(f"  {what}: {error}", file=sys.stderr)

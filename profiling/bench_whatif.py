@@ -133,18 +133,14 @@ def _row(name: str, runs: list[tuple[float, float]], quiet: list[float]) -> str:
 
 def _removed(troubled: Any) -> tuple[str, list[tuple[float, float]]]:
     """The cause that gains most, and each iteration's time now and predicted without it."""
-    from megatron.dpp.plan.recorded import recorded
-    from megatron.dpp.plan.whatif import WhatIf, removal, schedule_of
+    from megatron.dpp.plan.recorded import recorded_runs
+    from megatron.dpp.plan.whatif import WhatIf, removal
 
-    ranks = troubled.shape.pipelines()[0]
-    parts = zip(troubled.works, troubled.links, troubled.times, strict=True)
-    runs = [recorded(troubled.shape, ranks, *part) for part in parts]
-    split, pieces = runs[0].split, runs[0].num_pieces
-    config = schedule_of(troubled.shape.schedule, split=split, w_pieces=pieces)
+    ranks, runs = troubled.shape.pipelines()[0], recorded_runs(troubled)
     found = [("nobody", [(run.window, run.window) for run in runs])]
     for culprit in troubled.culprits:
         change = removal(culprit, runs, ranks)
-        one = [WhatIf([run], config).predict("", change) for run in runs]
+        one = [WhatIf([run]).predict("", change) for run in runs]
         found.append((f"{culprit.kind} {culprit.name}", [(p.now, p.then) for p in one]))
     return min(found, key=lambda each: sum(then for _, then in each[1]))
 

@@ -260,3 +260,14 @@ def train(
         if done.returncode:
             raise RunFailed(f"{shlex.join(command)}\n{(done.stdout + done.stderr)[-6000:]}")
         return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+
+
+def train_planned(found: Any) -> list[dict[str, Any]]:
+    """As :func:`train`, of a run that ``megatron.dpp.launch.main.plan`` resolved."""
+    from megatron.dpp.launch.job import hardware_queues
+
+    resolved = found.resolved
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or hardware_queues(resolved.argv)
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
+    script = f"pretrain_{resolved.arch}.py"
+    return train(script, found.setting.per_node, resolved.argv, variables)

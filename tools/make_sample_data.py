@@ -19,79 +19,27 @@ random, so a new ``vocab.txt`` may differ from the committed one.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import yaml
 
 END_OF_TEXT = "<|endoftext|>"
 BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-def _words(text: str, separator: str | None = None) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(separator))
-
-
-GIVEN_NAMES = _words("""
-    Ada Bela Cyra Dora Edda Frida Gita Hella Irma Jana Kira Lena Mira Nora Orla Petra Runa Selma
-    Tova Ursula Vera Wanda Xena Yara Zita Arno Bruno Carlo Diego Ernst Faro Guido Hugo Igor Jaro
-    Karl Lano Marco Nilo Oskar Pavo Quentin Rufus Silo Timo Udo Viktor Wilm Xavier Yaro
-""")
-FAMILY_NAMES = _words("""
-    Ashdown Birkett Corran Dunmore Elland Farrow Garrick Holloway Ingram Jessop Kendrick Lockhart
-    Merriman Norwood Ormond Penrose Quayle Rowntree Sedgwick Thackeray Underhill Venables Whitlock
-""")
-JOBS = _words("""
-    baker barber beekeeper blacksmith bookbinder brewer carpenter chimneysweep clockmaker cobbler
-    cooper ferryman fisherman gardener glazier hatter innkeeper lamplighter librarian locksmith
-    mason miller musician nurse painter postman potter printer ropemaker saddler shepherd surveyor
-    tailor teacher thatcher tinker weaver wheelwright
-""")
-TOWNS = _words("""
-    Oakford Millbridge Stonehaven Larkfield Westerby Fenmoor Harrowgate Coldwell Brackenridge
-    Saltmarsh Eastmere Thornbury Ravensholm Greyfield Applecross Dunwich Kettleby Marlow Netherby
-    Pendle Quarrington Swanmere Tidewell Wolverton
-""")
-ANIMALS = _words(
-    """grey cat, black dog, small goat, brown hen, white goose, lame pony, tame crow, spotted pig,
-    old mule, green parrot, blind owl, fat rabbit, young fox, noisy duck, old tomcat, shy lamb""",
-    ",",
-)
-GOODS = _words("""
-    apples candles letters bricks lanterns barrels books nails ribbons bottles baskets blankets
-    buttons cups feathers hammers keys kettles ladders mirrors needles onions pears ropes shovels
-    spoons stamps stones tiles wheels
-""")
-PLACES = _words(
-    """market, mill, harbour, library, bridge, old tower, orchard, town hall, station, chapel,
-    brewery, school, lighthouse, quarry""",
-    ",",
-)
-WEATHERS = _words("rain snow fog wind sunshine frost hail thunder drizzle")
-DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
-MONTHS = _words("""
-    January February March April May June July August September October November December
-""")
-INGREDIENTS = {
-    "barley soup": ("barley", "carrots", "salt"),
-    "apple cake": ("apples", "flour", "honey"),
-    "fried fish": ("fish", "butter", "parsley"),
-    "onion bread": ("onions", "flour", "yeast"),
-    "lentil stew": ("lentils", "garlic", "vinegar"),
-    "plum tart": ("plums", "butter", "sugar"),
-    "mushroom pie": ("mushrooms", "flour", "thyme"),
-    "egg noodles": ("eggs", "flour", "pepper"),
-    "cabbage rolls": ("cabbage", "rice", "cumin"),
-    "pear pudding": ("pears", "milk", "cinnamon"),
-    "pea soup": ("peas", "bacon", "mint"),
-    "walnut bread": ("walnuts", "rye", "syrup"),
-}
-DISHES = tuple(INGREDIENTS)
+_FILE = Path(__file__).with_name("sample_words.yaml")
+WORDS = SimpleNamespace(**yaml.safe_load(_FILE.read_text(encoding="utf-8")))
 NUM_PEOPLE = 300
-WOMEN = frozenset(GIVEN_NAMES[:25])
+NUM_WOMEN = 25
+"""The first of the given names are women's."""
 
 
 @dataclass(frozen=True)
@@ -116,15 +64,16 @@ class Person:
 
 def make_people(rng: random.Random) -> list[Person]:
     """Draws ``NUM_PEOPLE`` different names, and facts for each."""
-    pairs = [(given, family) for given in GIVEN_NAMES for family in FAMILY_NAMES]
+    pairs = list(itertools.product(WORDS.given_names, WORDS.family_names))
+    women, dishes = WORDS.given_names[:NUM_WOMEN], list(WORDS.ingredients)
     return [
         Person(
             name=f"{given} {family}",
-            she=given in WOMEN,
-            job=rng.choice(JOBS),
-            town=rng.choice(TOWNS),
-            animal=rng.choice(ANIMALS),
-            dish=rng.choice(DISHES),
+            she=given in women,
+            job=rng.choice(WORDS.jobs),
+            town=rng.choice(WORDS.towns),
+            animal=rng.choice(WORDS.animals),
+            dish=rng.choice(dishes),
         )
         for given, family in rng.sample(pairs, NUM_PEOPLE)
     ]
@@ -137,11 +86,12 @@ def capital(text: str) -> str:
 def portrait(rng: random.Random, people: list[Person]) -> list[str]:
     """Facts about one person."""
     who = rng.choice(people)
+    day, place = rng.choice(WORDS.days), rng.choice(WORDS.places)
     sentences = [
         f"{who.name} is a {who.job} in {who.town}.",
         f"{capital(who.he)} has a {who.animal} and likes {who.dish} more than anything else.",
         f"Everyone in {who.town} knows {who.name}, because {who.he} is the best {who.job} there.",
-        f"On {rng.choice(DAYS)} {who.he} takes {who.his} {who.animal} to the {rng.choice(PLACES)}.",
+        f"On {day} {who.he} takes {who.his} {who.animal} to the {place}.",
     ]
     if rng.random() < 0.5:
         sentences.append(f"In the evening {who.he} cooks {who.dish} and reads a book.")
@@ -151,7 +101,7 @@ def portrait(rng: random.Random, people: list[Person]) -> list[str]:
 def shopping_sum(rng: random.Random, people: list[Person]) -> list[str]:
     """Additions and subtractions whose results are always right."""
     who = rng.choice(people)
-    goods = rng.choice(GOODS)
+    goods = rng.choice(WORDS.goods)
     count = rng.randint(2, 30)
     sentences = [f"{who.name} the {who.job} has {count} {goods}."]
     for _ in range(rng.randint(2, 5)):
@@ -165,7 +115,7 @@ def shopping_sum(rng: random.Random, people: list[Person]) -> list[str]:
         else:
             count += change
             sentences.append(
-                f"{capital(who.he)} buys {change} more {goods} at the {rng.choice(PLACES)}."
+                f"{capital(who.he)} buys {change} more {goods} at the {rng.choice(WORDS.places)}."
             )
         sentences.append(f"Now {who.he} has {count} {goods}.")
     return sentences
@@ -174,8 +124,8 @@ def shopping_sum(rng: random.Random, people: list[Person]) -> list[str]:
 def errand(rng: random.Random, people: list[Person]) -> list[str]:
     """Two people, a thing that is carried and a journey."""
     sender, receiver = rng.sample(people, 2)
-    goods = rng.choice(GOODS)
-    weather = rng.choice(WEATHERS)
+    goods = rng.choice(WORDS.goods)
+    weather = rng.choice(WORDS.weathers)
     sentences = [
         f"{sender.name}, the {sender.job} of {sender.town}, had some {goods} for {receiver.name}.",
         f"The road to {receiver.town} was long, and there was {weather} all day.",
@@ -195,7 +145,7 @@ def errand(rng: random.Random, people: list[Person]) -> list[str]:
 def recipe(rng: random.Random, people: list[Person]) -> list[str]:
     """A dish always has the same ingredients in the same order."""
     who = rng.choice(people)
-    first, second, third = INGREDIENTS[who.dish]
+    first, second, third = WORDS.ingredients[who.dish]
     minutes = rng.choice((10, 15, 20, 30, 45))
     return [
         f"This is how {who.name} of {who.town} makes {who.dish}.",
@@ -209,32 +159,32 @@ def recipe(rng: random.Random, people: list[Person]) -> list[str]:
 def diary(rng: random.Random, people: list[Person]) -> list[str]:
     """A run of consecutive days in a month."""
     who = rng.choice(people)
-    day, month = rng.randrange(7), rng.choice(MONTHS)
+    day, month = rng.randrange(7), rng.choice(WORDS.months)
     date = rng.randint(1, 22)
     sentences = [f"A week in {month}, written down by {who.name} the {who.job}."]
     for step in range(rng.randint(3, 6)):
         task = rng.choice(
             (
-                f"I went to the {rng.choice(PLACES)}",
+                f"I went to the {rng.choice(WORDS.places)}",
                 f"I cooked {who.dish}",
-                f"there was {rng.choice(WEATHERS)} in {who.town}",
+                f"there was {rng.choice(WORDS.weathers)} in {who.town}",
                 f"my {who.animal} ran away and came back",
-                f"I counted {rng.randint(2, 30)} {rng.choice(GOODS)}",
+                f"I counted {rng.randint(2, 30)} {rng.choice(WORDS.goods)}",
             )
         )
-        sentences.append(f"{DAYS[(day + step) % 7]}, {month} {date + step}: {task}.")
+        sentences.append(f"{WORDS.days[(day + step) % 7]}, {month} {date + step}: {task}.")
     return sentences
 
 
 def timetable(rng: random.Random, people: list[Person]) -> list[str]:
     """A coach that stops at neighbouring towns at even intervals."""
-    start, stride = rng.randrange(len(TOWNS)), rng.choice((5, 10, 15, 20))
+    start, stride = rng.randrange(len(WORDS.towns)), rng.choice((5, 10, 15, 20))
     minute, hour = 0, rng.randint(6, 15)
     driver = rng.choice(people)
-    sentences = [f"The coach of {driver.name} leaves {TOWNS[start]} at {hour}:00."]
+    sentences = [f"The coach of {driver.name} leaves {WORDS.towns[start]} at {hour}:00."]
     for stop in range(1, rng.randint(4, 7)):
         minute += stride
-        town = TOWNS[(start + stop) % len(TOWNS)]
+        town = WORDS.towns[(start + stop) % len(WORDS.towns)]
         sentences.append(f"It stops in {town} at {hour + minute // 60}:{minute % 60:02d}.")
     sentences.append(f"The way takes {minute} minutes, {stride} from one town to the next.")
     return sentences

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
 
 from megatron.dpp import __version__
 from megatron.dpp.errors import exit_with
@@ -56,9 +58,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(f"megatron-dpp: unknown command {words[0]!r}: expected one of {', '.join(COMMANDS)}")
         return 2
-    module = importlib.import_module(f"megatron.dpp.{COMMANDS[words[0]][0]}")
-    status: int = module.main(words[1:])
+    status: int = _main_of(words[0])(words[1:])
     return status
+
+
+def _main_of(command: str) -> Callable[..., int]:
+    module = importlib.import_module(f"megatron.dpp.{COMMANDS[command][0]}")
+    main: Callable[..., int] = module.main
+    return main
+
+
+def door(command: str, script: str) -> NoReturn:
+    """Run a sub-command as the program of a file of its own, whose name its messages have."""
+    exit_with(lambda: _main_of(command)(prog=Path(script).name))
 
 
 def run() -> None:

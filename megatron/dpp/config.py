@@ -242,7 +242,8 @@ class DppConfig:
             if fault := _fault_of_address(address):
                 raise ConfigError(f"--node-ips {self.node_ips}: {address!r} {fault}")
         self.port_range()
-        if self.record and self.replay and _same_file(self.record, self.replay):
+        files = [os.path.realpath(each) for each in (self.record, self.replay) if each]
+        if len(files) > len(set(files)):
             raise ConfigError(
                 f"--dpp-record {self.record} and --dpp-replay {self.replay} name one file: a "
                 "replay must not overwrite its source"
@@ -319,10 +320,6 @@ class DppConfig:
             f"--dpp-listen-ports {self.listen_ports}: expected two ports from 1 to 65535, the "
             "lower one first, like 29700-29763"
         )
-
-
-def _same_file(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _fault_of_address(text: str) -> str:

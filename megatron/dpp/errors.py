@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from argparse import Namespace
 
 
 class DppError(Exception):
@@ -83,6 +87,26 @@ def require(condition: object, message: str) -> None:
     """Raises :class:`ConfigError` with ``message`` unless ``condition`` holds."""
     if not condition:
         raise ConfigError(message)
+
+
+def flag_name(name: str) -> str:
+    """The flag whose value argparse calls ``name``: ``--hidden-size`` for ``hidden_size``."""
+    return "--" + name.replace("_", "-")
+
+
+def require_value(args: Namespace, name: str, good: object, rule: str) -> None:
+    """Raises :class:`ConfigError` ``--FLAG VALUE: must be RULE`` unless ``good`` holds."""
+    require(good, f"{flag_name(name)} {getattr(args, name)}: must be {rule}")
+
+
+def require_multiple(args: Namespace, name: str, *others: str) -> None:
+    """Raises :class:`ConfigError` unless the product of the values of the flags ``others`` divides
+    that of the flag ``name``."""
+    sizes = [f"{flag_name(other)} {getattr(args, other)}" for other in others]
+    divisor = math.prod(getattr(args, other) for other in others)
+    value = getattr(args, name)
+    shown = f"{flag_name(name)} {value} is not divisible by {' x '.join(sizes)}"
+    require(value % divisor == 0, shown)
 
 
 def tell_torchrun(text: str) -> None:

@@ -123,7 +123,10 @@ def _canonical(address: str) -> str:
 
 def is_loopback(address: str) -> bool:
     """True for an address or name that other hosts cannot reach."""
-    return address.startswith("127.") or address in ("::1", "localhost")
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 def _secondary(address: str) -> tuple[str, ...]:

@@ -110,11 +110,8 @@ def lock_file(file: IO[bytes], path: Path, named: str) -> None:
 
 
 def check_free(directory: str | Path, flag: str) -> None:
-    """Refuse a directory that another run writes into; takes nothing and writes nothing.
-
-    Raises:
-        DataError: naming host and process of that run.
-    """
+    """Refuse a directory that another run writes into: a DataError names host and process. Takes
+    nothing and writes nothing."""
     path = Path(directory) / LOCK_NAME
     try:
         file = path.open("rb")

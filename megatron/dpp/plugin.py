@@ -99,7 +99,8 @@ class Plugin:
             if self._sizes is not None:
                 schedule.announce(self._sizes)
             schedule.iteration = compat.host_iteration(schedule.iteration)
-            if needs_task_rng(_as_list(keywords["model"])):
+            model = keywords["model"]
+            if needs_task_rng(model if isinstance(model, list) else [model]):
                 self._say(_TASK_RNG if self._config.task_rng else _NO_TASK_RNG)
             self._sizes = None
         with self._trace.step(self._step_number(keywords), keywords, "dpp") as schedule.recorder:
@@ -159,10 +160,6 @@ class Plugin:
         """Put ``get_forward_backward_func`` back everywhere."""
         for module in compat.importers(self.get):
             module.get_forward_backward_func = self._original
-
-
-def _as_list(chunks: Any) -> list[Any]:
-    return list(chunks) if isinstance(chunks, list) else [chunks]
 
 
 def install(

@@ -100,7 +100,7 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
             "--seq-length 12 --context-parallel-size 2 --tensor-model-parallel-size 4 "
             "--sequence-parallel",
             8,
-            "12 is not divisible by --tensor-model-parallel-size 4 times --context-parallel-size 2",
+            "12 is not divisible by --tensor-model-parallel-size 4 x --context-parallel-size 2",
         ),
         ("--num-experts 4", 1, "cannot add an expert's bias; add --disable-bias-linear"),
         (
@@ -119,7 +119,7 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
             "sinkhorn has no auxiliary loss",
         ),
         (f"{EXPERTS} --tensor-model-parallel-size 2", 2, "needs --sequence-parallel"),
-        (f"{EXPERTS} --expert-model-parallel-size 3", 3, "4 is not a multiple of --expert-model"),
+        (f"{EXPERTS} --expert-model-parallel-size 3", 3, "4 is not divisible by --expert-model"),
         (f"{EXPERTS} --expert-model-parallel-size 2", 1, "1 processes cannot hold"),
         (
             f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel "
@@ -162,7 +162,7 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
             1,
             "weight decay goes from 0.3 to 0.1",
         ),
-        ("--group-query-attention --num-query-groups 3", 1, "not a multiple of --num-query-groups"),
+        ("--group-query-attention --num-query-groups 3", 1, "not divisible by --num-query-groups"),
         ("--position-embedding-type rope --kv-channels 7", 1, "7 of --kv-channels 7 .* is odd"),
         ("--position-embedding-type yarn", 1, "needs --yarn-original-max-position-embeddings"),
         (f"{YARN} --rotary-scaling-factor 0.5", 1, "--rotary-scaling-factor 0.5: must be at least"),

@@ -13,7 +13,7 @@ from megatron.dpp.launch.nodes import find_nodes
 from megatron.dpp.launch.resolve import Setting, base_flags
 from megatron.dpp.launch.settle import shape_from
 from megatron.dpp.launch.start import prepare
-from megatron.dpp.plan import estimate
+from megatron.dpp.plan.estimate import estimate
 from tests.launch.test_train import H200
 
 

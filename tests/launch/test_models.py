@@ -13,7 +13,7 @@ from megatron.dpp.launch.main import plan
 from megatron.dpp.launch.settle import shape_from
 from megatron.dpp.models import Sizes, num_parameters
 from megatron.dpp.models.fields import FAMILIES
-from megatron.dpp.plan import model_parameters
+from megatron.dpp.plan.memory import model_parameters
 
 PARAMETERS = {
     "gpt2": ("gpt2", 124_439_808),

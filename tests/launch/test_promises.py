@@ -16,7 +16,7 @@ from megatron.dpp.launch.flags import resume_flags
 from megatron.dpp.launch.main import plan
 from megatron.dpp.launch.resolve import _heads
 from megatron.dpp.launch.scripts import settings_of
-from megatron.dpp.plan import known_gpu
+from megatron.dpp.plan.device import known_gpu
 from tests.conftest import REPOSITORY
 
 CONFIGS = sorted((REPOSITORY / "configs" / "models").glob("*.yaml"))

@@ -26,7 +26,8 @@ from megatron.dpp.launch.nodes import find_nodes
 from megatron.dpp.launch.resolve import Setting, base_flags, resolve
 from megatron.dpp.launch.settle import checked, shape_from
 from megatron.dpp.launch.start import prepare
-from megatron.dpp.plan import gpu_device, model_parameters
+from megatron.dpp.plan.device import gpu_device
+from megatron.dpp.plan.memory import model_parameters
 from tests.cli.test_preflight import WITHOUT_TORCH
 
 ROOT = Path(__file__).resolve().parents[2]

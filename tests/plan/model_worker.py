@@ -17,7 +17,8 @@ from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.dpp.cli import preflight
 from megatron.dpp.mcore.cpu import install
 from megatron.dpp.mcore.memory import saved_bytes
-from megatron.dpp.plan import rank_parameters, shape_of, stage_bytes
+from megatron.dpp.plan.from_flags import shape_of
+from megatron.dpp.plan.memory import rank_parameters, stage_bytes
 from megatron.dpp.train.configs import settled, transformer_config
 from megatron.dpp.train.initialize import set_seeds
 from megatron.dpp.train.model import bare_chunks

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp.plan import find_machine
+from megatron.dpp.plan.device import find_machine
 
 
 @pytest.mark.parametrize(

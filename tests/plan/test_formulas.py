@@ -15,27 +15,21 @@ from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.validate import validate
 from megatron.dpp.commands.estimate import main
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.plan import (
-    Device,
-    ModelShape,
-    RunSchedule,
-    RunShape,
-    cpu_device,
-    estimate,
-    gpu_device,
+from megatron.dpp.plan.device import Device, cpu_device, gpu_device
+from megatron.dpp.plan.estimate import bubble_formula, estimate, least_seconds, traffic
+from megatron.dpp.plan.flops import flops_of_lengths, flops_per_iteration, flops_per_token
+from megatron.dpp.plan.from_flags import shape_of
+from megatron.dpp.plan.memory import (
+    interleaving_factor,
     layer_bytes,
     least_bytes,
-    least_seconds,
-    lines,
     model_parameters,
     published_layer_bytes,
     rank_parameters,
-    shape_of,
     stage_bytes,
 )
-from megatron.dpp.plan.estimate import bubble_formula, traffic
-from megatron.dpp.plan.flops import flops_of_lengths, flops_per_iteration, flops_per_token
-from megatron.dpp.plan.memory import interleaving_factor
+from megatron.dpp.plan.shape import ModelShape, RunSchedule, RunShape
+from megatron.dpp.plan.text import lines
 from megatron.dpp.plan.times import collective_bytes, collectives, part_times
 
 FLAGS = (

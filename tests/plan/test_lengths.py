@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.plan.lengths import PACKINGS, balance, best_order, orders, pack
-from megatron.dpp.sim import ScheduleConfig, Shape
+from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.lengths import MIXES, LengthCosts
+from megatron.dpp.sim.schedules import ScheduleConfig
 
 lengths = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 

@@ -8,10 +8,12 @@ import pytest
 
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.validate import validate
-from megatron.dpp.plan import RunShape, estimate, gpu_device, lines, planning_costs, shape_of
-from megatron.dpp.plan.estimate import predict
-from megatron.dpp.plan.from_flags import stage_shape_of
-from megatron.dpp.plan.times import model_costs, part_times
+from megatron.dpp.plan.device import gpu_device
+from megatron.dpp.plan.estimate import estimate, predict
+from megatron.dpp.plan.from_flags import shape_of, stage_shape_of
+from megatron.dpp.plan.shape import RunShape
+from megatron.dpp.plan.text import lines
+from megatron.dpp.plan.times import model_costs, part_times, planning_costs
 
 H200 = gpu_device("NVIDIA H200", 140 * 2**30)
 MODEL = (

@@ -7,22 +7,14 @@ import pytest
 
 from megatron.dpp.commands.plan import main
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.plan import (
-    LayerLayout,
-    ModelCosts,
-    ModelShape,
-    PartCosts,
-    Planner,
-    RunShape,
-    from_run,
-    known_gpu,
-    layer_bytes,
-    planning_costs,
-)
+from megatron.dpp.plan.device import known_gpu
 from megatron.dpp.plan.layer_patterns import layout_stages
-from megatron.dpp.plan.model_costs import from_measured
-from megatron.dpp.plan.times import collective_seconds
-from megatron.dpp.sim import parse_costs
+from megatron.dpp.plan.memory import layer_bytes
+from megatron.dpp.plan.model_costs import ModelCosts, PartCosts, from_measured
+from megatron.dpp.plan.planner import Planner, from_run
+from megatron.dpp.plan.shape import LayerLayout, ModelShape, RunShape
+from megatron.dpp.plan.times import collective_seconds, planning_costs
+from megatron.dpp.sim.measured import parse_costs
 
 LAYER = PartCosts((1.0, 1.0, 1.0), activation_bytes=10.0, state_bytes=100.0)
 NOTHING = PartCosts((0.0, 0.0, 0.0))

@@ -6,7 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.plan import ModelCosts, PartCosts, Planner
+from megatron.dpp.plan.model_costs import ModelCosts, PartCosts
+from megatron.dpp.plan.planner import Planner
 
 times = st.floats(0.1, 4.0)
 unbounded = st.none()

@@ -17,7 +17,8 @@ from megatron.dpp.schedule import (
     peak_size,
     reference_order,
 )
-from megatron.dpp.sim import ScheduleConfig, Shape, even_costs, run_static
+from megatron.dpp.sim.costs import Shape, even_costs
+from megatron.dpp.sim.schedules import ScheduleConfig, run_static
 
 
 def geometry(rank=0, num_chunks=2, num_microbatches=16):

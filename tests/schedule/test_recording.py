@@ -15,7 +15,10 @@ from megatron.dpp.schedule import (
     Scheduler,
     check_recording,
 )
-from megatron.dpp.sim import ScheduleConfig, Shape, condition_costs, simulate
+from megatron.dpp.sim.clock import simulate
+from megatron.dpp.sim.conditions import condition_costs
+from megatron.dpp.sim.costs import Shape
+from megatron.dpp.sim.schedules import ScheduleConfig
 
 SHAPE = Shape(3, 2, 6)
 

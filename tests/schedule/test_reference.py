@@ -7,7 +7,9 @@ import pytest
 
 from megatron.dpp.schedule import Geometry, Kind, peak_in_flight, reference_order
 from megatron.dpp.schedule.reference import padded_microbatches
-from megatron.dpp.sim import ScheduleConfig, Shape, uniform
+from megatron.dpp.sim.conditions import uniform
+from megatron.dpp.sim.costs import Shape
+from megatron.dpp.sim.schedules import ScheduleConfig
 
 SHAPES = [
     (p, v, m, group)

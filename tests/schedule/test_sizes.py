@@ -23,7 +23,9 @@ from megatron.dpp.schedule import (
     peak_size,
     reference_order,
 )
-from megatron.dpp.sim import Costs, Hop, ScheduleConfig, Shape, run_static, simulate
+from megatron.dpp.sim.clock import simulate
+from megatron.dpp.sim.costs import Costs, Hop, Shape
+from megatron.dpp.sim.schedules import ScheduleConfig, run_static
 from tests.schedule.test_properties import Pipeline, allowed
 
 MIXED = (500, 1200, 700, 3000, 16000, 800, 1000, 400, 2500, 900, 6000, 1100, 300, 1500, 2000, 10000)

@@ -8,19 +8,10 @@ from hypothesis import strategies as st
 
 from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule import Geometry, Kind, Replay, Scheduler
-from megatron.dpp.sim import (
-    CONDITIONS,
-    STATIC,
-    Costs,
-    Hop,
-    ScheduleConfig,
-    Shape,
-    SlowTimes,
-    condition_costs,
-    even_costs,
-    run_static,
-    simulate,
-)
+from megatron.dpp.sim.clock import simulate
+from megatron.dpp.sim.conditions import CONDITIONS, condition_costs
+from megatron.dpp.sim.costs import Costs, Hop, Shape, SlowTimes, even_costs
+from megatron.dpp.sim.schedules import STATIC, ScheduleConfig, run_static
 
 
 def test_one_rank_takes_the_sum_of_its_work():

@@ -6,7 +6,11 @@ import pytest
 
 from megatron.dpp.commands.sim import main
 from megatron.dpp.errors import DataError
-from megatron.dpp.sim import ScheduleConfig, Shape, even_costs, format_grid, load_costs, uniform
+from megatron.dpp.sim.conditions import uniform
+from megatron.dpp.sim.costs import Shape, even_costs
+from megatron.dpp.sim.measured import load_costs
+from megatron.dpp.sim.result import format_grid
+from megatron.dpp.sim.schedules import ScheduleConfig
 from tests.cli.test_sequences import index
 
 

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule import Action, Kind
-from megatron.dpp.sim import CONDITIONS, Costs, ScheduleConfig, Shape, condition_costs, replay
-from megatron.dpp.sim.costs import Hop, even_costs
+from megatron.dpp.sim.conditions import CONDITIONS, condition_costs
+from megatron.dpp.sim.costs import Costs, Hop, Shape, even_costs
+from megatron.dpp.sim.schedules import ScheduleConfig, replay
 
 STEADY = [name for name in CONDITIONS if not name.startswith("tr")]
 

@@ -7,7 +7,9 @@ import statistics
 
 import pytest
 
-from megatron.dpp.sim import ScheduleConfig, Shape, condition_costs, uniform
+from megatron.dpp.sim.conditions import condition_costs, uniform
+from megatron.dpp.sim.costs import Shape
+from megatron.dpp.sim.schedules import ScheduleConfig
 
 SHAPES = [(p, k * p) for p in (4, 8, 16) for k in (2, 4, 8)]
 PLANS = {

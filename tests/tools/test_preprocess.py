@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import hashlib
 import itertools
@@ -17,6 +18,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.dpp.commands import preprocess
+from megatron.dpp.tokenizers import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = ROOT / "datasets_gpt" / "vocab.json"
@@ -80,7 +82,7 @@ def test_documents_come_in_order_and_empty_ones_stay(tmp_path: Path) -> None:
     source = corpus(tmp_path, {"text": "one"}, {"text": ""}, {"text": "two"})
     assert run(source, tmp_path / "out", *GPT, "--append-eod") == 0
     one, empty, two = documents_of(tmp_path / "out_text_document")
-    tokenizer = preprocess.build_tokenizer("GPT2BPETokenizer", str(VOCAB), str(MERGES))
+    tokenizer = build_tokenizer("GPT2BPETokenizer", str(VOCAB), str(MERGES))
     assert one == [[*tokenizer.tokenize("one"), tokenizer.eod]]
     assert empty == []
     assert two == [[*tokenizer.tokenize("two"), tokenizer.eod]]
@@ -198,9 +200,9 @@ def test_a_dead_worker_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(preprocess, "ProcessPoolExecutor", DyingExecutor)
     source = corpus(tmp_path, {"text": "good"})
     batches = preprocess.read_batches([str(source)])
-    options = preprocess.EncoderOptions("NullTokenizer", vocab_size=10)
+    args = argparse.Namespace(workers=2)
     with pytest.raises(preprocess.DataError, match="fewer than --workers 2"):
-        list(preprocess.encode_all(options, batches, workers=2))
+        list(preprocess.encode_all(args, batches))
 
 
 def test_bert_sentences_by_rules(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 
@@ -10,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.plan.recorded import cost_file, recorded
+from megatron.dpp.plan.recorded import cost_file, recorded_runs
 from megatron.dpp.plan.whatif import WhatIf, other_schedules, removal, schedule_of
 from megatron.dpp.schedule import Geometry, reference_order
-from megatron.dpp.sim import load_costs
+from megatron.dpp.sim.measured import load_costs
 from megatron.dpp.trace.analysis.decisions import differing_decisions
 from megatron.dpp.trace.analysis.limits import Limit
 from megatron.dpp.trace.analysis.link_times import LinkSamples, link_samples
@@ -39,12 +40,6 @@ def run_for(seed: int) -> Run:
     return Run(chunks=1 + seed % 2, microbatches=10, iterations=6)
 
 
-def recorded_runs(analysis):
-    ranks = analysis.shape.pipelines()[0]
-    parts = zip(analysis.works, analysis.links, analysis.times, strict=True)
-    return ranks, [recorded(analysis.shape, ranks, *part) for part in parts]
-
-
 def check_culprits(analysis, cause, expected):
     assert [(c.kind, c.name) for c in analysis.culprits] == [(cause, expected)]
     (culprit,) = analysis.culprits
@@ -65,8 +60,8 @@ def test_the_culprit_is_named_and_its_removal_gains_what_was_predicted(tmp_path,
     for cause in CAUSES:
         slow = analysed(inject(run, cause, seed), tmp_path)
         check_culprits(slow, cause, culprit_of(run, cause, seed))
-        ranks, runs = recorded_runs(slow)
-        what_if = WhatIf(runs, schedule_of("dpp", split=True))
+        ranks, runs = slow.shape.pipelines()[0], recorded_runs(slow)
+        what_if = WhatIf(runs)
         assert what_if.fidelity == pytest.approx(1.0, abs=0.005)
         change = removal(slow.culprits[0], runs, ranks)
         assert change is not None
@@ -118,8 +113,8 @@ def test_totals_equal_those_summed_from_the_events(tmp_path):
 
 def test_other_schedules_do_not_name_the_run_itself(tmp_path):
     """A run whose W comes in pieces has the same schedule as its simulation."""
-    _, runs = recorded_runs(analysed(Run(chunks=2), tmp_path))
-    plan = schedule_of("dpp", split=True, w_pieces=6)
+    runs = recorded_runs(analysed(Run(chunks=2), tmp_path))
+    plan = dataclasses.replace(schedule_of(runs[-1]), w_pieces=6)
     found = other_schedules(runs[-1], plan, [1.0] * 4)
     assert "dynamic schedule" not in [name for name, _, _ in found]
     assert {other.w_pieces for _, _, other in found} == {6}
@@ -156,7 +151,7 @@ def test_a_heavy_stages_work_is_not_promised_away(tmp_path):
 
 
 def test_the_recorded_costs_are_a_cost_file_of_the_simulator(tmp_path):
-    _, runs = recorded_runs(analysed(Run(chunks=2), tmp_path))
+    runs = recorded_runs(analysed(Run(chunks=2), tmp_path))
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(cost_file(runs)))
     costs = load_costs(path)

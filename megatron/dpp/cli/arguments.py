@@ -143,11 +143,7 @@ def _yaml_path(argv: list[str]) -> str | None:
 
 
 def refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> None:
-    """Refuse flags that ``parser`` does not have.
-
-    Raises:
-        ConfigError: names them, each with the nearest flag.
-    """
+    """Refuse flags that ``parser`` lacks: a ConfigError names them, each with the nearest flag."""
     if not unknown:
         return
     known = list(parser._option_string_actions)

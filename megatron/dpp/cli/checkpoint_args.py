@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.dpp.cli.checkpoint_files import Found, find_start
 from megatron.dpp.cli.checkpoint_reader import read_archive
-from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.errors import ConfigError, DataError, flag_name
 
 SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
 _UNLESS_GIVEN = (
@@ -102,7 +102,7 @@ def check_model(args: argparse.Namespace, saved: Any, path: Path) -> None:
     ):
         there, here = getattr(saved, name, None), getattr(args, name)
         if there is not None and there != here:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_name(name)
             raise DataError(
                 f"{path} was saved with {flag} {there}, this run has {here}: give the model's "
                 "flags as they were, or --use-checkpoint-args"
@@ -110,11 +110,8 @@ def check_model(args: argparse.Namespace, saved: Any, path: Path) -> None:
 
 
 def check_optimizer(args: argparse.Namespace, saved: Any, path: Path) -> None:
-    """Refuse the state of another kind of optimizer: distributed or not, or with experts apart.
-
-    Raises:
-        ConfigError: the checkpoint has the other kind.
-    """
+    """Refuse the state of another kind of optimizer: distributed or not, or with experts apart
+    (ConfigError)."""
     if args.no_load_optim or args.finetune or args.skip_train:
         return
     there = getattr(saved, "use_distributed_optimizer", args.use_distributed_optimizer)

@@ -163,11 +163,8 @@ def count_gpus(env: Mapping[str, str]) -> int:
 
 
 def check_visible_gpus(env: Mapping[str, str]) -> None:
-    """Refuse a ``CUDA_VISIBLE_DEVICES`` that names GPUs where the machine has none.
-
-    Raises:
-        ConfigError: with the way to a run on the CPU.
-    """
+    """Refuse a ``CUDA_VISIBLE_DEVICES`` that names GPUs where the machine has none: a ConfigError
+    with the way to a run on the CPU."""
     shown = env.get("CUDA_VISIBLE_DEVICES", "")
     devices = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]
     without = {name: value for name, value in env.items() if name != "CUDA_VISIBLE_DEVICES"}

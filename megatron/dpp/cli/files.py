@@ -121,11 +121,8 @@ def _check_sequences(prefix: str, args: argparse.Namespace) -> None:
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Refuse directories that cannot be made or written, and a ``--dpp-record`` into none.
-
-    Raises:
-        DataError: naming the flag and the directory.
-    """
+    """Refuse directories that cannot be made or written, and a ``--dpp-record`` into none: a
+    DataError names flag and directory."""
     if args.use_dpp and args.dpp_record:
         folder = Path(args.dpp_record).absolute().parent
         if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
@@ -208,6 +205,12 @@ def data_words(args: argparse.Namespace) -> tuple[list[str] | None, list[Any] | 
     return None, paths if any(paths) else None
 
 
+def _all_prefixes(args: argparse.Namespace) -> list[str]:
+    words, per_split = data_words(args)
+    groups = [_prefixes(group or []) for group in (words, *(per_split or []))]
+    return list(dict.fromkeys(prefix for group in groups for prefix in group))
+
+
 def _prefixes(words: list[str]) -> list[str]:
     """Without the weights, which stand before every prefix or before none."""
     try:
@@ -222,10 +225,8 @@ def warnings_of_data(args: argparse.Namespace, task_name: str) -> list[str]:
     than a sequence. BERT fills up short samples."""
     if task_name != "gpt" or args.mock_data or args.variable_lengths:
         return []
-    words, per_split = data_words(args)
-    groups = [_prefixes(group or []) for group in (words, *(per_split or []))]
     lines = []
-    for prefix in (each for group in groups for each in group):
+    for prefix in _all_prefixes(args):
         if Path(f"{prefix}.bin").stat().st_size > args.seq_length * max(_TOKEN_BYTES.values()):
             continue
         tokens = int(read_lengths(prefix).sum())
@@ -304,17 +305,11 @@ def check_index(prefix: str) -> tuple[int, int]:
 
 
 def check_tokens(args: RunConfig) -> None:
-    """Refuse token ids outside of the model's vocabulary. Of files above 1 GiB it looks at blocks
-    that are spread evenly.
-
-    Raises:
-        DataError: naming the file, the id and the vocabulary's size.
-    """
+    """Refuse token ids outside of the model's vocabulary: a DataError names file, id and size. Of
+    files above 1 GiB it looks at blocks that are spread evenly."""
     if args.mock_data:
         return
-    words, per_split = data_words(args)
-    prefixes = (prefix for each in [words, *(per_split or [])] for prefix in _prefixes(each or []))
-    for prefix in dict.fromkeys(prefixes):
+    for prefix in _all_prefixes(args):
         _check_ids(prefix, args.padded_vocab_size)
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from megatron.dpp.cli.hf_model import check_same
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import DataError, flag_name
 from megatron.dpp.models import read_config
 from megatron.dpp.models.fields import CONFIG, find_origin
 from megatron.dpp.models.weights import find_weights
@@ -18,11 +18,8 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json")
 
 
 def check_hf(args: argparse.Namespace) -> None:
-    """Refuse a ``--load-hf`` of another model and a ``--save-hf`` that would fail at the end.
-
-    Raises:
-        DataError: naming the flag and what is in the way.
-    """
+    """Refuse a ``--load-hf`` of another model and a ``--save-hf`` that would fail at the end
+    (DataError)."""
     if args.load_hf:
         _check_load(args)
     if args.save_hf:
@@ -64,7 +61,7 @@ def _check_save(args: argparse.Namespace) -> None:
 def _refuse_engines(args: argparse.Namespace, given: str, instead: str) -> None:
     for name in ("use_torch_fsdp2", "deepspeed_zero_stage"):
         if getattr(args, name):
-            raise DataError(f"{given} does not go with --{name.replace('_', '-')}: {instead}")
+            raise DataError(f"{given} does not go with {flag_name(name)}: {instead}")
 
 
 def origin_of(args: argparse.Namespace) -> Path | None:

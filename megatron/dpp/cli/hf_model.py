@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.checkpoint_args import SIZES, STRUCTURE
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import DataError, flag_name
 from megatron.dpp.models import HfConfig
 
 _BESIDE = ("mtp_num_layers", "experimental_attention_variant", "apply_layernorm_1p")
@@ -97,7 +97,7 @@ _FLAGS = {
 
 
 def _flag(name: str) -> str:
-    return _FLAGS.get(name, "--" + name.replace("_", "-"))
+    return _FLAGS.get(name, flag_name(name))
 
 
 def _spelled(name: str, value: Any) -> str:

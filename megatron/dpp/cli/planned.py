@@ -8,16 +8,11 @@ from pathlib import Path
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate_layout import virtual_stages
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.plan import (
-    ModelCosts,
-    Planner,
-    costs_of_run,
-    even_layers,
-    from_run,
-    planning_costs,
-    stage_shape_of,
-)
-from megatron.dpp.plan.planner import CAPS
+from megatron.dpp.plan.from_flags import stage_shape_of
+from megatron.dpp.plan.model_costs import ModelCosts
+from megatron.dpp.plan.planner import CAPS, Planner, from_run
+from megatron.dpp.plan.run_costs import costs_of_run, even_layers
+from megatron.dpp.plan.times import planning_costs
 
 SHAPES = "shapes"
 _REPOSITORY = Path(__file__).resolve().parents[3]

@@ -33,7 +33,7 @@ from megatron.dpp.schedule import (
     parse_cap,
     replica_path,
 )
-from megatron.dpp.tokenizers import Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.dpp.tokenizers import Tokenizer, padded_vocab_size, tokenizer_for
 
 BAD_INPUT = 2
 """Exit code of a process whose settings cannot work."""
@@ -74,7 +74,8 @@ def check(
     if args.dpp_plan:
         args = take_plan(args)
     if args.use_dpp:
-        check_schedule(args, one_node=_all_here(world_size))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        check_schedule(args, one_node=here == world_size)
     return args, tokenizer
 
 
@@ -92,17 +93,9 @@ def check_not_taken(args: RunConfig, *, by_launcher: bool = False) -> None:
             check_free(folder, flag)
 
 
-def _all_here(world_size: int) -> bool:
-    """True where this node runs all processes of the job."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
-
-
 def check_values(args: RunConfig) -> None:
-    """Check the values of ``--dpp-*`` flags, also in a run that does not use them.
-
-    Raises:
-        ConfigError: the first that means nothing.
-    """
+    """Refuse values of ``--dpp-*`` flags that mean nothing (ConfigError), also in a run that does
+    not use them."""
     find_policy(args.dpp_policy)
     parse_cap(args.dpp_activation_cap, _MOST_ROOM)
     if args.dpp_inject and not args.use_dpp:  # static schedules heed it
@@ -169,14 +162,7 @@ def build_vocabulary(args: RunConfig) -> tuple[RunConfig, Tokenizer]:
         ConfigError: a given ``--padded-vocab-size`` is too small.
         DataError: a vocabulary's file cannot be read.
     """
-    tokenizer = build_tokenizer(
-        args.tokenizer_type,
-        args.vocab_file,
-        args.merge_file,
-        tokenizer_model=args.tokenizer_model,
-        vocab_size=args.vocab_size,
-        vocab_extra_ids=args.vocab_extra_ids,
-    )
+    tokenizer = tokenizer_for(args)
     if args.padded_vocab_size is None:
         size = padded_vocab_size(
             tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size

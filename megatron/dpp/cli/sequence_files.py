@@ -26,11 +26,7 @@ def answers_prefix(prefix: str) -> str:
 
 
 def check_prefix(prefix: str) -> None:
-    """Refuse a prefix that ``preprocess --sft`` has not written.
-
-    Raises:
-        DataError: with the command that makes the files.
-    """
+    """Refuse a prefix that ``preprocess --sft`` has not written: a DataError with the command."""
     if not prefix.endswith(CHAT_SUFFIX):
         raise DataError(
             f"--sft with data {prefix}: expected a prefix that ends in {CHAT_SUFFIX}; "

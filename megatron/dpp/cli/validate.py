@@ -24,7 +24,13 @@ from megatron.dpp.cli.validate_ranges import (
     check_yarn,
 )
 from megatron.dpp.cli.validate_sequences import check_sequences
-from megatron.dpp.errors import ConfigError, require
+from megatron.dpp.errors import (
+    ConfigError,
+    flag_name,
+    require,
+    require_multiple,
+    require_value,
+)
 from megatron.dpp.tokenizers import PIECE_TYPES
 from megatron.dpp.trace import parse_iterations
 
@@ -74,7 +80,7 @@ def _family(args: Args, arch: str) -> None:
         "BertWordPieceCase, and a vocab.txt",
     )
     for name in ("sft", "variable_length", "num_experts", "mtp_num_layers"):
-        flag = f"--{name.replace('_', '-')}"
+        flag = flag_name(name)
         require(not getattr(args, name), f"{flag}: only for GPT; BERT models have no such option")
     require(
         args.context_parallel_size == 1,
@@ -93,15 +99,14 @@ _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embe
 def _shape(args: Args) -> None:
     args.num_layers = args.num_layers or args.encoder_num_layers
     for name in _SIZES:
-        require(getattr(args, name), f"--{name.replace('_', '-')} is required")
+        require(getattr(args, name), f"{flag_name(name)} is required")
     args.seq_length = args.seq_length or args.encoder_seq_length
     require(args.seq_length, "--seq-length is required")
     args.encoder_seq_length = args.seq_length
     args.decoder_seq_length = None  # of no model here, yet static schedules would send that much
     for name in (*_SIZES, "ffn_hidden_size", "kv_channels", "seq_length"):
         value = getattr(args, name)
-        at_least_one = value is None or value >= 1
-        require(at_least_one, f"--{name.replace('_', '-')} {value}: must be at least 1")
+        require_value(args, name, value is None or value >= 1, "at least 1")
     if args.ffn_hidden_size is None:
         wide = int((4 * args.hidden_size * 2 / 3) / 64) * 64
         args.ffn_hidden_size = wide if args.swiglu else 4 * args.hidden_size
@@ -111,11 +116,7 @@ def _shape(args: Args) -> None:
             "multiples of 64, are 0; give --ffn-hidden-size",
         )
     if args.kv_channels is None:
-        require(
-            args.hidden_size % args.num_attention_heads == 0,
-            f"--hidden-size {args.hidden_size} is not divisible by "
-            f"--num-attention-heads {args.num_attention_heads}",
-        )
+        require_multiple(args, "hidden_size", "num_attention_heads")
         args.kv_channels = args.hidden_size // args.num_attention_heads
     require(
         args.max_position_embeddings >= args.seq_length,
@@ -142,9 +143,8 @@ def _layout(args: Args) -> None:
     context = args.context_parallel_size
     model = tensor * pipeline * context
     for name in ("tensor_model", "pipeline_model", "context"):
-        value = getattr(args, f"{name}_parallel_size")
-        flag = f"--{name.replace('_', '-')}-parallel-size"
-        require(value >= 1, f"{flag} {value}: must be at least 1")
+        name = f"{name}_parallel_size"
+        require_value(args, name, getattr(args, name) >= 1, "at least 1")
     require(
         args.world_size % model == 0,
         f"{args.world_size} processes cannot hold --tensor-model-parallel-size {tensor} x "
@@ -158,12 +158,7 @@ def _layout(args: Args) -> None:
         "by a schedule of its own; leave it out",
     )
     for name in ("num_attention_heads", "ffn_hidden_size"):
-        value = getattr(args, name)
-        require(
-            value % tensor == 0,
-            f"--{name.replace('_', '-')} {value} is not divisible by "
-            f"--tensor-model-parallel-size {tensor}",
-        )
+        require_multiple(args, name, "tensor_model_parallel_size")
     if context > 1:
         require(
             args.seq_length % (2 * context) == 0,
@@ -173,11 +168,7 @@ def _layout(args: Args) -> None:
     if tensor == 1:
         args.sequence_parallel = False
     if args.sequence_parallel:
-        require(
-            args.seq_length % (tensor * context) == 0,
-            f"--seq-length {args.seq_length} is not divisible by --tensor-model-parallel-size "
-            f"{tensor} times --context-parallel-size {context} (--sequence-parallel)",
-        )
+        require_multiple(args, "seq_length", "tensor_model_parallel_size", "context_parallel_size")
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = tensor
 
@@ -206,12 +197,9 @@ def _length_of_training(args: Args) -> None:
     wrong = samples + iterations[1:] if args.train_iters is not None else iterations[:1]
     mode = "--train-iters" if args.train_iters is not None else "--train-samples"
     for name in wrong:
-        require(
-            getattr(args, name) is None,
-            f"--{name.replace('_', '-')} does not go with {mode}",
-        )
+        require(getattr(args, name) is None, f"{flag_name(name)} does not go with {mode}")
     warm = "lr_warmup_samples" if args.train_iters is not None else "lr_warmup_iters"
-    require(not getattr(args, warm), f"--{warm.replace('_', '-')} does not go with {mode}")
+    require(not getattr(args, warm), f"{flag_name(warm)} does not go with {mode}")
     if args.lr_warmup_fraction is not None:
         require(
             not args.lr_warmup_iters and not args.lr_warmup_samples,
@@ -412,8 +400,8 @@ def _evaluation(args: Args) -> None:
         args.eval_interval or not args.eval_iters or args.skip_train,
         "--eval-interval is required (or --eval-iters 0)",
     )
-    require(args.log_interval > 0, f"--log-interval {args.log_interval}: must be at least 1")
-    require(math.isfinite(args.clip_grad), f"--clip-grad {args.clip_grad}: must be finite")
+    require_value(args, "log_interval", args.log_interval > 0, "at least 1")
+    require_value(args, "clip_grad", math.isfinite(args.clip_grad), "finite")
 
 
 def _writers(args: Args) -> None:
@@ -425,7 +413,7 @@ def _writers(args: Args) -> None:
 
 
 def _trace(args: Args) -> None:
-    require(args.trace_interval >= 1, f"--trace-interval {args.trace_interval}: must be at least 1")
+    require_value(args, "trace_interval", args.trace_interval >= 1, "at least 1")
     try:
         parse_iterations(args.trace_iterations or "0")
     except ValueError as error:

@@ -1,6 +1,7 @@
 """Rules of ``validate`` for mixtures of experts and multi-token prediction.
 
-Most are megatron-core's own, which would raise them late in the start or in the first forward.
+Most are megatron-core's own, which would raise them late in the start or in the first forward. Each
+raises ConfigError for the first setting that cannot work.
 """
 
 from __future__ import annotations
@@ -9,18 +10,14 @@ import argparse
 import importlib.util
 import math
 
-from megatron.dpp.errors import require
+from megatron.dpp.errors import require, require_multiple, require_value
 from megatron.dpp.plan.layer_patterns import layers_with_experts
 
 Args = argparse.Namespace
 
 
 def check_experts(args: Args) -> None:
-    """Check and derive what ``--num-experts`` asks for, in place.
-
-    Raises:
-        ConfigError: the first setting that cannot work.
-    """
+    """Check and derive what ``--num-experts`` asks for, in place."""
     args.num_experts = args.num_experts or None
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
         value = getattr(args, name)
@@ -80,10 +77,8 @@ def _router(args: Args) -> None:
         args.moe_aux_loss_coeff,
         args.moe_router_topk,
     )
-    require(
-        1 <= topk <= args.num_experts,
-        f"--moe-router-topk {topk} must be between 1 and --num-experts {args.num_experts}",
-    )
+    within = f"between 1 and --num-experts {args.num_experts}"
+    require_value(args, "moe_router_topk", 1 <= topk <= args.num_experts, within)
     require(
         topk != 1
         or args.moe_router_score_function != "softmax"
@@ -115,11 +110,7 @@ def _expert_layout(args: Args) -> None:
     )
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     expert, expert_tensor = args.expert_model_parallel_size, args.expert_tensor_parallel_size
-    require(
-        args.num_experts % expert == 0,
-        f"--num-experts {args.num_experts} is not a multiple of --expert-model-parallel-size "
-        f"{expert}",
-    )
+    require_multiple(args, "num_experts", "expert_model_parallel_size")
     model = expert * expert_tensor * pipeline
     require(
         args.world_size % model == 0,
@@ -159,11 +150,7 @@ def replicas_in_step(args: Args) -> int:
 
 
 def check_prediction(args: Args) -> None:
-    """Check what ``--mtp-num-layers`` asks for.
-
-    Raises:
-        ConfigError: the first setting that cannot work.
-    """
+    """Check multi-token prediction."""
     args.mtp_num_layers = args.mtp_num_layers or None
     if args.mtp_num_layers is None:
         return

@@ -1,4 +1,7 @@
-"""Rules of ``validate`` about the layers of pipeline stages and chunks."""
+"""Rules of ``validate`` about the layers of pipeline stages and chunks.
+
+Each raises ConfigError for the first setting that cannot work.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,7 @@ NOT_PLANNED = (
 
 
 def check_plan(args: Args) -> None:
-    """Check what ``--dpp-plan`` needs, and refuse flags that settle the layout beside it.
-
-    Raises:
-        ConfigError: the first of them.
-    """
+    """Check the needs of ``--dpp-plan``, and refuse flags that settle the layout beside it."""
     if args.dpp_plan is None:
         return
     require(args.use_dpp, f"--dpp-plan {args.dpp_plan} plans the dynamic pipeline: add --use-dpp")
@@ -43,11 +42,7 @@ def check_plan(args: Args) -> None:
 
 
 def virtual_stages(args: Args) -> None:
-    """Derive the number of chunks, in place; once more where ``--dpp-plan`` has settled the layout.
-
-    Raises:
-        ConfigError: the layers cannot be cut so.
-    """
+    """Derive the number of chunks; once more where ``--dpp-plan`` has settled the layout."""
     pipeline = args.pipeline_model_parallel_size
     ways = {
         "--num-layers-per-virtual-pipeline-stage": args.num_layers_per_virtual_pipeline_stage,
@@ -148,9 +143,6 @@ def _chunks_of_text(args: Args) -> int:
 def check_cut(args: Args) -> None:
     """Layers per stage, where the flags say them or the cut is even; and layers recomputed
     together.
-
-    Raises:
-        ConfigError: the layers do not divide so.
     """
     if args.pipeline_model_parallel_layout is not None:
         return

@@ -1,37 +1,36 @@
 """Rules of ``validate`` about single numbers, batches and learning rates, which megatron-core and
-PyTorch would meet with a bare assertion or a shape error."""
+PyTorch would meet with a bare assertion or a shape error.
+
+Each raises ConfigError for the first setting that cannot work.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 
-from megatron.dpp.errors import require
+from megatron.dpp.errors import require, require_multiple, require_value
 
 Args = argparse.Namespace
 
 
 def check_ranges(args: Args) -> None:
-    """Refuse numbers out of range.
-
-    Raises:
-        ConfigError: the first of them.
-    """
+    """Numbers out of range."""
     for name in ("hidden_dropout", "attention_dropout"):
-        _between(args, name, 0 <= getattr(args, name) <= 1, "between 0 and 1")
+        require_value(args, name, 0 <= getattr(args, name) <= 1, "between 0 and 1")
     for name in ("adam_beta1", "adam_beta2"):
-        _between(args, name, 0 <= getattr(args, name) < 1, "at least 0 and below 1")
-    _between(args, "mask_prob", 0 < args.mask_prob < 1, "above 0 and below 1")
-    _between(args, "masking_max_ngram", args.masking_max_ngram > 0, "above 0")
+        require_value(args, name, 0 <= getattr(args, name) < 1, "at least 0 and below 1")
+    require_value(args, "mask_prob", 0 < args.mask_prob < 1, "above 0 and below 1")
+    require_value(args, "masking_max_ngram", args.masking_max_ngram > 0, "above 0")
     require(
         not (args.masking_use_geometric_distribution and args.masking_do_permutation),
         "--masking-use-geometric-distribution and --masking-do-permutation exclude each other",
     )
-    _between(args, "seed", 0 <= args.seed < 2**31, "between 0 and 2^31 - 1")
-    _between(args, "eval_iters", args.eval_iters >= 0, "at least 0")
+    require_value(args, "seed", 0 <= args.seed < 2**31, "between 0 and 2^31 - 1")
+    require_value(args, "eval_iters", args.eval_iters >= 0, "at least 0")
     if args.fp16 and not args.loss_scale:
         for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
-            _between(args, name, getattr(args, name) > 0, "above 0")
+            require_value(args, name, getattr(args, name) > 0, "above 0")
         require(
             args.initial_loss_scale >= args.min_loss_scale,
             f"--initial-loss-scale {args.initial_loss_scale} is below --min-loss-scale "
@@ -39,22 +38,10 @@ def check_ranges(args: Args) -> None:
         )
 
 
-def _between(args: Args, name: str, good: object, rule: str) -> None:
-    require(good, f"--{name.replace('_', '-')} {getattr(args, name)}: must be {rule}")
-
-
 def check_heads(args: Args) -> None:
-    """Check query groups and rotated channels.
-
-    Raises:
-        ConfigError: heads or channels cannot be divided so.
-    """
-    groups = args.num_query_groups
-    require(
-        not args.group_query_attention or args.num_attention_heads % groups == 0,
-        f"--num-attention-heads {args.num_attention_heads} is not a multiple of "
-        f"--num-query-groups {groups}",
-    )
+    """Heads that do not divide into query groups, channels that do not into rotated pairs."""
+    if args.group_query_attention:
+        require_multiple(args, "num_attention_heads", "num_query_groups")
     rotated = int(args.kv_channels * args.rotary_percent)
     require(
         args.position_embedding_type not in ("rope", "yarn") or rotated % 2 == 0,
@@ -65,19 +52,15 @@ def check_heads(args: Args) -> None:
 
 
 def check_yarn(args: Args) -> None:
-    """Check what ``--position-embedding-type yarn`` asks for.
-
-    Raises:
-        ConfigError: a value that it cannot have, or that megatron-core would ignore.
-    """
+    """Values that YaRN cannot have, or that megatron-core would ignore with it."""
     if args.position_embedding_type != "yarn":
         return
     yarn, original = "--position-embedding-type yarn", args.yarn_original_max_position_embeddings
     require(original, f"{yarn} needs --yarn-original-max-position-embeddings")
-    _between(args, "yarn_original_max_position_embeddings", original >= 1, "at least 1")
-    _between(args, "rotary_scaling_factor", args.rotary_scaling_factor >= 1, "at least 1")
-    _between(args, "yarn_beta_slow", args.yarn_beta_slow > 0, "above 0")
-    _between(
+    require_value(args, "yarn_original_max_position_embeddings", original >= 1, "at least 1")
+    require_value(args, "rotary_scaling_factor", args.rotary_scaling_factor >= 1, "at least 1")
+    require_value(args, "yarn_beta_slow", args.yarn_beta_slow > 0, "above 0")
+    require_value(
         args,
         "yarn_beta_fast",
         args.yarn_beta_fast > args.yarn_beta_slow,
@@ -95,23 +78,17 @@ def check_yarn(args: Args) -> None:
 
 
 def check_learning_rate(args: Args) -> None:
-    """Check learning rate and weight decay, as megatron-core's scheduler asserts.
-
-    Raises:
-        ConfigError: the first rule that is broken.
-    """
+    """Learning rate and weight decay, as megatron-core's scheduler asserts."""
     unit = "iters" if args.train_iters is not None else "samples"
     total = getattr(args, f"train_{unit}")
     own_decay = getattr(args, f"lr_decay_{unit}")
     decay = own_decay or total
     decay_flag = f"--{'lr-decay' if own_decay else 'train'}-{unit} {decay}"
     fraction, steps = args.lr_warmup_fraction, getattr(args, f"lr_warmup_{unit}")
-    require(total > 0, f"--train-{unit} {total}: must be at least 1")
+    require_value(args, f"train_{unit}", total > 0, "at least 1")
     require(decay > 0, f"{decay_flag}: must be at least 1")
-    require(
-        fraction is None or 0 <= fraction < 1,
-        f"--lr-warmup-fraction {fraction}: must be at least 0 and below 1",
-    )
+    in_range = fraction is None or 0 <= fraction < 1
+    require_value(args, "lr_warmup_fraction", in_range, "at least 0 and below 1")
     require(
         fraction is not None or steps < decay,
         f"--lr-warmup-{unit} {steps} is not below {decay_flag}: warming up must end before the "
@@ -139,11 +116,7 @@ def check_learning_rate(args: Args) -> None:
 
 
 def check_batches(args: Args) -> None:
-    """Check the ramp of the batch size, and the groups of microbatches of the interleaved schedule.
-
-    Raises:
-        ConfigError: the ramp does not end at ``--global-batch-size``, or groups do not fit.
-    """
+    """The ramp of the batch size, and the groups of microbatches of the interleaved schedule."""
     step = args.micro_batch_size * args.data_parallel_size
     if args.rampup_batch_size is not None:
         first, increment, samples = (int(word) for word in args.rampup_batch_size)
@@ -177,11 +150,7 @@ def check_batches(args: Args) -> None:
 
 
 def check_optimizer_kind(args: Args) -> None:
-    """Check the distributed optimizer, and flags that need a package that is missing.
-
-    Raises:
-        ConfigError: the first of them.
-    """
+    """The distributed optimizer, and flags that need a package that is missing."""
     require(
         args.optimizer == "adam" or not args.use_distributed_optimizer,
         f"--optimizer {args.optimizer} does not go with --use-distributed-optimizer: it shards "

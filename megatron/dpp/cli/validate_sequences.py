@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.errors import require
+from megatron.dpp.errors import flag_name, require, require_value
 
 _NEED = ("overlong", "packing", "packing_budget", "order", "length_costs")
 _EXCLUDED = {
@@ -38,9 +38,8 @@ def check_sequences(args: argparse.Namespace) -> None:
         require(args.dpp_length_buckets == "off", "--dpp-length-buckets needs --sft or "
                 "--variable-length: other samples have one length")  # fmt: skip
         for name in _NEED:
-            flag = f"--{name.replace('_', '-')}"
             given = dict(getattr(args, "given", {}))
-            require(name not in given, f"{flag} needs --sft or --variable-length")
+            require(name not in given, f"{flag_name(name)} needs --sft or --variable-length")
         return
     for flag, instead in _EXCLUDED.items():
         given = getattr(args, flag[2:].replace("-", "_"))
@@ -87,7 +86,7 @@ def _check_packing(args: argparse.Namespace) -> None:
     )
     if args.packing_budget is None:
         args.packing_budget = args.seq_length
-    require(args.packing_budget >= 1, f"--packing-budget {args.packing_budget}: must be at least 1")
+    require_value(args, "packing_budget", args.packing_budget >= 1, "at least 1")
 
 
 def _check_buckets(args: argparse.Namespace) -> None:

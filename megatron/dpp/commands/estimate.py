@@ -13,8 +13,11 @@ import math
 import sys
 from collections.abc import Sequence
 
-from megatron.dpp.errors import ConfigError, DppError, exit_with, require
-from megatron.dpp.plan import Device, estimate, find_machine, known_gpu, lines, shape_of
+from megatron.dpp.errors import ConfigError, DppError, flag_name, require
+from megatron.dpp.plan.device import Device, find_machine, known_gpu
+from megatron.dpp.plan.estimate import estimate
+from megatron.dpp.plan.from_flags import shape_of
+from megatron.dpp.plan.text import lines
 
 _ASSUMED = "--transformer-impl local --micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0"
 """Defaults of flags that training requires and an estimate hardly depends on."""
@@ -40,7 +43,7 @@ def _check(known: argparse.Namespace) -> None:
     for name in ("ranks", "per_node", "memory", "tflops"):
         value = getattr(known, name)
         if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be above 0")
+            raise ConfigError(f"{flag_name(name)} {value:g}: must be above 0")
 
 
 def device_of(
@@ -98,7 +101,3 @@ def _checked(flags: Sequence[str], ranks: int, arch: str) -> argparse.Namespace:
     if checked.use_dpp:
         preflight.check_schedule(checked, one_node=False)
     return checked
-
-
-if __name__ == "__main__":
-    exit_with(main)

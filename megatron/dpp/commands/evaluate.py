@@ -21,6 +21,7 @@ from megatron.dpp.commands.model_source import (
     Source,
     add_model_flags,
     chat_encoder,
+    check_ids,
     check_model_flags,
     exported,
     find_source,
@@ -29,7 +30,7 @@ from megatron.dpp.commands.model_source import (
     vocabulary_of,
 )
 from megatron.dpp.commands.prompts import LINES, encode, json_lines
-from megatron.dpp.errors import ConfigError, DataError, one_line, require
+from megatron.dpp.errors import ConfigError, DataError, one_line, require_value
 from megatron.dpp.text_files import nearest_path, read_text
 from megatron.dpp.tokenizers import NullTokenizer, Tokenizer
 
@@ -76,7 +77,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError("nothing to evaluate: give --data FILE or --tasks NAMES")
     check_model_flags(args)
     few = args.limit is None or args.limit >= 1
-    require(few, f"--limit {args.limit}: must be at least 1")
+    require_value(args, "limit", few, "at least 1")
     if args.tasks and importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
             "--tasks: lm-evaluation-harness is not installed; pip install lm_eval[hf]"
@@ -104,7 +105,8 @@ def _perplexity(args: argparse.Namespace, source: Source) -> dict[str, Any]:
     )
     documents = list(itertools.islice(every, args.limit))
     vocabulary = vocabulary_of(source, tokenizer)
-    _check_ids(args.data, documents, vocabulary)
+    for document in documents:
+        check_ids(document.ids, vocabulary, f"--data {args.data}")
     if source.positions is not None:
         check_windows(*_windows(args, source.positions), source.positions)
     with opened(source, args, vocabulary) as engine:
@@ -141,11 +143,7 @@ def _windows(args: argparse.Namespace, positions: int) -> tuple[int, int]:
 def _documents(
     data: str, tokenizer: Tokenizer, new_encoder: Callable[[], ChatEncoder]
 ) -> Iterator[Document]:
-    """The documents of a file: a text, JSON lines, or token files by their prefix.
-
-    Raises:
-        DataError: the file is missing or broken.
-    """
+    """The documents of a file: a text, JSON lines, or token files by their prefix."""
     from megatron.dpp.inference.losses import Document, of_prefix
 
     path = Path(data)
@@ -183,15 +181,6 @@ def _of_lines(
             raise DataError(f"{path}, line {number}: {error}") from error
 
 
-def _check_ids(data: str, documents: Sequence[Document], vocabulary: int) -> None:
-    for document in documents:
-        wrong = [token for token in document.ids if not 0 <= token < vocabulary]
-        if wrong:
-            raise DataError(
-                f"--data {data}: token {wrong[0]} is outside the model's vocabulary of {vocabulary}"
-            )
-
-
 def _text_bytes(document: Document, tokenizer: Tokenizer) -> int:
     """UTF-8 bytes of the tokens that have a loss; special tokens and numbers have no text."""
     if isinstance(tokenizer, NullTokenizer):
@@ -215,11 +204,7 @@ def _folder_of(tokenizer: str) -> Path:
 
 
 def _tasks(args: argparse.Namespace, source: Source) -> dict[str, Any]:
-    """Scores of lm-evaluation-harness, which runs transformers on the model's export.
-
-    Raises:
-        DataError: it refuses a task.
-    """
+    """Scores of lm-evaluation-harness, which runs transformers on the model's export."""
     from megatron.dpp.inference.engine import default_device, default_dtype
 
     harness = importlib.import_module("lm_eval")

@@ -15,6 +15,7 @@ from megatron.dpp.commands.model_source import (
     Source,
     add_model_flags,
     chat_encoder,
+    check_ids,
     check_model_flags,
     ends_of,
     find_source,
@@ -23,7 +24,7 @@ from megatron.dpp.commands.model_source import (
     vocabulary_of,
 )
 from megatron.dpp.commands.prompts import Prompt, chat_prompts, read_texts, text_prompts
-from megatron.dpp.errors import DataError, require
+from megatron.dpp.errors import DataError, require_value
 from megatron.dpp.tokenizers import Tokenizer
 
 
@@ -65,7 +66,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     check_model_flags(args)
     most = args.max_new_tokens
-    require(most >= 1, f"--max-new-tokens {most}: must be at least 1")
+    require_value(args, "max_new_tokens", most >= 1, "at least 1")
     if args.output is not None:
         _check_output(args.output)
     source = find_source(args.model, args.step, args.engine)
@@ -73,7 +74,8 @@ def _run(args: argparse.Namespace) -> int:
     prompts = _prompts(args, source, tokenizer, place)
     ids = [prompt.ids for prompt in prompts]
     vocabulary = vocabulary_of(source, tokenizer)
-    _check_ids(ids, vocabulary)
+    for number, prompt in enumerate(ids, 1):
+        check_ids(prompt, vocabulary, f"prompt {number}")
     if source.positions is not None:
         check_lengths(ids, source.positions)
     with contextlib.ExitStack() as stack:
@@ -103,17 +105,6 @@ def _prompts(
     if not found:
         raise DataError(f"--prompts {args.prompts}: holds no prompt")
     return found
-
-
-def _check_ids(prompts: Iterable[Sequence[int]], vocabulary: int) -> None:
-    """Refuse tokens that the model does not have, as another model's tokenizer gives them."""
-    for number, prompt in enumerate(prompts, 1):
-        wrong = [token for token in prompt if not 0 <= token < vocabulary]
-        if wrong:
-            raise DataError(
-                f"prompt {number}: token {wrong[0]} is outside the model's vocabulary of "
-                f"{vocabulary}; is --tokenizer another model's?"
-            )
 
 
 def _check_output(path: Path) -> None:

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,12 @@ from megatron.dpp.cli.checkpoint_args import saved_args
 from megatron.dpp.cli.checkpoint_files import Found, check_whole, find_named
 from megatron.dpp.cli.hf_model import check_same, completed
 from megatron.dpp.commands.chats import ChatEncoder, find_template
-from megatron.dpp.errors import ConfigError, DataError, one_line, require
+from megatron.dpp.errors import ConfigError, DataError, one_line, require_value
 from megatron.dpp.launch.vocabulary import tokenizer_flags
 from megatron.dpp.models import HfConfig, read_config
 from megatron.dpp.models.fields import CONFIG, find_origin
 from megatron.dpp.text_files import nearest_path, read_text
-from megatron.dpp.tokenizers import NullTokenizer, Tokenizer, build_tokenizer
+from megatron.dpp.tokenizers import NullTokenizer, Tokenizer, tokenizer_for
 
 if TYPE_CHECKING:
     from megatron.dpp.inference.engine import Engine
@@ -53,7 +53,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def check_model_flags(args: argparse.Namespace) -> None:
     """Raises ConfigError for values of these flags that mean nothing."""
-    require(args.batch_size >= 1, f"--batch-size {args.batch_size}: must be at least 1")
+    require_value(args, "batch_size", args.batch_size >= 1, "at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,23 +161,16 @@ def tokenizer_of(source: Source, choice: str | None) -> tuple[Tokenizer, str | N
         )
     flags = tokenizer_flags("gpt", choice or str(source.folder), None)
     values = {name.strip("-").replace("-", "_"): value for name, value in flags.items()}
-    kind = values.pop("tokenizer_type", "GPT2BPETokenizer")
+    named = argparse.Namespace(**{"tokenizer_type": "GPT2BPETokenizer", **values})
     place = next(values[name] for name in _VOCABULARY if name in values)
-    return build_tokenizer(kind, **values), place
+    return tokenizer_for(named), place
 
 
 def _of_run(saved: Any) -> tuple[Tokenizer, str | None]:
     """The tokenizer with which a checkpoint was trained."""
     places = [getattr(saved, name, None) for name in _VOCABULARY]
     try:
-        tokenizer = build_tokenizer(
-            saved.tokenizer_type,
-            getattr(saved, "vocab_file", None),
-            getattr(saved, "merge_file", None),
-            tokenizer_model=getattr(saved, "tokenizer_model", None),
-            vocab_size=getattr(saved, "vocab_size", None),
-            vocab_extra_ids=getattr(saved, "vocab_extra_ids", 0),
-        )
+        tokenizer = tokenizer_for(saved)
     except (ConfigError, DataError) as error:
         raise DataError(f"the run's tokenizer: {error}; name it (--tokenizer)") from error
     return tokenizer, next(filter(None, places), None)
@@ -227,6 +220,16 @@ def vocabulary_of(source: Source, tokenizer: Tokenizer) -> int:
     """Tokens that exist: rows of ``config.json``, else the tokenizer's tokens. The model may have
     more rows, which are padding."""
     return source.config.sizes.vocab if source.config else tokenizer.vocab_size
+
+
+def check_ids(ids: Sequence[int], vocabulary: int, where: str) -> None:
+    """Refuse tokens that the model does not have: a DataError names the place and one of them."""
+    wrong = [token for token in ids if not 0 <= token < vocabulary]
+    if wrong:
+        raise DataError(
+            f"{where}: token {wrong[0]} is outside the model's vocabulary of {vocabulary}; is "
+            "--tokenizer another model's?"
+        )
 
 
 @contextlib.contextmanager

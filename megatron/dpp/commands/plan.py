@@ -17,21 +17,14 @@ import re
 from collections.abc import Sequence
 
 from megatron.dpp.commands.common import ROOT, guarded, new_parser
-from megatron.dpp.errors import ConfigError, require
-from megatron.dpp.plan import (
-    LayerLayout,
-    ModelCosts,
-    ModelShape,
-    Planner,
-    Prediction,
-    RunShape,
-    costs_of_run,
-    even_layers,
-    from_run,
-    known_gpu,
-    planning_costs,
-)
-from megatron.dpp.sim import MeasuredCosts
+from megatron.dpp.errors import ConfigError, flag_name, require_value
+from megatron.dpp.plan.device import known_gpu
+from megatron.dpp.plan.model_costs import ModelCosts
+from megatron.dpp.plan.planner import Planner, Prediction, from_run
+from megatron.dpp.plan.run_costs import costs_of_run, even_layers
+from megatron.dpp.plan.shape import LayerLayout, ModelShape, RunShape
+from megatron.dpp.plan.times import planning_costs
+from megatron.dpp.sim.measured import MeasuredCosts
 
 _MOST_JITTER = 5.0
 """As the simulator takes; with more, factors leave the range of floating point."""
@@ -57,7 +50,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     shapes = parser.add_argument_group("shapes of the model (with a run: for its memory)")
     for name, text in _COUNTS.items():
         group = parser if list(_COUNTS).index(name) < 3 else shapes
-        group.add_argument(_flag(name), type=int, metavar="N", help=text)
+        group.add_argument(flag_name(name), type=int, metavar="N", help=text)
     parser.set_defaults(microbatches=8, micro_batch_size=1, tensor_parallel=1)
     shapes.add_argument("--swiglu", action="store_true")
     shapes.add_argument("--sequence-parallel", action="store_true", help="with --tensor-parallel")
@@ -79,15 +72,9 @@ def _check(args: argparse.Namespace) -> None:
     """Refuse impossible numbers by their flags."""
     for name in _COUNTS:
         value = getattr(args, name)
-        require(value is None or value >= 1, f"{_flag(name)} {value}: must be at least 1")
-    require(0 < args.tflops < math.inf, f"--tflops {args.tflops}: must be above 0, and finite")
-    require(
-        0 <= args.jitter <= _MOST_JITTER, f"--jitter {args.jitter}: must be in 0 .. {_MOST_JITTER}"
-    )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+        require_value(args, name, value is None or value >= 1, "at least 1")
+    require_value(args, "tflops", 0 < args.tflops < math.inf, "above 0, and finite")
+    require_value(args, "jitter", 0 <= args.jitter <= _MOST_JITTER, f"in 0 .. {_MOST_JITTER}")
 
 
 def _numbers(flag: str, text: str, least: int) -> list[int]:
@@ -210,21 +197,17 @@ def _print_plans(planner: Planner, plans: list[Prediction]) -> None:
         f"\n{'chunks':>6s} {'cap':>9s} {'ms':>9s} {'busiest':>9s} {'ratio':>6s} {'GiB':>7s}  layout"
     )
     for plan in plans:
+        peak = max(plan.peak_bytes)  # 0 of a trace without memory, and without shapes beside it
         print(
             f"{plan.layout.num_chunks:6d} {plan.cap:>9s} {plan.seconds * 1e3:9.2f} "
             f"{plan.busiest_seconds * 1e3:9.2f} {plan.seconds / plan.busiest_seconds:6.3f} "
-            f"{_gib(max(plan.peak_bytes)):>7s}  {plan.layout.text()}"
+            f"{f'{peak / 2**30:.2f}' if peak else '-':>7s}  {plan.layout.text()}"
         )
     best = plans[0]
     print("\nFlags of the first:")
     print(f"  --pipeline-model-parallel-size {planner.num_ranks}")
     print(f"  --pipeline-model-parallel-layout '{best.layout.text()}'")
     print(f"  --use-dpp --dpp-activation-cap {best.cap}")
-
-
-def _gib(num_bytes: float) -> str:
-    """A trace without memory and without shapes beside it says nothing about it."""
-    return f"{num_bytes / 2**30:.2f}" if num_bytes else "-"
 
 
 def _print_baselines(planner: Planner, best: Prediction, chunks: Sequence[int]) -> None:

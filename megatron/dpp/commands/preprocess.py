@@ -8,7 +8,6 @@ error, and the output gets its names only when all of it is written.
 from __future__ import annotations
 
 import argparse
-import functools
 import glob
 import gzip
 import importlib
@@ -38,32 +37,14 @@ from megatron.dpp.commands.chats import (
 from megatron.dpp.commands.common import new_parser, progress_bar
 from megatron.dpp.commands.json_lines import BadLine, parse_line, text_of
 from megatron.dpp.commands.sentences import SPLITTERS, make_splitter
-from megatron.dpp.errors import ConfigError, DataError, DppError
-from megatron.dpp.tokenizers import PIECE_TYPES, TOKENIZER_TYPES, build_tokenizer
+from megatron.dpp.errors import ConfigError, DataError, DppError, flag_name, require_value
+from megatron.dpp.tokenizers import PIECE_TYPES, TOKENIZER_TYPES, tokenizer_for
 
 _BATCH_LINES = 64
 _BATCH_BYTES = 1 << 20
 _BATCHES_PER_WORKER = 4
 _MOST_BAD_LINES_SHOWN = 20
 _CHAT_TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", *PIECE_TYPES)
-
-
-@dataclass(frozen=True)
-class EncoderOptions:
-    """Everything a worker needs to build its tokenizer and splitter."""
-
-    tokenizer_type: str
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    tokenizer_model: str | None = None
-    vocab_size: int | None = None
-    vocab_extra_ids: int = 0
-    json_keys: tuple[str, ...] = ("text",)
-    append_eod: bool = False
-    splitter: str | None = None
-    language: str = "english"
-    keep_newlines: bool = False
-    chat_template: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,30 +77,21 @@ class Totals:
 
 
 class Encoder:
-    """Turns a line into token ids.
+    """Turns a line into token ids, as the command's options say.
 
     Raises:
         DppError: at construction, when vocabulary, tokenizer or sentence data are not usable.
     """
 
-    def __init__(self, options: EncoderOptions) -> None:
-        self._options = options
-        self._tokenizer = build_tokenizer(
-            options.tokenizer_type,
-            options.vocab_file,
-            options.merge_file,
-            tokenizer_model=options.tokenizer_model,
-            vocab_size=options.vocab_size,
-            vocab_extra_ids=options.vocab_extra_ids,
-        )
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._append_eod, self._keys = args.append_eod, _keys(args)
+        self._tokenizer = tokenizer_for(args)
         self.vocab_size = self._tokenizer.vocab_size
-        self._chats = None
-        if options.chat_template is not None:
-            self._chats = ChatEncoder(self._tokenizer, options.chat_template)
+        self._chats = ChatEncoder(self._tokenizer, _template(args)) if args.sft else None
         self._split = None
-        if options.splitter is not None:
+        if args.split_sentences:
             self._split = make_splitter(
-                options.splitter, options.language, keep_newlines=options.keep_newlines
+                args.sentence_splitter, args.lang, keep_newlines=args.keep_newlines
             )
 
     def encode_line(self, line: bytes) -> dict[str, Encoded]:
@@ -130,7 +102,7 @@ class Encoder:
             self._check(ids)
             found = {CHAT_KEY: ids, ANSWERS_KEY: answers}
             return {key: Encoded(np.asarray(v, np.int32), [len(v)]) for key, v in found.items()}
-        return {key: self._encode(text_of(document, key)) for key in self._options.json_keys}
+        return {key: self._encode(text_of(document, key)) for key in self._keys}
 
     def _encode(self, text: str | list[str]) -> Encoded:
         ids: list[int] = []
@@ -146,7 +118,7 @@ class Encoder:
         if ids and self._tokenizer.begin:
             ids[:0] = self._tokenizer.begin
             lengths[0] += len(self._tokenizer.begin)
-        if ids and self._options.append_eod:
+        if ids and self._append_eod:
             ids.append(self._tokenizer.eod)
             lengths[-1] += 1
         self._check(ids)
@@ -164,15 +136,17 @@ class Encoder:
         return self._split(text) if self._split else [text]
 
 
-@functools.cache
-def _encoder(options: EncoderOptions) -> Encoder:
-    """The encoder of this process: building one reads a vocabulary, so a worker does it once."""
-    return Encoder(options)
+_of_process: list[Encoder] = []
+"""The encoder of this process: building one reads a vocabulary, so a worker does it once."""
 
 
-def encode_batch(options: EncoderOptions, lines: list[bytes]) -> list[dict[str, Encoded] | str]:
+def _begin(args: argparse.Namespace) -> None:
+    _of_process[:] = [Encoder(args)]
+
+
+def encode_batch(lines: list[bytes]) -> list[dict[str, Encoded] | str]:
     """Encodes lines in a worker; a bad line becomes the text that says why it is bad."""
-    encoder = _encoder(options)
+    (encoder,) = _of_process
     results: list[dict[str, Encoded] | str] = []
     for line in lines:
         try:
@@ -224,25 +198,27 @@ def _next_lines(stream: IO[bytes]) -> list[bytes]:
 
 
 def encode_all(
-    options: EncoderOptions, batches: Iterator[Batch], workers: int
+    args: argparse.Namespace, batches: Iterator[Batch]
 ) -> Iterator[tuple[Batch, list[dict[str, Encoded] | str]]]:
-    """Encodes batches in ``workers`` processes and yields them in their order.
+    """Encodes batches in ``--workers`` processes and yields them in their order.
 
     At most ``_BATCHES_PER_WORKER`` batches per worker are in flight, so memory stays bounded.
     """
-    if workers == 1:
+    if args.workers == 1:
         for batch in batches:
-            yield batch, encode_batch(options, batch.lines)
+            yield batch, encode_batch(batch.lines)
         return
     # A fork server has no threads and has imported the tokenizers once for all its children.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron.dpp.tokenizers"])
-    with ProcessPoolExecutor(workers, mp_context=context) as executor:
+    with ProcessPoolExecutor(
+        args.workers, context, initializer=_begin, initargs=(args,)
+    ) as executor:
         window: deque[tuple[Batch, Future[list[dict[str, Encoded] | str]]]] = deque()
         try:
             for batch in batches:
-                window.append((batch, executor.submit(encode_batch, options, batch.lines)))
-                if len(window) > _BATCHES_PER_WORKER * workers:
+                window.append((batch, executor.submit(encode_batch, batch.lines)))
+                if len(window) > _BATCHES_PER_WORKER * args.workers:
                     oldest, future = window.popleft()
                     yield oldest, future.result()
             for oldest, future in window:
@@ -250,7 +226,7 @@ def encode_all(
         except BrokenProcessPool as error:
             raise DataError(
                 "a worker process died (killed by the system for want of memory?): "
-                f"try fewer than --workers {workers}"
+                f"try fewer than --workers {args.workers}"
             ) from error
         finally:
             executor.shutdown(cancel_futures=True)
@@ -317,21 +293,21 @@ class Writer:
         return Path(self._folder.name) / f"{target.name}{suffix}"
 
 
-def preprocess(
-    options: EncoderOptions, paths: list[str], prefix: str, *, workers: int, skip_bad_lines: bool
-) -> tuple[Totals, list[Path]]:
-    """Encodes all documents of ``paths`` into ``PREFIX_KEY_{document,sentence}.{bin,idx}``.
+def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
+    """Encodes all documents of ``--input`` into ``PREFIX_KEY_{document,sentence}.{bin,idx}``.
 
     Returns:
         What was written, and the files.
 
     Raises:
-        DataError: a bad line without ``skip_bad_lines``, no document at all, or a broken input.
+        DataError: a bad line without ``--skip-bad-lines``, no document at all, or a broken input.
     """
-    level = "sentence" if options.splitter else "document"
-    # Before megatron-core's slow import, so that a missing vocabulary is named at once.
-    vocab_size = _encoder(options).vocab_size
-    dtype = _indexed_dataset().DType.optimal_dtype(vocab_size)
+    paths = find_inputs(args.input)
+    level = "sentence" if args.split_sentences else "document"
+    _begin(
+        args
+    )  # before megatron-core's slow import, so that a missing vocabulary is named at once
+    dtype = _indexed_dataset().DType.optimal_dtype(_of_process[0].vocab_size)
     totals = Totals()
     bar = progress_bar(
         sum(os.path.getsize(path) for path in paths),
@@ -339,9 +315,9 @@ def preprocess(
         disable=False,
         leave=True,
     )
-    with bar, Writer(prefix, options.json_keys, level, dtype) as writer:
-        for batch, results in encode_all(options, read_batches(paths), workers):
-            _take_batch(batch, results, writer, totals, skip_bad_lines=skip_bad_lines)
+    with bar, Writer(args.output_prefix, _keys(args), level, dtype) as writer:
+        for batch, results in encode_all(args, read_batches(paths)):
+            _take_batch(batch, results, writer, totals, skip_bad_lines=args.skip_bad_lines)
             bar.set_postfix_str(f"{totals.documents} documents", refresh=False)
             bar.update(batch.consumed)
         if not totals.sentences:
@@ -412,13 +388,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    if args.workers < 1:
-        raise ConfigError(f"--workers {args.workers}: must be at least 1")
+    require_value(args, "workers", args.workers >= 1, "at least 1")
     if len(set(args.json_keys)) != len(args.json_keys):
         raise ConfigError(f"--json-keys {' '.join(args.json_keys)}: a key is named twice")
     for name in ("partitions", "log_interval"):
         if getattr(args, name) not in (None, 1):
-            flag = "--" + name.replace("_", "-")
+            flag = flag_name(name)
             print(f"warning: {flag} has no effect: one run writes one output", file=sys.stderr)
     if args.sft and (args.split_sentences or args.tokenizer_type not in _CHAT_TOKENIZERS):
         kinds = " or ".join(_CHAT_TOKENIZERS)
@@ -431,21 +406,8 @@ def _template(args: argparse.Namespace) -> str:
     return find_template(args.sft_tokenizer_prompt_format, args.tokenizer_model or args.vocab_file)
 
 
-def options_from(args: argparse.Namespace) -> EncoderOptions:
-    return EncoderOptions(
-        tokenizer_type=args.tokenizer_type,
-        vocab_file=args.vocab_file,
-        merge_file=args.merge_file,
-        tokenizer_model=args.tokenizer_model,
-        vocab_size=args.vocab_size,
-        vocab_extra_ids=args.vocab_extra_ids,
-        json_keys=(CHAT_KEY, ANSWERS_KEY) if args.sft else tuple(args.json_keys),
-        append_eod=args.append_eod,
-        splitter=args.sentence_splitter if args.split_sentences else None,
-        language=args.lang,
-        keep_newlines=args.keep_newlines,
-        chat_template=_template(args) if args.sft else None,
-    )
+def _keys(args: argparse.Namespace) -> tuple[str, ...]:
+    return (CHAT_KEY, ANSWERS_KEY) if args.sft else tuple(args.json_keys)
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp preprocess") -> int:
@@ -454,15 +416,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp preproc
     try:
         args = _parser(prog).parse_args(argv)
         _check_arguments(args)
-        options = options_from(args)
-        paths = find_inputs(args.input)
-        totals, files = preprocess(
-            options,
-            paths,
-            args.output_prefix,
-            workers=args.workers,
-            skip_bad_lines=args.skip_bad_lines,
-        )
+        totals, files = preprocess(args)
     except (DppError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -21,14 +21,8 @@ from megatron.dpp.errors import DataError, require
 from megatron.dpp.pictures.charts import write_plots
 from megatron.dpp.pictures.page import page
 from megatron.dpp.plan.length_report import length_lines, length_report
-from megatron.dpp.plan.recorded import Recorded, cost_file, recorded
-from megatron.dpp.plan.whatif import (
-    WhatIf,
-    effects,
-    predict_all,
-    schedule_of,
-    without_imbalance,
-)
+from megatron.dpp.plan.recorded import Recorded, cost_file, recorded_runs
+from megatron.dpp.plan.whatif import WhatIf, effects, predict_all, without_imbalance
 from megatron.dpp.trace.align import Alignment, align
 from megatron.dpp.trace.analysis.experts import lost_per_forward
 from megatron.dpp.trace.analysis.limits import Limit
@@ -85,21 +79,11 @@ def _load(
     return files, alignment, analysis
 
 
-def _recorded(analysis: Analysis) -> list[Recorded]:
-    """Costs of the first pipeline in every iteration that is whole."""
-    ranks = analysis.shape.pipelines()[0]
-    parts = zip(analysis.works, analysis.links, analysis.times, strict=True)
-    runs = [recorded(analysis.shape, ranks, work, links, times) for work, links, times in parts]
-    return [run for run in runs if run is not None]
-
-
 def _what_if(analysis: Analysis, runs: list[Recorded]) -> dict[str, Any]:
     if not runs:
         return {"what_if": [], "fidelity": 0.0, "effects": [None] * len(analysis.culprits)}
     ranks = analysis.shape.pipelines()[0]
-    split, pieces = runs[-1].split, runs[-1].num_pieces
-    config = schedule_of(analysis.shape.schedule, split=split, w_pieces=pieces)
-    what_if = WhatIf(runs, config)
+    what_if = WhatIf(runs)
     predictions = predict_all(what_if, analysis.culprits, ranks)
     lost = lost_per_forward(analysis.loads)
     if any(lost.values()):
@@ -136,7 +120,7 @@ def build_report(
     require((options.skip or 0) >= 0, f"--skip {options.skip}: must be at least 0")
     load = functools.partial(_load, skip=options.skip, threshold=options.threshold, quiet=quiet)
     files, alignment, analysis = load(options.benchmark_dir)
-    runs = _recorded(analysis)
+    runs = recorded_runs(analysis)
     report = summary(analysis) | _what_if(analysis, runs)
     number = analysis.typical().number if options.iteration is None else options.iteration
     shown = next(read_iterations(files, alignment, {number}), None)

@@ -23,7 +23,7 @@ from pathlib import Path
 from megatron.dpp.cli.files import check_index
 from megatron.dpp.cli.sequence_files import read_lengths
 from megatron.dpp.commands.common import new_parser
-from megatron.dpp.errors import ConfigError, DppError
+from megatron.dpp.errors import ConfigError, DppError, require_value
 from megatron.dpp.pictures.picture import check_png
 from megatron.dpp.plan.lengths import orders
 from megatron.dpp.schedule import Geometry, parse_cap
@@ -258,8 +258,7 @@ def _read(path: str) -> str:
 def _check(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None) -> None:
     if min(shape.num_ranks, shape.num_chunks, shape.num_microbatches, args.seeds) < 1:
         raise ConfigError("--pp, --chunks, --microbatches and --seeds must be at least 1")
-    if args.w_pieces < 1:
-        raise ConfigError(f"--w-pieces {args.w_pieces}: must be at least 1")
+    require_value(args, "w_pieces", args.w_pieces >= 1, "at least 1")
     for flag, most in _MOST.items():
         value = getattr(args, flag)
         if value is not None and not 0 <= value <= most:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import ipaddress
 import signal
 import socket
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 from megatron.dpp.commands.common import ROOT
 from megatron.dpp.commands.report import build_report
 from megatron.dpp.errors import ConfigError, DppError, require
+from megatron.dpp.hosts import is_loopback, with_port
 from megatron.dpp.pictures.page import fill, page
 from megatron.dpp.trace.follow import alive, newest_run
 from megatron.dpp.trace.reader import TraceFile, find_directory, open_run
@@ -95,14 +95,6 @@ def _state(files: list[TraceFile]) -> str:
     return f"ended: rank {dead[0]} has died" if dead else "running"
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
-
-
 def _handler(live: LivePage, *, local: bool) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         """Answers GET and HEAD of ``/``; everything else is refused."""
@@ -118,7 +110,7 @@ def _handler(live: LivePage, *, local: bool) -> type[BaseHTTPRequestHandler]:
 
         def _answer(self, *, with_body: bool) -> None:
             name = self.headers.get("Host", "localhost").rsplit(":", 1)[0].strip("[]")
-            if local and not _is_loopback(name):  # a foreign page that names this address
+            if local and not is_loopback(name):  # a foreign page that names this address
                 self.send_error(403, "this page is for this machine alone")
             elif self.path.partition("?")[0] != "/":
                 self.send_error(404, "the report is at /")
@@ -160,7 +152,7 @@ def open_server(live: LivePage, host: str, port: int) -> ThreadingHTTPServer:
     require(0 <= port <= 65535, f"--port {port}: must be in 0 .. 65535 (0: any free one)")
     server = _Server6 if ":" in host else _Server
     try:
-        return server((host, port), _handler(live, local=_is_loopback(host)))
+        return server((host, port), _handler(live, local=is_loopback(host)))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
@@ -187,9 +179,9 @@ def serve(options: argparse.Namespace) -> int:
     directory = find_directory(options.benchmark_dir, ROOT)
     server = open_server(LivePage(options, options.interval), options.host, options.port)
     with server, _ended_by_sigterm():
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        print(f"live report of {directory}: http://{host}:{server.server_port}/", flush=True)
-        if not _is_loopback(options.host):
+        where = with_port(options.host, server.server_port)
+        print(f"live report of {directory}: http://{where}/", flush=True)
+        if not is_loopback(options.host):
             print("everybody who reaches this address can read the report", flush=True)
         print("Ctrl-C ends it", flush=True)
         with contextlib.suppress(KeyboardInterrupt):

@@ -32,7 +32,8 @@ from megatron.dpp.inference.engine import LOSS_ROWS, Tokens, check_room, default
 from megatron.dpp.mcore.cached import Cache, step_params, use_cache
 from megatron.dpp.mcore.packed import packed_params
 from megatron.dpp.models import read_config
-from megatron.dpp.plan import model_parameters, shape_of
+from megatron.dpp.plan.from_flags import shape_of
+from megatron.dpp.plan.memory import model_parameters
 from megatron.dpp.train.checkpointing import Checkpointer
 from megatron.dpp.train.configs import check_with_core, settled, transformer_config
 from megatron.dpp.train.initialize import initialize

@@ -24,11 +24,7 @@ class Answer:
 
 
 def check_lengths(prompts: Sequence[Tokens], positions: int) -> None:
-    """Refuse prompts without a token, and such that leave no room for an answer.
-
-    Raises:
-        DataError: naming the first of them.
-    """
+    """Refuse prompts without a token, and such that leave no room for an answer (DataError)."""
     for number, prompt in enumerate(prompts, 1):
         if not prompt:
             raise DataError(f"prompt {number}: empty; the model needs at least one token")

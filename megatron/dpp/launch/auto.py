@@ -20,7 +20,9 @@ from megatron.dpp.launch.flags import Flags
 from megatron.dpp.launch.layout import Layout, nearest_multiple, possible_layouts
 from megatron.dpp.launch.resolve import Resolved, Setting, divisible, forms, is_planned, resolve
 from megatron.dpp.launch.settle import checked, plan_flags, shape_from, with_plan
-from megatron.dpp.plan import Estimate, RunSchedule, RunShape, estimate, least_bytes, least_seconds
+from megatron.dpp.plan.estimate import Estimate, estimate, least_seconds
+from megatron.dpp.plan.memory import least_bytes
+from megatron.dpp.plan.shape import RunSchedule, RunShape
 from megatron.dpp.plan.text import size
 
 _USABLE = 0.92

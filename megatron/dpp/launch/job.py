@@ -213,11 +213,7 @@ def launch(
 
 
 def refuse_taken(job: Job, argv: Sequence[str]) -> None:
-    """Refuse directories of other runs; cheap enough to come before set-up.
-
-    Raises:
-        DataError: naming the other run.
-    """
+    """Refuse directories of other runs (DataError); cheap enough to come before set-up."""
     check_home(argv, os.environ, first_node=job.node_rank == 0)
 
 
@@ -251,11 +247,8 @@ def import_path() -> str:
 
 
 def check(arch: str, argv: Sequence[str], python: str, job: Job) -> None:
-    """Refuse flags that cannot work, with the Python that will train.
-
-    Raises:
-        SystemExit: with preflight's exit code; it has said why.
-    """
+    """Refuse flags that cannot work, with the Python that will train: the program ends with
+    preflight's exit code, which has said why."""
     words = [python, "-m", "megatron.dpp.cli.preflight", arch, *argv]
     sizes = {"WORLD_SIZE": str(job.world_size), "LOCAL_WORLD_SIZE": str(job.per_node)}
     sys.stdout.flush()

@@ -42,18 +42,11 @@ from megatron.dpp.launch.start import (
     show,
     split_of,
 )
-from megatron.dpp.plan import (
-    Estimate,
-    RunShape,
-    cpu_device,
-    estimate,
-    find_machine,
-    gpu_device,
-    known_gpu,
-    least_bytes,
-    lines,
-)
-from megatron.dpp.plan.text import size
+from megatron.dpp.plan.device import cpu_device, find_machine, gpu_device, known_gpu
+from megatron.dpp.plan.estimate import Estimate, estimate
+from megatron.dpp.plan.memory import least_bytes
+from megatron.dpp.plan.shape import RunShape
+from megatron.dpp.plan.text import lines, size
 
 _BAD_INPUT = 2
 _DEFAULT_PROCS = 2
@@ -185,11 +178,8 @@ def plan(words: Sequence[str]) -> Plan:
 def _fitting(
     options: argparse.Namespace, asked: Resolved, flags: Flags, setting: Setting
 ) -> tuple[Resolved, Resolved, Estimate]:
-    """The fastest form of a run that fits: as asked for, settled, and its estimate.
-
-    Raises:
-        ConfigError: none fits; names the nearest run that does.
-    """
+    """The fastest form of a run that fits: as asked for, settled, and its estimate. Where none
+    does, a ConfigError names the nearest."""
     memory, fitting, needs = setting.device.memory_bytes, [], []
     for form in forms(asked, setting):
         try:
@@ -298,11 +288,7 @@ def _setting(options: argparse.Namespace, nodes: Nodes, **found: object) -> Sett
 
 
 def _check_files(resolved: Resolved, setting: Setting, *, tokens_exist: bool) -> None:
-    """Check checkpoint, output directories and data before text is tokenised, which may take hours.
-
-    Raises:
-        DataError: naming what is missing, broken or in the way.
-    """
+    """Check checkpoint, outputs and data before text is tokenised, which may take hours."""
     args = checked(resolved, setting)
     check_start(args)
     check_outputs(args)

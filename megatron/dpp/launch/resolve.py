@@ -28,7 +28,7 @@ from megatron.dpp.launch.flags import (
     whole,
 )
 from megatron.dpp.launch.layout import Divisible, Layout, check_layout, nearest_multiple
-from megatron.dpp.plan import Device
+from megatron.dpp.plan.device import Device
 from megatron.dpp.text_files import read_mapping, read_text
 
 _DEFAULT_STEPS = 50

@@ -286,11 +286,8 @@ def sample_settings(model: str, given: Settings, gpus: int) -> Settings:
 
 
 def check_settings(model: str, settings: Settings) -> Job:
-    """Refuse settings that cannot work, in milliseconds and before anything starts.
-
-    Raises:
-        ConfigError, DataError: naming the variable.
-    """
+    """Refuse settings that cannot work, in milliseconds and before anything starts: a ConfigError
+    or DataError names the variable."""
     for name in WHOLE:
         whole(name, settings)
     job = find_job(settings)

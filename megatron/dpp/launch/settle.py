@@ -14,7 +14,8 @@ from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate import validate
 from megatron.dpp.launch.flags import Flags
 from megatron.dpp.launch.resolve import Resolved, Setting
-from megatron.dpp.plan import RunShape, shape_of
+from megatron.dpp.plan.from_flags import shape_of
+from megatron.dpp.plan.shape import RunShape
 
 _PLAN = "--dpp-plan"
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from megatron.dpp.launch.vocabulary import (
     tokenizer_flags,
 )
 from megatron.dpp.text_files import nearest_path
-from megatron.dpp.tokenizers import PIECE_TYPES, PIECES, build_tokenizer
+from megatron.dpp.tokenizers import PIECE_TYPES, PIECES, tokenizer_for
 
 _TEXT = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
@@ -104,11 +105,7 @@ def prepare(
 
 
 def require_tokenizer(path: str | None, flags: Flags, tokenizer: str | None) -> None:
-    """Refuse text of one's own without a tokenizer: the sample's would be a poor one.
-
-    Raises:
-        ConfigError: with the choices.
-    """
+    """Refuse text of one's own without a tokenizer (ConfigError): the sample's is a poor one."""
     if "--yaml-cfg" in flags:
         flags = {**_data_of_file(flags), **flags}
     given = tokenizer or {"--tokenizer-type", "--vocab-file"} & set(flags)
@@ -121,13 +118,8 @@ def describe_tokens(flags: Flags) -> str:
     import numpy
 
     usual = TOKENIZERS["gpt" if "--merge-file" in flags else "bert"]
-    tokenizer = build_tokenizer(
-        str(flags.get("--tokenizer-type", usual)),
-        flags.get("--vocab-file"),
-        flags.get("--merge-file"),
-        tokenizer_model=flags.get("--tokenizer-model"),
-        vocab_size=flags.get("--vocab-size"),
-    )
+    values = {name[2:].replace("-", "_"): value for name, value in flags.items()}
+    tokenizer = tokenizer_for(Namespace(**{"tokenizer_type": usual, **values}))
     kind = "u2" if tokenizer.vocab_size < 65500 else "i4"  # as megatron-core chooses it
     path = Path(f"{flags['--data-path']}.bin")
     tokens = numpy.memmap(path, dtype=kind, mode="r")
@@ -279,11 +271,8 @@ def split_of(flags: Flags) -> Flags:
 
 
 def find_python(*, dry_run: bool) -> str:
-    """The interpreter that training runs with; it is set up where something is missing.
-
-    Raises:
-        SystemExit: set-up failed; it has said why.
-    """
+    """The interpreter that training runs with; it is set up where something is missing. Where that
+    fails, the program ends."""
     if dry_run:
         return sys.executable
     keep = ["--keep"] if os.environ.get("PYTHON") else []  # as tools/setup.sh does it
@@ -291,11 +280,8 @@ def find_python(*, dry_run: bool) -> str:
 
 
 def set_up(command: Sequence[str]) -> str:
-    """Install and build what is missing; the Python to use, which the command prints.
-
-    Raises:
-        SystemExit: it failed; it has said why.
-    """
+    """Install and build what is missing; the Python to use, which the command prints. Where that
+    fails, the program ends."""
     sys.stdout.flush()
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if result.returncode:
@@ -304,11 +290,7 @@ def set_up(command: Sequence[str]) -> str:
 
 
 def run_preparation(command: list[str]) -> None:
-    """Tokenise, with a progress bar.
-
-    Raises:
-        SystemExit: it failed; it has said why.
-    """
+    """Tokenise, with a progress bar. Where that fails, the program ends."""
     code = subprocess.run(command).returncode
     if code:
         sys.exit(code)

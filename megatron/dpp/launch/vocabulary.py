@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,10 +140,11 @@ def _trained(text: Path, size: int) -> tuple[Path, Path]:
     trained.train_from_iterator(
         _texts(text), vocab_size=size, special_tokens=[_END_OF_TEXT], show_progress=False
     )
-    model = json.loads(trained.to_str())["model"]
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-    pair = _write_pair(folder, model["vocab"], merges)
-    print(f"tokenizer: {len(model['vocab'])} tokens, {folder}", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        vocab, merges = map(Path, trained.save_model(scratch))
+        pair = vocab.replace(folder / vocab.name), merges.replace(folder / merges.name)
+    print(f"tokenizer: {trained.get_vocab_size()} tokens, {folder}", flush=True)
     return pair
 
 
@@ -166,17 +168,6 @@ def _texts_of(document: dict[str, Any]) -> Iterator[str]:
             text = each.get("content") if isinstance(each, dict) else each
             if isinstance(text, str):
                 yield text
-
-
-def _write_pair(folder: Path, vocab: dict[str, int], merges: list[str]) -> tuple[Path, Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    pair = folder / "vocab.json", folder / "merges.txt"
-    texts = json.dumps(vocab, ensure_ascii=False), "\n".join(["#version: 0.2", *merges, ""])
-    for path, content in zip(reversed(pair), reversed(texts), strict=True):
-        scratch = path.with_name(f".{path.name}-{os.getpid()}")
-        scratch.write_text(content, encoding="utf-8")
-        scratch.replace(path)
-    return pair
 
 
 def _digest(text: str) -> str:

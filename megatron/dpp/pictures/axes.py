@@ -167,9 +167,9 @@ def _draw_labels(
         picture.add(Text(x, y - up, text, colour, bold=True))
 
 
-def draw_legend(picture: Picture, names: Sequence[str], top: float = 8) -> float:
+def draw_legend(picture: Picture, names: Sequence[str]) -> float:
     """Squares with the meaning of each class, in as many lines as needed; returns their bottom."""
-    x, y = 0.0, top
+    x, y = 0.0, 8.0
     for name in names:
         wide = 22 + text_width(label_of(name)) + 8
         if x and x + wide > picture.width:

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.pictures.axes import Bar, Curve, draw_bars, draw_curves, draw_legend, nice_step
-from megatron.dpp.pictures.picture import Line, Picture, Rect, Text, check_png, text_width
-from megatron.dpp.pictures.style import chunk_alpha, duration, in_order, label_of, number, percent
+from megatron.dpp.pictures.axes import Bar, Curve, draw_bars, draw_curves, draw_legend
+from megatron.dpp.pictures.picture import Line, Picture, Text, check_png
+from megatron.dpp.pictures.style import duration, in_order, label_of, number, percent
+from megatron.dpp.pictures.time_axis import Slice, draw_timeline
 
 Report = dict[str, Any]
 
@@ -160,45 +161,12 @@ def plot_timeline(report: Report, width: float) -> Picture:
     picture = Picture(title, width, note)
     present = {one[3] for one in line["slices"]}
     top = draw_legend(picture, in_order(present)) + 4
-    left = max(text_width(f"rank {rank}") for rank in line["ranks"]) + 8
-    scale = (width - left) / line["length_us"]
-    bottom = top + 30 * len(line["ranks"])
-    _draw_time_axis(picture, line["length_us"], left, scale, (top, bottom))
-    for track, rank in enumerate(line["ranks"]):
-        picture.add(Text(left - 8, top + 30 * track + 14, f"rank {rank}", anchor="end"))
-    for one in sorted(line["slices"], key=lambda one: len(one[3]) == 1):
-        _draw_slice(picture, one, left, top, scale)
+    rows = [f"rank {rank}" for rank in line["ranks"]]
+    waits_first = sorted(line["slices"], key=lambda one: len(one[3]) == 1)
+    slices = [Slice(*one[:5]) for one in waits_first]
+    draw_timeline(picture, rows, slices, line["length_us"], top, tick=lambda us: f"{us / 1e3:g}")
+    picture.add(Text(width, picture.height + 9, "ms since the start", "dim", 11, "end"))
     return picture
-
-
-def _draw_time_axis(
-    picture: Picture, length_us: float, left: float, scale: float, span: tuple[float, float]
-) -> None:
-    step = nice_step(length_us, 8)
-    for index in range(int(length_us / step) + 1):
-        x = left + index * step * scale
-        picture.add(Line(((x, span[0] - 2), (x, span[1])), "line"))
-        if x < picture.width - 20:
-            picture.add(Text(x, span[1] + 10, f"{index * step / 1e3:g}", "dim", 11, "middle"))
-    picture.add(Text(picture.width, span[1] + 26, "ms since the start", "dim", 11, "end"))
-
-
-def _draw_slice(
-    picture: Picture, one: tuple[Any, ...], left: float, top: float, scale: float
-) -> None:
-    track, start, end, cls, name, _ = one
-    x, wide, y = left + start * scale, (end - start) * scale, top + 30 * track
-    if cls not in _KINDS:
-        picture.add(Rect(x, y + 9, wide, 10, cls, hint=name))
-        return
-    chunk, _, number_text = name.partition(cls)
-    task = Rect(x, y + 2, max(wide - 0.6, 0.4), 24, cls, chunk_alpha(int(chunk)), name)
-    if task.alpha < 1:  # waits and lines must not shine through
-        picture.add(task._replace(colour="card", alpha=1.0, hint=""))
-    picture.add(task)
-    if wide > text_width(number_text, 10) + 3:
-        on = "ink" if int(chunk) else "on"
-        picture.add(Text(x + wide / 2, y + 14, number_text, on, 10, "middle"))
 
 
 def parts_of(row: Report) -> list[tuple[str, float]]:

@@ -59,11 +59,7 @@ Shape = Rect | Line | Text
 
 
 def check_png(flag: str) -> None:
-    """Refuse PNG files, for which ``flag`` asks, where they cannot be drawn.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Refuse PNG files, for which ``flag`` asks, without matplotlib (ConfigError)."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(f"{flag} needs matplotlib: pip install matplotlib")
 

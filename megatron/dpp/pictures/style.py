@@ -74,11 +74,6 @@ def in_order(names: Collection[str]) -> list[str]:
     return [name for name in LABELS if name in names] + sorted(set(names) - LABELS.keys())
 
 
-def chunk_alpha(chunk: int) -> float:
-    """Opacity of a task of a chunk."""
-    return CHUNK_ALPHA[min(chunk, len(CHUNK_ALPHA) - 1)]
-
-
 def style_sheet() -> str:
     """CSS of a page with inline pictures: a variable per colour, light or dark as the reader has
     it, and the classes ``f-NAME`` (fill) and ``s-NAME`` (stroke) of the shapes."""

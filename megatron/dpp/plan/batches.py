@@ -126,7 +126,7 @@ def _bins(lengths: Sequence[int], settings: BatchSettings) -> Microbatches:
     costs = [settings.cost([length]) for length in lengths]
     least = -(-sum(lengths) // settings.budget)
     wanted = max(least, _PER_RANK * settings.num_ranks * settings.num_replicas)
-    fewest = min(_up(min(wanted, count), step), count // step * step)
+    fewest = min(-(-min(wanted, count) // step), count // step) * step
     for num_bins in range(fewest, count + 1, step):
         try:
             found = pack(lengths, settings.budget, "even", costs=costs, num_bins=num_bins)
@@ -134,10 +134,6 @@ def _bins(lengths: Sequence[int], settings: BatchSettings) -> Microbatches:
             continue  # they do not fit into so few
         return [sorted(each) for each in found]
     return _split([[index] for index in range(count)], lengths, step)
-
-
-def _up(number: int, step: int) -> int:
-    return -(-number // step) * step
 
 
 def _split(bins: Microbatches, lengths: Sequence[int], step: int) -> Microbatches:

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 
 from megatron.dpp.config import ENGINE_ROWS
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, flag_name
 from megatron.dpp.plan.layer_patterns import layers_with_experts, layout_stages
 from megatron.dpp.plan.shape import ExpertShape, ModelShape, Precision, RunSchedule, RunShape
 
@@ -24,7 +24,7 @@ def shape_of(
     """
     for name in ("multi_latent_attention", "mtp_num_layers"):
         if getattr(args, name):
-            raise ConfigError(f"--{name.replace('_', '-')}: models with it are not estimated")
+            raise ConfigError(f"{flag_name(name)}: models with it are not estimated")
     if args.num_experts and not all(layers_with_experts(args)):
         raise ConfigError("--moe-layer-freq: models with dense layers too are not estimated")
     replicas = args.micro_batch_size * args.data_parallel_size

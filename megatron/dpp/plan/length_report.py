@@ -251,7 +251,11 @@ def length_report(
         "size_classes": size_classes(samples),
         "gains": rows,
     }
-    section["sentence"] = _sentence(section)
+    section["sentence"] = (
+        f"Sequences: {section['tokens_per_step']:,.0f} tokens a step on the first replica, "
+        f"{section['padding']:.1%} of what ran was padding; the longest has "
+        f"{section['longest']:,}."
+    )
     section["gains_sentence"] = _gains_sentence(section) if rows else ""
     return section
 
@@ -277,15 +281,6 @@ def length_lines(section: Mapping[str, Any]) -> list[str]:
             f"{row['gain']:8.2f}{row['saves']:+8.1%}{'  (ran)' if row['ran'] else ''}"
         )
     return lines
-
-
-def _sentence(section: Mapping[str, Any]) -> str:
-    """Tokens of a step, padding and the longest sequence."""
-    return (
-        f"Sequences: {section['tokens_per_step']:,.0f} tokens a step on the first replica, "
-        f"{section['padding']:.1%} of what ran was padding; the longest has "
-        f"{section['longest']:,}."
-    )
 
 
 def _gains_sentence(section: Mapping[str, Any]) -> str:

@@ -18,8 +18,9 @@ from typing import IO, Any
 
 from megatron.dpp.plan.lengths import orders
 from megatron.dpp.schedule import Kind
-from megatron.dpp.sim import Shape, find_schedule, run_static
+from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.lengths import LengthCosts
+from megatron.dpp.sim.schedules import find_schedule, run_static
 
 Lengths = Sequence[Sequence[int]]
 """Lengths of each microbatch's sequences."""

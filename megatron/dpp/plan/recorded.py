@@ -11,6 +11,7 @@ from megatron.dpp.sim.costs import Costs, Hop, Shape
 from megatron.dpp.sim.schedules import replay
 from megatron.dpp.trace.analysis import work
 from megatron.dpp.trace.analysis.link_times import Link, LinkSamples
+from megatron.dpp.trace.analysis.summary import Analysis
 from megatron.dpp.trace.analysis.times import IterationTimes
 from megatron.dpp.trace.analysis.work import Work
 
@@ -59,11 +60,6 @@ class Recorded:
     def replayed(self) -> float:
         """Makespan of the recorded order with these costs."""
         return replay(self.orders, self.costs(), self.shape.num_chunks)
-
-
-def _host_per_task(times: IterationTimes, rank: int, num_tasks: int) -> float:
-    own = times.ranks[rank]
-    return own.idle.get("host", 0) / max(num_tasks, 1) / SECOND
 
 
 def _hop_delay(links: dict[Link, LinkSamples], ranks: Sequence[int], stage: int) -> float:
@@ -120,18 +116,27 @@ def recorded(
             row = [found[i] / SECOND for i in sorted(found)]
             table.append(row or [0.0] * num_microbatches)
     stages = range(num_ranks * num_chunks - 1)
+    hosts = [times.ranks[rank].idle.get("host", 0) / SECOND for rank in ranks]
     return Recorded(
         Shape(num_ranks, num_chunks, num_microbatches),
         tables,
         [_hop_delay(links, ranks, stage) for stage in stages],
         [_message_delays(links, ranks, stage, num_microbatches) for stage in stages],
         [[Action(Kind[k], *rest) for k, *rest in work_.orders[rank]] for rank in ranks],
-        [_host_per_task(times, rank, len(work_.orders[rank])) for rank in ranks],
+        [t / max(len(work_.orders[rank]), 1) for t, rank in zip(hosts, ranks, strict=True)],
         split=any(any(row) for row in tables[2]),
         dynamic=job.schedule == "dpp",
         window=times.window / SECOND,
         tail=(times.total - times.window) / SECOND,
     )
+
+
+def recorded_runs(analysis: Analysis) -> list[Recorded]:
+    """Costs of the first pipeline in every iteration that is whole."""
+    ranks = analysis.shape.pipelines()[0]
+    parts = zip(analysis.works, analysis.links, analysis.times, strict=True)
+    runs = [recorded(analysis.shape, ranks, *part) for part in parts]
+    return [run for run in runs if run is not None]
 
 
 def cost_file(runs: Sequence[Recorded]) -> dict[str, object]:

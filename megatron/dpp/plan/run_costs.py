@@ -21,20 +21,17 @@ def costs_of_run(name: str, root: Path) -> MeasuredCosts:
     path = Path(name)
     if path.is_file():
         return load_costs(path)
-    from megatron.dpp.plan.recorded import cost_file, recorded
+    from megatron.dpp.plan.recorded import cost_file, recorded_runs
     from megatron.dpp.trace.align import align
     from megatron.dpp.trace.analysis.summary import analyse
     from megatron.dpp.trace.reader import find_directory, open_run
 
     files = open_run(find_directory(name, root))
     analysis = analyse(files, align(files, lambda file: None))
-    ranks = analysis.shape.pipelines()[0]
-    parts = zip(analysis.works, analysis.links, analysis.times, strict=True)
-    runs = [recorded(analysis.shape, ranks, *part) for part in parts]
-    whole = [run for run in runs if run is not None]
-    if not whole:
+    runs = recorded_runs(analysis)
+    if not runs:
         raise DataError(f"{name}: no iteration was recorded in full")
-    return parse_costs(cost_file(whole), name)
+    return parse_costs(cost_file(runs), name)
 
 
 def even_layers(num_layers: int, num_stages: int, remedy: str) -> list[int]:

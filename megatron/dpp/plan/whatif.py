@@ -51,12 +51,12 @@ class Outcome:
 Change = Callable[[Recorded], Recorded]
 
 
-def _tables(change: Callable[[int, int, list[float]], list[float]]) -> Change:
-    """A change of task times: ``change(kind, stage, row)`` gives a stage's new times."""
+def _tables(change: Callable[[Recorded, int, int, list[float]], list[float]]) -> Change:
+    """A change of task times: ``change(run, kind, stage, row)`` gives a stage's new times."""
 
     def apply(run: Recorded) -> Recorded:
         tables = [
-            [change(kind, stage, row) for stage, row in enumerate(table)]
+            [change(run, kind, stage, row) for stage, row in enumerate(table)]
             for kind, table in enumerate(run.tasks)
         ]
         first, second, third = tables
@@ -68,22 +68,19 @@ def _tables(change: Callable[[int, int, list[float]], list[float]]) -> Change:
 def without_rank(place: int, num_ranks: int, factor: float) -> Change:
     """Makes the rank at ``place`` of the pipeline ``factor`` times faster."""
     return _tables(
-        lambda kind, stage, row: [t / factor for t in row] if stage % num_ranks == place else row
+        lambda _, kind, stage, row: [t / factor for t in row] if stage % num_ranks == place else row
     )
 
 
 def without_heavy_stage(heavy: int) -> Change:
     """Makes stage ``heavy`` as fast as the typical other stage."""
 
-    def apply(run: Recorded) -> Recorded:
-        def change(kind: int, stage: int, row: list[float]) -> list[float]:
-            others = [statistics.median(r) for s, r in enumerate(run.tasks[kind]) if s != heavy]
-            typical, own = statistics.median(others), statistics.median(row)
-            return [t * typical / own for t in row] if stage == heavy and own else row
+    def change(run: Recorded, kind: int, stage: int, row: list[float]) -> list[float]:
+        others = [statistics.median(r) for s, r in enumerate(run.tasks[kind]) if s != heavy]
+        typical, own = statistics.median(others), statistics.median(row)
+        return [t * typical / own for t in row] if stage == heavy and own else row
 
-        return _tables(change)(run)
-
-    return apply
+    return _tables(change)
 
 
 def without_link(places: tuple[int, int]) -> Change:
@@ -119,7 +116,7 @@ def without_jitter(runs: Sequence[Recorded], places: Collection[int]) -> Change:
     """
     num_ranks = runs[0].shape.num_ranks
 
-    def change(kind: int, stage: int, row: list[float]) -> list[float]:
+    def change(_: Recorded, kind: int, stage: int, row: list[float]) -> list[float]:
         if stage % num_ranks not in places:
             return row
         calm = _undisturbed([t for run in runs for t in run.tasks[kind][stage]])
@@ -133,16 +130,13 @@ def without_imbalance(ranks: Sequence[int], lost: Mapping[Cell, float]) -> Chang
     saves in a forward, by (rank, chunk); B and W save as much each, in one task or in two.
     """
 
-    def apply(run: Recorded) -> Recorded:
-        def change(kind: int, stage: int, row: list[float]) -> list[float]:
-            chunk, place = divmod(stage, len(ranks))
-            fused = kind == Kind.B and not run.split
-            saved = lost.get((ranks[place], chunk), 0.0) * (2 if fused else 1) / SECOND
-            return [max(time - saved, 0.0) for time in row]
+    def change(run: Recorded, kind: int, stage: int, row: list[float]) -> list[float]:
+        chunk, place = divmod(stage, len(ranks))
+        fused = kind == Kind.B and not run.split
+        saved = lost.get((ranks[place], chunk), 0.0) * (2 if fused else 1) / SECOND
+        return [max(time - saved, 0.0) for time in row]
 
-        return _tables(change)(run)
-
-    return apply
+    return _tables(change)
 
 
 def balanced(slowness: Sequence[float]) -> Change:
@@ -151,19 +145,14 @@ def balanced(slowness: Sequence[float]) -> Change:
     ``slowness`` is the factor by which the rank at each place is slower than the others; it stays.
     """
 
-    def apply(run: Recorded) -> Recorded:
-        places = run.shape.num_ranks
+    places = len(slowness)
 
-        def change(kind: int, stage: int, row: list[float]) -> list[float]:
-            means = [
-                statistics.fmean(r) / slowness[s % places] for s, r in enumerate(run.tasks[kind])
-            ]
-            even, own = statistics.fmean(means), means[stage]
-            return [t * even / own for t in row] if own else row
+    def change(run: Recorded, kind: int, stage: int, row: list[float]) -> list[float]:
+        means = [statistics.fmean(r) / slowness[s % places] for s, r in enumerate(run.tasks[kind])]
+        even, own = statistics.fmean(means), means[stage]
+        return [t * even / own for t in row] if own else row
 
-        return _tables(change)(run)
-
-    return apply
+    return _tables(change)
 
 
 def rechunked(num_chunks: int, slowness: Sequence[float]) -> Change:
@@ -206,26 +195,22 @@ def rechunked(num_chunks: int, slowness: Sequence[float]) -> Change:
     return apply
 
 
-def schedule_of(schedule: str, *, split: bool, w_pieces: int = 1) -> ScheduleConfig:
-    """The recorded run's schedule: the dynamic policy, or Megatron's order for a static one."""
-    policy = "dynamic" if schedule == "dpp" else "megatron"
-    return ScheduleConfig(policy=policy, cap="auto", split_backward=split, w_pieces=w_pieces)
+def schedule_of(run: Recorded) -> ScheduleConfig:
+    """A run's schedule: the dynamic policy, or Megatron's order for a static one."""
+    policy, split = "dynamic" if run.dynamic else "megatron", run.split
+    return ScheduleConfig(policy=policy, cap="auto", split_backward=split, w_pieces=run.num_pieces)
 
 
 class WhatIf:
     """Predictions for one recorded pipeline.
 
     Args:
-        runs: its costs in some iterations (a few are enough).
-        config: the run's schedule.
+        runs: its costs in some iterations, one at least (a few are enough).
     """
 
-    def __init__(self, runs: Sequence[Recorded], config: ScheduleConfig) -> None:
-        self.runs, self.config = list(runs)[-_MOST_ITERATIONS:], config
+    def __init__(self, runs: Sequence[Recorded]) -> None:
+        self.runs, self.config = runs[-_MOST_ITERATIONS:], schedule_of(runs[-1])
         self._base = [run.replayed() for run in self.runs]
-
-    def _simulate(self, run: Recorded, config: ScheduleConfig) -> float:
-        return config.run(run.shape, run.costs()).makespan
 
     @property
     def fidelity(self) -> float:
@@ -238,12 +223,7 @@ class WhatIf:
         """Iteration time with a change of the costs, and every rank's tasks in the order in which
         they ran.
         """
-        now = then = 0.0
-        for run, base in zip(self.runs, self._base, strict=True):
-            now += run.window + run.tail
-            then += run.window * change(run).replayed() / base + run.tail
-        count = max(len(self.runs), 1)
-        return Outcome(name, now / count, then / count)
+        return self._outcome(name, lambda run: change(run).replayed())
 
     def predict(
         self, name: str, change: Change | None = None, config: ScheduleConfig | None = None
@@ -253,14 +233,20 @@ class WhatIf:
         Raises:
             ConfigError: the schedule is impossible for this shape (its cap is too small).
         """
+
+        def makespan(run: Recorded) -> float:
+            changed = change(run) if change else run
+            return (config or self.config).run(changed.shape, changed.costs()).makespan
+
+        return self._outcome(name, makespan)
+
+    def _outcome(self, name: str, makespan: Callable[[Recorded], float]) -> Outcome:
+        """``makespan``: of a run's pipeline with the change, as simulated."""
         now = then = 0.0
         for run, base in zip(self.runs, self._base, strict=True):
-            changed = change(run) if change else run
-            ratio = self._simulate(changed, config or self.config) / base
             now += run.window + run.tail
-            then += run.window * ratio + run.tail
-        count = max(len(self.runs), 1)
-        return Outcome(name, now / count, then / count)
+            then += run.window * makespan(run) / base + run.tail
+        return Outcome(name, now / len(self.runs), then / len(self.runs))
 
 
 def removal(culprit: Culprit, runs: Sequence[Recorded], ranks: Sequence[int]) -> Change | None:
@@ -314,12 +300,6 @@ def effects(
     return found
 
 
-def slowness_of(culprits: Sequence[Culprit], ranks: Sequence[int]) -> list[float]:
-    """The factor by which each rank of a pipeline is slow; 1 for those that are not."""
-    slow = {c.rank: c.factor for c in culprits if c.kind == "slow-rank"}
-    return [slow.get(rank, 1.0) for rank in ranks]
-
-
 def other_schedules(
     run: Recorded, config: ScheduleConfig, slowness: Sequence[float]
 ) -> list[tuple[str, Change | None, ScheduleConfig]]:
@@ -361,7 +341,8 @@ def predict_all(
         if change is not None:
             name = f"without {culprit.kind} ({culprit.name})"
             predictions.append(what_if.predict(name, change))
-    slowness = slowness_of(culprits, ranks)
+    slow = {culprit.rank: culprit.factor for culprit in culprits if culprit.kind == "slow-rank"}
+    slowness = [slow.get(rank, 1.0) for rank in ranks]
     for name, change, other in other_schedules(what_if.runs[-1], what_if.config, slowness):
         try:
             predictions.append(what_if.predict(name, change, other))

@@ -8,6 +8,7 @@ A ``tokenizer.json`` is the package's own format. Nothing here imports torch.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import unicodedata
@@ -32,6 +33,7 @@ __all__ = [
     "Tokenizer",
     "build_tokenizer",
     "padded_vocab_size",
+    "tokenizer_for",
 ]
 
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")
@@ -264,6 +266,18 @@ def build_tokenizer(
     raise ConfigError(
         f"--tokenizer-type {tokenizer_type}: expected one of {', '.join(TOKENIZER_TYPES)}"
     )
+
+
+def tokenizer_for(args: argparse.Namespace) -> Tokenizer:
+    """The tokenizer that the values of a command's or a run's flags name.
+
+    Raises:
+        ConfigError, DataError: as :func:`build_tokenizer`.
+    """
+    names = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
+    values = {name: getattr(args, name, None) for name in names}
+    extra = getattr(args, "vocab_extra_ids", 0)
+    return build_tokenizer(args.tokenizer_type, **values, vocab_extra_ids=extra)
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:

@@ -6,10 +6,11 @@ holding a whole file.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,24 +153,14 @@ def _names(paths: list[str]) -> str:
     return ", ".join(paths[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def _placed(layout: TraceLayout, data: int, pipeline: int, tensor: int) -> TraceLayout:
+    """The layout of another rank of the same run."""
+    return replace(layout, data=data, pipeline=pipeline, tensor=tensor)
+
+
 def _expected(layout: TraceLayout) -> set[str]:
-    return {
-        f"benchmark-data-{d}-pipeline-{p}-tensor-{t}.json"
-        for d in range(layout.data_size)
-        for p in range(layout.pipeline_size)
-        for t in range(layout.tensor_size)
-    }
-
-
-def _sizes(file: TraceFile) -> tuple[object, ...]:
-    layout = file.layout
-    return (
-        layout.data_size,
-        layout.pipeline_size,
-        layout.tensor_size,
-        layout.num_chunks,
-        layout.schedule,
-    )
+    sizes = (layout.data_size, layout.pipeline_size, layout.tensor_size)
+    return {_placed(layout, *place).file_name() for place in itertools.product(*map(range, sizes))}
 
 
 def _check_one_run(files: list[TraceFile]) -> None:
@@ -177,7 +168,7 @@ def _check_one_run(files: list[TraceFile]) -> None:
     others = [
         file.path.name
         for file in files
-        if _sizes(file) != _sizes(first)
+        if _placed(file.layout, 0, 0, 0) != _placed(first.layout, 0, 0, 0)
         or file.run != first.run
         or abs(file.start_unix_ns - first.start_unix_ns) > _SAME_START_NS
     ]

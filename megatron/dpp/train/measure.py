@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from megatron.dpp.plan import Device, Estimate, cpu_device, estimate, gpu_device, shape_of
+from megatron.dpp.plan.device import Device, cpu_device, gpu_device
+from megatron.dpp.plan.estimate import Estimate, estimate
+from megatron.dpp.plan.from_flags import shape_of
 from megatron.dpp.plan.text import lines, size
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.metrics import MetricsFile

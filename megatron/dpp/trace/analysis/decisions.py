@@ -7,17 +7,12 @@ from megatron.dpp.trace.analysis.model import RankIteration
 from megatron.dpp.trace.analysis.work import JobShape
 
 
-def order_of(rank: RankIteration) -> list[str]:
-    """The forwards and backwards in the order in which they ran, as ``1F3``."""
-    return [f"{t.chunk}{t.kind}{t.microbatch}" for t in rank.tasks if t.kind in "FB"]
-
-
 def differing_decisions(rank: RankIteration, shape: JobShape) -> int | None:
     """Forwards and backwards that were not the next of Megatron's order when they ran.
 
     None for an iteration without backwards or with microbatches missing.
     """
-    order = order_of(rank)
+    order = [f"{t.chunk}{t.kind}{t.microbatch}" for t in rank.tasks if t.kind in "FB"]
     num_microbatches = 1 + max((task.microbatch for task in rank.tasks), default=-1)
     if len(order) != 2 * num_microbatches * shape.num_chunks or not order:
         return None

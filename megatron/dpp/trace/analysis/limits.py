@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.trace.analysis.sentences import cause_texts
+from megatron.dpp.trace.analysis.sentences import CAUSE_TEXTS
 
 _OPERATORS = {
     ">=": operator.ge,
@@ -48,10 +48,10 @@ class Limit:
         name, _, cause = self.name.partition(".")
         value = totals.get(name)
         if name == "bubble" and cause:
-            causes = cause_texts()
-            if cause not in causes:
+            if cause not in CAUSE_TEXTS:
+                known = sorted(CAUSE_TEXTS)
                 raise ConfigError(
-                    f"--fail-if {self.name}: no such cause; there are {', '.join(sorted(causes))}"
+                    f"--fail-if {self.name}: no such cause; there are {', '.join(known)}"
                 )
             value = totals["bubble_by_cause"].get(cause, 0.0)
         if not isinstance(value, (int, float)):

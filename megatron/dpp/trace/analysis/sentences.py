@@ -15,7 +15,7 @@ EVEN_LAYERS = "layers laid out evenly"
 EVEN_EXPERTS = "as many tokens on all ranks of an expert-parallel group"
 """Name of the what-if without imbalance of experts."""
 
-_CAUSES = {
+CAUSE_TEXTS = {
     "message": "waiting for a message from a neighbour",
     "warm-up": "filling the pipeline at the start",
     "drain": "draining it at the end",
@@ -26,6 +26,7 @@ _CAUSES = {
     "host": "the host: launching, deciding, Python",
     "send": "waiting for a receiver",
 }
+"""Cause of idle time -> its meaning in words."""
 
 _KINDS = {
     "slow-rank": "{name} computes {factor:.2f} times slower than its peers",
@@ -38,11 +39,6 @@ _KINDS = {
 
 
 _REMEDIES = {"heavy-stage": "; megatron-dpp plan moves layers away from it"}
-
-
-def cause_texts() -> dict[str, str]:
-    """Cause of idle time -> its meaning in words."""
-    return dict(_CAUSES)
 
 
 def straggler_text(straggler: dict[str, Any]) -> str:
@@ -103,7 +99,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
         f"takes {totals['ideal_ratio']:.3f} times the least possible.",
         f"On average {percent(totals['bubble'])} of the pipeline's time is idle: "
         + ", ".join(
-            f"{percent(share)} {_CAUSES.get(cause, cause)}"
+            f"{percent(share)} {CAUSE_TEXTS.get(cause, cause)}"
             for cause, share in totals["bubble_by_cause"].items()
             if share >= 0.001
         )
