@@ -351,3 +351,18 @@ def test_a_named_interpreter_without_pytorch_does_not_lead_to_the_kept_one(
     for anew, python in ((False, sys.executable), (True, str(tmp_path / "venv"))):
         found = setup_environment.existing_environment(environment(torch=None), [], anew=anew)
         assert found is not None and found.python == python
+
+
+def test_the_suite_loads_no_plug_in_of_the_environment(tmp_path: Path) -> None:
+    """One that warns, as pytest-benchmark does under pytest-xdist, ended it."""
+    (tmp_path / "loud.py").write_text("import warnings\nwarnings.warn('a plug-in of others')\n")
+    metadata = tmp_path / "loud-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: loud\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[pytest11]\nloud = loud\n")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", __file__],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
