@@ -233,6 +233,7 @@ def test_without_transformer_engine_the_reason_says_so() -> None:
                 ({"fp8": "hybrid"}, "8- and 4-bit layers"),
                 ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
                 ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap"),
+                ({"use_cpu_initialization": True}, "--use-cpu-initialization"),
                 ({"num_moe_experts": 4}, "None"),
                 ({}, "None"),
             ],
@@ -243,7 +244,7 @@ def test_what_stays_fused(
     version: str, cases: list[tuple[dict[str, Any], str]], tmp_path: Path
 ) -> None:
     names = ("fp8", "fp4", "tp_comm_overlap", "moe_shared_expert_overlap", "cpu_offloading",
-             "fine_grained_activation_offloading")  # fmt: skip
+             "fine_grained_activation_offloading", "use_cpu_initialization")  # fmt: skip
     configs = [
         {**dict.fromkeys(names), **values, "delay_wgrad_compute": False} for values, _ in cases
     ]

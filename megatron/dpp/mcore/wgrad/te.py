@@ -70,6 +70,9 @@ def why_fused(config: Any) -> str | None:
         "--moe-shared-expert-overlap runs layers on a stream of their own": (
             config.moe_shared_expert_overlap
         ),
+        "--use-cpu-initialization replaces biases, which then do not wait for their gradients": (
+            config.use_cpu_initialization
+        ),
         "activations are offloaded": config.cpu_offloading
         or config.fine_grained_activation_offloading,
     }
