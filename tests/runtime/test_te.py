@@ -119,7 +119,7 @@ PACKAGE: dict[str, tuple[int, list[dict[str, Any]]]] = {
 def test_the_package_itself_is_equal_to_the_static_schedule_bit_by_bit(name: str) -> None:
     num_ranks, cases = PACKAGE[name]
     told = json.dumps(cases)
-    output = run_ranks(WORKER, num_ranks, [told], timeout=280, place=shared_gpus, fresh=True)
+    output = run_ranks(WORKER, num_ranks, [told], timeout=150, place=shared_gpus, fresh=True)
     for one in cases:
         assert f"CASE {one['name']} ok" in output
     print("\n".join(line for line in output.splitlines() if line.startswith(("CASE", "LAYERS"))))
