@@ -45,7 +45,7 @@ _ON_GPU = {
     "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }  # fmt: skip
-"""What Megatron-LM's --deterministic-mode asks for."""
+"""Settings that Megatron-LM's --deterministic-mode asks for."""
 
 
 class Hosts:

@@ -290,7 +290,7 @@ def adding(modules: Iterable[Any]) -> Iterator[None]:
 
 
 def _left(parameter: Any) -> torch.Tensor | None:
-    """What ``backward_dw`` needs in ``grad``: a bias's gradient, or a stand-in for a weight's."""
+    """The ``grad`` that ``backward_dw`` needs: a bias's, or a stand-in for a weight's."""
     if parameter.dim() > 1 and not getattr(parameter, "grad_added_to_main_grad", False):
         return None
     return real_gradient(parameter)
