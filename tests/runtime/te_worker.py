@@ -161,7 +161,8 @@ def main() -> None:
     if REAL and dist.get_rank() == 0:
         used = [name for name, value in _attention_backends.items() if value is True]
         print(f"LAYERS of Transformer Engine {transformer_engine.__version__}: {', '.join(used)}")
-    assert LONGEST[0] >= 2, "no backward overtook a weight gradient: nothing was tested"
+    if any(one.get("v", 1) > 1 for one in cases):
+        assert LONGEST[0] >= 2, "no backward overtook a weight gradient: nothing was tested"
     refuse(cases[0])
     dist.destroy_process_group()
 

@@ -79,7 +79,7 @@ PACKAGE: dict[str, tuple[int, list[dict[str, Any]]]] = {
         case("bf16", 2, 6, FUSED, SPLIT, v=2, dropout=0.1, iterations=10, **HALF),
         case("overlap", 2, 4, SPLIT, v=2, fusion=True, **OPTIMIZED),
         case("recompute", 2, 4, SPLIT, recompute="selective"),
-        case("unlike lengths", 2, 5, FUSED, SPLIT, v=2, layers=4, lengths=True, model=UNLIKE,
+        case("unlike lengths", 2, 6, FUSED, SPLIT, v=2, layers=4, lengths=True, model=UNLIKE,
              **HALF),
     ]),
     "graphs": (2, [
@@ -90,7 +90,8 @@ PACKAGE: dict[str, tuple[int, list[dict[str, Any]]]] = {
     ]),
     "packed": (2, [
         case("fp32", 2, 3, FUSED, SPLIT, **DOCUMENTS, rounding=1e-2),
-        case("bf16", 2, 4, FUSED, SPLIT, v=2, **DOCUMENTS, **HALF, rounding=5e-2),
+        # Dropout: no comparison with unpacked rows, one of which is a single token (not cuDNN's).
+        case("bf16", 2, 4, FUSED, SPLIT, v=2, **DOCUMENTS, **HALF, dropout=0.1),
         case("rope", 2, 3, SPLIT, **DOCUMENTS, **HALF, positions="rope", dropout=0.1),
     ]),
     "experts": (2, [
