@@ -16,8 +16,8 @@ is memory that its ``backward_dw`` has yet to fill; the queue's entry holds it, 
 Under CUDA graphs the captured backward's entries are taken off the queues and each captured W puts
 its own back, so that replays leave the queues alone.
 
-This holds for Transformer Engine 2.7 to 2.20 by its sources, and was run with 2.11 and 2.16. Modules before
-2.7 have no hooks.
+This holds for Transformer Engine 2.7 to 2.20 by its sources, and was run with 2.11 and
+2.16. Modules before 2.7 have no hooks.
 """
 
 from __future__ import annotations
