@@ -42,7 +42,7 @@ def parameters(chunks: list[torch.nn.Module]) -> str:
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             digest.update(name.encode())
-            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.launcher import REPOSITORY, free_port, wait
+from tests.runtime.launcher import REPOSITORY, free_port, shared_gpus, wait
 
 SOURCES = Path(os.environ.get("DPP_MEGATRON_SOURCES", REPOSITORY.parent / "shared" / "megatron-lm"))
 """Archives ``NAME.tar.xz`` of Megatron-LM's sources, each with one folder ``NAME``."""
@@ -27,10 +27,12 @@ MODEL = (
     "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 16 --train-iters 3 "
     "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 "
     "--attention-dropout 0 --hidden-dropout 0 --eval-iters 1 --eval-interval 2 --log-interval 1 "
-    "--transformer-impl local --distributed-backend gloo --use-cpu-initialization "
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion "
     "--no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm"
 )
+ON_CPU = "--transformer-impl local --distributed-backend gloo --use-cpu-initialization"
+ENGINE = "--transformer-impl transformer_engine --bf16 --deterministic-mode"
+"""Flags of Transformer Engine's layers, with which :meth:`Hosts.run` takes GPUs."""
 PP2X2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 DYNAMIC = "--use-dpp --dpp-strict"
 _FOR_OLD_PYTHON = """
@@ -39,6 +41,11 @@ if not hasattr(typing, "override"):  # newer versions of Megatron-LM want Python
     typing.override = typing_extensions.override
 """
 _TIMEOUT = 170.0
+_ON_GPU = {
+    "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}  # fmt: skip
+"""Settings that Megatron-LM's --deterministic-mode asks for."""
 
 
 class Hosts:
@@ -100,7 +107,7 @@ class Hosts:
         ``record`` and a rank's number name the file that ``entry.py`` writes.
         """
         root, entry = self.unpacked(version), Path(__file__).with_name("entry.py")
-        port, processes = str(free_port()), []
+        port, processes, on_gpu = str(free_port()), [], ENGINE in flags
         given = os.environ.get("PYTHONPATH")  # packages of the tests' environment
         path = [str(root), str(REPOSITORY), str(self._folder), *([given] if given else [])]
         for rank in range(num_ranks):
@@ -111,12 +118,13 @@ class Hosts:
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore",
                 "PYTHONPATH": os.pathsep.join(path),
                 "HOST": str(root / "pretrain_gpt.py"), "RECORD": str(record),
+                **(_ON_GPU | shared_gpus(rank)[1] if on_gpu else {}),
             }  # fmt: skip
             with Path(f"{record}.{rank}.log").open("w") as log:  # more than a pipe holds
                 processes.append(
                     subprocess.Popen(
                         [sys.executable, "-X", "faulthandler", "-m", "megatron.dpp.run", str(entry),
-                         *f"{MODEL} {flags}".split()],
+                         *f"{MODEL} {'' if on_gpu else ON_CPU} {flags}".split()],
                         env=environment, stdout=log, stderr=subprocess.STDOUT, text=True,
                         start_new_session=True,
                     )

@@ -5,12 +5,13 @@ Losses, gradient norms, evaluations and parameters after every step are compared
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
-from tests.plugin.hosts import DYNAMIC, NEWEST, PP2X2, VERSIONS, Hosts, records
+from tests.plugin.hosts import DYNAMIC, ENGINE, NEWEST, PP2X2, VERSIONS, Hosts, records
 
 EXPERTS = (
     f"{PP2X2} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
@@ -37,10 +38,15 @@ CASES = {
     "delays": (2, PP2X2, "--dpp-inject jitter:0.5,slow-rank:1:1.5,slow-link:0-1:2ms"),
 }
 """Name -> ranks, flags of both runs, and flags of the dynamic one."""
+ENGINE_CASES = {
+    "engine": (2, f"{PP2X2} {ENGINE}", ""),
+    "engine-experts": (2, f"{EXPERTS} --moe-grouped-gemm {ENGINE}", ""),
+}
+"""The same with Transformer Engine's layers."""
 
 
 def compare(hosts: Hosts, version: str, case: str, folder: Path) -> None:
-    num_ranks, flags, dynamic = CASES[case]
+    num_ranks, flags, dynamic = (CASES | ENGINE_CASES)[case]
     expected = records(hosts.static(version, num_ranks, flags), num_ranks)
     output = hosts.run(version, num_ranks, f"{flags} {DYNAMIC} {dynamic}", folder / "dynamic")
     assert "an activation takes" in output  # said by the dynamic pipeline when it has measured
@@ -62,6 +68,18 @@ def test_numbers_are_those_of_the_static_schedule(
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_version_and_layout(hosts: Hosts, version: str, case: str, tmp_path: Path) -> None:
+    compare(hosts, version, case, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
+)
+@pytest.mark.parametrize("case", ENGINE_CASES)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_layers_of_transformer_engine(
+    hosts: Hosts, version: str, case: str, tmp_path: Path
+) -> None:
     compare(hosts, version, case, tmp_path)
 
 

@@ -104,6 +104,19 @@ Place = Callable[[int], tuple[str, dict[str, str]]]
 """By rank: the network namespace that it lives in, and environment variables of its own."""
 
 
+def shared_gpus(rank: int) -> tuple[str, dict[str, str]]:
+    """A place on one of this host's GPUs, which ranks share where there are too few of them.
+
+    To NCCL, which refuses two ranks on one GPU of a host, they are on hosts of their own; see
+    ``profiling/shared_gpus``.
+    """
+    import torch
+
+    turn, gpu = divmod(rank, torch.cuda.device_count())
+    host = f"{os.uname().nodename}.{turn}"
+    return "", {"LOCAL_RANK": str(gpu), "NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo"}
+
+
 @functools.lru_cache(maxsize=1)
 def _server() -> tuple[socket.socket, dict[str, str]]:
     """The connection to a server of forked ranks, which ends with it, and its environment.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+
+import pytest
+
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.train.configs import settled
@@ -23,3 +27,9 @@ def test_a_cpu_has_no_use_for_settings_of_nccl() -> None:
     args = on_cpu(*groups.split())
     assert args.parsed["high_priority_stream_groups"] == ["tp", "dp"]
     assert not args.high_priority_stream_groups and args.nccl_communicator_config_path is None
+
+
+def test_a_cpu_rotates_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel would read the memory of the CPU as the GPU's."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    assert not on_cpu("--position-embedding-type", "rope").apply_rope_fusion

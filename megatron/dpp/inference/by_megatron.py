@@ -42,7 +42,8 @@ from megatron.dpp.train.tasks import TASKS
 
 _FLAGS = (
     "--transformer-impl local --micro-batch-size 1 --mock-data --skip-train --finetune "
-    "--train-iters 1 --eval-iters 0 --no-initialization --tokenizer-type NullTokenizer"
+    "--train-iters 1 --eval-iters 0 --no-initialization --tokenizer-type NullTokenizer "
+    "--no-rope-fusion"
 )
 _SWITCHES = {"float32": [], "bfloat16": ["--bf16"], "float16": ["--fp16"]}
 _NODE = ("MASTER_ADDR", "MASTER_PORT")
@@ -134,6 +135,11 @@ def _alone() -> Iterator[contextlib.ExitStack]:
     level = log.level
     log.setLevel(logging.ERROR)
     with contextlib.ExitStack() as stack:
+        # cuDNN plans each new length anew, and each token of an answer makes one.
+        stack.callback(
+            torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled()
+        )
+        torch.backends.cuda.enable_cudnn_sdp(False)
         try:
             yield stack
         finally:

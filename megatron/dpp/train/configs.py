@@ -83,7 +83,8 @@ def _device_values(args: Args) -> dict[str, Any]:
         values["gradient_accumulation_fusion"] = False
     if on_cpu or importlib.util.find_spec("scaled_upper_triang_masked_softmax_cuda") is None:
         values["masked_softmax_fusion"] = False
-    if importlib.util.find_spec("transformer_engine") is None:  # its kernel does the fused rotation
+    # Transformer Engine's kernel does the fused rotation. It would read a CPU's memory, too.
+    if on_cpu or importlib.util.find_spec("transformer_engine") is None:
         values["apply_rope_fusion"] = False
     return values
 

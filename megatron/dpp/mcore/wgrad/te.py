@@ -10,13 +10,14 @@ enough: its k-th entry is microbatch k's. :class:`DelayedModules` asserts both o
 entry that overwrites ``main_grad`` (``is_first_microbatch``) is the first one to be taken.
 
 The ``grad`` that a backward pass leaves in these parameters waits with the queue's entry, as
-``backward_dw`` expects that of its own microbatch.
+``backward_dw`` expects that of its own microbatch. What a grouped layer leaves in its weights'
+is memory that its ``backward_dw`` has yet to fill; the queue's entry holds it, so it is dropped.
 
 Under CUDA graphs the captured backward's entries are taken off the queues and each captured W puts
 its own back, so that replays leave the queues alone.
 
-This holds for Transformer Engine 2.7 to 2.20 by its sources, and was run with 2.11. Modules before
-2.7 have no hooks.
+This holds for Transformer Engine 2.7 to 2.20 by its sources, and was run with 2.11 and
+2.16. Modules before 2.7 have no hooks.
 """
 
 from __future__ import annotations
@@ -66,7 +67,12 @@ def why_fused(config: Any) -> str | None:
         "--tp-comm-overlap computes weight gradients with its communication": (
             config.tp_comm_overlap
         ),
-        "experts' grouped layers have not been tried": config.num_moe_experts,
+        "--moe-shared-expert-overlap runs layers on a stream of their own": (
+            config.moe_shared_expert_overlap
+        ),
+        "--use-cpu-initialization replaces biases, which then do not wait for their gradients": (
+            config.use_cpu_initialization
+        ),
         "activations are offloaded": config.cpu_offloading
         or config.fine_grained_activation_offloading,
     }
@@ -230,7 +236,7 @@ class _Delayed:
 
     def keep_gradients(self) -> None:
         """After a backward pass."""
-        self._kept.append([real_gradient(parameter) for parameter in self._parameters])
+        self._kept.append([_left(parameter) for parameter in self._parameters])
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -281,6 +287,13 @@ def adding(modules: Iterable[Any]) -> Iterator[None]:
     finally:
         for module in firsts:
             module.is_first_microbatch = True
+
+
+def _left(parameter: Any) -> torch.Tensor | None:
+    """The ``grad`` that ``backward_dw`` needs: a bias's, or a stand-in for a weight's."""
+    if parameter.dim() > 1 and not getattr(parameter, "grad_added_to_main_grad", False):
+        return None
+    return real_gradient(parameter)
 
 
 def real_gradient(parameter: Any) -> torch.Tensor | None:
