@@ -151,7 +151,8 @@ def initialize(args: Args, rank: int) -> Run:
         fused.provide()
     if args.variable_lengths:  # cuDNN plans each new length anew, for longer than most steps take
         torch.backends.cuda.enable_cudnn_sdp(False)
-        expand_segments()
+        if args.device != "cpu":
+            expand_segments()
     if args.deterministic_mode:  # equal inputs give equal bits, at some cost in speed
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is opened
         torch.use_deterministic_algorithms(True)
