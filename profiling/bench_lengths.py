@@ -54,8 +54,12 @@ _ARMS = (
     *(("static", plan) for plan in ("drawn", "ordered", "best")),
     *(("ours", plan) for plan in ("drawn", "ordered", "best")),
 )
-_WARM_UP = 0.05
-"""Share of a task's time in the untimed step before each timed one."""
+_FACTS = ("predicted", "overhead", "with overhead", "measured")
+"""Seconds of each row: simulated, of each task as the short step tells, simulated with it, real."""
+_SHORT = 0.05
+"""Share of a task's time in the steps before the timed one: the first warms up, the second tells
+the overhead of a task.
+"""
 
 
 class Batch:
@@ -214,24 +218,35 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     }
     rows = [
         {"ranks": args.ranks, "tokens": mean_tokens(batches), "schedule": name, "plan": plan,
-         "predicted": [], "measured": [], "chosen": []}
+         **{fact: [] for fact in _FACTS}, "chosen": []}
         for name, plan in _ARMS
     ]  # fmt: skip
     for plans in batches:
         for row in rows:
-            simulated = row["schedule"].split(",")[0]
-            step = schedules[row["schedule"]].step
-            chosen, microbatches = plans.planned(simulated, row["plan"])
-            step(args, Batch(plans, microbatches, unit * _WARM_UP))
-            batch = Batch(plans, microbatches, unit)
-            took = [_seconds(partial(step, args, batch)) for _ in range(args.rounds)]
-            row["predicted"].append(unit * v * plans.seconds(simulated, microbatches))
-            row["measured"].append(statistics.median(took))
-            row["chosen"].append(chosen)
+            _measure_arm(args, row, plans, schedules[row["schedule"]].step, unit)
     for schedule in schedules.values():
         schedule.close()
     parallel_state.destroy_model_parallel()
     return rows
+
+
+def _measure_arm(
+    args: argparse.Namespace, row: dict[str, Any], plans: Plans, step: Any, unit: float
+) -> None:
+    """Add one batch to an arm's row; ``unit`` is the seconds of the costs' unit."""
+    simulated = row["schedule"].split(",")[0]
+    chosen, microbatches = plans.planned(simulated, row["plan"])
+    short, rank = Batch(plans, microbatches, unit * _SHORT), unit * args.chunks
+    step(args, short)
+    idle = _seconds(partial(step, args, short))
+    each = plans.overhead(simulated, microbatches, idle / rank / _SHORT) * _SHORT
+    batch = Batch(plans, microbatches, unit)
+    took = [_seconds(partial(step, args, batch)) for _ in range(args.rounds)]
+    row["predicted"].append(rank * plans.seconds(simulated, microbatches))
+    row["overhead"].append(rank * each)
+    row["with overhead"].append(rank * plans.seconds(simulated, microbatches, each))
+    row["measured"].append(statistics.median(took))
+    row["chosen"].append(chosen)
 
 
 def _seconds(step: Callable[[], None]) -> float:
@@ -249,10 +264,7 @@ def report(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
         f"{args.batches} batches, F of the mean sequence {args.forward_ms:g} ms, torch "
         f"{torch.__version__}, {os.cpu_count()} cores\n"
     )
-    means = [
-        {**row, **{name: statistics.fmean(row[name]) for name in ("predicted", "measured")}}
-        for row in rows
-    ]
+    means = [{**row, **{fact: statistics.fmean(row[fact]) for fact in _FACTS}} for row in rows]
     base = {(row["ranks"], row["plan"]): row for row in means if row["schedule"] == "static"}
     shown = []
     for row in means:
@@ -263,10 +275,12 @@ def report(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
         guess, took, chosen = row["predicted"], row["measured"], dict.fromkeys(row["chosen"])
         shown.append(
             (row["ranks"], row["schedule"], row["plan"], " / ".join(chosen), f"{guess:.3f}",
-             f"{took:.3f}", f"{took / guess:.3f}", *gains)
+             f"{took:.3f}", f"{took / guess:.3f}", f"{1e6 * row['overhead']:.0f}",
+             f"{took / row['with overhead']:.3f}", *gains)
         )  # fmt: skip
     harness.print_table(
         "ranks | schedule | plan | chosen | predicted s | measured s | measured / predicted | "
+        "overhead of a task, us | measured / predicted with it | "
         "gain over static drawn (predicted) | over static best (predicted)",
         shown,
     )

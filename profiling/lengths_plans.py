@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron.dpp.plan.batches import BatchSettings, share_batch
 from megatron.dpp.plan.lengths import orders
@@ -20,6 +21,9 @@ LENGTHS = (*MIXES, "packed8k")
 PLANS = ("drawn", "sorted", "ordered", "packed", "best")
 """As drawn; ascending by cost; the fastest named order; packed evenly, as drawn; the fastest named
 order of either."""
+
+_PRECISE = 1e-3
+"""Precision of an overhead, as a share of a microbatch's mean time."""
 
 Microbatches = list[list[int]]
 """Sequences of each microbatch, as indices."""
@@ -70,9 +74,24 @@ class Plans:
         """The lengths of each microbatch's sequences."""
         return [[self.lengths[index] for index in each] for each in microbatches]
 
-    def seconds(self, schedule: str, microbatches: Microbatches) -> float:
-        """Simulated time of a step, in the unit of the costs; ``schedule`` is static or ours."""
-        return self._models[schedule].seconds(self.of(microbatches))
+    def seconds(self, schedule: str, microbatches: Microbatches, overhead: float = 0.0) -> float:
+        """Simulated time of a step, in the unit of the costs.
+
+        Args:
+            schedule: static or ours.
+            overhead: time from a task's end to the next one's start at least, in the same unit.
+        """
+        model = replace(self._models[schedule], overhead=overhead)
+        return model.seconds(self.of(microbatches))
+
+    def overhead(self, schedule: str, microbatches: Microbatches, seconds: float) -> float:
+        """The overhead of a task with which a step is simulated to take as long as measured."""
+        low, high = 0.0, seconds / len(microbatches)
+        while high - low > _PRECISE * seconds / len(microbatches):
+            middle = (low + high) / 2
+            less = self.seconds(schedule, microbatches, middle) < seconds
+            low, high = (middle, high) if less else (low, middle)
+        return low
 
     def planned(self, schedule: str, plan: str) -> tuple[str, Microbatches]:
         """A plan's name and microbatches; ``plan`` is one of :data:`PLANS`."""

@@ -217,7 +217,7 @@ def test_measured_memory_is_the_largest_of_the_stage_and_later_that_of_slots() -
     own: Any = schedule_of()
     taken: list[Any] = []
     decisions: Any = SimpleNamespace(
-        measured=taken.append, measured_slots=lambda size: taken.append(size)
+        measured=taken.append, measured_slots=lambda size: taken.append(size), activation_bytes=30
     )
     asked: list[tuple[float, ...]] = []
 
@@ -233,10 +233,11 @@ def test_measured_memory_is_the_largest_of_the_stage_and_later_that_of_slots() -
     own._account(call_of(2), 1.5, decisions, None)
     assert len(taken) == 1, "measured once"
     kept: list[float] = []
-    own._graphs = SimpleNamespace(awaits_size=True, slot_bytes=0, keep_size=kept.append)
+    graphs = {"awaits_size": True, "slot_bytes": lambda eager: 0, "keep_size": kept.append}
+    own._graphs = SimpleNamespace(**graphs)
     own._account(call_of(2), 1.5, decisions, None)
     assert not kept and len(taken) == 1, "no graph has been captured yet"
-    own._graphs.slot_bytes = 40
+    own._graphs.slot_bytes = lambda eager: eager + 10
     own._account(call_of(2), 1.5, decisions, None)
     assert kept == [80] and taken[1:] == [80]
     own._graphs.awaits_size = False

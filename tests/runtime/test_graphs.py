@@ -17,6 +17,7 @@ import torch
 from megatron.dpp.errors import SetupError
 from megatron.dpp.mcore.graphs import block as graphed_block
 from megatron.dpp.mcore.graphs import slots as graphs
+from megatron.dpp.mcore.graphs.pools import Pools, Slot
 from megatron.dpp.runtime.dynamic import why_no_graphs
 from tests.runtime.rerun import Rerun
 
@@ -299,6 +300,28 @@ def test_slots_of_several_lengths_hold_no_more_than_the_cap(chunk: Chunk) -> Non
     replays.clear()
     assert all(grad is not None for grad in forwards(made, chunk, 4, 8))
     assert len(replays) == 4, "slots that are there are used again"
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_bytes", "eager", "expected"),
+    [
+        (16, 900, 100, 900),  # measured, whatever it is beside the activation
+        (2, 60, 400, 480),  # as bytes per row
+        (1, 60, 400, 800),  # a pool's own memory weighs too much
+        (8, 150, 400, 400),
+        (4, 60, 0, 240),
+    ],
+)
+def test_a_slot_is_estimated_from_shorter_ones_within_what_the_activation_allows(
+    rows: int, num_bytes: int, eager: float, expected: float
+) -> None:
+    pools = Pools(torch.zeros(16, 1, 2), [1, 2, 4, 8, 16])
+    assert pools.slot_bytes(eager) == 0
+    for length in (1, rows):
+        slots = pools.of(torch.zeros(length, 1, 2))
+        assert slots is not None
+        slots.add(Slot(torch.zeros(length, 1, 2)), num_bytes)
+    assert pools.slot_bytes(eager) == expected
 
 
 def test_whatever_fails_in_a_capture_leaves_the_chunk_eager_and_its_first_error_is_named(

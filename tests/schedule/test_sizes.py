@@ -417,6 +417,27 @@ def test_a_static_cap_holds_no_more_than_the_static_schedule(announced, p, v):
             assert ours.makespan < 0.97 * interleaved.makespan
 
 
+@pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 1)])
+def test_under_a_static_cap_no_weight_gradient_waits_while_a_forward_of_another_length_runs(p, v):
+    """Its tensors would lie between pieces that its B has freed. Equal lengths fit there."""
+    for sizes, waits in ((MIXED, False), ((4000,) * 16, True)):
+        shape = Shape(p, v, 16, sizes, max(sizes))
+        rows = [[float(size) for size in sizes] for _ in range(p * v)]
+        costs = Costs((rows, rows, rows), [Hop(1, 0)] * (p * v - 1))
+        ran = ScheduleConfig(cap="static", sizes_at_start=True).run(shape, costs)
+        assert waits == any(deferred_at_forwards(slots) for slots in ran.slots)
+        assert ran.makespan < run_static("interleaved" if v > 1 else "1f1b", shape, costs).makespan
+
+
+def deferred_at_forwards(slots):
+    """The most weight gradients that are deferred where a forward begins."""
+    deferred = most = 0
+    for action, _, _ in slots:
+        deferred += {Kind.F: 0, Kind.B: 1, Kind.W: -1}[action.kind]
+        most = max(most, deferred if action.kind is Kind.F else 0)
+    return most
+
+
 @pytest.mark.parametrize("weights", [(), (1.0, 3.0)])
 def test_a_static_peak_is_that_of_the_worst_batch_so_far(weights):
     geometry, sizes = Geometry(2, 0, 2, 4), StaticSizes()

@@ -70,3 +70,16 @@ def test_arms_of_one_plan_run_the_same_microbatches() -> None:
     assert {each.tokens for each in padded} == {4096}
     drawn = ARMS["static drawn"].microbatches(plans)
     assert [each.lengths for each in padded] == [each.lengths for each in drawn]
+
+
+@pytest.mark.parametrize("schedule", ["static", "ours"])
+def test_the_overhead_of_a_task_is_found_by_the_time_of_a_step(schedule: str) -> None:
+    plans = Plans(
+        "sft", random.Random(2), rows=8, ranks=2, chunks=2, longest=4096, costs=LengthCosts()
+    )
+    _, microbatches = plans.planned(schedule, "drawn")
+    without = plans.seconds(schedule, microbatches)
+    with_it = plans.seconds(schedule, microbatches, 50.0)
+    assert with_it > without + 100
+    assert plans.overhead(schedule, microbatches, with_it) == pytest.approx(50, abs=3)
+    assert plans.overhead(schedule, microbatches, without) == pytest.approx(0, abs=3)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 
 import pytest
 
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.train.configs import settled
+from megatron.dpp.train.initialize import expand_segments
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def on_cpu(*flags: str) -> RunConfig:
@@ -33,3 +39,30 @@ def test_a_cpu_rotates_without_transformer_engine(monkeypatch: pytest.MonkeyPatc
     """Its kernel would read the memory of the CPU as the GPU's."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
     assert not on_cpu("--position-embedding-type", "rope").apply_rope_fusion
+
+
+def test_an_allocator_that_nobody_has_set_up_expands_its_segments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (None, *ALLOCATOR):
+        monkeypatch.setattr(os, "environ", {name: "max_split_size_mb:64"} if name else {})
+        expand_segments()
+        (found,) = os.environ.items()
+        assert found[0] in ALLOCATOR
+        assert found[1] == ("max_split_size_mb:64" if name else "expandable_segments:True")
+
+
+@pytest.mark.gpu
+def test_the_allocator_reads_that_setting_when_it_first_takes_memory() -> None:
+    script = """
+import torch
+from megatron.dpp.train.initialize import expand_segments
+torch.cuda.is_available(), torch.cuda.device_count()
+expand_segments()
+taken = torch.empty(1 << 24, device="cuda")
+print([segment["is_expandable"] for segment in torch.cuda.memory._snapshot()["segments"]])
+"""
+    plain = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=plain, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n")[-2] == "[True]", done.stderr

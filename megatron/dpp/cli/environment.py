@@ -121,6 +121,9 @@ _OTHERS = (
     ("TORCHDYNAMO_DISABLE", _UNSET, "1 without a GPU or jit fusion", "set by training, PyTorch"),
     ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", "workspaces of cuBLAS with --deterministic-mode",
      "set by training, cuBLAS"),
+    ("PYTORCH_ALLOC_CONF", _UNSET,
+     "PyTorch's allocator; expandable_segments:True with sequences of unlike length",
+     "set by training, PyTorch"),
     ("DS_ACCELERATOR", _FOUND, "device of DeepSpeed's engine", "set by training, DeepSpeed"),
     ("WANDB_MODE", _UNSET, "offline: Weights & Biases writes to disk only", "Weights & Biases"),
 )  # fmt: skip

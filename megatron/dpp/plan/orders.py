@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import IO, Any
 
 from megatron.dpp.plan.lengths import orders
@@ -42,6 +42,7 @@ class PipelineModel:
         policy: of the dynamic schedule; None for a static one.
         cap: as ``--dpp-activation-cap``, not in bytes.
         costs: time of a stage's tasks.
+        overhead: time from a task's end to the next one's start at least, in the unit of ``costs``.
     """
 
     num_ranks: int
@@ -51,6 +52,7 @@ class PipelineModel:
     cap: str = "auto"
     split_backward: bool = True
     costs: LengthCosts = field(default_factory=LengthCosts)
+    overhead: float = 0.0
 
     def seconds(self, microbatches: Lengths, policy: str | None = None) -> float:
         """Time of a step with these microbatches in this order, in the unit of ``costs``.
@@ -64,6 +66,9 @@ class PipelineModel:
         sizes = tuple(sum(lengths) for lengths in microbatches)
         shape = Shape(self.num_ranks, self.num_chunks, len(sizes), sizes, self.longest)
         unit = statistics.fmean(self.costs.time(Kind.F, lengths) for lengths in microbatches)
+        if self.overhead:
+            each = dict.fromkeys(range(self.num_ranks), self.overhead / unit)
+            costs = replace(costs, overhead=each)
         if self.policy is None:
             name = "1f1b" if self.num_chunks == 1 else "interleaved"
             return unit * run_static(name, shape, costs).makespan

@@ -25,6 +25,7 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector
 from megatron.dpp.mcore.boundary import Boundaries
 from megatron.dpp.mcore.expert_trace import traced_experts
+from megatron.dpp.mcore.graphs.pools import POOL_GROWTH
 from megatron.dpp.mcore.graphs.slots import ChunkGraphs
 from megatron.dpp.mcore.memory import room
 from megatron.dpp.mcore.rng import TaskRng
@@ -46,8 +47,6 @@ from megatron.dpp.transport.base import Transport
 
 _GROWTH = 2
 """Factor of the length that links have room for when they are opened anew for a longer one."""
-_GRAPH_POOL = 2.0
-"""Largest measured ratio of an activation's memory with graphs to that without."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -233,7 +232,7 @@ class DppSchedule(PipelineSchedule):
         graphs = self._graphs
         if graphs is None or not graphs.awaits_size:
             return
-        (slot_bytes,) = self._stage_max(call, graphs.slot_bytes)
+        (slot_bytes,) = self._stage_max(call, graphs.slot_bytes(decisions.activation_bytes))
         if slot_bytes:
             graphs.keep_size(slot_bytes)
             decisions.measured_slots(slot_bytes)
@@ -325,7 +324,7 @@ class DppSchedule(PipelineSchedule):
         left = room()
         if left is None or self._decisions is None:
             return 0.0
-        return _GRAPH_POOL * self.peak_held * self._decisions.activation_bytes / max(left, 1)
+        return POOL_GROWTH * self.peak_held * self._decisions.activation_bytes / max(left, 1)
 
     @contextlib.contextmanager
     def _bound(self, call: StepCall) -> Iterator[None]:

@@ -26,14 +26,15 @@ Policy = Callable[[View], Action | None]
 def dynamic(view: View) -> Action | None:
     """Alternates forwards and backwards, each in depth-first order; starts with a forward.
 
-    Where one of them is not ready, the other runs; where neither is, a weight gradient.
+    Where one of them is not ready, the other runs; where neither is, a weight gradient. With
+    ``weights_first`` these run before a forward.
     """
     backward = view.first_backward()
     if backward is not None and view.last_kind == Kind.F:
         return backward
     forward = view.first_forward()
     if forward is not None:
-        return forward
+        return (view.weight() if view.weights_first else None) or forward
     return backward if backward is not None else view.weight()
 
 

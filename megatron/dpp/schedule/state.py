@@ -32,6 +32,14 @@ class View(Protocol):
         ...
 
     @property
+    def weights_first(self) -> bool:
+        """Deferred weight gradients should run before a forward: a soft limit bounds unlike sizes.
+        What they keep lies between pieces that ``B`` has freed, which fit no activation of another
+        size.
+        """
+        ...
+
+    @property
     def sizes(self) -> KnownSizes:
         """The sizes of the microbatches as far as they are known."""
         ...
@@ -125,6 +133,7 @@ class RankState:
             for limit in limits
         ]  # fmt: skip
         self._budgets = [self._budget, *self._further]
+        self.weights_first = any(limit.soft and limit.assumed < largest for limit in limits)
         self._sized = [
             self._budget,
             *(one for one, limit in zip(self._further, limits, strict=True) if not limit.counts),

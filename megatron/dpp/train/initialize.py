@@ -126,6 +126,18 @@ def _print_line(text: str) -> None:
     sys.stdout.flush()
 
 
+def expand_segments() -> None:
+    """Let PyTorch's allocator extend its segments, unless the environment sets the allocator up.
+
+    Blocks of unlike lengths do not fit into each other's segments of a fixed size. The allocator
+    reads the setting when it first takes memory.
+    """
+    known = hasattr(torch._C, "_accelerator_setAllocatorSettings")
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the latter before PyTorch 2.9
+    if not any(os.environ.get(name) for name in names):
+        os.environ[names[0] if known else names[1]] = "expandable_segments:True"
+
+
 def initialize(args: Args, rank: int) -> Run:
     """Joins the job."""
     cpu_support = None
@@ -139,6 +151,8 @@ def initialize(args: Args, rank: int) -> Run:
         fused.provide()
     if args.variable_lengths:  # cuDNN plans each new length anew, for longer than most steps take
         torch.backends.cuda.enable_cudnn_sdp(False)
+        if args.device != "cpu":
+            expand_segments()
     if args.deterministic_mode:  # equal inputs give equal bits, at some cost in speed
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is opened
         torch.use_deterministic_algorithms(True)

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+POOL_GROWTH = 2.0
+"""Largest measured ratio of an activation's memory with graphs to that without."""
+
 
 class Slot:
     """The memory of one chunk activation: a pool, and input and output buffers.
@@ -114,16 +117,25 @@ class Pools:
         """Slots that have graphs."""
         return sum(len(slots.made) for slots in self.all())
 
-    @property
-    def slot_bytes(self) -> int:
-        """Device memory of a slot for the longest microbatch, by the longest that occurred; 0
-        without slots.
+    def slot_bytes(self, eager: float = 0.0) -> float:
+        """Device memory of a slot for the longest microbatch; 0 without slots.
+
+        Until that length has a slot it is estimated by the longest that has one, as bytes per row.
+        What a pool takes beside its rows weighs more there, so the estimate is kept between
+        the memory that the activation takes without graphs and :data:`POOL_GROWTH` times as much.
+
+        Args:
+            eager: bytes of an activation of the longest microbatch without graphs; 0 where it
+                is not known.
         """
         made = [(len(s.grad_input), s.slot_bytes) for s in self.all() if s.made]
         if not made:
             return 0
         rows, num_bytes = max(made)
-        return num_bytes * len(self._example) // rows
+        estimate = num_bytes * len(self._example) / rows
+        if rows == len(self._example) or not eager or not num_bytes:
+            return estimate
+        return min(max(estimate, eager), POOL_GROWTH * eager)
 
     def _may_add(self, rows: int) -> bool:
         if len(self._by_rows) == 1 or self._most is None:

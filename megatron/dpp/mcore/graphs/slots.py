@@ -92,10 +92,13 @@ class ChunkGraphs:
         """True until :meth:`keep_size` is called, if chunks may be captured."""
         return bool(self._blocks) and not self._slot_bytes
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one chunk activation of the longest microbatch in a slot; 0 without slots."""
-        return self._pools.slot_bytes if self._pools is not None else 0
+    def slot_bytes(self, eager: float) -> float:
+        """Bytes of one chunk activation of the longest microbatch in a slot; 0 without slots.
+
+        Args:
+            eager: its bytes without graphs, by which an estimate from shorter ones is judged.
+        """
+        return self._pools.slot_bytes(eager) if self._pools is not None else 0
 
     def keep_size(self, slot_bytes: float) -> None:
         """Take an activation's size, and drop this step's slots: a cap in bytes allows fewer."""
@@ -146,7 +149,7 @@ class ChunkGraphs:
                 block.complete(slots)
         made = [slots for slots in pools.all() if slots.made]
         total = sum(len(slots.made) * slots.slot_bytes for slots in made)
-        size = f"{pools.slot_bytes / (1 << 20):.0f} MiB"
+        size = f"{pools.slot_bytes() / (1 << 20):.0f} MiB"
         if len(made) > 1:
             size = f"{len(made)} lengths, {total / (1 << 20):.0f} MiB together"
         self._log(f"CUDA graphs: memory for {self._num_said} chunk activations of {size}")
