@@ -1,8 +1,8 @@
 """Fixtures and skips that all tests share, and the path of the reference data.
 
-A test marked ``gpu``, ``multigpu``, ``rdma`` or ``nixl`` is skipped with its reason where the device
-or package is not there; ``DPP_REQUIRE=gpu,rdma`` (what ``tools/test.sh --gpu --rdma`` sets) turns
-that skip into a failure. Tests marked ``slow`` run with ``--long`` only.
+A test marked ``gpu``, ``multigpu``, ``rdma`` or ``nixl`` is skipped with its reason where the
+device or package is not there; ``DPP_REQUIRE=gpu,rdma`` (what ``tools/test.sh --gpu --rdma`` sets)
+turns that skip into a failure. Tests marked ``slow`` run with ``--long`` only.
 """
 
 from __future__ import annotations

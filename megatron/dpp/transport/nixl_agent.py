@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import logging
 import mmap
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -133,9 +134,12 @@ def _load() -> Any:
     Raises:
         TransportUnavailable: it does not load.
     """
+    # UCX's module for EFA loads the system's RDMA libraries beside those of NIXL's wheel (1.5.1).
+    # The process then crashes when it ends.
+    os.environ.setdefault("UCX_MODULES", "^efa")
     raises = logging.raiseExceptions
     try:
-        return importlib.import_module("nixl")._bindings
+        return importlib.import_module("nixl._bindings")
     except (ImportError, OSError) as error:
         raise TransportUnavailable(f"NIXL does not load: {one_line(error)}") from error
     finally:

@@ -14,6 +14,7 @@ CUDA tensors pass through the host's memory.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import json
@@ -132,6 +133,7 @@ class NixlTransport(ThreadedTransport):
         if request.options.abandon_after is not None:
             seconds = request.options.abandon_after
             self._abandon = Abandon(lambda: str(self._failure or ""), self.rank, seconds)
+        atexit.register(self.close)  # the thread must not outlive the interpreter
         os.register_at_fork(after_in_child=functools.partial(_keep_in_child, weakref.ref(self)))
 
     def _join(self, request: Request) -> None:
@@ -354,6 +356,7 @@ class NixlTransport(ThreadedTransport):
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         if os.getpid() != self._pid:
             self._control.close()
             return
