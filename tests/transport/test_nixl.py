@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
-from megatron.dpp.errors import PeerDead, ProtocolError, TransportUnavailable
+from megatron.dpp.errors import PeerDead, ProtocolError, TransportError, TransportUnavailable
 from megatron.dpp.transport import open_transport
+from megatron.dpp.transport.kinds.nixl import NixlTransport
 from tests.conftest import REPOSITORY
-from tests.transport.kinds import NIXL, PATIENCE, close_and_wait, of_rank, opened, pair, take_next
+from tests.transport.kinds import (
+    NIXL,
+    PATIENCE,
+    close_and_wait,
+    forked,
+    of_rank,
+    open_from_file,
+    opened,
+    pair,
+    take_next,
+)
 
 ENDS_OPEN = """
 import sys, torch
@@ -86,3 +101,25 @@ def test_a_broken_announcement_ends_the_run(note: list[int], fault: str) -> None
             while True:
                 a.poll()
                 assert a.wait(PATIENCE)
+
+
+@pytest.mark.nixl
+def test_a_peer_that_dies_during_the_set_up_is_named(tmp_path: Path) -> None:
+    def fail_after_its_death(transport: Any, request: Any) -> None:
+        while not transport._control._native.failure():
+            time.sleep(0.01)
+        raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+
+    def die(transport: Any, request: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def body(rank: int, path: str, results: Any) -> None:
+        NixlTransport._exchange_slots = die if rank else fail_after_its_death  # type: ignore[method-assign]
+        try:
+            open_from_file(NIXL, pair(), rank, path)
+        except TransportError as error:
+            results.put((type(error).__name__, str(error)))
+
+    with forked(2, body, tmp_path) as (_, results):
+        name, text = results.get(timeout=PATIENCE)
+    assert name == "PeerDead" and "rank 1 (pid" in text

@@ -122,9 +122,7 @@ class NixlTransport(ThreadedTransport):
         except BaseException as error:
             self._control.abort(f"{type(error).__name__}: {error}")
             self._control.close()
-            if isinstance(error, TransportError) or not isinstance(error, Exception):
-                raise
-            raise SetupError(f"rank {self.rank}: NIXL: {one_line(error)}") from error
+            raise
         # The offers were heard.
         self._heard = [0] * len(self.incoming) + [1] * len(self.outgoing)
         self._thread = threading.Thread(target=self._run, name="dpp-nixl", daemon=True)
@@ -137,6 +135,15 @@ class NixlTransport(ThreadedTransport):
         os.register_at_fork(after_in_child=functools.partial(_keep_in_child, weakref.ref(self)))
 
     def _join(self, request: Request) -> None:
+        try:
+            self._exchange_slots(request)
+        except TransportError:
+            raise
+        except Exception as error:
+            self._control.raise_failure()  # a peer may have died meanwhile
+            raise SetupError(f"rank {self.rank}: NIXL: {one_line(error)}") from error
+
+    def _exchange_slots(self, request: Request) -> None:
         """Make our slots, offer them to the peers, and learn theirs."""
         self._receive_slots = Slots(self.rank, self.incoming)
         self._send_slots = Slots(self.rank, self.outgoing)
