@@ -331,7 +331,7 @@ class NixlTransport(ThreadedTransport):
         return found._replace(tensor=tensor.to(self._device), sent_ns=sent_ns)
 
     def _read(self, note: list[int], spec: ChannelSpec) -> tuple[torch.dtype, int, list[int], int]:
-        """What an announcement says, checked."""
+        """Dtype, checksum, shape and sending time of an announcement, checked."""
         sent_ns, code, checksum = note[:_NUM_FIELDS]
         shape, dtype = note[_NUM_FIELDS:], self._dtypes[code] if code >= 0 else None
         if dtype is None or len(shape) > _MOST_DIMENSIONS or min(shape, default=0) < 0:
