@@ -9,8 +9,9 @@ network namespaces joined by a veth pair (needs root). All rows of a size take t
 untimed pass. Per kind there are two medians of one way: from ``put`` to
 the tensor that ``take`` returned, and ("seen") from ``put`` to the moment at which the receiver saw
 that the message is complete, which leaves out the copy out of the slot. gloo's own send and recv
-are measured beside them, and UCX where ``ucx_perftest`` is installed. Two floors: "copy" between
-two buffers of one process, and "copy to peer" into shared memory that another process has read
+are measured beside them, and UCX where ``ucx_perftest`` is installed. ``--kinds nixl:tcp`` is NIXL
+over UCX's tcp (a value of ``UCX_TLS``). Two floors: "copy" between two buffers
+of one process, and "copy to peer" into shared memory that another process has read
 since, whose cache lines have to come from that process's core first. "copies" is twice the latter:
 what a message over ``shm`` costs at least until it is taken. Gates are ratios within this
 run, so that they mean the same on a slow machine; the exit status is 1 when one is missed, and the
@@ -241,6 +242,9 @@ def _player(rank: int, kind: str, num_bytes: int, path: str, hosts: Any) -> tupl
         hosts.enter(rank)
         addresses = hosts.addresses
     arm = Gloo if kind == "gloo" else OurKind
+    kind, _, ucx = kind.partition(":")
+    if ucx:
+        os.environ["UCX_TLS"] = ucx
     player = arm(kind, rank, num_bytes, path, addresses[rank])
     seconds = _play(player, rank, num_bytes)
     seen = player.seen()

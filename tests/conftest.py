@@ -1,8 +1,8 @@
 """Fixtures and skips that all tests share, and the path of the reference data.
 
-A test marked ``gpu``, ``multigpu`` or ``rdma`` is skipped with its reason where the device is not
-there; ``DPP_REQUIRE=gpu,rdma`` (what ``tools/test.sh --gpu --rdma`` sets) turns that skip into a
-failure. Tests marked ``slow`` run with ``--long`` only.
+A test marked ``gpu``, ``multigpu``, ``rdma`` or ``nixl`` is skipped with its reason where the
+device or package is not there; ``DPP_REQUIRE=gpu,rdma`` (what ``tools/test.sh --gpu --rdma`` sets)
+turns that skip into a failure. Tests marked ``slow`` run with ``--long`` only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from megatron.dpp.config import missing_package
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -69,11 +71,16 @@ def _no_rdma(_: pytest.Config) -> str | None:
     return None if has_device else "no RDMA device in /sys/class/infiniband"
 
 
+def _no_nixl(_: pytest.Config) -> str | None:
+    return missing_package("nixl")
+
+
 _PROBES: dict[str, Callable[[pytest.Config], str | None]] = {
     "slow": _no_long,
     "gpu": _no_gpu,
     "multigpu": _no_gpus,
     "rdma": _no_rdma,
+    "nixl": _no_nixl,
 }
 
 

@@ -8,6 +8,8 @@ namespace dpp {
 namespace {
 
 constexpr size_t kPage = 4096;
+// glibc maps memory of this size anew for each tensor (M_MMAP_THRESHOLD_MAX), and reuses smaller.
+constexpr uint64_t kLeastReused = 32 << 20;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -164,6 +166,18 @@ Header ShmReceiver::header(uint64_t sequence) { return *block_->header(channel_,
 void ShmReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t) {
   expect_large_pages(to, bytes);
   copier_.copy(to, block_->payload(channel_, sequence), bytes);
+}
+
+// A copy, in memory that was used before: pages of fresh memory are made and cleared at the first
+// touch, which takes as long as the copy.
+Block ShmReceiver::hand_over(uint64_t sequence, uint64_t bytes) {
+  const uint64_t slot_bytes = block_->channels_[channel_].slot_bytes;
+  // A short message would keep the memory of a long one.
+  if (bytes < kLeastReused || bytes < slot_bytes - slot_bytes / 8) return nullptr;
+  if (!blocks_) blocks_ = Blocks::create(slot_bytes, depth_);
+  Block memory = blocks_->get();
+  if (memory) copier_.copy(memory.get(), block_->payload(channel_, sequence), bytes);
+  return memory;
 }
 
 void ShmReceiver::release(uint64_t sequence) {

@@ -99,9 +99,13 @@ class ShmReceiver : public Receiver {
  public:
   ShmReceiver(std::shared_ptr<ShmBlock> block, size_t channel, std::shared_ptr<Peer> peer,
               const Copier& copier = Copier());
+  ~ShmReceiver() override {
+    if (blocks_) blocks_->keep_none();
+  }
   uint64_t arrived() override;
   Header header(uint64_t sequence) override;
   void copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t stream) override;
+  Block hand_over(uint64_t sequence, uint64_t bytes) override;
   void release(uint64_t sequence) override;
 
   // Messages whose header is there and whose payload a GPU has, or will have, written.
@@ -119,6 +123,7 @@ class ShmReceiver : public Receiver {
   const uint64_t depth_;
   const Copier copier_;
   uint64_t seen_ = 0;
+  std::shared_ptr<Blocks> blocks_;     // for large messages, from the first one on
   std::atomic<uint64_t> released_{0};  // a GPU kind releases from the progress thread
 };
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import ipaddress
 import math
 import os
@@ -23,6 +24,9 @@ TRANSPORT_KINDS = (
     *sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent / "transport/kinds")])),
 )
 """Values of ``--dpp-transport``: ``auto``, and one per module of ``transport/kinds/``."""
+
+KIND_PACKAGES = {"nixl": "pip install --no-deps nixl nixl-cu12 (or nixl-cu13)"}
+"""Kinds that need the package of their name, with the command that installs it."""
 
 CUDA_GRAPHS = ("auto", "on", "off")
 """Values of ``--dpp-cuda-graphs``."""
@@ -53,6 +57,16 @@ _RANGES = (
     ("rdma_retries", 0, 7),
 )
 """Field, least and greatest value; a timeout of 0 would wait for ever."""
+
+
+def missing_package(kind: str) -> str | None:
+    """The error of a transport kind whose package is not installed, else None."""
+    if kind not in KIND_PACKAGES or importlib.util.find_spec(kind) is not None:
+        return None
+    return (
+        f"--dpp-transport {kind}: {sys.executable} has no package {kind}: {KIND_PACKAGES[kind]}, "
+        "on every node"
+    )
 
 
 def _option(default: Any, help_text: str, needs: str = "dpp") -> Any:

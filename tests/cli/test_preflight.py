@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -101,6 +102,13 @@ def test_bad_input_is_refused_without_importing_torch(message: str) -> None:
 
 def test_good_input_gets_as_far_as_torch() -> None:
     assert "AssertionError: torch" in pretrain(GOOD).stderr
+
+
+def test_a_link_kind_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    flags = [*GOOD.split(), "--dpp-transport", "nixl"]
+    with pytest.raises(ConfigError, match=r"--dpp-transport nixl: .*pip install --no-deps nixl"):
+        preflight.check("gpt", flags, 2)
 
 
 def test_the_table_of_fields_is_that_of_the_pinned_megatron_core() -> None:

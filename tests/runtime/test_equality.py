@@ -39,6 +39,19 @@ def test_two_ranks_in_further_layouts() -> None:
     )
 
 
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_links_over_nixl() -> None:
+    over = {"transport": "nixl"}
+    late, static = over | {"inject": LATE}, over | {"static": True}
+    check(
+        2,
+        case("nixl v1", 2, 5, over, late, static, dropout=0.1),
+        case("nixl v2", 2, 4, late | {"checksum": True}, static, v=2, dropout=0.1),
+    )
+    check(4, case("nixl tp2", 2, 4, late, v=2, tp=2, sp=True, layers=4))
+
+
 def test_microbatches_of_unlike_length() -> None:
     """megatron-core's own exchange tells the shapes first; our channels carry them."""
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}

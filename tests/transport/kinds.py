@@ -47,10 +47,13 @@ from megatron.dpp.transport.kinds import AUTO, find
 
 GPU_KINDS = ("cuda_ipc", "staged")
 """Over a double of the CUDA driver, whose device memory is shared host memory."""
-KINDS = ("fake", "dist", "shm", "tcp", "rdma", *GPU_KINDS)
+NIXL = "nixl"
+KINDS = ("fake", "dist", "shm", "tcp", "rdma", NIXL, *GPU_KINDS)
 NATIVE_KINDS = ("shm", "tcp")
 IN_PROCESS_KINDS = (*NATIVE_KINDS, "rdma", *GPU_KINDS)
 """``rdma`` runs over a double of libibverbs that knows one process only."""
+NIXL_KIND = pytest.param(NIXL, marks=pytest.mark.nixl)
+"""For parameters: skipped where the package is not installed."""
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE = 30.0
 """Seconds after which a test gives up; never reached when all is well."""

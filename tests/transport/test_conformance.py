@@ -11,9 +11,11 @@ import torch
 
 from megatron.dpp.errors import TransferTimeout, TransportUnavailable
 from megatron.dpp.transport import ChannelSpec, Direction
-from tests.transport.kinds import KINDS, PATIENCE, opened, pair, take_next
+from tests.transport.kinds import KINDS, NIXL, NIXL_KIND, PATIENCE, opened, pair, take_next
 
-pytestmark = pytest.mark.parametrize("kind", KINDS)
+pytestmark = pytest.mark.parametrize(
+    "kind", [NIXL_KIND if kind == NIXL else kind for kind in KINDS]
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
 

@@ -35,6 +35,7 @@ from tests.transport.kinds import (
     GPU_KINDS,
     IN_PROCESS_KINDS,
     NATIVE_KINDS,
+    NIXL_KIND,
     PATIENCE,
     forked,
     inheritance_kept,
@@ -105,7 +106,7 @@ STAGES: tuple[Callable[[str, str, Any], None], ...] = (
 )
 
 
-@pytest.mark.parametrize("kind", (*NATIVE_KINDS, *GPU_KINDS))
+@pytest.mark.parametrize("kind", (*NATIVE_KINDS, NIXL_KIND, *GPU_KINDS))
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
 def test_a_peer_killed_at_any_stage_is_noticed_and_named(
     kind: str, stage: Callable[[str, str, Any], None], tmp_path: Path
@@ -202,7 +203,7 @@ def test_forked_ranks_collect_nothing_that_they_inherit(tmp_path: Path) -> None:
     assert collected == [os.getpid()], "this process still collects it"
 
 
-@pytest.mark.parametrize("kind", IN_PROCESS_KINDS)
+@pytest.mark.parametrize("kind", (*IN_PROCESS_KINDS, NIXL_KIND))
 def test_a_forked_child_must_not_use_its_parents_transport(kind: str) -> None:
     with opened(kind, pair()) as (a, b), inheritance_kept():
         child = os.fork()
@@ -220,7 +221,7 @@ def test_a_forked_child_must_not_use_its_parents_transport(kind: str) -> None:
         assert take_next(b, 0, 0).microbatch == 0
 
 
-@pytest.mark.parametrize("kind", IN_PROCESS_KINDS)
+@pytest.mark.parametrize("kind", (*IN_PROCESS_KINDS, NIXL_KIND))
 def test_a_rank_that_gives_up_says_why(kind: str) -> None:
     with opened(kind, pair()) as (a, b):
         with pytest.raises(ZeroDivisionError), a:

@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +22,7 @@ from tests.shared_memory import none_left
 from tests.transport.kinds import (
     GPU_KINDS,
     NATIVE_KINDS,
+    NIXL,
     PATIENCE,
     inheritance_kept,
     open_from_file,
@@ -115,9 +116,9 @@ def _ring(kind: str, seed: int, path: str) -> Iterator[list[tuple[int, Connectio
             pipe.close()
 
 
-def _kill_one(seed: int, folder: Path) -> float:
+def _kill_one(seed: int, folder: Path, kinds: Sequence[str] = KILLED_KINDS) -> float:
     """Kill a random rank; check the others. Seconds until the last of them raised."""
-    chance, kind = random.Random(seed), KILLED_KINDS[seed % len(KILLED_KINDS)]
+    chance, kind = random.Random(seed), kinds[seed % len(kinds)]
     with prepared(kind), _ring(kind, seed, str(folder / f"store{seed}")) as ranks:
         time.sleep(chance.random() * 0.03)
         victim = chance.randrange(RANKS)
@@ -138,6 +139,13 @@ def test_survivors_of_a_kill_raise_and_leave_nothing(tmp_path: Path) -> None:
     with none_left():
         for seed in range(4):
             _kill_one(seed, tmp_path)
+
+
+@pytest.mark.nixl
+def test_survivors_over_nixl_raise_and_leave_nothing(tmp_path: Path) -> None:
+    with none_left():
+        for seed in range(3):
+            _kill_one(seed, tmp_path, [NIXL])
 
 
 @pytest.mark.slow

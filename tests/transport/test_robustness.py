@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -153,3 +154,22 @@ def test_over_dist_a_rank_that_is_silent_for_long_is_not_gone() -> None:
         b.poll()
         a.put(0, torch.ones(4), iteration=0, microbatch=0)
         assert take_next(b, 0, 0).tensor.tolist() == [1.0] * 4
+
+
+def test_very_large_tensors_over_shm_reuse_memory() -> None:
+    sent = [torch.full((33 << 20,), index, dtype=torch.uint8) for index in range(6)]
+    with opened("shm", pair(sent[0].nbytes, depth=1), checksum=True) as (a, b):
+        held, faults = [], 0
+        for index, tensor in enumerate(sent):
+            a.put(0, tensor, iteration=0, microbatch=index)
+            while b.poll()[0] == index:
+                assert b.wait(PATIENCE)
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            message = b.take(0)
+            faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+            if index < 2:
+                held.append(message.tensor)
+            del message
+    assert faults < 10  # the pages are there; 33 MiB have at least 16
+    for tensor, expected in zip(held, sent, strict=False):
+        assert torch.equal(tensor, expected)

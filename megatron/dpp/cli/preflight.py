@@ -21,7 +21,7 @@ from megatron.dpp.cli.planned import take_plan
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate import validate
 from megatron.dpp.cli.validate_experts import replicas_in_step
-from megatron.dpp.config import DppConfig
+from megatron.dpp.config import DppConfig, missing_package
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.inject import Injector
 from megatron.dpp.locks import check_free
@@ -65,6 +65,8 @@ def check(
             "(NUM_NODES, run_worker_*.sh), or leave the flag out"
         )
     check_values(args)
+    if missing := missing_package(args.dpp.transport):
+        raise ConfigError(missing)
     if args.use_dpp:
         _check_addresses(args.dpp, world_size)
     check_files(args, task_name)

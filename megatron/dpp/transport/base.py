@@ -210,10 +210,20 @@ class Transport(abc.ABC):
 
     def _unsent(self, left: int, seconds: float) -> TransportError:
         """The error of a flush that makes no progress."""
+        for channel, spec in enumerate(self.outgoing):
+            if self._has_unsent(channel) and self.departed(spec.destination):
+                return PeerDead(
+                    f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s: "
+                    f"rank {spec.destination} has closed its transport"
+                )
         return TransferTimeout(
             f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s; their "
             "receivers are alive but take nothing (--dpp-timeout)"
         )
+
+    def _has_unsent(self, channel: int) -> bool:
+        """True if puts on an outgoing channel are pending; False where a kind cannot tell."""
+        return False
 
     @abc.abstractmethod
     def links(self) -> Sequence[LinkInfo]:

@@ -15,11 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.dpp.errors import (
-    PeerDead,
-    TransportError,
-    TransportUnavailable,
-)
+from megatron.dpp.errors import TransportUnavailable
 from megatron.dpp.transport.abandon import Abandon
 from megatron.dpp.transport.base import (
     Board,
@@ -210,15 +206,9 @@ class NativeTransport(Transport):
         self._drop_sent()
         return sum(tensor.nbytes for kept in self._kept for _, tensor in kept)
 
-    def _unsent(self, left: int, seconds: float) -> TransportError:
-        for channel, spec in enumerate(self.outgoing):
-            unsent = self._native.done(channel) < self._native.num_puts(channel)
-            if unsent and self.departed(spec.destination):
-                return PeerDead(
-                    f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s: "
-                    f"rank {spec.destination} has closed its transport"
-                )
-        return super()._unsent(left, seconds)
+    def _has_unsent(self, channel: int) -> bool:
+        pending: bool = self._native.done(channel) < self._native.num_puts(channel)
+        return pending
 
     def links(self) -> Sequence[LinkInfo]:
         return self._links

@@ -27,19 +27,12 @@ from megatron.dpp.errors import (
     PeerDead,
     ProtocolError,
     SetupError,
-    TransportError,
-    TransportUnavailable,
 )
-from megatron.dpp.transport.base import (
-    ChannelSpec,
-    LinkInfo,
-    Message,
-    Transport,
-    check_payload,
-)
+from megatron.dpp.transport.base import ChannelSpec, LinkInfo, Message, check_payload
 from megatron.dpp.transport.joining import Request
 from megatron.dpp.transport.kinds import AUTO, TransportKind, register
 from megatron.dpp.transport.options import TransportOptions
+from megatron.dpp.transport.threaded import ThreadedTransport
 
 _HEADER_BYTES = 512
 _CLOSE_SECONDS = 5.0
@@ -111,18 +104,12 @@ class _Outgoing:
             self._owner.fail_link(self.spec, error)
 
 
-class DistTransport(Transport):
+class DistTransport(ThreadedTransport):
     """One rank's channels over gloo."""
 
     def __init__(self, request: Request) -> None:
-        self.rank = request.rank
-        self.outgoing, self.incoming = request.outgoing, request.incoming
-        self.changed = threading.Condition()
-        self._device = request.device
-        self._seen = self._version = 0
-        self._failure: TransportError | None = None
+        super().__init__(request)
         self._ended: set[ChannelSpec] = set()
-        self._closed = False
         self._bell: Any = None  # a native transport without channels
         if request.board_ranks:
             from megatron.dpp.transport.opening import open_native
@@ -170,10 +157,7 @@ class DistTransport(Transport):
     # Called by the threads.
 
     def ring(self) -> None:
-        """Something changed: end ``wait``."""
-        with self.changed:
-            self._version += 1
-            self.changed.notify_all()
+        super().ring()
         if self._bell:
             self._bell.ring()
 
@@ -194,12 +178,6 @@ class DistTransport(Transport):
                 self._failure = PeerDead(f"rank {self.rank}: rank {peer} is gone ({spec}): {text}")
         self.ring()
 
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._closed:
-            raise TransportUnavailable(f"rank {self.rank}: the transport is closed")
-
     def put(
         self, channel: int, tensor: torch.Tensor, *, iteration: int, microbatch: int,
         part: int = 0, num_parts: int = 1,
@@ -214,12 +192,6 @@ class DistTransport(Transport):
             out.num_pending += 1
             out.pending_bytes += tensor.nbytes
         out.puts.put((header.encode().ljust(_HEADER_BYTES), tensor.detach().to("cpu")))
-
-    def poll(self) -> Sequence[int]:
-        self._check()
-        with self.changed:
-            self._seen = self._version
-            return [channel.num_arrived for channel in self._incoming]
 
     def take(self, channel: int) -> Message:
         self._check()
@@ -240,25 +212,14 @@ class DistTransport(Transport):
         return Message(tensor, iteration, microbatch, part, num_parts, sent_ns, arrived_ns)
 
     def wait(self, seconds: float) -> bool:
+        if not self._bell:
+            return super().wait(seconds)
         self._check()
-        if self._bell:
-            # The bell covers the board too; arrivals ring it as well.
-            changed = self._seen != self._version or self._bell.wait(seconds)
-            self._bell.poll()
-        else:
-            with self.changed:
-                changed = self.changed.wait_for(lambda: self._seen != self._version, seconds)
+        # The bell covers the board too; arrivals ring it as well.
+        changed = self._seen != self._version or self._bell.wait(seconds)
+        self._bell.poll()
         self._check()
         return changed
-
-    def pending(self) -> int:
-        self._check()
-        with self.changed:
-            return sum(channel.num_pending for channel in self._outgoing)
-
-    def pending_bytes(self) -> int:
-        with self.changed:
-            return sum(channel.pending_bytes for channel in self._outgoing)
 
     def links(self) -> Sequence[LinkInfo]:
         return [

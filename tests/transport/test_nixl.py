@@ -1,0 +1,125 @@
+"""NIXL in processes of their own: how they end, and where the package is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from megatron.dpp.errors import PeerDead, ProtocolError, TransportError, TransportUnavailable
+from megatron.dpp.transport import open_transport
+from megatron.dpp.transport.kinds.nixl import NixlTransport
+from tests.conftest import REPOSITORY
+from tests.transport.kinds import (
+    NIXL,
+    PATIENCE,
+    close_and_wait,
+    forked,
+    of_rank,
+    open_from_file,
+    opened,
+    pair,
+    take_next,
+)
+
+ENDS_OPEN = """
+import sys, torch
+from tests.transport.kinds import open_from_file, pair
+transport = open_from_file("nixl", pair(), int(sys.argv[1]), sys.argv[2])
+transport.put(0, torch.ones(9), iteration=0, microbatch=0)
+while not transport.poll()[0]:
+    assert transport.wait(30.0)
+print(float(transport.take(0).tensor.sum()))
+transport.flush(30.0)
+"""
+
+
+def test_a_process_without_the_package_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(TransportUnavailable, match=r"--dpp-transport nixl: .* pip install"):
+        open_transport(of_rank(pair(), 0), rank=0, store=HashStore(), kind=NIXL)
+
+
+@pytest.mark.nixl
+def test_a_process_that_never_closes_ends_in_order(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDS_OPEN]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")], cwd=REPOSITORY,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for rank in ranks:
+            output, _ = rank.communicate(timeout=2 * PATIENCE)
+            assert (rank.returncode, output.splitlines()[-1]) == (0, "9.0"), output
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.mark.nixl
+def test_puts_to_a_rank_that_has_left_stay_pending() -> None:
+    with opened(NIXL, pair(depth=1)) as (a, b):
+        close_and_wait(b, a)
+        a.put(0, torch.ones(1 << 10), iteration=0, microbatch=0)
+        with pytest.raises(PeerDead, match=r"1 puts are pending.*rank 1 has closed its transport"):
+            a.flush(0.2)
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize(
+    ("note", "fault"),
+    [
+        ([], "not enough values"),
+        ([1, 99, -1, 3], "list index out of range"),
+        ([1, 0, -1, -3], "a broken announcement"),
+        ([1, 0, -1, *[1] * 9], "a broken announcement"),
+        ([1, 0, -1, 1 << 40], "does not fit 65536 bytes"),
+        ([1, 0, 7, 3], "the checksum of microbatch 5 is wrong"),
+    ],
+)
+def test_a_broken_announcement_ends_the_run(note: list[int], fault: str) -> None:
+    with opened(NIXL, pair()) as (a, b):
+        a._control.put(0, torch.tensor(note, dtype=torch.int64), iteration=0, microbatch=5)
+        with pytest.raises(ProtocolError, match=fault):
+            take_next(b, 0, 0)
+        with pytest.raises(ProtocolError, match=fault):
+            b.poll()
+        with pytest.raises(PeerDead, match=f"rank 1 gave up: .*{fault}"):
+            while True:
+                a.poll()
+                assert a.wait(PATIENCE)
+
+
+@pytest.mark.nixl
+def test_a_peer_that_dies_during_the_set_up_is_named(tmp_path: Path) -> None:
+    def fail_after_its_death(transport: Any, request: Any) -> None:
+        while not transport._control._native.failure():
+            time.sleep(0.01)
+        raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+
+    def die(transport: Any, request: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def body(rank: int, path: str, results: Any) -> None:
+        NixlTransport._exchange_slots = die if rank else fail_after_its_death  # type: ignore[method-assign]
+        try:
+            open_from_file(NIXL, pair(), rank, path)
+        except TransportError as error:
+            results.put((type(error).__name__, str(error)))
+
+    with forked(2, body, tmp_path) as (_, results):
+        name, text = results.get(timeout=PATIENCE)
+    assert name == "PeerDead" and "rank 1 (pid" in text
