@@ -269,7 +269,8 @@ def test_a_save_in_the_background_commits_when_it_is_done(
         return request if background else None
 
     @contextlib.contextmanager
-    def bound() -> Iterator[None]:
+    def bound(*, in_background: bool) -> Iterator[None]:
+        assert in_background is background
         yield
 
     core, patch = checkpointing.dist_checkpointing, monkeypatch.setattr
