@@ -122,6 +122,15 @@ def test_schedulers_are_built_anew_with_what_was_measured() -> None:
     assert held[1] == pytest.approx(0.6) and held[0] != held[1]
 
 
+def test_the_cap_is_that_of_the_last_training_step() -> None:
+    made = decisions([])
+    assert made.cap == 0.0
+    for number, (forward_only, cap) in enumerate([(True, 0.0), (False, 3.0), (True, 3.0)], 3):
+        geometry = Geometry(2, 0, 1, number, forward_only=forward_only)
+        made.scheduler(geometry, split=False)
+        assert made.cap == cap
+
+
 def test_another_model_forgets_what_was_measured() -> None:
     made = decisions([])
     geometry = Geometry(2, 0, 1, 4, w_pieces=(2,))
