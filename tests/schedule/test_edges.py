@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from megatron.dpp.errors import ConfigError, ScheduleError
-from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler, parse_cap
+from megatron.dpp.schedule import (
+    Action,
+    Allowance,
+    Geometry,
+    Kind,
+    MemoryLimit,
+    Scheduler,
+    StaticSizes,
+    parse_cap,
+)
 from megatron.dpp.schedule.reference import peak_in_flight
 
 
@@ -53,3 +62,13 @@ def test_one_below_the_least_cap_is_refused_on_every_rank(p: int, v: int, m: int
             Scheduler(geometry, cap=least - 1)
         with pytest.raises(ConfigError, match=f"needs {least}"):
             Scheduler(geometry, cap=least - 0.01)
+
+
+def test_what_the_static_schedule_held_is_a_limit_beside_the_others() -> None:
+    """The last rank may keep the logits of so many microbatches, whatever their sizes were."""
+    geometry, sizes = Geometry(2, 1, 2, 4), StaticSizes()
+    sizes.add(geometry, [1, 9, 2, 1], ())
+    heads = MemoryLimit(2.0, (0.0, 1.0), deferred=False)
+    found = Allowance(3.0, limits=(heads,)).with_static(sizes, 10)
+    worst = MemoryLimit(sizes.peak(()) / 10, (), sizes.mean, soft=True)
+    assert (found.chunks, found.limits) == (3.0, (heads, worst))
