@@ -8,9 +8,11 @@ from megatron.dpp.errors import ConfigError, ScheduleError
 from megatron.dpp.schedule import (
     Action,
     Allowance,
+    Budget,
     Geometry,
     Kind,
     MemoryLimit,
+    Reference,
     Scheduler,
     StaticSizes,
     parse_cap,
@@ -72,3 +74,12 @@ def test_what_the_static_schedule_held_is_a_limit_beside_the_others() -> None:
     found = Allowance(3.0, limits=(heads,)).with_static(sizes, 10)
     worst = MemoryLimit(sizes.peak(()) / 10, (), sizes.mean, soft=True)
     assert (found.chunks, found.limits) == (3.0, (heads, worst))
+
+
+def test_a_microbatch_of_unknown_size_has_the_assumed_one_until_it_is_learnt() -> None:
+    geometry = Geometry(2, 0, 1, 3)
+    budget = Budget(Reference(geometry), cap=2.0, largest=10, assumed=4)
+    assert (budget.least, budget.unrun) == (0.8, 12)  # two are held at once
+    budget.learn(1, 9, [0])
+    assert (budget.least, budget.unrun) == (1.3, 17)
+    assert Budget(Reference(geometry), cap=2.0, largest=10).least == 2.0
