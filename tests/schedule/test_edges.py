@@ -17,6 +17,7 @@ from megatron.dpp.schedule import (
     StaticSizes,
     parse_cap,
 )
+from megatron.dpp.schedule.budget import KnownSizes
 from megatron.dpp.schedule.reference import peak_in_flight
 
 
@@ -83,3 +84,12 @@ def test_a_microbatch_of_unknown_size_has_the_assumed_one_until_it_is_learnt() -
     budget.learn(1, 9, [0])
     assert (budget.least, budget.unrun) == (1.3, 17)
     assert Budget(Reference(geometry), cap=2.0, largest=10).least == 2.0
+
+
+def test_a_microbatch_may_be_empty_and_as_long_as_the_longest() -> None:
+    sizes = KnownSizes(Geometry(2, 0, 1, 3), 10)
+    assert sizes.learn(0, 0) and sizes.learn(1, 10)
+    for size in (-1, 11):
+        with pytest.raises(ScheduleError, match=f"has size {size}; .* from 0 to 10 "):
+            sizes.learn(2, size)
+    assert sizes.unlike() == [0, 10, 10]

@@ -15,7 +15,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.plan.batches import BatchPlans, BatchSettings
+from megatron.dpp.plan.batches import BatchPlans, BatchSettings, share_batch
 from megatron.dpp.train.sequences import Microbatch, SequenceDataset, collate
 from tests.parity.runs import Result
 from tests.train.several import train_each
@@ -148,6 +148,12 @@ def test_even_packing_makes_fewer_microbatches_than_sequences() -> None:
     """A batch that no multiple divides was refused, although it can be packed."""
     settings = BatchSettings(packing="even", num_ranks=4, multiple=4, budget=70)
     assert len(BatchPlans(lambda a, b: [5] * (b - a), 10, 0, settings).microbatches(0)) == 8
+
+
+def test_the_largest_microbatch_is_cut_where_replicas_need_more() -> None:
+    settings = BatchSettings(num_replicas=3, packing="in-order", budget=10)
+    found = share_batch([6, 4, 1, 1], settings)
+    assert sorted(each for replica in found for each in replica) == [[0], [1], [2, 3]]
 
 
 FLAGS = (
