@@ -56,6 +56,25 @@ def test_a_model_with_fewer_layers_is_refused() -> None:
         hf._copy(folder, entry, shard)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_takes_its_rows_of_the_vocabulary_and_zeros_behind_them(rank: int) -> None:
+    (entry,) = (each for each in entries("llama", _SIZES) if "word_embeddings" in each.key)
+    whole = torch.arange(96.0 * 32).reshape(96, 32) + 1
+    folder: Any = SimpleNamespace(
+        path="folder", read=lambda _: [whole], config=SimpleNamespace(sizes=_SIZES)
+    )
+    shard: Any = SimpleNamespace(
+        key=entry.key,
+        data=torch.full((51, 32), float("nan")),
+        global_shape=(102, 32),
+        global_offset=(51 * rank, 0),
+        local_shape=(51, 32),
+    )
+    hf._copy(folder, entry, shard)
+    padded = torch.cat([whole, torch.zeros(6, 32)])
+    assert torch.equal(shard.data, padded[51 * rank : 51 * (rank + 1)])
+
+
 @pytest.mark.parametrize(
     ("iteration", "skips", "written"), [(5, False, False), (9, False, True), (0, True, True)]
 )
