@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,13 @@ def test_tensors_that_no_rank_used_are_refused(family: str, key: str) -> None:
     assert less < used
     with pytest.raises(DataError, match=r"--load-hf folder: .* no place for model\.layers\.0\."):
         hf.check_all_used(Path("folder"), tensors, less)
+
+
+def test_a_norm_with_two_names_needs_one_of_them() -> None:
+    tensors = list(entries("mixtral", replace(_SIZES, experts=4)))
+    once = {(each.key, each.place) for each in tensors if not each.twin}
+    assert len(once) == len(tensors) - _SIZES.layers
+    hf.check_all_used(Path("folder"), tensors, once)
 
 
 def test_a_model_with_fewer_layers_is_refused() -> None:
