@@ -299,3 +299,21 @@ def test_a_vocabulary_may_be_padded_and_not_cut(rows: int, width: int, fits: boo
             DataError, match=rf"x: k is \[{rows}, {width}\], the model's is \[96, 8"
         ):
             stored.check(entry)
+
+
+def test_a_padded_vocabulary_is_read_from_the_parts_of_several_ranks() -> None:
+    entry: Any = SimpleNamespace(key="k", place=(), counts=(), shape=(96, 8), by_vocab=True)
+    whole = torch.arange(102.0 * 8).reshape(102, 8)
+    stored: Any = object.__new__(Stored)
+    kept = SimpleNamespace(properties=SimpleNamespace(dtype=whole.dtype))
+    stored._path, stored._tensors = Path("x"), {"k": kept}
+    stored._load = lambda rows: whole[rows]
+    parts = [
+        SimpleNamespace(offset=(first, 0), size=(34, 8), info=slice(first, first + 34))
+        for first in (0, 34, 68)
+    ]
+    stored._chunks = {("k", ()): parts}
+    assert torch.equal(stored.read(entry), whole[:96])
+    stored._chunks = {("k", ()): parts[1:]}
+    with pytest.raises(DataError, match="x: k is not whole"):
+        stored.read(entry)

@@ -40,7 +40,7 @@ def greedy(model: Any, prompt: Sequence[int]) -> list[int]:
     return answer
 
 
-answers = partial(generate, most=NEW, ends=frozenset(), sampling=Sampling(), batch_size=8)
+answers = partial(generate, most=NEW // 2, ends=frozenset(), sampling=Sampling(), batch_size=8)
 
 
 def loss_of(model: Any, ids: Sequence[int]) -> torch.Tensor:
@@ -54,8 +54,8 @@ def compare(family: str, folder: Path) -> None:
     model = tiny.load(folder)
     wanted = [greedy(model, prompt) for prompt in PROMPTS]
     with opened(folder) as engine:
-        assert [each.tokens for each in answers(engine, PROMPTS)] == wanted
-        assert [each.tokens for each in answers(engine, PROMPTS, batch_size=2)] == wanted
+        assert [each.tokens for each in answers(engine, PROMPTS, most=NEW)] == wanted
+        assert [each.tokens for each in answers(engine, PROMPTS, most=NEW, batch_size=2)] == wanted
         documents = [Document([*p, *w]) for p, w in zip(PROMPTS, wanted, strict=True)]
         found = total_loss(engine, documents, window=64, stride=32, batch_size=3)
     losses = torch.cat([loss_of(model, each.ids) for each in documents])

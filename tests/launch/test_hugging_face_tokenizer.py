@@ -53,6 +53,21 @@ def test_ids_are_those_of_transformers(folder: Path) -> None:
         _ = ours.pad
 
 
+def test_ids_may_have_gaps_and_documents_begin_only_as_the_file_says(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    last = max(vocab, key=lambda token: int(vocab[token]))
+    vocab[last] += 20
+    file.write_text(json.dumps(content))
+    ours = HuggingFaceTokenizer(str(folder))
+    assert ours.vocab_size == vocab[last] + 1 == len(ours.vocab) + 20
+    assert ours.begin == (ours.bos,)
+    file.write_text(json.dumps(content | {"post_processor": None}))
+    plain = HuggingFaceTokenizer(str(folder))
+    assert (plain.begin, plain.bos) == ((), 0)
+
+
 def test_a_chat_has_the_ids_of_its_template_in_transformers(folder: Path) -> None:
     encoder = ChatEncoder(HuggingFaceTokenizer(str(folder)), find_template("auto", str(folder)))
     ids, marks = encoder.encode({"messages": CHAT})

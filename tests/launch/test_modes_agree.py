@@ -9,9 +9,11 @@ import pytest
 
 from megatron.dpp.launch.main import plan
 from tests.parity.runs import train
+from tests.train.several import corpus
 
 SMALL = (
-    "--procs 2 --num-layers 4 --hidden-size 64 --seq-length 64 --batch-size 8 --mock-data "
+    "--procs 2 --num-layers 4 --hidden-size 64 --seq-length 64 --batch-size 8 "
+    "--tokenizer-type NullTokenizer --vocab-size 100 "
     "--no-load-optim --lr 0.01 --eval-iters 0 --lr-decay-style constant --lr-warmup-fraction 0 "
 )
 MODES = {
@@ -30,7 +32,7 @@ MORE = {
 
 def losses(folder: Path, name: str, options: str) -> list[float]:
     """Of every iteration of a run of ``train``."""
-    found = plan(shlex.split(f"{options} {SMALL}"))
+    found = plan(shlex.split(f"{options} {SMALL} {corpus()}"))
     argv = [word for word in found.resolved.argv if word != "--estimate"]
     result = train(folder, name, found.setting.world_size, shlex.join(argv))
     return result.column("lm loss")

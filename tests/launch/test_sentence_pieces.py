@@ -105,6 +105,13 @@ def test_a_chat_has_tokens_of_its_template(folder: Path) -> None:
     assert plain == ours.tokenize("It is 2024.") + ours.tokenize("the old town")
 
 
+def test_ids_behind_the_pieces_may_have_gaps(folder: Path) -> None:
+    configure(folder, added_tokens_decoder={"340": {"content": "<|end|>"}}, eos_token="<|end|>")
+    ours = build_tokenizer("Llama2Tokenizer", tokenizer_model=str(folder))
+    assert (ours.eod, ours.vocab_size) == (340, 341)
+    assert ours.detokenize([340, 335, 340]) == "<|end|><|end|>"
+
+
 def test_documents_of_train_begin_and_end_with_their_tokens(folder: Path) -> None:
     source = folder.parent / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))

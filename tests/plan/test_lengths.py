@@ -57,6 +57,12 @@ def test_a_packing_holds_every_sequence_once_within_the_budget(drawn, how, budge
         assert len(bins) == num_bins
 
 
+def test_even_packing_evens_out_the_costs_and_then_the_numbers():
+    assert pack([1] * 4, 9, "even", costs=[9, 3, 3, 3], num_bins=2) == [[0], [1, 2, 3]]
+    assert pack([1] * 4, 9, "even", costs=[2, 2, 0, 0], num_bins=2) == [[0, 2], [1, 3]]
+    assert pack([3, 3, 1], 4, "even", costs=[9, 9, 1], num_bins=2) == [[0, 2], [1]]
+
+
 def test_packings_that_cannot_be():
     with pytest.raises(ConfigError, match="a sequence of 9 tokens exceeds the budget of 8"):
         pack([9], 8, "ffd")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import sys
@@ -182,6 +183,26 @@ def test_announced_sizes_reach_the_next_training_step_alone(
     run(**keywords(pipeline=1))
     run(**keywords())
     assert len(told) == 1 and len(static_calls) == 1 and len(dynamic_calls) == 4
+    plugin.announce([3, 3, 3])
+    run(**keywords(pipeline=1, forward_only=True))
+    run(**keywords())
+    assert told[1:] == [[3, 3, 3]], "an evaluation by megatron-core's schedule took none"
+
+
+def test_steps_of_a_host_without_a_count_are_numbered_by_training_steps(
+    monkeypatch: pytest.MonkeyPatch, dynamic_calls: list[Any]
+) -> None:
+    numbers: list[int] = []
+
+    def step(_: Any, number: int, *__: Any) -> contextlib.AbstractContextManager[None]:
+        numbers.append(number)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(plugin.StepTrace, "step", step)
+    plugin.install(DppConfig(split_backward=False))
+    for forward_only in (False, True, True, False, False):
+        schedules.get_forward_backward_func()(**keywords(forward_only=forward_only))
+    assert numbers == [0, 1, 1, 1, 2]
 
 
 def test_a_nominal_length_needs_the_most_tokens(

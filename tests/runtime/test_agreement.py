@@ -295,8 +295,38 @@ def test_a_member_never_posts_less_at_the_beginning_of_an_iteration() -> None:
     assert boards.posted[1] == [1, 4]
 
 
-def test_a_member_tells_who_holds_it_up() -> None:
-    """The last rank of two: an input allows a forward when all have it, and the leader decides."""
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_member_tells_who_holds_it_up(before: int) -> None:
+    """The last rank of two: an input allows a forward when all have it, and the leader decides.
+    Counts go on from earlier iterations.
+    """
+    none, one, two = [before], [before + 1], [before + 2]
+    channels, geometry, boards = [(Direction.FORWARD, 0)], Geometry(2, 1, 1, 2), Stage([0, 0], 2)
+    leader, follower = (
+        decider_for(
+            Scheduler(geometry, policy="megatron", split_backward=False),
+            channels,
+            HostedBoard(boards, index),
+        )
+        for index in range(2)
+    )
+    for decider in (leader, follower):
+        decider.start(none)
+
+    assert leader.next(none) is None and follower.next(none) is None
+    assert (leader.held_up_by(none), follower.held_up_by(none)) == ("", "")
+    assert leader.next(one) is None and leader.held_up_by(one) == "late-member"
+    assert follower.next(one) is None and follower.held_up_by(one) == "late-leader"
+    assert leader.held_up_by(one) == "late-member", "it has not looked since"
+    assert str(leader.next(one)) == "0F0" and str(follower.next(one)) == "0F0"
+    assert str(leader.next(one)) == "0B0", "the loss gives the last rank's gradients"
+    assert follower.held_up_by(one) == "late-leader"
+    assert str(follower.next(one)) == "0B0"
+    assert leader.next(one) is None and follower.next(two) is None
+    assert (leader.held_up_by(one), follower.held_up_by(two)) == ("", "late-member")
+
+
+def test_a_leader_launches_ahead_what_is_in_flight_to_all() -> None:
     channels, geometry, boards = [(Direction.FORWARD, 0)], Geometry(2, 1, 1, 2), Stage([0, 0], 2)
     leader, follower = (
         decider_for(
@@ -308,18 +338,11 @@ def test_a_member_tells_who_holds_it_up() -> None:
     )
     for decider in (leader, follower):
         decider.start([0])
-
-    assert leader.next([0]) is None and follower.next([0]) is None
-    assert (leader.held_up_by([0]), follower.held_up_by([0])) == ("", "")
-    assert leader.next([1]) is None and leader.held_up_by([1]) == "late-member"
-    assert follower.next([1]) is None and follower.held_up_by([1]) == "late-leader"
-    assert leader.held_up_by([1]) == "late-member", "it has not looked since"
-    assert str(leader.next([1])) == "0F0" and str(follower.next([1])) == "0F0"
-    assert str(leader.next([1])) == "0B0", "the loss gives the last rank's gradients"
-    assert follower.held_up_by([1]) == "late-leader"
-    assert str(follower.next([1])) == "0B0"
-    assert leader.next([1]) is None and follower.next([2]) is None
-    assert (leader.held_up_by([1]), follower.held_up_by([2])) == ("", "late-member")
+        assert decider.next([0]) is None
+    assert leader.next_coming([1]) is None, "not yet to the follower"
+    assert follower.next_coming([1]) is None
+    assert str(leader.next_coming([1])) == "0F0"
+    assert str(follower.next([0])) == "0F0"
 
 
 @pytest.mark.parametrize(("hosts", "early"), [([0, 0], False), ([0, 1], True)])

@@ -122,6 +122,36 @@ def test_schedulers_are_built_anew_with_what_was_measured() -> None:
     assert held[1] == pytest.approx(0.6) and held[0] != held[1]
 
 
+def test_a_call_with_shorter_sequences_has_a_scheduler_of_its_own() -> None:
+    made, geometry = decisions([]), Geometry(2, 0, 1, 4)
+    for largest in (8, 4, 8):
+        assert made.scheduler(geometry, split=False, largest=largest).sizes.largest == largest
+
+
+def test_the_head_is_counted_in_slots_once_their_size_is_known() -> None:
+    """Its logits are as many bytes as before, and a slot holds more than an eager activation."""
+    geometry = Geometry(4, 3, 2, 16)
+    made = decisions([])
+    made.measured(Memory(activation_bytes=100, deferred_bytes=60, head_room=8.0))
+    made.measured_slots(400)
+    assert made.activation_bytes == 400
+    caps = [made.scheduler(geometry, split=True).view.cap]
+    for room in (2.0, 8.0):
+        other = decisions([])
+        other.measured(Memory(activation_bytes=400, deferred_bytes=400, head_room=room, slots=True))
+        caps.append(other.scheduler(geometry, split=True).view.cap)
+    assert caps[0] == caps[1] > caps[2]
+
+
+def test_the_cap_is_that_of_the_last_training_step() -> None:
+    made = decisions([])
+    assert made.cap == 0.0
+    for number, (forward_only, cap) in enumerate([(True, 0.0), (False, 3.0), (True, 3.0)], 3):
+        geometry = Geometry(2, 0, 1, number, forward_only=forward_only)
+        made.scheduler(geometry, split=False)
+        assert made.cap == cap
+
+
 def test_another_model_forgets_what_was_measured() -> None:
     made = decisions([])
     geometry = Geometry(2, 0, 1, 4, w_pieces=(2,))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.runtime.timer import DeviceTimer
+from megatron.dpp.runtime.timer import DeviceTimer, HostTimer
 
 KEY = ("W", 0)
 
@@ -76,6 +76,24 @@ def learned(device: Device, lookahead: float) -> DeviceTimer:
     device.now += 10.0
     assert timer.pause() == 0.0 and timer.durations[KEY] == pytest.approx(1.0)
     return timer
+
+
+def test_a_hosts_task_lasts_until_its_call_returns_without_what_was_injected(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(seconds: float) -> None:
+        device.now += seconds
+
+    monkeypatch.setattr("megatron.dpp.runtime.timer.time.sleep", sleep)
+    timer = HostTimer()
+    for factor in (1.0, 3.0, 1.0):
+        timer.begin()
+        device.now += 2.0
+        if factor > 1.0:
+            timer.prolong(KEY, factor, 0.5)
+        timer.launched(KEY)
+        assert timer.durations == {KEY: 2.0}
+    assert timer.injected_seconds == 4.5
 
 
 def test_the_next_task_is_chosen_so_long_before_the_end_of_the_running_one(device: Device) -> None:

@@ -5,7 +5,19 @@ from __future__ import annotations
 import pytest
 
 from megatron.dpp.errors import ConfigError, ScheduleError
-from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler, parse_cap
+from megatron.dpp.schedule import (
+    Action,
+    Allowance,
+    Budget,
+    Geometry,
+    Kind,
+    MemoryLimit,
+    Reference,
+    Scheduler,
+    StaticSizes,
+    parse_cap,
+)
+from megatron.dpp.schedule.budget import KnownSizes
 from megatron.dpp.schedule.reference import peak_in_flight
 
 
@@ -53,3 +65,31 @@ def test_one_below_the_least_cap_is_refused_on_every_rank(p: int, v: int, m: int
             Scheduler(geometry, cap=least - 1)
         with pytest.raises(ConfigError, match=f"needs {least}"):
             Scheduler(geometry, cap=least - 0.01)
+
+
+def test_what_the_static_schedule_held_is_a_limit_beside_the_others() -> None:
+    """The last rank may keep the logits of so many microbatches, whatever their sizes were."""
+    geometry, sizes = Geometry(2, 1, 2, 4), StaticSizes()
+    sizes.add(geometry, [1, 9, 2, 1], ())
+    heads = MemoryLimit(2.0, (0.0, 1.0), deferred=False)
+    found = Allowance(3.0, limits=(heads,)).with_static(sizes, 10)
+    worst = MemoryLimit(sizes.peak(()) / 10, (), sizes.mean, soft=True)
+    assert (found.chunks, found.limits) == (3.0, (heads, worst))
+
+
+def test_a_microbatch_of_unknown_size_has_the_assumed_one_until_it_is_learnt() -> None:
+    geometry = Geometry(2, 0, 1, 3)
+    budget = Budget(Reference(geometry), cap=2.0, largest=10, assumed=4)
+    assert (budget.least, budget.unrun) == (0.8, 12)  # two are held at once
+    budget.learn(1, 9, [0])
+    assert (budget.least, budget.unrun) == (1.3, 17)
+    assert Budget(Reference(geometry), cap=2.0, largest=10).least == 2.0
+
+
+def test_a_microbatch_may_be_empty_and_as_long_as_the_longest() -> None:
+    sizes = KnownSizes(Geometry(2, 0, 1, 3), 10)
+    assert sizes.learn(0, 0) and sizes.learn(1, 10)
+    for size in (-1, 11):
+        with pytest.raises(ScheduleError, match=f"has size {size}; .* from 0 to 10 "):
+            sizes.learn(2, size)
+    assert sizes.unlike() == [0, 10, 10]

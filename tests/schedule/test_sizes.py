@@ -442,6 +442,7 @@ def deferred_at_forwards(slots):
 def test_a_static_peak_is_that_of_the_worst_batch_so_far(weights):
     geometry, sizes = Geometry(2, 0, 2, 4), StaticSizes()
     assert sizes.mean == 0, "not known: microbatches count as the largest"
+    assert sizes.peak(weights) == 0
     sizes.add(geometry, [1, 9, 2, 1], weights)
     worst = sizes.peak(weights)
     assert worst >= 9 and sizes.mean == 4

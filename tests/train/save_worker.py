@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def save(kind: str, folder: Path) -> None:
-    # Here, because the manager process that megatron-core starts imports this file.
+    # Here, because the manager process of an asynchronous save imports this file.
     import torch
     import torch.distributed as dist
 
@@ -26,7 +26,7 @@ def save(kind: str, folder: Path) -> None:
     weight = dist_checkpointing.ShardedTensor.from_rank_offsets("weight", torch.ones(8))
     strategy = get_default_save_sharded_strategy("torch_dist")
     os.mkfifo(folder / "__0_0.distcp")
-    with bound_writers():
+    with bound_writers(in_background=kind == "async"):
         request = dist_checkpointing.save(
             {"weight": weight}, str(folder), strategy, async_sharded_save=kind == "async"
         )

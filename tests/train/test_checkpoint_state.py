@@ -100,8 +100,13 @@ def test_every_replica_writes_its_share_and_one_the_rest(
     monkeypatch.setattr(checkpointing.mpu, "get_expert_data_parallel_rank", lambda: replica)
     job.run.args.use_distributed_optimizer = distributed
     job.run.args.no_save_optim, job.run.args.no_save_rng = not optimizer, True
+
+    def collect(*_: Any, **__: Any) -> None:
+        job.events.append("collect")  # a collective of all replicas
+
+    monkeypatch.setattr(checkpointing.random_state, "collect", collect)
     job.made._write_torch(job.folder)
-    assert job.events == ["save distrib_optim.pt"] * (distributed and optimizer)
+    assert job.events == [*["save distrib_optim.pt"] * (distributed and optimizer), "collect"]
     path = job.folder / "mp_rank_00" / "model_optim_rng.pt"
     assert path.exists() is (replica == 0)
     if path.exists():
@@ -264,7 +269,8 @@ def test_a_save_in_the_background_commits_when_it_is_done(
         return request if background else None
 
     @contextlib.contextmanager
-    def bound() -> Iterator[None]:
+    def bound(*, in_background: bool) -> Iterator[None]:
+        assert in_background is background
         yield
 
     core, patch = checkpointing.dist_checkpointing, monkeypatch.setattr

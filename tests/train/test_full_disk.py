@@ -44,7 +44,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    "form", ["", "--async-save", "--ckpt-format torch"], ids=["torch_dist", "async", "torch"]
+    "form",
+    [
+        pytest.param("", id="torch_dist"),
+        pytest.param("--async-save", id="async"),
+        pytest.param("--ckpt-format torch", id="torch", marks=pytest.mark.slow),
+    ],
 )
 def test_a_disk_full_in_a_save_leaves_the_checkpoint_before(form: str, small_disk: Path) -> None:
     finished = run(f"--save {small_disk} --save-interval 1 {form}")

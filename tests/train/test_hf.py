@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,13 @@ def test_tensors_that_no_rank_used_are_refused(family: str, key: str) -> None:
         hf.check_all_used(Path("folder"), tensors, less)
 
 
+def test_a_norm_with_two_names_needs_one_of_them() -> None:
+    tensors = list(entries("mixtral", replace(_SIZES, experts=4)))
+    once = {(each.key, each.place) for each in tensors if not each.twin}
+    assert len(once) == len(tensors) - _SIZES.layers
+    hf.check_all_used(Path("folder"), tensors, once)
+
+
 def test_a_model_with_fewer_layers_is_refused() -> None:
     entry = next(each for each in entries("llama", _SIZES) if each.counts == (4,))
     shape = (2, *entry.shape)
@@ -54,6 +62,25 @@ def test_a_model_with_fewer_layers_is_refused() -> None:
     folder: Any = SimpleNamespace(path="folder")
     with pytest.raises(DataError, match=r"has \[4\] layers .* the run's model \[2\]"):
         hf._copy(folder, entry, shard)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_takes_its_rows_of_the_vocabulary_and_zeros_behind_them(rank: int) -> None:
+    (entry,) = (each for each in entries("llama", _SIZES) if "word_embeddings" in each.key)
+    whole = torch.arange(96.0 * 32).reshape(96, 32) + 1
+    folder: Any = SimpleNamespace(
+        path="folder", read=lambda _: [whole], config=SimpleNamespace(sizes=_SIZES)
+    )
+    shard: Any = SimpleNamespace(
+        key=entry.key,
+        data=torch.full((51, 32), float("nan")),
+        global_shape=(102, 32),
+        global_offset=(51 * rank, 0),
+        local_shape=(51, 32),
+    )
+    hf._copy(folder, entry, shard)
+    padded = torch.cat([whole, torch.zeros(6, 32)])
+    assert torch.equal(shard.data, padded[51 * rank : 51 * (rank + 1)])
 
 
 @pytest.mark.parametrize(

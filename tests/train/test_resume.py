@@ -11,14 +11,17 @@ from tests.train.several import train_each
 
 FP16 = "--train-iters 3 --fp16 --initial-loss-scale 524288 --hysteresis 1"  # skips two iterations
 PAIRS = {
-    "torch": "--train-iters 3 --use-distributed-optimizer --ckpt-format torch",
+    "torch": (
+        "--train-iters 3 --use-distributed-optimizer --ckpt-format torch "
+        "--data-parallel-random-init"
+    ),
     "ramp": (
         "--rampup-batch-size 4 4 8 --global-batch-size 8 --train-samples 16 "
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
     ),
-    "cyclic": "--train-iters 3 --dataloader-type cyclic --eval-iters 1 --eval-interval 1",
-    "random-init": "--train-iters 3 --data-parallel-random-init --ckpt-format torch",
-    "sgd": "--train-iters 3 --optimizer sgd",
+    "sgd": (
+        "--train-iters 3 --optimizer sgd --dataloader-type cyclic --eval-iters 1 --eval-interval 1"
+    ),
     "fp16-distributed": f"--use-distributed-optimizer {FP16}",
 }
 MORE = {"tensor": "--train-iters 3 --tensor-model-parallel-size 2", "fp16": FP16}
@@ -48,7 +51,9 @@ def _check(runs: dict[str, Result], name: str) -> None:
     assert resumed.hashes == whole.hashes
 
 
-def test_a_distributed_optimizer_in_fp32_resumes(runs: dict[str, Result]) -> None:
+def test_a_distributed_optimizer_in_fp32_resumes_with_the_seeds_of_its_replicas(
+    runs: dict[str, Result],
+) -> None:
     _check(runs, "torch")
 
 
@@ -58,14 +63,10 @@ def test_a_save_at_a_step_of_the_batch_size_has_gathered_the_parameters(
     _check(runs, "ramp")
 
 
-def test_loaders_do_not_disturb_what_dropout_draws(runs: dict[str, Result]) -> None:
-    _check(runs, "cyclic")
-
-
-def test_a_torch_checkpoint_of_differently_seeded_replicas_is_saved(
+def test_momentum_resumes_and_loaders_do_not_disturb_what_dropout_draws(
     runs: dict[str, Result],
 ) -> None:
-    _check(runs, "random-init")
+    _check(runs, "sgd")
 
 
 def test_a_checkpoint_of_skipped_iterations_alone_resumes(runs: dict[str, Result]) -> None:
@@ -79,7 +80,3 @@ def test_without_a_distributed_optimizer_it_is_the_same(tmp_path: Path) -> None:
     assert runs["fp16"].column("skipped") == [1, 1, 0]
     for name in MORE:
         _check(runs, name)
-
-
-def test_momentum_of_sgd_is_resumed(runs: dict[str, Result]) -> None:
-    _check(runs, "sgd")

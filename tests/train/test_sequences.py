@@ -11,11 +11,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.plan.batches import BatchPlans, BatchSettings
+from megatron.dpp.plan.batches import BatchPlans, BatchSettings, share_batch
+from megatron.dpp.sim.lengths import LengthCosts
+from megatron.dpp.train import sequences
 from megatron.dpp.train.sequences import Microbatch, SequenceDataset, collate
 from tests.parity.runs import Result
 from tests.train.several import train_each
@@ -85,6 +88,19 @@ def test_answers_alone_have_a_loss(chats: Path) -> None:
         assert sample["mask"].tolist() == [float(2 * i >= length) for i in range(1, length)]
 
 
+def test_what_follows_the_end_of_a_document_has_no_loss(chats: Path) -> None:
+    plain = dataset(chats, chats=False)
+    assert all(plain[number]["mask"].all() for number in range(len(plain)))
+    end = int(max((plain[number]["tokens"] for number in range(len(plain))), key=len)[3])
+    data = dataset(chats, chats=False, end_of_document=end)
+    masks = [data[number]["mask"].tolist() for number in range(len(data))]
+    assert masks == [
+        [float(token != end) for token in data[number]["tokens"][:-1]]
+        for number in range(len(data))
+    ]
+    assert any(0.0 in mask for mask in masks)
+
+
 def _sample(*ids: int) -> dict[str, numpy.ndarray]:
     mask = numpy.asarray([0.0] + [1.0] * (len(ids) - 2), dtype=numpy.float32)
     return {"tokens": numpy.asarray(ids), "mask": mask}
@@ -148,6 +164,45 @@ def test_even_packing_makes_fewer_microbatches_than_sequences() -> None:
     """A batch that no multiple divides was refused, although it can be packed."""
     settings = BatchSettings(packing="even", num_ranks=4, multiple=4, budget=70)
     assert len(BatchPlans(lambda a, b: [5] * (b - a), 10, 0, settings).microbatches(0)) == 8
+
+
+def test_the_largest_microbatch_is_cut_where_replicas_need_more() -> None:
+    settings = BatchSettings(num_replicas=3, packing="in-order", budget=10)
+    found = share_batch([6, 4, 1, 1], settings)
+    assert sorted(each for replica in found for each in replica) == [[0], [1], [2, 3]]
+
+
+def test_lengths_of_a_blend_are_those_of_the_samples_that_it_draws() -> None:
+    made: Any = BlendedDataset.__new__(BlendedDataset)
+    made.config = argparse.Namespace(defer_npy_index_mmap=False)
+    made.size = 3
+    made.dataset_index, made.dataset_sample_index = numpy.array([[1, 0, 1], [2, 0, 0]])
+    made.datasets = [argparse.Namespace(length=lambda i, n=n: n + i) for n in (10, 20)]
+    assert sequences.lengths_of(made, 0, 2) == [22, 10]
+    assert sequences.lengths_of(made, 1, 9) == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "dynamic", "multiple"), [(None, False, 1), (2, False, 4), (2, True, 1)]
+)
+def test_only_megatrons_interleaved_schedule_needs_multiples(
+    chunks: int | None, dynamic: bool, multiple: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequences, "length_costs", lambda _: LengthCosts())
+    args: Any = argparse.Namespace(
+        virtual_pipeline_model_parallel_size=chunks, use_dpp=dynamic, data_parallel_size=2,
+        pipeline_model_parallel_size=4, micro_batch_size=1, packing="even", packing_budget=70,
+        length_multiple=4, length_buckets=(8,), order="ascending", seq_length=64,
+    )  # fmt: skip
+    made = sequences.batch_settings(args)
+    assert (made.multiple, made.packing, made.buckets, made.order) == (
+        *(multiple, "even", (8,), "ascending"),
+    )
+    plain = sequences.batch_settings(args, plain=True)
+    assert (plain.packing, plain.buckets, plain.order) == ("none", (), "drawn")
+    assert sequences.longest_microbatch(args) == 72
+    args.packing_budget = 0
+    assert sequences.longest_microbatch(args) == 64
 
 
 FLAGS = (

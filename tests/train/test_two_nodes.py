@@ -30,6 +30,7 @@ SETTINGS = {
     "LOG_INTERVAL": "100000", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
 }  # fmt: skip
 ITERATIONS = 3
+_NO_WORKERS = ("--num-workers", "0")
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def nodes(
     try:
         for host, role in enumerate(("master", "worker")):
             words = ["bash", f"run_{role}_gpt.sh", "--metrics-file", str(metrics)]
-            words += ["--dpp-peer-timeout", f"{peer_timeout:g}"]
+            words += ["--dpp-peer-timeout", f"{peer_timeout:g}", *_NO_WORKERS]
             log = folder / f"{role}.log"
             more = worker if role == "worker" else {}
             started.append(Node(hosts.command(host, *words), log, **SETTINGS, **shared, **more))
@@ -73,7 +74,7 @@ def single_node(
         cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=PATIENCE,
     )  # fmt: skip
     _, _, flags = shown.stdout.splitlines()[-1].partition("pretrain_gpt.py ")
-    train(folder, "single", 2 * per_node, flags, "--exit-interval", str(iterations))
+    train(folder, "single", 2 * per_node, flags, "--exit-interval", str(iterations), *_NO_WORKERS)
     return numbers(folder / "single.jsonl", iterations)
 
 

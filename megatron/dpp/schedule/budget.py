@@ -89,7 +89,7 @@ class Budget:
     @property
     def least(self) -> float:
         """The least cap under which Megatron's order of these sizes fits, in chunk activations."""
-        return max(itertools.accumulate(self._steps), default=0) / self.largest
+        return max(itertools.accumulate(self._steps)) / self.largest
 
     def fits(self, place: int, after: Sequence[int]) -> bool:
         """The forward at ``place`` of Megatron's order fits, and so does the rest of that order

@@ -173,7 +173,7 @@ class Checkpointer:
         if self._strategy is None:
             self._strategy = self._save_strategy()
         start = time.perf_counter()
-        with bound_writers():
+        with bound_writers(in_background=args.async_save):
             request = dist_checkpointing.save(
                 state,
                 str(target),

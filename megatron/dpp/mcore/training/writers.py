@@ -1,8 +1,9 @@
 """Processes that write a ``torch_dist`` checkpoint, bound to the life of the rank that saves.
 
-megatron-core starts a manager process at the first save, for its queue of results, and a writer per
-file. When the rank is killed, the manager would stay for ever, and writers would go on writing into
-a folder that the next run may use. ``train.checkpointing`` saves inside :func:`bound_writers`.
+megatron-core starts a writer per file and, at the first save, a manager process for its queue of
+results, which imports PyTorch. A save that the rank waits for needs no manager. When the rank is
+killed, the manager would stay for ever, and writers would go on writing into a folder that the next
+run may use. ``train.checkpointing`` saves inside :func:`bound_writers`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import queue
 import secrets
 from collections.abc import Callable, Iterator
 from multiprocessing.managers import SyncManager
@@ -26,10 +28,15 @@ _QUEUE = f"{_FILES}:_results_queue"
 
 
 @contextlib.contextmanager
-def bound_writers() -> Iterator[None]:
-    """Let the processes that megatron-core starts for a save end with this one."""
+def bound_writers(*, in_background: bool) -> Iterator[None]:
+    """Let the processes that megatron-core starts for a save end with this one.
+
+    Args:
+        in_background: another process writes the results of its writers into the queue.
+    """
+    results = _results_queue if in_background else _own_queue
     with (
-        compat.patched(f"{_FILES}:_get_write_results_queue", _results_queue),
+        compat.patched(f"{_FILES}:_get_write_results_queue", results),
         compat.patched(f"{_FILES}:FileSystemWriterAsync.write_preloaded_data", _bound),
     ):
         yield
@@ -52,6 +59,10 @@ def _results_queue(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return original(*args, **kwargs)
 
 
+def _own_queue(_: Callable[..., Any]) -> queue.SimpleQueue[Any]:
+    return queue.SimpleQueue()
+
+
 def _bound(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     end_with_parent()
     original(*args, **kwargs)
@@ -59,5 +70,5 @@ def _bound(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
 
 def _write_bound(write: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     end_with_parent()
-    with bound_writers():
+    with bound_writers(in_background=True):
         write(*args, **kwargs)

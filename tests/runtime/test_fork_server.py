@@ -1,0 +1,40 @@
+"""Ranks that are forks end as processes of their own do, and say nothing of what they inherited."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.runtime.launcher import start, wait
+
+_RANK = """
+import atexit, threading, time
+
+class Ends:
+    def __del__(self):
+        raise ValueError("while the interpreter ends")
+
+kept = Ends()
+kept.itself = kept
+atexit.register(print, "registered")
+threading.Thread(target=lambda: (time.sleep(0.05), print("awaited"))).start()
+raise RuntimeError("the rank's own")
+"""
+
+
+def test_an_end_is_that_of_a_process_without_what_it_has_inherited(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(_RANK)
+    (finished,) = wait(start(script, 1, []), timeout=100)
+    assert finished.returncode == 1
+    said = finished.output
+    places = [
+        said.index(each)
+        for each in (
+            "RuntimeError: the rank's own",
+            "awaited",
+            "registered",
+            "ValueError: while the interpreter ends",
+        )
+    ]
+    assert places == sorted(places)
+    assert "leaked" not in said
