@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import socket
 import struct
 import time
@@ -20,6 +19,7 @@ from megatron.dpp.hosts import addresses
 from megatron.dpp.transport.rendezvous import Rendezvous
 from tests.netns import ADDRESSES, Hosts, two_hosts
 from tests.runtime.launcher import free_port
+from tests.transport.blackouts import survive
 from tests.transport.kinds import PATIENCE, forked, open_from_file, opened, pair, take_next
 
 LISTENING = "0A"
@@ -146,7 +146,6 @@ def test_ports_that_are_no_range_are_refused() -> None:
 
 
 BLACKOUTS = [2.0, *(pytest.param(s, marks=pytest.mark.slow) for s in (5.0, 20.0))]
-MESSAGES = 100
 
 
 @pytest.mark.timeout(120)
@@ -154,46 +153,7 @@ MESSAGES = 100
 def test_a_blackout_is_survived_without_a_lost_message(
     hosts: Hosts, seconds: float, tmp_path: Path
 ) -> None:
-    """Both ranks send numbered messages of many sizes before, in and after the blackout."""
-
-    def expected(number: int) -> torch.Tensor:
-        return torch.full((number * 79_193 % MIB,), number, dtype=torch.uint8)
-
-    def body(rank: int, path: str, results: Any) -> None:
-        faulthandler.dump_traceback_later(seconds + PATIENCE, exit=True)
-        hosts.enter(rank)
-        transport = open_from_file("tcp", pair(MIB)[1:], rank, path, node_ips=ADDRESSES[rank])
-        sent = taken = 0
-        while sent < MESSAGES or taken < MESSAGES:
-            if sent < MESSAGES and transport.pending() < 2 and sent <= taken + 5:
-                transport.put(0, expected(sent), iteration=0, microbatch=sent)
-                sent += 1
-            if transport.poll()[0] == taken:
-                transport.wait(0.05)
-                continue
-            message = transport.take(0)
-            assert message.microbatch == taken
-            assert torch.equal(message.tensor, expected(taken))
-            taken += 1
-            if taken == 5:
-                results.put(("flows", rank, 0.0))
-            time.sleep(0.01)  # so that the blackout comes before the last message
-        transport.flush(PATIENCE)
-        results.put(("whole", rank, time.monotonic()))
-        transport.close()
-
-    with forked(2, body, tmp_path) as (_, results):
-        reports = [results.get(timeout=PATIENCE) for _ in range(2)]
-        assert [report[0] for report in reports] == ["flows", "flows"]
-        hosts.cut()
-        time.sleep(seconds)
-        hosts.restore()
-        restored = time.monotonic()
-        reports = [results.get(timeout=seconds + PATIENCE) for _ in range(2)]
-    late = max(report[2] for report in reports) - restored
-    print(f"whole {late:.2f} s after the blackout of {seconds:g} s")
-    assert [report[0] for report in reports] == ["whole", "whole"]
-    assert late > 0.0  # there was something to come
+    survive("tcp", hosts, seconds, tmp_path)
 
 
 def test_an_address_per_node_or_per_rank() -> None:
