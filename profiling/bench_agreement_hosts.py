@@ -1,13 +1,14 @@
 #!/usr/bin/env python
 """Time a step whose stages agree across two hosts, beside one in which each rank decides alone.
 
-    sudo python profiling/bench_agreement_hosts.py
+    sudo chrt -f 1 python profiling/bench_agreement_hosts.py
 
 Two network namespaces stand for the hosts. A relay joins them and holds each packet for
 ``--delay-us``. Two replicas of a pipeline of two ranks have one host each; the ranks of a stage run
 one order, as ranks that share experts do. Tasks sleep ``--sleep-ms``. The arms take turns: with the
 agreement, and without. Ranks that sleep and wait need little of a processor, which a column shows;
-others that want the same cores lengthen the steps. Needs root, ``ip`` and ``/dev/net/tun``.
+others that want the same cores lengthen the steps, unless ``chrt`` puts these ahead. Needs root,
+``ip`` and ``/dev/net/tun``.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def swap(transport: Transport, number: int = 0) -> None:
 
 
 def told(folder: Path, **settings: Any) -> list[str]:
-    """What both ranks' logs say about the link, after a message each way."""
+    """The reasons of the link in both ranks' logs, after a message each way."""
 
     def body(rank: int, transport: Transport, results: Any) -> None:
         swap(transport)
