@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -60,7 +61,7 @@ def train(metrics: Path, place: Place | None, *more: str) -> list[Rank]:
     return start(REPOSITORY / "pretrain_gpt.py", 2, arguments, place)
 
 
-def test_blackouts_change_no_loss(tmp_path: Path) -> None:
+def test_blackouts_change_no_loss_and_a_killed_rank_is_named(tmp_path: Path) -> None:
     """Everything between the hosts is away: RDMA, the control connections, and gloo's. TCP doubles
     the time between its tries, and begins with a long one here.
     """
@@ -89,11 +90,16 @@ def test_blackouts_change_no_loss(tmp_path: Path) -> None:
             print(f"an iteration ended {late:.1f} s after a blackout of {seconds:g} s")
             done = before + ITERATIONS
             wait_for(done)
+        ranks[1].kill()
+        killed = time.monotonic()
+        (left, _) = wait(ranks, guest.PATIENCE)
+        print(f"rank 0 ended {time.monotonic() - killed:.1f} s after rank 1 was killed")
     finally:
         for rank in ranks:
             rank.kill()
-        said = wait(ranks, 0.0)
-    assert "rank 0 -> 1: rdma" in said[0].output, said
+    assert "rank 0 -> 1: rdma" in left.output, left.output
+    assert left.returncode != 0
+    assert re.search(r"rank 1 \(pid \d+ on [\w-]+, rdma\)", left.output), left.output
     single = train(expected, None, "--num-workers", "0", "--exit-interval", str(done))
     assert [each.returncode for each in wait(single, guest.PATIENCE)] == [0, 0]
     assert numbers(metrics, done) == numbers(expected, done)

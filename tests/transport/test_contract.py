@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from megatron.dpp.errors import ConfigError, PeerDead, TransferTimeout
 from megatron.dpp.transport import ChannelSpec, Direction, FakeNetwork, VirtualClock, base
 from megatron.dpp.transport.base import Transport, check_payload
 from megatron.dpp.transport.fake import FakeTransport
+from tests.transport.kinds import PATIENCE
 
 FORWARD = ChannelSpec(0, 1, 0, Direction.FORWARD, 64, 2)
 BACKWARD = ChannelSpec(1, 0, 0, Direction.BACKWARD, 64, 1)
@@ -215,6 +218,20 @@ def test_a_stalled_channel_holds_back_and_lets_go() -> None:
     assert not a.departed(1)
     b.close()
     assert a.departed(1) and not b.departed(0)
+
+
+def test_virtual_time_stands_still_while_a_rank_works() -> None:
+    made = FakeNetwork([FORWARD, BACKWARD], clock=VirtualClock())
+    works, sleeps = made.transport(0), made.transport(1)
+    sleeps.poll()
+    woken: list[bool] = []
+    sleeper = threading.Thread(target=lambda: woken.append(sleeps.wait(5.0)))
+    sleeper.start()
+    while sleeper.is_alive() and 1 not in made._sleepers:
+        time.sleep(0.001)
+    put(works, 0)
+    sleeper.join(PATIENCE)
+    assert woken == [True] and made.now() == 0.0
 
 
 def test_a_follower_of_a_fake_board_reads_from_the_beginning(

@@ -150,6 +150,17 @@ def test_what_a_peer_said_last_is_found_behind_its_messages(
     assert len(os.listdir("/proc/self/fd")) == before, "descriptors of unread messages stay open"
 
 
+def test_a_peer_that_gives_up_is_quoted_while_its_connection_stays_open() -> None:
+    """Over tcp, where a note has no end but its length."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ours, theirs:
+        ours.settimeout(PATIENCE)
+        theirs.send(b"\x04\x00\x03\x01why" + b"\x02\x00{}")
+        with pytest.raises(handshake.PeerEnded, match=r"^why$"):
+            handshake.receive_message(ours)
+        assert handshake.receive_message(ours) == ({}, [])
+
+
 def test_time_that_has_run_out_is_not_waited_for(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
