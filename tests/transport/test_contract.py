@@ -220,18 +220,33 @@ def test_a_stalled_channel_holds_back_and_lets_go() -> None:
     assert a.departed(1) and not b.departed(0)
 
 
-def test_virtual_time_stands_still_while_a_rank_works() -> None:
+def test_virtual_time_passes_while_all_ranks_sleep_and_not_before() -> None:
     made = FakeNetwork([FORWARD, BACKWARD], clock=VirtualClock())
-    works, sleeps = made.transport(0), made.transport(1)
-    sleeps.poll()
-    woken: list[bool] = []
-    sleeper = threading.Thread(target=lambda: woken.append(sleeps.wait(5.0)))
+    one, other = made.transport(0), made.transport(1)
+    woken: list[tuple[bool, float]] = []
+
+    def sleep_and_leave() -> None:
+        woken.append((other.wait(7.0), made.now()))  # until the message
+        other.poll()
+        woken.append((other.wait(5.0), made.now()))
+        other.close()
+
+    other.poll()
+    sleeper = threading.Thread(target=sleep_and_leave)
     sleeper.start()
-    while sleeper.is_alive() and 1 not in made._sleepers:
-        time.sleep(0.001)
-    put(works, 0)
+    until(lambda: 1 in made._sleepers or not sleeper.is_alive())
+    put(one, 0)
+    until(lambda: (len(woken) == 1 and 1 in made._sleepers) or not sleeper.is_alive())
+    one.poll()
+    assert not one.wait(9.0) and made.now() == 9.0
     sleeper.join(PATIENCE)
-    assert woken == [True] and made.now() == 0.0
+    assert woken == [(True, 0.0), (False, 5.0)]
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Until something is so, which takes moments."""
+    while not is_so():
+        time.sleep(0.001)
 
 
 def test_a_follower_of_a_fake_board_reads_from_the_beginning(
