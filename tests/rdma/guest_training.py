@@ -62,11 +62,9 @@ def train(metrics: Path, place: Place | None, *more: str) -> list[Rank]:
 
 
 def test_blackouts_change_no_loss_and_a_killed_rank_is_named(tmp_path: Path) -> None:
-    """Everything between the hosts is away: RDMA, the control connections, and gloo's. TCP doubles
-    the time between its tries, and begins with a long one here.
-    """
+    """Everything between the hosts is away: RDMA, the control connections, and gloo's."""
     metrics, expected = tmp_path / "hosts.jsonl", tmp_path / "single.jsonl"
-    flags = ["--dpp-transport", "rdma", "--dpp-peer-timeout", "90", "--num-workers", "0"]
+    flags = ["--dpp-transport", "rdma", "--num-workers", "0"]
     ranks = train(metrics, on_hosts([0, 1]), *flags)
 
     def wait_for(count: int) -> None:

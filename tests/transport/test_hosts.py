@@ -6,7 +6,8 @@ import contextlib
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, PeerDead, SetupError
 from megatron.dpp.hosts import addresses
-from megatron.dpp.transport.rendezvous import Rendezvous
+from megatron.dpp.transport.rendezvous import Rendezvous, _end_when_unanswered, _watch_tcp
 from tests.netns import ADDRESSES, Hosts, two_hosts
 from tests.runtime.launcher import free_port
 from tests.transport.blackouts import survive
@@ -154,6 +155,42 @@ def test_a_blackout_is_survived_without_a_lost_message(
     hosts: Hosts, seconds: float, tmp_path: Path
 ) -> None:
     survive("tcp", hosts, seconds, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_idle_connections_hold_for_the_time_that_a_host_may_be_out_of_reach(hosts: Hosts) -> None:
+    """As the control connections of RDMA links are idle."""
+
+    def on_host(host: int, make: Callable[[], Any]) -> Any:
+        def run() -> Any:
+            hosts.enter(host)  # this thread alone
+            return make()
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(run).result()
+
+    def connected() -> tuple[socket.socket, socket.socket]:
+        one = on_host(1, lambda: socket.create_connection(server.getsockname()))
+        return one, server.accept()[0]
+
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(on_host(0, lambda: socket.create_server((ADDRESSES[0], 0))))
+        pairs = [connected(), connected()]
+        for number, ends in enumerate(pairs):
+            for end in ends:
+                stack.enter_context(end).settimeout(PATIENCE)
+                _watch_tcp(end, 12.0)
+                if number == 0:
+                    _end_when_unanswered(end, 12.0)
+        time.sleep(1.5)  # until the first probes
+        hosts.cut()
+        time.sleep(10.5)
+        hosts.restore()
+        time.sleep(3.0)  # in which they would end
+        for one, other in pairs:
+            one.sendall(b"x")
+            assert other.recv(1) == b"x"
 
 
 def test_an_address_per_node_or_per_rank() -> None:
