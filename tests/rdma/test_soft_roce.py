@@ -87,7 +87,7 @@ def test_the_scripts_train_over_soft_roce_and_end_when_a_node_is_lost(
     assert float(seconds[0]) < 60  # 15 where the machine is no emulated one, on a shared host
 
 
-def pytest_in_guest(name: str, seconds: int, **variables: str) -> str:
+def checked_in_guest(name: str, seconds: int, **variables: str) -> str:
     """Runs a file of tests in the guest."""
     words = ["-m", "pytest", "-x", "-q", "-s", "--long", "-p", "no:cacheprovider"]
     words += ["--basetemp", "/run/pytest", str(HERE / name)]
@@ -100,11 +100,11 @@ def pytest_in_guest(name: str, seconds: int, **variables: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(LINKS_SECONDS + SET_UP_SECONDS)
 def test_settings_blackouts_and_a_card_that_fails() -> None:
-    pytest_in_guest("guest_links.py", LINKS_SECONDS)
+    checked_in_guest("guest_links.py", LINKS_SECONDS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(TRAINING_SECONDS + SET_UP_SECONDS)
 def test_blackouts_and_experts_of_two_hosts_change_no_number(tmp_path: Path) -> None:
-    said = pytest_in_guest("guest_training.py", TRAINING_SECONDS, DATA_PATH=prepared(tmp_path))
+    said = checked_in_guest("guest_training.py", TRAINING_SECONDS, DATA_PATH=prepared(tmp_path))
     assert "iterations with blackouts and without: equal, bit by bit" in said
