@@ -1,12 +1,14 @@
 #!/usr/bin/env python
 """Time a step whose stages agree across two hosts, beside one in which each rank decides alone.
 
-    sudo python profiling/bench_agreement_hosts.py
+    sudo chrt -f 1 python profiling/bench_agreement_hosts.py
 
 Two network namespaces stand for the hosts. A relay joins them and holds each packet for
 ``--delay-us``. Two replicas of a pipeline of two ranks have one host each; the ranks of a stage run
 one order, as ranks that share experts do. Tasks sleep ``--sleep-ms``. The arms take turns: with the
-agreement, and without. Needs root, ``ip``, ``/dev/net/tun`` and a core for each of six processes.
+agreement, and without. Ranks that sleep and wait need little of a processor, which a column shows;
+others that want the same cores lengthen the steps, unless ``chrt`` puts these ahead. Needs root,
+``ip`` and ``/dev/net/tun``.
 """
 
 from __future__ import annotations
@@ -103,8 +105,12 @@ def _two_hosts(delay: float) -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def _member(rank: int, names: tuple[str, str], port: int, args: Namespace) -> list[list[float]]:
-    """Seconds of each step of this rank, by arm: together, then alone."""
+def _member(
+    rank: int, names: tuple[str, str], port: int, args: Namespace
+) -> list[list[tuple[float, float]]]:
+    """Seconds of each step of this rank, of the clock and of processors, by arm: together, then
+    alone.
+    """
     replica = rank % _REPLICAS
     _enter(names[replica])
     os.environ["GLOO_SOCKET_IFNAME"] = "dpp0"
@@ -112,7 +118,7 @@ def _member(rank: int, names: tuple[str, str], port: int, args: Namespace) -> li
     topology = Topology(tuple(range(replica, 4, _REPLICAS)), rank // _REPLICAS, args.chunks)
     channels = topology.channels([_BYTES], [_BYTES], 2)
     stage = [rank - replica, rank - replica + 1]
-    found: list[list[float]] = [[], []]
+    found: list[list[tuple[float, float]]] = [[], []]
     with open_transport(
         channels.specs, rank=rank, store=store, board_ranks=stage,
         board_counters=2 * channels.num_incoming,
@@ -122,9 +128,9 @@ def _member(rank: int, names: tuple[str, str], port: int, args: Namespace) -> li
         for step in range(2 * (args.rounds + 1)):
             board = transport.board if step % 2 == 0 else None
             _meet(store, rank, f"step {step}")
-            begin = time.perf_counter()
+            begin, used = time.perf_counter(), time.process_time()
             _step(args, links, board, step, topology)
-            took = time.perf_counter() - begin
+            took = time.perf_counter() - begin, time.process_time() - used
             if step >= 2:  # the first of each is untimed
                 found[step % 2].append(took)
         _meet(store, rank, "end")
@@ -162,15 +168,18 @@ def main() -> int:
     most = 5 * _DEADLINE + 4 * args.rounds * tasks * args.sleep_ms * 2e-3
     with _two_hosts(args.delay_us * 1e-6) as names:
         ranks = harness.run_members(_member, 4, names, harness.free_port(), args, timeout=most)
-    together, alone = (
-        [max(steps) for steps in zip(*(rank[arm] for rank in ranks), strict=True)] for arm in (0, 1)
-    )
-    medians = statistics.median(together), statistics.median(alone)
-    rows = [
-        (name, f"{steps * 1e3:.2f}", f"{steps / tasks * 1e6:.1f}", f"{steps / medians[1]:.4f}")
-        for name, steps in zip(("one order for both hosts", "each alone"), medians, strict=True)
-    ]
-    harness.print_table("decisions | step, ms | per task, us | over alone", rows)
+    rows, medians, busy = [], [], []
+    for arm in (0, 1):
+        steps = list(zip(*(rank[arm] for rank in ranks), strict=True))
+        longest = [max(took for took, _ in step) for step in steps]
+        medians.append(statistics.median(longest))
+        busy.append(sum(used for step in steps for _, used in step) / len(ranks) / sum(longest))
+    for name, step, share in zip(
+        ("one order for both hosts", "each alone"), medians, busy, strict=True
+    ):
+        over = f"{step / medians[1]:.4f}"
+        rows.append((name, f"{step * 1e3:.2f}", f"{step / tasks * 1e6:.1f}", over, f"{share:.1%}"))
+    harness.print_table("decisions | step, ms | per task, us | over alone | core per rank", rows)
     return 0
 
 

@@ -236,6 +236,7 @@ struct Context {
   X(ack_cq_events, void, CompletionQueue*, unsigned)                            \
   X(create_qp, QueuePair*, Domain*, QueuePairSettings*)                         \
   X(modify_qp, int, QueuePair*, QueuePairAttributes*, int)                      \
+  X(query_qp, int, QueuePair*, QueuePairAttributes*, int, QueuePairSettings*)   \
   X(destroy_qp, int, QueuePair*)                                                \
   X(get_async_event, int, Context*, AsyncEvent*)                                \
   X(ack_async_event, void, AsyncEvent*)                                         \

@@ -104,6 +104,18 @@ void connect(const MadeLink& self, const py::dict& from) {
   self.link->connect(peer);
 }
 
+py::dict attributes(const MadeLink& self) {
+  const verbs::QueuePairAttributes found = self.link->attributes();
+  py::dict result;
+  result["gid_index"] = found.path.route.source_gid_index;
+  result["traffic_class"] = found.path.route.traffic_class;
+  result["service_level"] = found.path.service_level;
+  result["pkey_index"] = found.pkey_index;
+  result["timeout"] = found.timeout;
+  result["retries"] = found.retries;
+  return result;
+}
+
 }  // namespace
 
 void bind_rdma(py::module_& module) {
@@ -136,6 +148,7 @@ void bind_rdma(py::module_& module) {
           "How GPU tensors travel, and why; empty without a GPU.")
       .def("offer", &offer)
       .def("connect", &connect)
+      .def("attributes", &attributes, "Settings of a connected queue pair, as the device has them.")
       .def_property_readonly("needs_test",
                              [](const MadeLink& self) { return self.link->needs_test(); })
       .def(

@@ -8,6 +8,7 @@
 // fake_verbs_set(name, value) asks for trouble:
 //   fail-registration N  the next N registrations of memory are refused with ENOMEM
 //   fail-connection N    the next N transitions to "ready to receive" are refused with ETIMEDOUT
+//   fail-query N         the next N questions for a queue pair's attributes are refused with EINVAL
 //   fail-post N          the next N sends are refused with ENOMEM
 //   error-status S       the next send completes with status S, and what follows is flushed
 //   lose-receives 1      posted receives vanish: the peer's immediates find none
@@ -83,7 +84,7 @@ bool waits(int fd) {
 
 extern "C" {
 
-// An attribute that the last queue pair was given.
+// "most-with-immediate": bytes of the largest write that had an immediate value.
 __attribute__((visibility("default"))) long fake_verbs_seen(const char* name) {
   const std::lock_guard<std::mutex> lock(fabric().mutex);
   return fabric().seen[name];
@@ -271,14 +272,18 @@ int ibv_modify_qp(QueuePair* of, QueuePairAttributes* to, int mask) {
     const int needed = kHasPath | kHasMtu | kHasPeer | kHasReceivePsn;
     if ((mask & needed) != needed || to->path.has_route == 0) return EINVAL;
     pair->peer = to->peer_number;
-    fabric().seen["traffic-class"] = to->path.route.traffic_class;
-    fabric().seen["service-level"] = to->path.service_level;
-    fabric().seen["gid-index"] = to->path.route.source_gid_index;
+    pair->given.path = to->path;
   }
-  if ((mask & kHasPkey) != 0) fabric().seen["pkey-index"] = to->pkey_index;
-  if ((mask & kHasTimeout) != 0) fabric().seen["timeout"] = to->timeout;
-  if ((mask & kHasRetries) != 0) fabric().seen["retries"] = to->retries;
+  if ((mask & kHasPkey) != 0) pair->given.pkey_index = to->pkey_index;
+  if ((mask & kHasTimeout) != 0) pair->given.timeout = to->timeout;
+  if ((mask & kHasRetries) != 0) pair->given.retries = to->retries;
   pair->state = to->state;
+  return 0;
+}
+int ibv_query_qp(QueuePair* of, QueuePairAttributes* found, int, QueuePairSettings*) {
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  if (fabric().take("fail-query")) return EINVAL;
+  *found = static_cast<Pair*>(of)->given;
   return 0;
 }
 int ibv_destroy_qp(QueuePair* pair) {

@@ -47,6 +47,7 @@ struct Pair : QueuePair {
   std::deque<uint64_t> receives;
   uint32_t peer = 0;
   uint32_t most_sends = 0, most_receives = 0;
+  QueuePairAttributes given = {};  // by modify
   bool broken = false;
 };
 struct Opened : Context {

@@ -50,6 +50,7 @@ SAME_PLACE(QueuePairAttributes, max_reads, ibv_qp_attr, max_rd_atomic);
 SAME_PLACE(QueuePairAttributes, max_peer_reads, ibv_qp_attr, max_dest_rd_atomic);
 SAME_PLACE(QueuePairAttributes, min_rnr_timer, ibv_qp_attr, min_rnr_timer);
 SAME_PLACE(QueuePairAttributes, port, ibv_qp_attr, port_num);
+SAME_PLACE(QueuePairAttributes, pkey_index, ibv_qp_attr, pkey_index);
 SAME_PLACE(QueuePairAttributes, timeout, ibv_qp_attr, timeout);
 SAME_PLACE(QueuePairAttributes, retries, ibv_qp_attr, retry_cnt);
 SAME_PLACE(QueuePairAttributes, rnr_retries, ibv_qp_attr, rnr_retry);

@@ -242,6 +242,8 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
   const RdmaOffer& offer() const { return offer_; }
   // Before the first message, and before the peer's.
   void connect(const RdmaOffer& peer);
+  // Of the first queue pair, as the device has them. Throws kSetup.
+  verbs::QueuePairAttributes attributes() const;
   // The test of a connected link, before start(): whether one is due, which both sides know; the
   // sender's half, which returns once the pattern is there or throws; the receiver's, empty or what
   // differs.

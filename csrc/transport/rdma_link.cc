@@ -242,6 +242,17 @@ void RdmaLink::connect_rail(size_t rail, const RdmaOffer& peer) {
          "ready to send");
 }
 
+verbs::QueuePairAttributes RdmaLink::attributes() const {
+  using namespace verbs;
+  QueuePairAttributes found = {};
+  QueuePairSettings settings = {};
+  const int mask = kHasState | kHasPkey | kHasPath | kHasTimeout | kHasRetries;
+  if (const int error = api_->query_qp(rails_.front().pair.get(), &found, mask, &settings)) {
+    throw Error(Fault::kSetup, with_errno("querying a queue pair of " + place_.device, error));
+  }
+  return found;
+}
+
 std::unique_ptr<Sender> RdmaLink::make_sender(uint32_t channel) {
   return std::make_unique<RdmaSender>(shared_from_this(), outbox(channel));
 }

@@ -1,7 +1,7 @@
 """Real verbs on a machine without any: soft-RoCE in an emulated machine (``vm.py``).
 
-``tools/test.sh --rdma`` runs this; it takes about 8 minutes where two cores are free, and may
-install Debian packages.
+``tools/test.sh --rdma`` runs this; it takes about 8 minutes where two cores are free, more with
+``--long``, and may install Debian packages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.transport.test_sanitizers import build
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
-NATIVE_SECONDS, TRAINING_SECONDS = 420, 1500
+NATIVE_SECONDS, LINKS_SECONDS, TRAINING_SECONDS = 420, 900, 1500
 SET_UP_SECONDS = 300
 
 ENVIRONMENT = (
@@ -85,3 +85,26 @@ def test_the_scripts_train_over_soft_roce_and_end_when_a_node_is_lost(
     seconds = re.findall(rf"{named} was named after (\d+\.\d) s", said)
     assert len(seconds) == (2 if loss == "cut" else 1)  # by all that were left
     assert float(seconds[0]) < 60  # 15 where the machine is no emulated one, on a shared host
+
+
+def checked_in_guest(name: str, seconds: int, **variables: str) -> str:
+    """Runs a file of tests in the guest."""
+    words = ["-m", "pytest", "-x", "-q", "-s", "--long", "-p", "no:cacheprovider"]
+    words += ["--basetemp", "/run/pytest", str(HERE / name)]
+    settings = [f"{key}={value}" for key, value in {"DPP_REQUIRE": "rdma", **variables}.items()]
+    said = in_guest(seconds, "env", *ENVIRONMENT, *settings, sys.executable, *words)
+    assert "skipped" not in said
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LINKS_SECONDS + SET_UP_SECONDS)
+def test_settings_blackouts_and_a_card_that_fails() -> None:
+    checked_in_guest("guest_links.py", LINKS_SECONDS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TRAINING_SECONDS + SET_UP_SECONDS)
+def test_blackouts_and_experts_of_two_hosts_change_no_number(tmp_path: Path) -> None:
+    said = checked_in_guest("guest_training.py", TRAINING_SECONDS, DATA_PATH=prepared(tmp_path))
+    assert "iterations with blackouts and without: equal, bit by bit" in said

@@ -25,6 +25,8 @@ from typing import IO
 from tests.runtime.fork_server import MAX_REQUEST
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+START_SECONDS = 60.0
+"""Longest time until a rank has started; the first one waits for the imports."""
 _READ_AT_START = ("PYTHON", "TORCH", "LD_", "OMP_", "CUDA")
 """Beginnings of variables that Python and PyTorch read when they start."""
 
@@ -44,7 +46,7 @@ class Rank:
         self._status, self._output = status, output
         self._said = ""
         self.returncode: int | None = None
-        self.pid = int(self._told(60.0))
+        self.pid = int(self._told(START_SECONDS))
 
     def _told(self, timeout: float) -> bytes:
         self._status.settimeout(timeout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from megatron.dpp.errors import ConfigError, PeerDead, TransferTimeout
 from megatron.dpp.transport import ChannelSpec, Direction, FakeNetwork, VirtualClock, base
 from megatron.dpp.transport.base import Transport, check_payload
 from megatron.dpp.transport.fake import FakeTransport
+from tests.transport.kinds import PATIENCE
 
 FORWARD = ChannelSpec(0, 1, 0, Direction.FORWARD, 64, 2)
 BACKWARD = ChannelSpec(1, 0, 0, Direction.BACKWARD, 64, 1)
@@ -215,6 +218,35 @@ def test_a_stalled_channel_holds_back_and_lets_go() -> None:
     assert not a.departed(1)
     b.close()
     assert a.departed(1) and not b.departed(0)
+
+
+def test_virtual_time_passes_while_all_ranks_sleep_and_not_before() -> None:
+    made = FakeNetwork([FORWARD, BACKWARD], clock=VirtualClock())
+    one, other = made.transport(0), made.transport(1)
+    woken: list[tuple[bool, float]] = []
+
+    def sleep_and_leave() -> None:
+        woken.append((other.wait(7.0), made.now()))  # until the message
+        other.poll()
+        woken.append((other.wait(5.0), made.now()))
+        other.close()
+
+    other.poll()
+    sleeper = threading.Thread(target=sleep_and_leave)
+    sleeper.start()
+    until(lambda: 1 in made._sleepers or not sleeper.is_alive())
+    put(one, 0)
+    until(lambda: (len(woken) == 1 and 1 in made._sleepers) or not sleeper.is_alive())
+    one.poll()
+    assert not one.wait(9.0) and made.now() == 9.0
+    sleeper.join(PATIENCE)
+    assert woken == [(True, 0.0), (False, 5.0)]
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Until something is so, which takes moments."""
+    while not is_so():
+        time.sleep(0.001)
 
 
 def test_a_follower_of_a_fake_board_reads_from_the_beginning(

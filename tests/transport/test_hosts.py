@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import torch
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, PeerDead, SetupError
 from megatron.dpp.hosts import addresses
-from megatron.dpp.transport.rendezvous import Rendezvous
+from megatron.dpp.transport.rendezvous import Rendezvous, _end_when_unanswered, _watch_tcp
 from tests.netns import ADDRESSES, Hosts, two_hosts
 from tests.runtime.launcher import free_port
+from tests.transport.blackouts import survive
 from tests.transport.kinds import PATIENCE, forked, open_from_file, opened, pair, take_next
 
 LISTENING = "0A"
@@ -146,7 +147,6 @@ def test_ports_that_are_no_range_are_refused() -> None:
 
 
 BLACKOUTS = [2.0, *(pytest.param(s, marks=pytest.mark.slow) for s in (5.0, 20.0))]
-MESSAGES = 100
 
 
 @pytest.mark.timeout(120)
@@ -154,46 +154,43 @@ MESSAGES = 100
 def test_a_blackout_is_survived_without_a_lost_message(
     hosts: Hosts, seconds: float, tmp_path: Path
 ) -> None:
-    """Both ranks send numbered messages of many sizes before, in and after the blackout."""
+    survive("tcp", hosts, seconds, tmp_path)
 
-    def expected(number: int) -> torch.Tensor:
-        return torch.full((number * 79_193 % MIB,), number, dtype=torch.uint8)
 
-    def body(rank: int, path: str, results: Any) -> None:
-        faulthandler.dump_traceback_later(seconds + PATIENCE, exit=True)
-        hosts.enter(rank)
-        transport = open_from_file("tcp", pair(MIB)[1:], rank, path, node_ips=ADDRESSES[rank])
-        sent = taken = 0
-        while sent < MESSAGES or taken < MESSAGES:
-            if sent < MESSAGES and transport.pending() < 2 and sent <= taken + 5:
-                transport.put(0, expected(sent), iteration=0, microbatch=sent)
-                sent += 1
-            if transport.poll()[0] == taken:
-                transport.wait(0.05)
-                continue
-            message = transport.take(0)
-            assert message.microbatch == taken
-            assert torch.equal(message.tensor, expected(taken))
-            taken += 1
-            if taken == 5:
-                results.put(("flows", rank, 0.0))
-            time.sleep(0.01)  # so that the blackout comes before the last message
-        transport.flush(PATIENCE)
-        results.put(("whole", rank, time.monotonic()))
-        transport.close()
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_idle_connections_hold_for_the_time_that_a_host_may_be_out_of_reach(hosts: Hosts) -> None:
+    """As the control connections of RDMA links are idle."""
 
-    with forked(2, body, tmp_path) as (_, results):
-        reports = [results.get(timeout=PATIENCE) for _ in range(2)]
-        assert [report[0] for report in reports] == ["flows", "flows"]
+    def on_host(host: int, make: Callable[[], Any]) -> Any:
+        def run() -> Any:
+            hosts.enter(host)  # this thread alone
+            return make()
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(run).result()
+
+    def connected() -> tuple[socket.socket, socket.socket]:
+        one = on_host(1, lambda: socket.create_connection(server.getsockname()))
+        return one, server.accept()[0]
+
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(on_host(0, lambda: socket.create_server((ADDRESSES[0], 0))))
+        pairs = [connected(), connected()]
+        for number, ends in enumerate(pairs):
+            for end in ends:
+                stack.enter_context(end).settimeout(PATIENCE)
+                _watch_tcp(end, 12.0)
+                if number == 0:
+                    _end_when_unanswered(end, 12.0)
+        time.sleep(1.5)  # until the first probes
         hosts.cut()
-        time.sleep(seconds)
+        time.sleep(10.5)
         hosts.restore()
-        restored = time.monotonic()
-        reports = [results.get(timeout=seconds + PATIENCE) for _ in range(2)]
-    late = max(report[2] for report in reports) - restored
-    print(f"whole {late:.2f} s after the blackout of {seconds:g} s")
-    assert [report[0] for report in reports] == ["whole", "whole"]
-    assert late > 0.0  # there was something to come
+        time.sleep(3.0)  # in which they would end
+        for one, other in pairs:
+            one.sendall(b"x")
+            assert other.recv(1) == b"x"
 
 
 def test_an_address_per_node_or_per_rank() -> None:

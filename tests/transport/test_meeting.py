@@ -35,8 +35,9 @@ TOKEN = b"0123456789abcdef"
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
+    kind = getattr(request, "param", socket.SOCK_SEQPACKET)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
     with ours, theirs:
         for end in (ours, theirs):
             end.settimeout(PATIENCE)
@@ -127,6 +128,7 @@ def test_only_a_welcome_lets_a_rank_in(
         handshake.connect_side(ends[0], TOKEN, 3, 7, "control", PATIENCE)
 
 
+@pytest.mark.parametrize("ends", [socket.SOCK_SEQPACKET, socket.SOCK_STREAM], indirect=True)
 def test_the_longest_message_passes_and_a_longer_one_is_not_sent(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
@@ -148,6 +150,29 @@ def test_what_a_peer_said_last_is_found_behind_its_messages(
     before = len(os.listdir("/proc/self/fd"))
     assert handshake._last_words(ends[0]) == "why"
     assert len(os.listdir("/proc/self/fd")) == before, "descriptors of unread messages stay open"
+
+
+@pytest.mark.parametrize("ends", [socket.SOCK_STREAM], indirect=True)
+def test_a_peer_that_gives_up_is_quoted_while_its_connection_stays_open(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    """Over tcp, where a note has no end but its length."""
+    ends[1].send(b"\x04\x00\x03\x01why" + b"\x02\x00{}")
+    with pytest.raises(handshake.PeerEnded, match=r"^why$"):
+        handshake.receive_message(ends[0])
+    assert handshake.receive_message(ends[0]) == ({}, [])
+
+
+def test_more_descriptors_than_expected_are_refused_and_closed(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    descriptor = os.open("/dev/null", os.O_RDONLY)
+    before = len(os.listdir("/proc/self/fd"))
+    handshake.send_message(ends[1], {}, [descriptor] * 5)
+    with pytest.raises(ProtocolError, match="it is too long"):
+        handshake.receive_message(ends[0], 1)
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(descriptor)
 
 
 def test_time_that_has_run_out_is_not_waited_for(
@@ -388,9 +413,12 @@ def test_a_peer_of_other_settings_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "idle", "probes"), [(30.0, 5, 6), (8.0, 1, 8), (1.0, 1, 1), (0.3, 1, 1)]
+    ("seconds", "idle", "probes", "most"),
+    [(30.0, 3, 11, 36.0), (8.0, 1, 9, 10.0), (1.0, 1, 2, 3.0), (0.3, 1, 2, 2.3)],
 )
-def test_a_silent_host_is_not_lost_before_its_time(seconds: float, idle: int, probes: int) -> None:
+def test_a_silent_host_is_not_lost_before_its_time(
+    seconds: float, idle: int, probes: int, most: float
+) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
         rendezvous._watch_tcp(sock, seconds)
         rendezvous._end_when_unanswered(sock, seconds)
@@ -398,7 +426,7 @@ def test_a_silent_host_is_not_lost_before_its_time(seconds: float, idle: int, pr
             sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"))
             for name in ("NODELAY", "KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT")
         ]
-        assert [bool(found[0]), *found[1:]] == [True, idle, idle, probes, seconds * 1000]
+        assert [bool(found[0]), *found[1:]] == [True, idle, idle, probes, most * 1000]
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:

@@ -277,18 +277,24 @@ def test_a_queue_pair_that_times_out_once_is_moved_again(trouble: Trouble) -> No
         assert take_next(b, 0, 0).microbatch == 0
 
 
-def test_queue_pairs_get_what_the_flags_say(trouble: Trouble) -> None:
-    wanted = {"traffic-class": 96, "service-level": 3, "pkey-index": 1, "timeout": 18, "retries": 5}
-    options = RdmaOptions(
-        devices="fake0:1", **{name.replace("-", "_"): value for name, value in wanted.items()}
-    )
-    with opened("rdma", pair(), rdma=options) as (a, b):
-        seen = {name: fake_verbs().fake_verbs_seen(name.encode()) for name in wanted}
+def test_queue_pairs_get_what_the_flags_say() -> None:
+    wanted = {"traffic_class": 96, "service_level": 3, "pkey_index": 1, "timeout": 18, "retries": 5}
+    with opened("rdma", pair(), rdma=RdmaOptions(devices="fake0:1", **wanted)) as (a, b):
         reason = a.links()[0].reason
         a.put(0, torch.ones(3), iteration=0, microbatch=0)
         assert take_next(b, 0, 0).microbatch == 0
-    assert seen == wanted
-    assert "fake0 port 1, RoCE v2, GID index 2, traffic class 96" in reason
+    said = "GID index 2, traffic class 96, service level 3, partition key 1, time-out 18, retries 5"
+    assert reason.endswith(f"; fake0 port 1, RoCE v2, {said}")
+
+
+def test_a_card_that_does_not_tell_its_settings_has_a_link(trouble: Trouble) -> None:
+    trouble("fail-query", 1)
+    with opened("rdma", pair()) as (a, b):
+        reasons = sorted(end.links()[0].reason for end in (a, b))
+        a.put(0, torch.ones(3), iteration=0, microbatch=0)
+        assert take_next(b, 0, 0).microbatch == 0
+    assert reasons[0].endswith("retries 7")
+    assert reasons[1].endswith("querying a queue pair of fake0: Invalid argument (errno 22)")
 
 
 @pytest.mark.parametrize(("asked", "apart"), [("auto", False), ("off", False), ("on", True)])

@@ -110,5 +110,5 @@ def test_keep_alive_follows_the_peer_timeout(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Rendezvous, "connect", connect)
     with opened("tcp", pair(), peer_timeout=30.0):
         pass
-    assert found["control"] == (5, 5, 6, 30_000)
-    assert found["data 0"] == (5, 5, 6, 0)
+    assert found["control"] == (3, 3, 11, 36_000)
+    assert found["data 0"] == (3, 3, 11, 0)

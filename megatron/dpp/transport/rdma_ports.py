@@ -42,8 +42,8 @@ class Place:
 
     @property
     def text(self) -> str:
-        """Port, network and index of the address, for log lines."""
-        return f"{self.device} port {self.port}, {self.network}, GID index {self.gid_index}"
+        """Port and network, for log lines."""
+        return f"{self.device} port {self.port}, {self.network}"
 
 
 def find_place(

@@ -268,26 +268,34 @@ def _new_socket(where: Any, *, over_tcp: bool) -> socket.socket:
 def _watch_tcp(sock: socket.socket, seconds: float) -> None:
     """Disable Nagle's delay, and notice a lost host after ``seconds`` of silence.
 
-    Probes that go unanswered count from the first one after the loss. A connection that is idle
-    when the host is lost therefore holds for all of that time, and up to one interval more.
+    An idle connection sends probes. The one after ``seconds`` may still be answered, so that it
+    ends up to two intervals later.
     """
     if sock.family == socket.AF_UNIX:
         return
-    interval = max(1, round(seconds / 6))
+    interval = _probe_interval(seconds)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, math.ceil(seconds / interval))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, math.ceil(seconds / interval) + 1)
+
+
+def _probe_interval(seconds: float) -> int:
+    return max(1, round(seconds / 10))
 
 
 def _end_when_unanswered(sock: socket.socket, seconds: float) -> None:
     """Notice a lost host also while data is in flight to it.
 
+    The kernel applies this time to probes too, and counts it from the last answer: an interval
+    before the loss, and two before the probe that may still be answered.
+
     Not for connections that carry payloads: a stopped process leaves those unread, and this timer
     takes its kernel's full receive window for silence.
     """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
+    most = seconds + 2 * _probe_interval(seconds)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(most * 1000))
 
 
 def _to_file(secret: str) -> str:

@@ -77,12 +77,13 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
         del ours[link.peer]
         setup.native.drop_link(link.peer)
     ours |= _set_up(setup, again, faults, "off")
-    port = f"; {_place(setup).text}, traffic class {setup.options.rdma.traffic_class}"
-    port += ", adaptive routing" if _is_adaptive(setup) else ""
-    return {
-        peer: f"{port}; {way}" if (way := untrue.get(peer) or made.gpu_way) else port
-        for peer, made in ours.items()
-    }
+    port = f"; {_place(setup).text}"
+    routing = ", adaptive routing" if _is_adaptive(setup) else ""
+    said = {}
+    for peer, made in ours.items():
+        way = untrue.get(peer) or made.gpu_way
+        said[peer] = f"{port}, {_settings(made)}{routing}" + (f"; {way}" if way else "")
+    return said
 
 
 def _set_up(
@@ -192,6 +193,19 @@ def _connect(made: Any, link: PeerLink, message: Mapping[str, Any]) -> None:
 
 def _place(setup: Setup) -> Place:
     return Place(**setup.facts.found[_NAME]["place"])
+
+
+def _settings(made: Any) -> str:
+    """The settings of a link's queue pairs as the card has them, for log lines."""
+    try:
+        found = made.attributes()
+    except SetupError as error:  # the link works without an answer
+        return one_line(error)
+    return (
+        f"GID index {found['gid_index']}, traffic class {found['traffic_class']}, "
+        f"service level {found['service_level']}, partition key {found['pkey_index']}, "
+        f"time-out {found['timeout']}, retries {found['retries']}"
+    )
 
 
 def _is_adaptive(setup: Setup) -> bool:
