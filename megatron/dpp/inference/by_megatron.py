@@ -136,10 +136,10 @@ def _alone() -> Iterator[contextlib.ExitStack]:
     log.setLevel(logging.ERROR)
     with contextlib.ExitStack() as stack:
         # cuDNN plans each new length anew, and each token of an answer makes one.
-        stack.callback(
-            torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled()
-        )
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        cuda = torch.backends.cuda
+        used = cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+        stack.callback(cuda.enable_cudnn_sdp, used)
+        cuda.enable_cudnn_sdp(False)
         try:
             yield stack
         finally:
