@@ -124,6 +124,8 @@ _OTHERS = (
     ("PYTORCH_ALLOC_CONF", _UNSET,
      "PyTorch's allocator; expandable_segments:True with sequences of unlike length",
      "set by training, PyTorch"),
+    ("UCX_MODULES", "^efa", "modules of UCX under --dpp-transport nixl", "set by training, UCX"),
+    ("UCX_TLS", _FOUND, "transports of UCX under --dpp-transport nixl", "UCX"),
     ("DS_ACCELERATOR", _FOUND, "device of DeepSpeed's engine", "set by training, DeepSpeed"),
     ("WANDB_MODE", _UNSET, "offline: Weights & Biases writes to disk only", "Weights & Biases"),
 )  # fmt: skip
