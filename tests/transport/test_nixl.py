@@ -18,6 +18,7 @@ from torch.distributed import HashStore
 from megatron.dpp.errors import PeerDead, ProtocolError, TransportError, TransportUnavailable
 from megatron.dpp.transport import open_transport
 from megatron.dpp.transport.kinds.nixl import NixlTransport
+from megatron.dpp.transport.nixl_agent import NixlAgent
 from tests.conftest import REPOSITORY
 from tests.transport.kinds import (
     NIXL,
@@ -101,6 +102,26 @@ def test_a_broken_announcement_ends_the_run(note: list[int], fault: str) -> None
             while True:
                 a.poll()
                 assert a.wait(PATIENCE)
+
+
+@pytest.mark.nixl
+def test_a_set_up_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(agent: NixlAgent, description: str) -> str:
+        found.append(shared_bytes())
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+    found = [shared_bytes()]
+    monkeypatch.setattr(NixlAgent, "connect", fail)
+    with pytest.raises(TransportError, match="NIXL_ERR_BACKEND"), opened(NIXL, pair(8 << 20)):
+        pass
+    assert max(found) - found[0] > 40 << 20
+    assert shared_bytes() - found[0] < 8 << 20
+
+
+def shared_bytes() -> int:
+    """Shared memory of this process that has pages."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssShmem"))
 
 
 @pytest.mark.nixl

@@ -15,6 +15,7 @@ CUDA tensors pass through the host's memory.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import json
@@ -115,6 +116,7 @@ class NixlTransport(ThreadedTransport):
         self._peers = {spec.source for spec in self.incoming}
         self._peers |= {spec.destination for spec in self.outgoing}
         self._pid = os.getpid()
+        self._memory = contextlib.ExitStack()  # gives it back
         self._control = _open_control(request)
         self.board = self._control.board
         try:
@@ -122,6 +124,7 @@ class NixlTransport(ThreadedTransport):
         except BaseException as error:
             self._control.abort(f"{type(error).__name__}: {error}")
             self._control.close()
+            self._memory.close()
             raise
         # The offers were heard.
         self._heard = [0] * len(self.incoming) + [1] * len(self.outgoing)
@@ -146,7 +149,9 @@ class NixlTransport(ThreadedTransport):
     def _exchange_slots(self, request: Request) -> None:
         """Make our slots, offer them to the peers, and learn theirs."""
         self._receive_slots = Slots(self.rank, self.incoming)
+        self._memory.callback(self._receive_slots.close)
         self._send_slots = Slots(self.rank, self.outgoing)
+        self._memory.callback(self._send_slots.close)
         name = f"{request.options.name}-{self.rank}-{secrets.token_hex(8)}"
         self._agent = NixlAgent(name, (self._receive_slots, self._send_slots))
         description = self._agent.description()
@@ -375,8 +380,7 @@ class NixlTransport(ThreadedTransport):
             return
         written = [put.write for out in self._outgoing for put in out.written]
         self._agent.close([write for write in written if write is not None])
-        self._receive_slots.close()
-        self._send_slots.close()
+        self._memory.close()
 
 
 def _open_control(request: Request) -> NativeTransport:
