@@ -100,7 +100,8 @@ class Case:
         if self.counted:
             limits.append(MemoryLimit(float(peak_size(order, [1] * m)), counts=True))
         if self.target is not None:
-            limits.append(MemoryLimit(self.target / LONGEST, self.weights, assumed=5, soft=True))
+            most = self.target / LONGEST
+            limits.append(MemoryLimit(most, self.weights, assumed=5, soft=True, unlike=True))
         return Scheduler(
             geometry,
             policy=self.policy or wild(random.Random(self.seed + geometry.rank)),

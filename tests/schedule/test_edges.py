@@ -73,7 +73,7 @@ def test_what_the_static_schedule_held_is_a_limit_beside_the_others() -> None:
     sizes.add(geometry, [1, 9, 2, 1], ())
     heads = MemoryLimit(2.0, (0.0, 1.0), deferred=False)
     found = Allowance(3.0, limits=(heads,)).with_static(sizes, 10)
-    worst = MemoryLimit(sizes.peak(()) / 10, (), sizes.mean, soft=True)
+    worst = MemoryLimit(sizes.peak(()) / 10, (), sizes.mean, soft=True, unlike=True)
     assert (found.chunks, found.limits) == (3.0, (heads, worst))
 
 

@@ -134,7 +134,11 @@ class Sized(Pipeline):
         if self.target is not None:
             limits.append(
                 MemoryLimit(
-                    self.target / largest, self.weights, assumed=1 + largest // 3, soft=True
+                    self.target / largest,
+                    self.weights,
+                    assumed=1 + largest // 3,
+                    soft=True,
+                    unlike=True,
                 )
             )
         return super().scheduler(
@@ -420,8 +424,12 @@ def test_a_static_cap_holds_no_more_than_the_static_schedule(announced, p, v):
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 1)])
 def test_under_a_static_cap_no_weight_gradient_waits_while_a_forward_of_another_length_runs(p, v):
     """Its tensors would lie between pieces that its B has freed. Equal lengths fit there."""
-    for sizes, waits in ((MIXED, False), ((4000,) * 16, True)):
-        shape = Shape(p, v, 16, sizes, max(sizes))
+    for sizes, longest, waits in (
+        (MIXED, 16000, False),
+        ((4000,) * 16, 4000, True),
+        ((4000,) * 16, 16000, True),
+    ):
+        shape = Shape(p, v, 16, sizes, longest)
         rows = [[float(size) for size in sizes] for _ in range(p * v)]
         costs = Costs((rows, rows, rows), [Hop(1, 0)] * (p * v - 1))
         ran = ScheduleConfig(cap="static", sizes_at_start=True).run(shape, costs)

@@ -12,7 +12,7 @@ import pytest
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.train.configs import settled
-from megatron.dpp.train.initialize import expand_segments
+from megatron.dpp.train.initialize import expand_segments, may_expand
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -44,12 +44,39 @@ def test_a_cpu_rotates_without_transformer_engine(monkeypatch: pytest.MonkeyPatc
 def test_an_allocator_that_nobody_has_set_up_expands_its_segments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in (None, *ALLOCATOR):
-        monkeypatch.setattr(os, "environ", {name: "max_split_size_mb:64"} if name else {})
+    """PyTorch reads the older name first, even if it is empty."""
+    for empty in ({}, *({name: ""} for name in ALLOCATOR)):
+        monkeypatch.setattr(os, "environ", dict(empty))
         expand_segments()
+        registers = os.environ.pop("NCCL_GRAPH_REGISTER")
         (found,) = os.environ.items()
-        assert found[0] in ALLOCATOR
-        assert found[1] == ("max_split_size_mb:64" if name else "expandable_segments:True")
+        assert found[0] in ALLOCATOR and found[1] == "expandable_segments:True"
+        assert registers == "0", "CUDA graphs must not register such memory"
+
+
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_an_allocator_that_is_set_up_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(os, "environ", {name: "max_split_size_mb:64"})
+    expand_segments()
+    assert os.environ == {name: "max_split_size_mb:64"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expands"),
+    [
+        ("--sft", True),
+        ("", False),
+        ("--sft --device cpu", False),
+        ("--sft --use-nccl-ub", False),
+        ("--sft --async-save --use-persistent-ckpt-worker", False),
+        ("--sft --async-save", True),
+    ],
+)
+def test_memory_that_others_open_or_register_is_not_expandable(flags: str, expands: bool) -> None:
+    values = vars(parse_args(["--device", "cuda", *flags.split()]))
+    assert may_expand(RunConfig(values | {"variable_lengths": values["sft"]})) is expands
 
 
 @pytest.mark.gpu

@@ -115,6 +115,8 @@ _OTHERS = (
     ("GLOO_SOCKET_IFNAME", _FOUND, "network interface of gloo", "set between nodes, gloo"),
     ("NCCL_SOCKET_IFNAME", _FOUND, "network interface of NCCL", "set with NODE_IPS, NCCL"),
     ("NCCL_HOSTID", _FOUND, "tells groups of ranks on one GPU apart", "profiling/shared_gpus"),
+    ("NCCL_GRAPH_REGISTER", _UNSET, "0 where training sets PYTORCH_ALLOC_CONF",
+     "set by training, NCCL"),
     ("NUM_GPUS", _UNSET, "GPUS_PER_NODE where that is unset; GPUs that several ranks share",
      "launch scripts, profiling/shared_gpus"),
     ("PET_LOG_DIR", "temporary", "directory of torchrun's logs", "set by training, torchrun"),

@@ -33,6 +33,7 @@ class MemoryLimit:
             a limit may be as low as one likes.
         deferred: weight gradients keep their share; otherwise ``B`` frees all.
         counts: every microbatch counts as the largest, whatever its size.
+        unlike: microbatches differ in size, as far as is known.
     """
 
     cap: float
@@ -41,6 +42,7 @@ class MemoryLimit:
     soft: bool = False
     deferred: bool = True
     counts: bool = False
+    unlike: bool = False
 
 
 class Budget:

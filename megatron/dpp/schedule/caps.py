@@ -64,7 +64,8 @@ class Allowance:
 
     def with_static(self, sizes: StaticSizes, largest: int) -> Allowance:
         """Adds the soft limit of what the static schedule would have held so far."""
-        limit = MemoryLimit(sizes.peak(self.weights) / largest, self.weights, sizes.mean, soft=True)
+        most = sizes.peak(self.weights) / largest
+        limit = MemoryLimit(most, self.weights, sizes.mean, soft=True, unlike=sizes.unlike)
         return dataclasses.replace(self, limits=(*self.limits, limit))
 
 
@@ -74,12 +75,15 @@ class StaticSizes:
     def __init__(self) -> None:
         self.mean = 0
         """Mean size of the last batch's microbatches, rounded up."""
+        self.unlike = True
+        """The last batch's microbatches differ in size; True before the first batch."""
         self._worst = 0
         self._own: dict[tuple[float, ...], int] = {}
 
     def add(self, geometry: Geometry, sizes: Sequence[int], weights: tuple[float, ...]) -> None:
         """Count a batch; ``weights`` are those of the rank's chunks."""
         self.mean = -(-sum(sizes) // len(sizes))
+        self.unlike = min(sizes) < max(sizes)
         self._worst = max(self._worst, static_peak(geometry, sizes))
         if weights:
             own = peak_size(reference_order(geometry), sizes, weights)

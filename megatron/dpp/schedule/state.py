@@ -133,7 +133,7 @@ class RankState:
             for limit in limits
         ]  # fmt: skip
         self._budgets = [self._budget, *self._further]
-        self.weights_first = any(limit.soft and limit.assumed < largest for limit in limits)
+        self.weights_first = any(limit.soft and limit.unlike for limit in limits)
         self._sized = [
             self._budget,
             *(one for one, limit in zip(self._further, limits, strict=True) if not limit.counts),

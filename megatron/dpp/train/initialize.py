@@ -126,16 +126,32 @@ def _print_line(text: str) -> None:
     sys.stdout.flush()
 
 
+def may_expand(args: Args) -> bool:
+    """True if expandable segments suit this run: its lengths are unlike, and nothing needs memory
+    of another kind. NCCL's user buffers have a pool of their own, which megatron-core refuses with
+    them. The persistent checkpoint worker opens the rank's memory, which with them takes the right
+    to trace the rank, as containers and kernels may forbid.
+    """
+    shares = args.async_save and args.use_persistent_ckpt_worker
+    on_gpu = args.device != "cpu"
+    return bool(args.variable_lengths and on_gpu and not args.nccl_ub and not shares)
+
+
 def expand_segments() -> None:
     """Let PyTorch's allocator extend its segments, unless the environment sets the allocator up.
 
     Blocks of unlike lengths do not fit into each other's segments of a fixed size. The allocator
-    reads the setting when it first takes memory.
+    reads the setting when it first takes memory, and NCCL its own when it first is used: memory of
+    such segments must not be registered for CUDA graphs.
     """
     known = hasattr(torch._C, "_accelerator_setAllocatorSettings")
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the latter before PyTorch 2.9
-    if not any(os.environ.get(name) for name in names):
-        os.environ[names[0] if known else names[1]] = "expandable_segments:True"
+    if any(os.environ.get(name) for name in names):
+        return
+    for name in names:
+        os.environ.pop(name, None)  # an empty one would hide the other
+    os.environ[names[0] if known else names[1]] = "expandable_segments:True"
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def initialize(args: Args, rank: int) -> Run:
@@ -151,8 +167,8 @@ def initialize(args: Args, rank: int) -> Run:
         fused.provide()
     if args.variable_lengths:  # cuDNN plans each new length anew, for longer than most steps take
         torch.backends.cuda.enable_cudnn_sdp(False)
-        if args.device != "cpu":
-            expand_segments()
+    if may_expand(args):
+        expand_segments()
     if args.deterministic_mode:  # equal inputs give equal bits, at some cost in speed
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is opened
         torch.use_deterministic_algorithms(True)
