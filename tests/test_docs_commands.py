@@ -255,6 +255,15 @@ def test_named_files_and_modules_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_named_imports_exist() -> None:
+    line = re.compile(r"^ *(from megatron\.dpp\S* import .+)$", re.M)
+    texts = ((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
+    found = [each for text in texts for each in line.findall(text)]
+    assert found
+    for each in found:
+        exec(each, {})
+
+
 def test_the_first_page_names_every_command() -> None:
     table = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").split("## The command")[1]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]

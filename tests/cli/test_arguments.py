@@ -100,7 +100,8 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
             "--seq-length 12 --context-parallel-size 2 --tensor-model-parallel-size 4 "
             "--sequence-parallel",
             8,
-            "12 is not divisible by --tensor-model-parallel-size 4 x --context-parallel-size 2",
+            "12 is not divisible by --tensor-model-parallel-size 4 x --context-parallel-size 2 "
+            r"\(--sequence-parallel\)",
         ),
         ("--num-experts 4", 1, "cannot add an expert's bias; add --disable-bias-linear"),
         (
@@ -120,6 +121,8 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ),
         (f"{EXPERTS} --tensor-model-parallel-size 2", 2, "needs --sequence-parallel"),
         (f"{EXPERTS} --expert-model-parallel-size 3", 3, "4 is not divisible by --expert-model"),
+        (f"{EXPERTS} --expert-model-parallel-size 0", 1, "model-parallel-size 0: must be at least"),
+        (f"{EXPERTS} --expert-tensor-parallel-size 0", 1, "parallel-size 0: must be at least 1"),
         (f"{EXPERTS} --expert-model-parallel-size 2", 1, "1 processes cannot hold"),
         (
             f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel "
@@ -163,6 +166,7 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
             "weight decay goes from 0.3 to 0.1",
         ),
         ("--group-query-attention --num-query-groups 3", 1, "not divisible by --num-query-groups"),
+        ("--group-query-attention --num-query-groups 0", 1, "groups 0: must be at least 1"),
         ("--position-embedding-type rope --kv-channels 7", 1, "7 of --kv-channels 7 .* is odd"),
         ("--position-embedding-type yarn", 1, "needs --yarn-original-max-position-embeddings"),
         (f"{YARN} --rotary-scaling-factor 0.5", 1, "--rotary-scaling-factor 0.5: must be at least"),

@@ -13,7 +13,7 @@ from megatron.dpp.cli.files import _check_ids
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.launch.main import plan
 from megatron.dpp.launch.start import describe_tokens, prepare, run_preparation
-from megatron.dpp.launch.vocabulary import tokenizer_flags
+from megatron.dpp.launch.vocabulary import sample_vocabulary, tokenizer_flags
 from megatron.dpp.tokenizers import build_tokenizer
 
 
@@ -46,6 +46,27 @@ def test_a_tokenizer_is_trained_once_and_used(text: Path) -> None:
     assert data.preparation is not None
     run_preparation([sys.executable, *data.preparation])
     assert describe_tokens(data.flags).endswith("0 of them unknown; vocabulary of 280")
+
+
+def test_numbers_of_a_vocabulary_are_those_of_a_command_line(tmp_path: Path) -> None:
+    numpy.arange(4, dtype="u2").tofile(tmp_path / "mine.bin")
+    data = {"--data-path": str(tmp_path / "mine")}
+    null = {"--tokenizer-type": "NullTokenizer", "--vocab-size": "20"}
+    assert describe_tokens({**data, **null}).endswith("vocabulary of 21")
+    plain = describe_tokens({**data, **sample_vocabulary("bert")})
+    more = describe_tokens({**data, **sample_vocabulary("bert"), "--vocab-extra-ids": "5"})
+    assert int(more.split()[-1]) == int(plain.split()[-1]) + 5
+
+
+def test_a_tokenizer_that_cannot_be_written_is_refused(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise Exception("No space left on device")  # plain, as the package raises it
+
+    monkeypatch.setattr("tokenizers.ByteLevelBPETokenizer.save_model", fail)
+    with pytest.raises(DataError, match=r"train:280: .*cannot be written: No space left"):
+        tokenizer_flags("gpt", "train:280", text)
 
 
 def test_files_of_ones_own_are_taken(text: Path, tmp_path: Path) -> None:

@@ -205,6 +205,25 @@ def test_a_dead_worker_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         list(preprocess.encode_all(args, batches))
 
 
+def test_a_worker_that_cannot_build_its_tokenizer_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    vocab = tmp_path / "vocab.json"
+    vocab.write_bytes(VOCAB.read_bytes())
+    real = preprocess._indexed_dataset
+
+    def after_the_first_tokenizer() -> object:
+        vocab.unlink(missing_ok=True)
+        return real()
+
+    monkeypatch.setattr(preprocess, "_indexed_dataset", after_the_first_tokenizer)
+    flags = [*GPT, "--workers", "2", "--vocab-file", str(vocab)]
+    assert run(corpus(tmp_path, {"text": "good"}), tmp_path / "out", *flags) == 1
+    said = capfd.readouterr().err
+    assert f"error: --vocab-file {vocab}: No such file" in said
+    assert "Traceback" not in said
+
+
 def test_bert_sentences_by_rules(tmp_path: Path) -> None:
     vocab = ROOT / "datasets_bert" / "vocab.txt"
     source = corpus(tmp_path, {"text": "Dr. Ada sat down. She slept."}, {"text": ""})

@@ -168,7 +168,11 @@ def _layout(args: Args) -> None:
     if tensor == 1:
         args.sequence_parallel = False
     if args.sequence_parallel:
-        require_multiple(args, "seq_length", "tensor_model_parallel_size", "context_parallel_size")
+        require(
+            args.seq_length % (tensor * context) == 0,
+            f"--seq-length {args.seq_length} is not divisible by --tensor-model-parallel-size "
+            f"{tensor} x --context-parallel-size {context} (--sequence-parallel)",
+        )
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = tensor
 

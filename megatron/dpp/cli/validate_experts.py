@@ -110,6 +110,8 @@ def _expert_layout(args: Args) -> None:
     )
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     expert, expert_tensor = args.expert_model_parallel_size, args.expert_tensor_parallel_size
+    require_value(args, "expert_model_parallel_size", expert >= 1, "at least 1")
+    require_value(args, "expert_tensor_parallel_size", expert_tensor >= 1, "at least 1")
     require_multiple(args, "num_experts", "expert_model_parallel_size")
     model = expert * expert_tensor * pipeline
     require(

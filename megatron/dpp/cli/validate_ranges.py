@@ -41,6 +41,7 @@ def check_ranges(args: Args) -> None:
 def check_heads(args: Args) -> None:
     """Heads that do not divide into query groups, channels that do not into rotated pairs."""
     if args.group_query_attention:
+        require_value(args, "num_query_groups", args.num_query_groups >= 1, "at least 1")
         require_multiple(args, "num_attention_heads", "num_query_groups")
     rotated = int(args.kv_channels * args.rotary_percent)
     require(

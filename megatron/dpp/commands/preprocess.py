@@ -144,8 +144,10 @@ def _begin(args: argparse.Namespace) -> None:
     _of_process[:] = [Encoder(args)]
 
 
-def encode_batch(lines: list[bytes]) -> list[dict[str, Encoded] | str]:
+def encode_batch(args: argparse.Namespace, lines: list[bytes]) -> list[dict[str, Encoded] | str]:
     """Encodes lines in a worker; a bad line becomes the text that says why it is bad."""
+    if not _of_process:  # here, as an error of an initializer ends the worker without its text
+        _begin(args)
     (encoder,) = _of_process
     results: list[dict[str, Encoded] | str] = []
     for line in lines:
@@ -206,18 +208,16 @@ def encode_all(
     """
     if args.workers == 1:
         for batch in batches:
-            yield batch, encode_batch(batch.lines)
+            yield batch, encode_batch(args, batch.lines)
         return
     # A fork server has no threads and has imported the tokenizers once for all its children.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron.dpp.tokenizers"])
-    with ProcessPoolExecutor(
-        args.workers, context, initializer=_begin, initargs=(args,)
-    ) as executor:
+    with ProcessPoolExecutor(args.workers, context) as executor:
         window: deque[tuple[Batch, Future[list[dict[str, Encoded] | str]]]] = deque()
         try:
             for batch in batches:
-                window.append((batch, executor.submit(encode_batch, batch.lines)))
+                window.append((batch, executor.submit(encode_batch, args, batch.lines)))
                 if len(window) > _BATCHES_PER_WORKER * args.workers:
                     oldest, future = window.popleft()
                     yield oldest, future.result()
@@ -304,9 +304,7 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
     """
     paths = find_inputs(args.input)
     level = "sentence" if args.split_sentences else "document"
-    _begin(
-        args
-    )  # before megatron-core's slow import, so that a missing vocabulary is named at once
+    _begin(args)  # before megatron-core's slow import: a missing vocabulary is named at once
     dtype = _indexed_dataset().DType.optimal_dtype(_of_process[0].vocab_size)
     totals = Totals()
     bar = progress_bar(

@@ -119,6 +119,7 @@ def describe_tokens(flags: Flags) -> str:
 
     usual = TOKENIZERS["gpt" if "--merge-file" in flags else "bert"]
     values = {name[2:].replace("-", "_"): value for name, value in flags.items()}
+    values |= {n: int(values[n]) for n in ("vocab_size", "vocab_extra_ids") if n in values}
     tokenizer = tokenizer_for(Namespace(**{"tokenizer_type": usual, **values}))
     kind = "u2" if tokenizer.vocab_size < 65500 else "i4"  # as megatron-core chooses it
     path = Path(f"{flags['--data-path']}.bin")

@@ -140,10 +140,13 @@ def _trained(text: Path, size: int) -> tuple[Path, Path]:
     trained.train_from_iterator(
         _texts(text), vocab_size=size, special_tokens=[_END_OF_TEXT], show_progress=False
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        vocab, merges = map(Path, trained.save_model(scratch))
-        pair = vocab.replace(folder / vocab.name), merges.replace(folder / merges.name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            vocab, merges = map(Path, trained.save_model(scratch))
+            pair = vocab.replace(folder / vocab.name), merges.replace(folder / merges.name)
+    except Exception as error:  # the package raises plain Exception
+        raise DataError(f"--tokenizer train:{size}: {folder} cannot be written: {error}") from error
     print(f"tokenizer: {trained.get_vocab_size()} tokens, {folder}", flush=True)
     return pair
 
