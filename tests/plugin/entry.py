@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 host = os.environ["HOST"]
 sys.path.insert(0, str(Path(host).parent))
@@ -64,3 +65,5 @@ recorded("train_step", with_model=True)
 recorded("evaluate", with_model=False)
 sys.argv[0] = host
 runpy.run_path(host, run_name="__main__")
+if dist.is_initialized():  # else a thread of Gloo's may outlive the interpreter, and aborts
+    dist.destroy_process_group()
