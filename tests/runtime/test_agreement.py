@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -295,21 +295,21 @@ def test_a_member_never_posts_less_at_the_beginning_of_an_iteration() -> None:
     assert boards.posted[1] == [1, 4]
 
 
+def members_of_the_last_rank() -> Iterator[Decider]:
+    """Deciders of a leader and its follower on the last of two ranks, with one input."""
+    geometry, boards = Geometry(2, 1, 1, 2), Stage([0, 0], 2)
+    for index in range(2):
+        scheduler = Scheduler(geometry, policy="megatron", split_backward=False)
+        yield decider_for(scheduler, [(Direction.FORWARD, 0)], HostedBoard(boards, index))
+
+
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_member_tells_who_holds_it_up(before: int) -> None:
     """The last rank of two: an input allows a forward when all have it, and the leader decides.
     Counts go on from earlier iterations.
     """
     none, one, two = [before], [before + 1], [before + 2]
-    channels, geometry, boards = [(Direction.FORWARD, 0)], Geometry(2, 1, 1, 2), Stage([0, 0], 2)
-    leader, follower = (
-        decider_for(
-            Scheduler(geometry, policy="megatron", split_backward=False),
-            channels,
-            HostedBoard(boards, index),
-        )
-        for index in range(2)
-    )
+    leader, follower = members_of_the_last_rank()
     for decider in (leader, follower):
         decider.start(none)
 
@@ -327,15 +327,7 @@ def test_a_member_tells_who_holds_it_up(before: int) -> None:
 
 
 def test_a_leader_launches_ahead_what_is_in_flight_to_all() -> None:
-    channels, geometry, boards = [(Direction.FORWARD, 0)], Geometry(2, 1, 1, 2), Stage([0, 0], 2)
-    leader, follower = (
-        decider_for(
-            Scheduler(geometry, policy="megatron", split_backward=False),
-            channels,
-            HostedBoard(boards, index),
-        )
-        for index in range(2)
-    )
+    leader, follower = members_of_the_last_rank()
     for decider in (leader, follower):
         decider.start([0])
         assert decider.next([0]) is None
