@@ -19,7 +19,7 @@ from megatron.dpp import locks
 from megatron.dpp.cli import preflight
 from megatron.dpp.cli.files import written_directories
 from megatron.dpp.errors import DataError
-from megatron.dpp.launch.job import find_job, refuse_taken_trace
+from megatron.dpp.launch.job import find_job, refuse_taken
 from megatron.dpp.trace import TraceLayout, open_recorder
 from tests.runtime.launcher import REPOSITORY, start, wait
 from tests.train.several import corpus
@@ -179,10 +179,10 @@ def test_the_launcher_knows_the_directory_of_a_layouts_trace(tmp_path: Path) -> 
     folder = tmp_path / "data-2-pipeline-2-tensor-1-dpp"
     with locks.lock_directory(folder, "--trace-dir"):
         with pytest.raises(DataError, match=f"^--trace-dir {folder}: process "):
-            refuse_taken_trace(job, [*words, "--trace"])
-        refuse_taken_trace(job, words)
-        refuse_taken_trace(job, [*words, "--trace", "--tensor-model-parallel-size", "2"])
-        refuse_taken_trace(job, ["--trace"])
+            refuse_taken(job, [*words, "--trace"])
+        refuse_taken(job, words)
+        refuse_taken(job, [*words, "--trace", "--tensor-model-parallel-size", "2"])
+        refuse_taken(job, ["--trace"])
 
 
 def test_the_last_word_names_the_directory(tmp_path: Path) -> None:

@@ -185,9 +185,8 @@ def launch(
         show_command([*command, *argv])
         return
     arch = Path(script).stem.removeprefix("pretrain_")
-    refuse_taken_trace(job, argv)  # parses, so it ends here with --help
-    check(arch, argv, python, job)
     refuse_taken(job, argv)
+    check(arch, argv, python, job)
     home = lock = None
     if os.environ.get("RUN_DIR") or job.num_nodes == 1:  # several nodes cannot agree on a date
         home = make_home(arch, argv, job.world_size, os.environ)
@@ -213,20 +212,16 @@ def launch(
 
 
 def refuse_taken(job: Job, argv: Sequence[str]) -> None:
-    """Refuse directories of other runs (DataError); cheap enough to come before set-up."""
-    check_home(argv, os.environ, first_node=job.node_rank == 0)
-
-
-def refuse_taken_trace(job: Job, argv: Sequence[str]) -> None:
-    """Refuse a ``--trace-dir`` in which another run writes the trace of this layout.
+    """Refuse directories of other runs; cheap enough to come before set-up. Ends with ``--help``.
 
     Args:
-        argv: all flags of the run; the layout names the directory.
+        argv: all flags of the run; its layout names the directory of its trace.
 
     Raises:
         DataError: naming the other run.
     """
     args = parse_args(argv)
+    check_home(argv, os.environ, first_node=job.node_rank == 0)
     if not args.trace or "trace_dir" not in args.given or job.node_rank != 0:
         return
     ranks = args.pipeline_model_parallel_size * args.tensor_model_parallel_size

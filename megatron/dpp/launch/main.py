@@ -18,7 +18,7 @@ from megatron.dpp.cli.planned import SHAPES
 from megatron.dpp.errors import ConfigError, DataError, DppError
 from megatron.dpp.launch import auto, cli
 from megatron.dpp.launch.flags import Flags, check_known, whole
-from megatron.dpp.launch.job import INTERRUPTED, find_job, launch, refuse_taken, refuse_taken_trace
+from megatron.dpp.launch.job import INTERRUPTED, find_job, launch, refuse_taken
 from megatron.dpp.launch.layout import Layout, nearest_multiple
 from megatron.dpp.launch.nodes import Nodes, find_nodes
 from megatron.dpp.launch.resolve import (
@@ -216,7 +216,6 @@ def _start(found: Plan) -> None:
         os.environ["RUN_DIR"] = options.run_dir
     if not options.dry_run:
         refuse_taken(job, resolved.argv)
-        refuse_taken_trace(job, resolved.argv)
         if options.procs is None:
             check_visible_gpus(os.environ)
     # The run that follows says it itself, unless a preparation keeps it waiting.
