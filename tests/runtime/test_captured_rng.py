@@ -12,7 +12,7 @@ import torch
 from megatron.core.tensor_parallel import random as parallel_random
 
 from megatron.dpp.mcore.graphs import rng as captured_rng
-from megatron.dpp.mcore.graphs.rng import CapturedRng, RecomputedDraws
+from megatron.dpp.mcore.graphs.rng import RecomputedDraws
 
 DEFAULT, PARALLEL = 11, 22
 """Seeds."""
@@ -93,7 +93,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_each_part_has_generators_that_are_set_to_where_the_forward_had_come(
     machine: Machine,
 ) -> None:
-    draws = CapturedRng().recomputed(machine.forward)
+    draws = RecomputedDraws(machine.forward)
     assert machine.default.state.tolist() == [DEFAULT, 100]  # as before the trial
     assert machine.states_["parallel"].tolist() == [PARALLEL, 1000]
     with draws.handed_out():
@@ -119,7 +119,7 @@ def test_a_part_inside_of_a_switched_state_follows_that_state(machine: Machine) 
         machine.default.set_state(before)
         return saved
 
-    draws = CapturedRng().recomputed(switched)
+    draws = RecomputedDraws(switched)
     with draws.handed_out():
         ((_, default, _),) = switched()
     machine.states_["parallel"] = torch.tensor([PARALLEL, 40])
@@ -130,4 +130,4 @@ def test_a_part_inside_of_a_switched_state_follows_that_state(machine: Machine) 
 def test_states_that_are_generators_are_refused(machine: Machine) -> None:
     machine.states_["parallel"] = torch.Generator()
     with pytest.raises(TypeError, match="states that can be saved"):
-        CapturedRng().recomputed(machine.forward)
+        RecomputedDraws(machine.forward)

@@ -18,6 +18,7 @@ from megatron.dpp.errors import SetupError
 from megatron.dpp.mcore.graphs import block as graphed_block
 from megatron.dpp.mcore.graphs import slots as graphs
 from megatron.dpp.mcore.graphs.pools import Pools, Slot
+from megatron.dpp.mcore.graphs.rng import CapturedRng
 from megatron.dpp.runtime.dynamic import why_no_graphs
 from tests.runtime.rerun import Rerun
 
@@ -90,6 +91,20 @@ def test_other_arguments_than_the_first_run_eagerly_and_are_named_once(chunk: Ch
     for _ in range(2):
         assert torch.equal(step(made, chunk, scale=2.0), 2.0 * step(made, chunk, scale=1.0))
     assert len([line for line in said if "unlike" in line]) == 1
+
+
+def test_repeated_draws_are_those_of_the_inputs_shape(
+    chunk: Chunk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A longer microbatch draws more numbers before each recomputed part than a short one."""
+    chunk.config.recompute_granularity = "selective"
+    monkeypatch.setattr(graphed_block, "RecomputedDraws", lambda forward: forward())
+    block = graphed_block.GraphedBlock(chunk, None, None, Rerun, CapturedRng(), print)
+    runs = iter(("draws of 3 rows", "draws of 5 rows"))
+    short, long = torch.empty(3, 2, 4), torch.empty(5, 2, 4)
+    for example, found in ((short, 3), (long, 5), (short, 3)):
+        draws: Any = block.recomputed(lambda: next(runs), example)
+        assert draws == f"draws of {found} rows"
 
 
 def test_after_a_step_every_block_is_captured_in_every_slot(

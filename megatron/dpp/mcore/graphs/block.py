@@ -56,15 +56,17 @@ class _Graphs:
         self._waiting: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         self._added: Additions
         self._unfinished = 0
-        owner.prepare(partial(owner.run, slot.input, self.options))
+        self._draws = owner.recomputed(partial(owner.run, slot.input, self.options), slot.input)
         self._forward = owner.capture(self._run_forward, slot.pool)
-        self._backward = owner.capture(self._run_backward, slot.pool)
+        with owner.repeating(self._draws):
+            self._backward = owner.capture(self._run_backward, slot.pool)
         layers = range(owner.num_layers - 1, -1, -1) if owner.store is not None else ()
         self._weights = {n: owner.capture(partial(self._run_weight, n), slot.pool) for n in layers}
         self._gathered_into = gather_buffers()  # kept: a replay writes there
 
     def _run_forward(self) -> None:
-        with self._owner.using(self._aliases), self._owner.recomputable():
+        recomputable = self._draws.handed_out() if self._draws else contextlib.nullcontext()
+        with self._owner.using(self._aliases), recomputable:
             self._live = self._owner.run(self._slot.input, self.options)
         self._slot.output.copy_(self._live.detach())
 
@@ -115,7 +117,7 @@ class _Graphs:
         for name, value in options.items():
             if isinstance(value, torch.Tensor):
                 self._copy_option(name, value)
-        self._begun = self._owner.random_states()
+        self._begun = self._draws.states() if self._draws else {}
         with self._owner.drawing():
             self._forward.replay()
         return self._slot.output.detach()
@@ -131,7 +133,8 @@ class _Graphs:
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
         """Replay B. The result is a copy, as it may be sent after the buffer is used again."""
         self._slot.grad_output.copy_(gradient)
-        self._owner.rewind(self._begun)
+        if self._draws:
+            self._draws.rewind(self._begun)
         self._backward.replay()
         self._owner.reductions.start(self._added)
         self._unfinished = len(self._weights)
@@ -202,7 +205,7 @@ class GraphedBlock:
     ) -> None:
         self._rng = rng
         self._recomputes = bool(get_model_config(chunk).recompute_granularity)
-        self._recomputed: RecomputedDraws | None = None
+        self._recomputed: dict[torch.Size, RecomputedDraws] = {}
         block: Any = decoder_block(chunk)
         self._block = block
         self.chunk: Any = chunk
@@ -284,28 +287,28 @@ class GraphedBlock:
             for table, original in zip(tables, own, strict=True):
                 table.update(original)
 
-    def prepare(self, forward: Callable[[], Any]) -> None:
-        """Find the random draws that a backward repeats, before the first capture."""
-        if self._rng is not None and self._recomputed is None and self._recomputes:
-            with torch.no_grad():
-                self._recomputed = self._rng.recomputed(forward)
+    def recomputed(
+        self, forward: Callable[[], Any], example: torch.Tensor
+    ) -> RecomputedDraws | None:
+        """The random draws that a backward of such inputs repeats; None if it repeats none.
 
-    def recomputable(self) -> AbstractContextManager[None]:
-        """Let a captured forward's recomputed parts draw from generators of their own."""
-        return self._recomputed.handed_out() if self._recomputed else contextlib.nullcontext()
+        Args:
+            forward: runs the block's forward eagerly.
+        """
+        if self._rng is None or not self._recomputes:
+            return None
+        if example.shape not in self._recomputed:
+            with torch.no_grad():
+                self._recomputed[example.shape] = RecomputedDraws(forward)
+        return self._recomputed[example.shape]
+
+    def repeating(self, draws: RecomputedDraws | None) -> AbstractContextManager[None]:
+        """Register these draws' generators with a capture."""
+        return self._rng.repeating(draws) if self._rng and draws else contextlib.nullcontext()
 
     def drawing(self) -> AbstractContextManager[None]:
         """Give a replay the tracker's random states."""
         return self._rng.replaying() if self._rng is not None else contextlib.nullcontext()
-
-    def random_states(self) -> dict[str, torch.Tensor]:
-        """The random states before a forward, for :meth:`rewind`."""
-        return self._recomputed.states() if self._recomputed else {}
-
-    def rewind(self, begun: dict[str, torch.Tensor]) -> None:
-        """Let a backward's recomputed parts draw like its forward, which began in these states."""
-        if self._recomputed:
-            self._recomputed.rewind(begun)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block

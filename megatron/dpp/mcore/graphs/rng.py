@@ -26,7 +26,7 @@ class CapturedRng:
 
     def __init__(self) -> None:
         self._generators: dict[str, torch.Generator] = {}
-        self._for_recomputing: list[torch.Generator] = []
+        self._repeating: list[torch.Generator] = []
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[list[torch.Generator]]:
@@ -41,7 +41,7 @@ class CapturedRng:
                 self._generators[name] = _new_generator()
         tracker.states_, tracker.use_cudagraphable_rng = dict(self._generators), True
         try:
-            yield [*self._generators.values(), *self._for_recomputing]
+            yield [*self._generators.values(), *self._repeating]
         finally:
             tracker.states_, tracker.use_cudagraphable_rng = states, was_safe
 
@@ -55,15 +55,14 @@ class CapturedRng:
         for name, generator in self._generators.items():
             tracker.states_[name] = generator.get_state()
 
-    def recomputed(self, forward: Callable[[], Any]) -> RecomputedDraws:
-        """Prepare for a captured backward that runs parts of ``forward`` again.
-
-        Args:
-            forward: runs the forward once, eagerly; the random states are then as before.
-        """
-        draws = RecomputedDraws(forward)
-        self._for_recomputing += draws.generators()
-        return draws
+    @contextlib.contextmanager
+    def repeating(self, draws: RecomputedDraws) -> Iterator[None]:
+        """Let a captured backward draw from the generators of its recomputed parts, too."""
+        self._repeating = draws.generators()
+        try:
+            yield
+        finally:
+            self._repeating = []
 
 
 _DEFAULT = ""
@@ -86,10 +85,11 @@ class RecomputedDraws:
 
     megatron-core restores saved random states in the backward, which a graph cannot. So each
     recomputed part has a generator per state of the tracker, which is set to the forward's position
-    before the backward is replayed.
+    before the backward is replayed. The positions hold for inputs of one shape: larger ones draw
+    more numbers.
 
     Args:
-        forward: see :meth:`CapturedRng.recomputed`.
+        forward: runs the forward once, eagerly; the random states are then as before.
 
     Raises:
         TypeError: the tracker's states are generators (``--te-rng-tracker``).
