@@ -15,7 +15,8 @@ using namespace dpp::verbs;
 
 SAME_SIZE(GidEntry, ibv_gid_entry);
 SAME_PLACE(GidEntry, type, ibv_gid_entry, gid_type);
-SAME_SIZE(PortAttributes, ibv_port_attr);
+// Newer headers append to it; ibv_query_port of the library fills what all of them have.
+static_assert(sizeof(PortAttributes) <= sizeof(ibv_port_attr));
 SAME_PLACE(PortAttributes, state, ibv_port_attr, state);
 SAME_PLACE(PortAttributes, active_mtu, ibv_port_attr, active_mtu);
 SAME_PLACE(PortAttributes, num_gids, ibv_port_attr, gid_tbl_len);

@@ -104,9 +104,10 @@ def test_a_missing_script_and_a_bad_setting_end_with_2(
 def test_a_script_runs_as_it_would_by_itself(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("STATUS = 7")
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-m", "megatron.dpp.run", str(tmp_path / "script.py"), "--own", *words],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"},
+        env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
         capture_output=True, text=True,
     )  # fmt: skip
     name = "Plugin.get" if words else "get_forward_backward_func"

@@ -124,7 +124,7 @@ def test_an_endless_fault_leaves_neither_processes_nor_files(tmp_path: Path, end
         "    while not small.END:\n        pass\n"
     )
     subprocess.run(["git", "init"], cwd=tree, check=True, capture_output=True)
-    paths = os.pathsep.join([".", str(REPOSITORY / "tools")])
+    paths = os.pathsep.join([".", str(REPOSITORY / "tools"), os.environ.get("PYTHONPATH", "")])
     run = subprocess.Popen(
         [sys.executable, "-c", ENDLESS, ended_by], cwd=tree, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(scratch)},

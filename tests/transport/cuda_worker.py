@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import time
+from datetime import timedelta
 
 import torch
 
@@ -69,6 +70,14 @@ class End:
         while self.store.add(key, 0) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.001)
+
+    def part(self):
+        """Both have met for the last time: rank 0, whose store it is, leaves after the other."""
+        key = f"meeting/{self.meetings}/left"
+        if self.rank:
+            self.store.add(key, 1)
+        else:
+            self.store.wait([key], timedelta(seconds=60))
 
 
 def payload(seed, device):
@@ -286,6 +295,7 @@ def main() -> None:
             SCENARIOS[name](end)
             end.meet()
             print(name, flush=True)
+    end.part()
     end.transport.close()
     end.transport.close()
     print("ok", flush=True)

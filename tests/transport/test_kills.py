@@ -21,6 +21,7 @@ from megatron.dpp.transport import ChannelSpec, Direction, Transport
 from tests.shared_memory import none_left
 from tests.transport.kinds import (
     GPU_KINDS,
+    HAS_GPU,
     NATIVE_KINDS,
     NIXL,
     PATIENCE,
@@ -30,7 +31,7 @@ from tests.transport.kinds import (
 )
 
 RANKS = 3
-KILLED_KINDS = NATIVE_KINDS if torch.cuda.is_available() else (*NATIVE_KINDS, *GPU_KINDS)
+KILLED_KINDS = NATIVE_KINDS if HAS_GPU else (*NATIVE_KINDS, *GPU_KINDS)
 """The doubled CUDA driver is for machines without one."""
 LARGEST = 1 << 18
 RING = [
