@@ -90,7 +90,16 @@ def _member(rank: int, port: int, microbatches: int, pauses: list[float]) -> lis
             found.append(_decide_all(decider, transport, pause))
         store.set(f"done {rank}", "1")
         store.wait(["done 0", "done 1"])
+    _leave(store, rank)
     return found
+
+
+def _leave(store: TCPStore, rank: int) -> None:
+    """Rank 0 has the store, and ends when the other has asked for the last time."""
+    if rank == 0:
+        store.wait(["left"])
+    else:
+        store.set("left", "1")
 
 
 def _shifted(decider: Decider, base: int) -> Any:

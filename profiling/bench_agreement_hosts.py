@@ -134,6 +134,10 @@ def _member(
             if step >= 2:  # the first of each is untimed
                 found[step % 2].append(took)
         _meet(store, rank, "end")
+    if rank:
+        store.set(f"left {rank}", "1")
+    else:  # its store is asked until then
+        store.wait([f"left {other}" for other in range(1, _STAGES * _REPLICAS)])
     return found
 
 

@@ -100,7 +100,7 @@ class Choice:
         pass
 
     def tests_of(self, mutant, deadline):
-        return ["test_small.py"], -7.0 if sys.argv[1] == "limit" else 0.0  # of 2 s, or of 30
+        return ["test_small.py"], (float(sys.argv[1]) - 30) / 4  # for this limit
 
 
 tool.Choice = Choice
@@ -113,7 +113,12 @@ sys.exit(tool.main(["--again"]))
     "ended_by", ["limit", "SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)]
 )
 def test_an_endless_fault_leaves_neither_processes_nor_files(tmp_path: Path, ended_by: str) -> None:
-    tree, scratch, child = tmp_path / "tree", tmp_path / "scratch", tmp_path / "pid"
+    _endless(tmp_path, ended_by, 2.0 if ended_by == "limit" else 120.0)
+
+
+def _endless(tmp_path: Path, ended_by: str, limit: float) -> None:
+    place = tmp_path / str(limit)
+    tree, scratch, child = place / "tree", place / "scratch", place / "pid"
     (tree / "build").mkdir(parents=True)
     scratch.mkdir()
     (tree / "small.py").write_text("END = True\n")
@@ -126,21 +131,25 @@ def test_an_endless_fault_leaves_neither_processes_nor_files(tmp_path: Path, end
     subprocess.run(["git", "init"], cwd=tree, check=True, capture_output=True)
     paths = os.pathsep.join([".", str(REPOSITORY / "tools"), os.environ.get("PYTHONPATH", "")])
     run = subprocess.Popen(
-        [sys.executable, "-c", ENDLESS, ended_by], cwd=tree, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", ENDLESS, str(limit)], cwd=tree, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(scratch)},
     )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 60
-        while not (child.exists() and child.read_text()):
-            assert run.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-        started = psutil.Process(int(child.read_text()))
-        if ended_by != "limit":
-            run.send_signal(getattr(signal, ended_by))
-        said, _ = run.communicate(timeout=60)
-    finally:
-        run.kill()
-        run.wait()
+    with run:
+        try:
+            deadline = time.monotonic() + 60
+            while not (child.exists() and child.read_text()):
+                assert time.monotonic() < deadline
+                if run.poll() is not None:
+                    assert ended_by == "limit" and limit < 30
+                    _endless(tmp_path, ended_by, 4 * limit)  # it had no time to begin
+                    return
+                time.sleep(0.02)
+            started = psutil.Process(int(child.read_text()))
+            if ended_by != "limit":
+                run.send_signal(getattr(signal, ended_by))
+            said, _ = run.communicate(timeout=60)
+        finally:
+            run.kill()
     assert run.returncode == (143 if ended_by == "SIGTERM" else 0)
     assert ("1/1 timed out: small.py:1" in said) == (ended_by == "limit")
     assert ("interrupted; --again goes on" in said) == (ended_by == "SIGINT")
