@@ -282,7 +282,9 @@ def test_overlapping_groups_are_joined(
 
 
 def test_a_member_never_posts_less_at_the_beginning_of_an_iteration() -> None:
-    """A message that was taken in flight may not have arrived when the next iteration begins."""
+    """A message that was taken in flight may not have arrived when the next iteration begins. Those
+    of the next iteration, which a neighbour may have sent already, are not told of before.
+    """
     geometry = Geometry(2, 1, 1, 2, forward_only=True)
     boards = Stage([0, 0], 2)
     channels = [(Direction.FORWARD, 0)]
@@ -291,7 +293,7 @@ def test_a_member_never_posts_less_at_the_beginning_of_an_iteration() -> None:
         decider = decider_for(scheduler, channels, HostedBoard(boards, 1))
         decider.start([base])
         decider.next([max(0, base - 1)])
-        assert decider.next_coming([base + 2]) is None
+        assert decider.next_coming([base + 3]) is None
     assert boards.posted[1] == [1, 4]
 
 
@@ -324,6 +326,34 @@ def test_a_member_tells_who_holds_it_up(before: int) -> None:
     assert str(follower.next(one)) == "0B0"
     assert leader.next(one) is None and follower.next(two) is None
     assert (leader.held_up_by(one), follower.held_up_by(two)) == ("", "late-member")
+
+
+def test_a_leader_is_late_if_any_task_has_its_input_everywhere() -> None:
+    """It is not to be excused by another task, whose input one member lacks."""
+    boards, channels = Stage([0, 0], 6), [(0, 0), (0, 1), (1, 0)]
+    leader, follower = (
+        decider_for(Scheduler(Geometry(2, 1, 2, 4)), channels, HostedBoard(boards, index))
+        for index in range(2)
+    )
+    for member in (leader, follower):
+        member.start([0, 0, 0])
+    assert follower.next([1, 0, 0]) is None and str(leader.next([1, 0, 0])) == "0F0"
+    assert str(follower.next([1, 0, 0])) == "0F0"
+    assert follower.next([1, 1, 0]) is None
+    assert str(leader.next([1, 1, 0])) == "1F0", "which the follower has not read"
+    assert follower.held_up_by([2, 1, 0]) == "late-leader"
+
+
+def test_a_follower_forgets_no_arrival_for_one_that_was_in_flight() -> None:
+    leader, follower = members_of_the_last_rank()
+    for decider in (leader, follower):
+        decider.start([0])
+        assert decider.next([0]) is None
+        assert decider.next_coming([2]) is None
+    assert follower.next([2]) is None, "all of them have arrived here since"
+    assert str(leader.next([2])) == "0F0"
+    assert str(follower.next([2])) == "0F0"
+    assert follower.scheduler.view.forwards_arrived == [2]
 
 
 def test_a_leader_launches_ahead_what_is_in_flight_to_all() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +137,38 @@ def test_microbatches_whose_sizes_differ_between_ranks_count_as_the_longest(agre
         executor._learn(microbatch, torch.zeros(3 + microbatch))
     assert executor._scheduler.sizes.known == ([3, 4] if agree else [None, None])
     assert executor.first_size == 3, "what was measured has a size all the same"
+
+
+def test_a_duration_is_learnt_with_the_size_of_its_microbatch() -> None:
+    """In the largest; a size that is not known counts as that."""
+    executor, told = rank_of(network_of(0), Geometry(2, 0, 1, 2)), list[Any]()
+    own: Any = executor
+    own._timer = SimpleNamespace(launched=lambda key, size: told.append((key, size)))
+    sizes = executor._scheduler.sizes
+    sizes.learn(0, sizes.largest // 4)
+    for microbatch in range(2):
+        executor._finish_task("F", 0, microbatch)
+    assert told == [(("F", 0), 0.25), (("F", 0), 1.0)]
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_as_many_tensors_are_sent_as_were_declared(number: int) -> None:
+    """A neighbour that waits for another one would wait for ever."""
+    executor = rank_of(network_of(0), Geometry(2, 0, 1, 2))
+    own: Any = executor
+    own._channels = SimpleNamespace(outgoing=lambda *_: 0, tensors_out=lambda _: 2)
+    own._put_part = lambda *_: None
+    with pytest.raises(TypeError, match="2 Tensors declared"):
+        own._put(Direction.FORWARD, 0, 0, [torch.zeros(1)] * number)
+    assert own._put(Direction.FORWARD, 0, 0, [torch.zeros(1)] * 2)
+
+
+@pytest.mark.parametrize("launch_ahead", [True, False])
+def test_a_task_is_launched_ahead_of_its_input_where_that_is_asked_for(launch_ahead: bool) -> None:
+    executor = rank_of(network_of(1), LAST, launch_ahead=launch_ahead)
+    own: Any = executor
+    own._links = SimpleNamespace(coming=lambda: [1])
+    assert own._next_coming() == (Action.parse("0F0") if launch_ahead else None)
 
 
 # Missing senders ----------------------------------------------------------------------------------

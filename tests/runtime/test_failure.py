@@ -131,6 +131,22 @@ def test_a_rank_that_gives_up_by_itself_says_so(store: HashStore) -> None:
     assert told(store) == "rank 0 gave up: KeyError: 'attention_mask'"
 
 
+@pytest.mark.parametrize(("status", "tells"), [(None, False), (0, False), (1, True), ("no", True)])
+def test_a_rank_that_exits_with_an_error_tells_the_others(
+    store: HashStore, status: int | str | None, tells: bool
+) -> None:
+    with pytest.raises(SystemExit), Opened() as schedule:
+        raise SystemExit(status)
+    assert schedule.closed and bool(told(store)) is tells
+
+
+def test_what_another_rank_has_told_is_not_told_again(store: HashStore) -> None:
+    """Its text names who met the cause; the store may have been emptied since."""
+    with pytest.raises(PeerDead), Opened():
+        raise PeerDead("rank 0: rank 3 died (says rank 1)")
+    assert not told(store)
+
+
 def test_an_error_of_our_own_is_not_replaced() -> None:
     with pytest.raises(KeyError), Opened() as schedule:
         schedule.network.kill(1)

@@ -96,11 +96,14 @@ def test_experts_join_replicas(ranks: Ranks) -> None:
     assert ranks.gathered == [stage]
 
 
-def test_experts_inside_of_one_replica_keep_its_sizes(ranks: Ranks) -> None:
+@pytest.mark.parametrize(("tensor", "context"), [(TP, CP), (Group(6), Group(6, 7))])
+def test_experts_inside_of_one_replica_keep_its_sizes(
+    ranks: Ranks, tensor: Group, context: Group
+) -> None:
     stage, both = Group(4, 5, 6, 7), Group(6, 7)
     ranks.others = [[[4, 5]]]
     found = ranks.of(
-        TP, CP, num_moe_experts=4, expert_model_parallel_size=2, tp_cp=both, tp_ep=both,
+        tensor, context, num_moe_experts=4, expert_model_parallel_size=2, tp_cp=both, tp_ep=both,
         tp_dp_cp=stage,
     )  # fmt: skip
     assert found == StageGroup((6, 7), stage)  # type: ignore[arg-type]

@@ -141,6 +141,16 @@ def test_only_followers_follow_and_leave_the_recording_to_their_leader(
     assert own._decisions is kept, "a recording goes on when links are opened anew"
 
 
+def test_tasks_are_seeded_by_the_place_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A static schedule gives each stage the same seeds."""
+    Connected(monkeypatch, None)
+    given: list[tuple[int, ...]] = []
+    monkeypatch.setattr(dynamic, "TaskRng", lambda *places: given.append(places))
+    own: Any = schedule_of()
+    own._connect(call_of(), Topology((5, 6, 7), 1, 1), Boundaries(8, (8,), (8,)))
+    assert given == [(own._seed, 3, 1)]
+
+
 def test_nothing_is_launched_ahead_where_that_would_hold_up_what_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,12 +108,19 @@ def test_our_channels_are_used_where_a_kind_is_named_and_there_is_a_neighbour(
     assert told == ["over", "end"] * opened
 
 
-def test_links_are_kept_until_a_boundary_is_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("received", "sent"), [(2, 1), (1, 2)])
+def test_links_are_kept_until_a_boundary_is_larger(
+    monkeypatch: pytest.MonkeyPatch, received: int, sent: int
+) -> None:
+    """The larger of those that a rank receives and sends counts."""
     said: list[str] = []
     own = schedule_of(said, transport="shm", slots=3)
     sizes = [8]
     call = SimpleNamespace(
-        length=0, boundaries=lambda length: Boundaries(0, (sizes[-1],), (sizes[-1] // 2,))
+        length=0,
+        boundaries=lambda length: Boundaries(
+            0, (sizes[-1] * received // 2,), (sizes[-1] * sent // 2,)
+        ),
     )
     monkeypatch.setattr(static.StepCall, "checked", lambda **_: call)
     rings: list[tuple[Any, ...]] = []
@@ -129,9 +137,9 @@ def test_links_are_kept_until_a_boundary_is_larger(monkeypatch: pytest.MonkeyPat
     for size in (8, 4):
         sizes.append(size)
         assert own._open({}, topology) is first
-    sizes.append(9)
+    sizes.append(10)
     assert own._open({}, topology) is not first and closed == ["x"]
-    assert rings == [((5, 6), 1, 8, 3), ((5, 6), 1, 9, 3)]
+    assert rings == [((5, 6), 1, 8, 3), ((5, 6), 1, 10, 3)]
     own.close()
     own.close()
     assert closed == ["x", "x"] and own._links() is None
@@ -195,6 +203,20 @@ def test_only_on_captures_graphs(setting: str) -> None:
     assert own._wants_graphs() is (setting == "on")
     own._captures = lambda: False
     assert not own._wants_graphs()
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_an_evaluation_replays_no_graphs(
+    monkeypatch: pytest.MonkeyPatch, forward_only: bool
+) -> None:
+    """They are captured of a training step, whose dropout an evaluation has not."""
+    around, own, bound = Around(monkeypatch, ranks=1), schedule_of(cuda_graphs="on"), list[str]()
+    call = SimpleNamespace(boundary_example=lambda config: "example")
+    monkeypatch.setattr(static.StepCall, "checked", lambda **_: call)
+    graphs = SimpleNamespace(bound=lambda example: contextlib.nullcontext(bound.append(example)))
+    own._captures, own._graphs_of = lambda: True, lambda given: graphs
+    around.call(own, forward_only=forward_only)
+    assert bound == ([] if forward_only else ["example"])
 
 
 def test_graphs_are_those_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:

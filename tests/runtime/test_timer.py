@@ -143,6 +143,17 @@ def test_a_task_runs_from_the_beginning_of_its_launch(device: Device) -> None:
     assert timer.pause() > 0.0
 
 
+def test_a_task_that_waited_in_the_queue_runs_from_the_end_of_the_one_before(
+    device: Device,
+) -> None:
+    timer = learned(device, 0.25)
+    launch(timer, 2)
+    device.now += 1.0
+    assert timer.pause() == pytest.approx(0.75)
+    device.now += 0.5
+    assert timer.pause() == pytest.approx(0.25)
+
+
 def test_a_task_launched_ahead_of_its_input_begins_when_the_device_has_it(device: Device) -> None:
     timer = learned(device, 0.25)
     assert not timer.waiting()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, ScheduleError
 from megatron.dpp.schedule import (
     Action,
@@ -11,10 +12,13 @@ from megatron.dpp.schedule import (
     Budget,
     Geometry,
     Kind,
+    LastRank,
+    Memory,
     MemoryLimit,
     Reference,
     Scheduler,
     StaticSizes,
+    beside_head,
     parse_cap,
 )
 from megatron.dpp.schedule.budget import KnownSizes
@@ -93,3 +97,47 @@ def test_a_microbatch_may_be_empty_and_as_long_as_the_longest() -> None:
         with pytest.raises(ScheduleError, match=f"has size {size}; .* from 0 to 10 "):
             sizes.learn(2, size)
     assert sizes.unlike() == [0, 10, 10]
+
+
+def test_lengths_that_are_alike_and_short_are_recorded_as_such() -> None:
+    """A recording without sizes means that every microbatch was as long as the longest."""
+    sizes = KnownSizes(Geometry(2, 0, 1, 2), 10)
+    for microbatch in range(2):
+        sizes.learn(microbatch, 7)
+    assert sizes.unlike() == [7, 7]
+
+
+def test_a_soft_limit_is_passed_by_megatrons_next_forward_alone_and_behind_no_weight() -> None:
+    reference = Reference(Geometry(2, 0, 1, 3))  # 0F0 0F1 0B0 0F2 0B1 0B2
+    budget, after = Budget(reference, cap=0.5, soft=True), [1, 2, 3, 4, 5, 6, 0]
+    assert budget.fits(0, after) and not budget.fits(1, after)
+    for place in (0, 1):
+        budget.forward(place)
+    kept = budget.backward(2, 1)
+    after[-1] = 3
+    assert not budget.fits(3, after), "a weight gradient is left to run"
+    budget.weight(kept, 1, 1)
+    assert budget.fits(3, after)
+
+
+@pytest.mark.parametrize("memory", [None, Memory(activation_bytes=8, deferred_bytes=4, slots=True)])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_one_rank_has_its_whole_cap(memory: Memory | None, chunks: int) -> None:
+    """Its cap is that of a pipeline that waits for nobody; the head takes nothing from another."""
+    geometry = Geometry(1, 0, chunks, 8)
+    cap = parse_cap("3p", geometry)
+    assert beside_head(cap, geometry, memory) == Allowance(3.0 * chunks)
+
+
+def test_the_head_is_what_the_heaviest_layers_leave() -> None:
+    """Of 130 bytes two layers may take 100, as in the first chunk, and the gradient doubles it."""
+    assert LastRank.of([100, 40, 130], [2, 1, 2]) == LastRank(100, 1.0, 0.6)
+
+
+def test_a_size_is_late_once_any_chunk_has_run_its_backward() -> None:
+    scheduler = Scheduler(Geometry(1, 0, 2, 2), largest=10, split_backward=False)
+    scheduler.arrived(Direction.FORWARD, 1, 1)
+    while str(scheduler.next()) != "1B0":
+        pass
+    with pytest.raises(ScheduleError, match="microbatch 0, 5, comes after its first backward"):
+        scheduler.learn(0, 5)

@@ -208,6 +208,15 @@ def test_a_run_of_another_shape_is_refused_before_it_starts(tmp_path):
         check_recording(path, geometry(2))
 
 
+def test_an_iteration_is_in_the_file_as_soon_as_it_is_over(tmp_path):
+    """A run that is killed later loses none."""
+    path = str(tmp_path / "order")
+    with DecisionRecorder(path, geometry(0)) as recorder:
+        for number in range(3):
+            recorder.write(geometry(0), [], split_backward=True)
+            assert len(Recording.load(path, 0).iterations) == number + 1
+
+
 def test_a_recording_of_evaluations_alone_fits_any_training(tmp_path):
     path = str(tmp_path / "order")
     with DecisionRecorder(path, geometry(1)) as recorder:

@@ -178,6 +178,12 @@ def test_stalls_name_what_is_waited_for():
     assert stall.cause is Cause.COOLDOWN and "gradient 0 of chunk 0" in stall.text
 
 
+def test_an_evaluation_waits_for_no_gradient():
+    scheduler = Scheduler(Geometry(2, 0, 2, 2, forward_only=True))
+    assert drain(scheduler) == "0F0 0F1"
+    assert scheduler.stall().channels == ((Direction.FORWARD, 1),)
+
+
 def test_messages_that_would_allow_a_task_at_once_are_told():
     scheduler = Scheduler(Geometry(2, 0, 2, 4), cap=5)
     assert drain(scheduler) == "0F0 0F1 0F2"

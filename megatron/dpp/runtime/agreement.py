@@ -86,14 +86,15 @@ class Decider:
             return
         self._seen = arrived
         most = self.scheduler.geometry.num_microbatches
-        for index, told in enumerate(self._told):  # _counted, without a call for each channel
+        for index, told in enumerate(self._told):
             total = arrived[index] - self._base[index]
             if total > told and told < most:
                 self._tell_one(index, min(total, most))
 
     def _counted(self, totals: Sequence[int], index: int) -> int:
-        # A neighbour may be ahead: what it sent for the next iteration does not count yet.
-        return min(totals[index] - self._base[index], self.scheduler.geometry.num_microbatches)
+        # What a neighbour sent for the next iteration is in it. Callers compare it with the number
+        # of a microbatch of this one, so that changes nothing.
+        return totals[index] - self._base[index]
 
     def _tell_one(self, index: int, total: int) -> None:
         self._told[index] = total

@@ -1,0 +1,82 @@
+"""The schedulers that a run has for its calls: policy, memory, and the cap of each."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.dpp.config import DppConfig
+from megatron.dpp.runtime.decisions import Decisions
+from megatron.dpp.schedule import BUILT_IN, Action, Geometry, Memory, Scheduler, parse_cap
+
+TRAINING = Geometry(2, 0, 1, 4)
+
+
+def decisions(**config: object) -> Decisions:
+    return Decisions(DppConfig(**config), lambda _: None)  # type: ignore[arg-type]
+
+
+def held_after(scheduler: Scheduler, *tasks: str) -> list[float]:
+    held = []
+    for task in tasks:
+        scheduler.run(Action.parse(task))
+        held.append(scheduler.held)
+    return held
+
+
+def test_each_call_has_the_policy_that_it_asks_for() -> None:
+    """Its scheduler is kept, but not for a call with another policy."""
+    made = decisions(policy="dynamic")
+    for asked, policy in ((None, "dynamic"), ("megatron", "megatron"), (None, "dynamic")):
+        assert made.scheduler(TRAINING, split=False, policy=asked).policy is BUILT_IN[policy]
+
+
+@pytest.mark.parametrize("policy", ["megatron", "breadth-first"])
+def test_an_evaluation_runs_depth_first_whatever_the_policy(policy: str) -> None:
+    """It holds no activations. A waiting policy would hold up outputs, and no cap bounds them."""
+    evaluation = Geometry(2, 0, 2, 4, forward_only=True)
+    made = decisions(policy=policy).scheduler(evaluation, split=False)
+    assert made.policy is BUILT_IN["depth-first"]
+
+
+def test_a_policy_that_holds_all_waits_only_for_bytes_to_be_measured() -> None:
+    for cap, policy in (("100p", "breadth-first"), ("1GiB", "depth-first")):
+        made = decisions(policy="breadth-first", activation_cap=cap)
+        assert made.scheduler(TRAINING, split=False).policy is BUILT_IN[policy]
+    made.measured(Memory(activation_bytes=1024, deferred_bytes=0))
+    assert made.scheduler(TRAINING, split=False).policy is BUILT_IN["breadth-first"]
+
+
+def test_the_head_takes_room_beside_deferred_weight_gradients_alone() -> None:
+    """With a fused backward its logits are gone before another microbatch runs."""
+    last = Geometry(4, 3, 2, 16)
+    whole = parse_cap("auto", last).chunks
+    made = decisions()
+    assert made.scheduler(last, split=False).view.cap == made.cap == whole
+    assert made.scheduler(last, split=True).view.cap == made.cap < whole
+
+
+def test_before_it_is_measured_a_backward_counts_as_freeing_nothing() -> None:
+    """More may be held otherwise than fits."""
+    geometry = Geometry(1, 0, 1, 4, w_pieces=(1,))
+    scheduler = decisions().scheduler(geometry, split=True)
+    assert held_after(scheduler, "0F0", "0B0", "0W0") == [1.0, 1.0, 0.0]
+
+
+def test_a_slot_is_held_until_the_last_weight_gradient_has_run() -> None:
+    made = decisions()
+    made.measured(Memory(activation_bytes=100, deferred_bytes=60))
+    made.measured_slots(400)
+    scheduler = made.scheduler(Geometry(1, 0, 1, 4, w_pieces=(1,)), split=True)
+    assert held_after(scheduler, "0F0", "0B0", "0W0") == [1.0, 1.0, 0.0]
+
+
+def test_an_evaluation_raises_no_static_cap() -> None:
+    """The static schedule holds no activations there."""
+    made = decisions(activation_cap="static")
+    caps = []
+    for geometry in (TRAINING, Geometry(2, 0, 1, 9, forward_only=True), TRAINING):
+        scheduler = made.scheduler(geometry, split=True, largest=10, sizes=[5] * 4 + [10] * 5
+                                   if geometry.forward_only else [5] * 4)  # fmt: skip
+        made.ran(scheduler, [], split=True)
+        caps.append([limit.cap for limit in scheduler._limits])
+    assert caps == [[1.0], [], [1.0]]

@@ -1,0 +1,90 @@
+"""Messages that are late on purpose: when each is due, on one channel and on several."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.runtime.delayed import DelayedTransport
+from megatron.dpp.transport.base import LinkInfo, Message
+from tests.runtime.pipelines import Topology
+
+
+class Inner:
+    """The transport of the second of two ranks with two chunks; a test says what has arrived."""
+
+    rank, board, outgoing = 1, None, ()
+
+    def __init__(self) -> None:
+        specs = Topology((0, 1), 1, 2).channels([4], [4], 4).specs
+        self.incoming = [spec for spec in specs if spec.destination == 1]
+        self.arrived: list[list[Message]] = [[] for _ in self.incoming]
+        self.taken = [0 for _ in self.incoming]
+        self.waits: list[float] = []
+
+    def links(self) -> list[LinkInfo]:
+        return [LinkInfo(0, "shm", "")]
+
+    def poll(self) -> list[int]:
+        return [len(messages) for messages in self.arrived]
+
+    def take(self, channel: int) -> Message:
+        self.taken[channel] += 1
+        return self.arrived[channel][self.taken[channel] - 1]
+
+    def wait(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        return False
+
+
+class Late:
+    """A transport whose messages are late by ``delays``, in seconds by number; and its clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, delays: dict[int, float]) -> None:
+        self.now = 10**9
+        clock = SimpleNamespace(monotonic_ns=lambda: self.now)
+        monkeypatch.setattr("megatron.dpp.runtime.delayed.time", clock)
+        injector: Any = SimpleNamespace(message_seconds=lambda source, here, number: delays[number])
+        self.inner = Inner()
+        inner: Any = self.inner
+        self.transport = DelayedTransport(inner, injector, (0, 1))
+
+    def arrive(self, channel: int, *, sent: int = 10**9, arrived: int = 10**9) -> None:
+        number = len(self.inner.arrived[channel])
+        message = Message(torch.zeros(1), 0, number, 0, 1, sent, arrived)
+        self.inner.arrived[channel].append(message)
+
+
+def test_a_message_is_due_no_earlier_than_it_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link itself may take longer than the delay."""
+    late = Late(monkeypatch, {0: 0.001})
+    late.arrive(0, sent=10**9 - 10**8)
+    assert late.transport.poll()[0] == 1
+    assert late.transport.take(0).arrived_ns == 10**9
+
+
+def test_a_message_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Late(monkeypatch, {0: 0.01, 1: 0.05, 2: 0.02})
+    for _ in range(3):
+        late.arrive(0)
+    seen = []
+    for now in (0, 10, 20, 49, 50):
+        late.now = 10**9 + now * 10**6
+        seen.append(late.transport.poll()[0])
+    assert seen == [0, 1, 1, 1, 3]
+    due = [late.transport.take(0).arrived_ns - 10**9 for _ in range(3)]
+    assert due == [10**7, 5 * 10**7, 5 * 10**7]
+
+
+def test_a_wait_ends_with_the_first_message_of_any_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Late(monkeypatch, {0: 0.05, 1: 0.01})
+    late.arrive(0)
+    late.transport.poll()
+    late.now += 4 * 10**7
+    late.arrive(1, sent=late.now, arrived=late.now)
+    late.transport.poll()
+    assert late.transport.wait(3.0)
+    assert late.inner.waits == [pytest.approx(0.01)]
