@@ -187,7 +187,16 @@ def test_probabilities_on_the_input_are_not_applied_twice() -> None:
         moe_apply_probs_on_input=True, moe_pad_expert_input_to_capacity=False
     )
     built.local_experts, built.linears = [Expert(), Expert()], (None, None)
+    ends: list[list[int]] = []
+    real = built._ends
+
+    def told(*given: torch.Tensor) -> torch.Tensor:
+        ends.append(real(*given).tolist())
+        return real(*given)
+
+    built._ends = told  # type: ignore[method-assign]
     tokens, probs = torch.ones(3, 2), torch.tensor([0.5, 0.25, 1.0])
     built.forward(tokens, torch.tensor([1, 2]), probs)
     assert given[0].tolist() == [[0.5, 0.5], [0.25, 0.25], [1.0, 1.0]]
     assert given[1].tolist() == [1.0, 1.0, 1.0]
+    assert ends == [[1, 3]], "the first expert's tokens are first"

@@ -142,6 +142,13 @@ def test_the_first_kernel_that_is_there(
     query: Any = SimpleNamespace(shape=(9, 1, 4, 64), dtype=dtype, device="cuda")
     found = packed._kernel(query, dropout)
     assert (found.__name__ if found else None) == expected
+    for size in (60, 264):
+        query.shape = (9, 1, 4, size)
+        assert packed._kernel(query, dropout) is None, "no head size of theirs"
+    query.shape = (9, 1, 4, 256)
+    assert packed._kernel(query, dropout) is found
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert packed._kernel(query, dropout) is None
 
 
 def test_all_layers_share_the_documents() -> None:

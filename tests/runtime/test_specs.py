@@ -124,3 +124,28 @@ def test_layers_are_made_from_the_attention_that_can_do_it(
     assert (attention.module is packed.PackedSelfAttention) is packs
     norms = (parts.input_layernorm, parts.pre_mlp_layernorm, attention.submodules.q_layernorm)
     assert set(norms) == {TorchNorm}
+
+
+@pytest.mark.parametrize("implementation", ["torch", "megatron"])
+def test_layers_of_further_tokens_have_our_norms_and_attention(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """megatron-core's norms refuse sequence parallelism."""
+    monkeypatch.setattr(
+        layers, "get_gpt_mtp_block_spec",
+        lambda config, layer, engine, vp_stage: SimpleNamespace(layer_specs=[further(layer)]),
+    )  # fmt: skip
+    name = layers.compat.field_name(layers.compat.MTP_LAYER)
+
+    def further(layer: Any) -> Any:
+        given = {"enorm": None, "hnorm": None, "layer_norm": None, name: layer}
+        return SimpleNamespace(submodules=SimpleNamespace(**given))
+
+    config = config_with(mtp_num_layers=1)
+    block = layers.prediction_spec(config, implementation=implementation)
+    parts = block.layer_specs[0].submodules
+    assert parts.enorm is parts.hnorm is parts.layer_norm is TorchNorm
+    core = getattr(parts, name).submodules.self_attention.submodules.core_attention
+    expected = SdpaAttention if implementation == "torch" else packed.PackedDotProductAttention
+    assert getattr(core, "module", core) is expected
+    assert layers.prediction_spec(config_with()) is None
