@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
 import os
+import sys
 import tarfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import Any
 
 import megatron.core
 import pytest
+import torch
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore import compat
@@ -199,3 +204,54 @@ def test_a_name_may_have_another_name_in_a_newer_version() -> None:
     key = "dist_checkpointing.strategies.filesystem_async:_get_write_results_queue"
     names = [form_of(key, version).name for version in ("0.16.1", "0.17.0", "0.20.0")]
     assert names == ["_get_write_results_queue", *["get_write_results_queue"] * 2]
+
+
+def test_a_form_ends_with_the_version_that_has_the_next() -> None:
+    """From the first release on that has it, and before it not at all."""
+    ends = [entry for entry in TABLE if entry.until]
+    assert ends
+    for entry in ends:
+        with contextlib.suppress(KeyError):  # it is gone
+            assert form_of(entry.key, entry.until) is not entry
+        assert form_of(entry.key, entry.since) is entry
+
+
+@pytest.mark.parametrize("forward_only", [True, False])
+@pytest.mark.parametrize("takes_group", [True, False])
+def test_offloaded_activations_are_reset_as_the_version_does(
+    takes_group: bool, forward_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(compat, "lookup", lambda key: lambda **given: told.append(given))
+    form = SimpleNamespace(parameters="process_group" if takes_group else "")
+    monkeypatch.setattr(compat, "form_of", lambda key: form)
+    compat.reset_offload(SimpleNamespace(tp_dp_cp="group"), forward_only=forward_only)
+    usual: list[dict[str, Any]] = [] if forward_only else [{}]
+    assert told == ([{"process_group": "group"}] if takes_group else usual)
+
+
+def test_a_hosts_own_numbers_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed host goes on with its iteration, whatever was counted here."""
+    name = "megatron.training.global_vars"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    model: Any = SimpleNamespace(seq_length=6)
+    assert compat.host_iteration(3) == 3
+    assert compat.longest_length(model) == 6 and compat.longest_length(SimpleNamespace()) == 0
+    args = SimpleNamespace(curr_iteration=70, seq_length=40)
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(_GLOBAL_ARGS=args))
+    assert compat.host_iteration(3) == 70
+    assert compat.longest_length(model) == 40
+    args.seq_length, args.curr_iteration = 4, None
+    assert compat.longest_length(model) == 6 and compat.host_iteration(3) == 3
+
+
+def test_the_pipeline_of_a_call_chooses_its_static_schedule() -> None:
+    """By the call's own groups, not by those of the process."""
+    asked: list[tuple[Any, ...]] = []
+    chunk = torch.nn.Module()
+    chunk.config = SimpleNamespace(virtual_pipeline_model_parallel_size=3)
+    groups = SimpleNamespace(pp=SimpleNamespace(size=lambda: 4))
+    compat.static_schedule(
+        lambda *given: asked.append(given) or print, {"model": [chunk], "pg_collection": groups}
+    )
+    assert asked == [(4, 3)]

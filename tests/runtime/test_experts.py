@@ -57,6 +57,28 @@ def test_weights_in_another_order_of_one_storage_are_copied() -> None:
     assert torch.equal(GroupedLinear(own).together(), torch.stack(weights))
 
 
+def test_weights_at_unequal_distances_are_copied() -> None:
+    own = layers()
+    weights, size = [layer.weight.detach().clone() for layer in own], own[0].weight.numel()
+    storage = torch.zeros(5 * size)
+    for layer, start in zip(own, (0, 1, 3), strict=True):
+        place = storage[start * size : (start + 1) * size].view_as(layer.weight)
+        layer.weight.data = place.copy_(layer.weight.detach())
+    assert torch.equal(GroupedLinear(own).together(), torch.stack(weights))
+
+
+def test_converted_weights_lie_together_again() -> None:
+    built = GroupedExperts.__new__(GroupedExperts)
+    torch.nn.Module.__init__(built)
+    built.local_experts = torch.nn.ModuleList(layers())
+    built.linears = (GroupedLinear(list(built.local_experts)),)
+    expected = torch.stack([layer.weight.detach() for layer in layers()]).bfloat16()
+    built.bfloat16()
+    (linear,) = built.linears
+    assert torch.equal(linear.together(), expected)
+    assert linear.together().data_ptr() == linear.weights[0].data_ptr(), "no copy"
+
+
 def test_weight_gradients_are_deferred_unless_autograd_would_stop_before_them() -> None:
     linear, kept = GroupedLinear(layers()), []
     linear.defer = lambda *operands: kept.append(operands)
@@ -165,7 +187,16 @@ def test_probabilities_on_the_input_are_not_applied_twice() -> None:
         moe_apply_probs_on_input=True, moe_pad_expert_input_to_capacity=False
     )
     built.local_experts, built.linears = [Expert(), Expert()], (None, None)
+    ends: list[list[int]] = []
+    real = built._ends
+
+    def told(*given: torch.Tensor) -> torch.Tensor:
+        ends.append(real(*given).tolist())
+        return real(*given)
+
+    built._ends = told  # type: ignore[method-assign]
     tokens, probs = torch.ones(3, 2), torch.tensor([0.5, 0.25, 1.0])
     built.forward(tokens, torch.tensor([1, 2]), probs)
     assert given[0].tolist() == [[0.5, 0.5], [0.25, 0.25], [1.0, 1.0]]
     assert given[1].tolist() == [1.0, 1.0, 1.0]
+    assert ends == [[1, 3]], "the first expert's tokens are first"

@@ -55,10 +55,12 @@ def test_a_mask_of_either_kind_is_kept_for_itself() -> None:
         assert seen.sum(dim=1).tolist() == lengths
 
 
-@pytest.mark.parametrize("mask_type", [AttnMaskType.causal, AttnMaskType.no_mask])
+@pytest.mark.parametrize(
+    "mask_type", [AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.no_mask]
+)
 def test_each_document_sees_itself_alone(mask_type: AttnMaskType) -> None:
     """On a CPU one document at a time; on a GPU without a kernel for it, by a mask."""
-    causal = mask_type == AttnMaskType.causal
+    causal = mask_type != AttnMaskType.no_mask
     inputs, documents = drawn(), Documents(STARTS, 5)
     context = packed.attend(*inputs, documents, scale=0.3, mask_type=mask_type)
     expected = dense(*inputs, causal=causal, scale=0.3)
@@ -140,10 +142,19 @@ def test_the_first_kernel_that_is_there(
     query: Any = SimpleNamespace(shape=(9, 1, 4, 64), dtype=dtype, device="cuda")
     found = packed._kernel(query, dropout)
     assert (found.__name__ if found else None) == expected
+    for size in (60, 264):
+        query.shape = (9, 1, 4, size)
+        assert packed._kernel(query, dropout) is None, "no head size of theirs"
+    query.shape = (9, 1, 4, 256)
+    assert packed._kernel(query, dropout) is found
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert packed._kernel(query, dropout) is None
 
 
 def test_all_layers_share_the_documents() -> None:
     params = packed_params(STARTS, 5)
+    assert params.cu_seqlens_q is params.cu_seqlens_kv is STARTS
+    assert params.max_seqlen_q == params.max_seqlen_kv == 5
     assert documents_of(params) is documents_of(params)
     assert documents_of(params).bounds(TOKENS) == [(0, 3), (3, 4), (4, 4), (4, 9)]
     assert documents_of(packed_params(STARTS, 5)) is not documents_of(params)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore import boundary, steps
 from megatron.dpp.mcore.steps import Stage, StepCall
 
@@ -71,6 +72,8 @@ def test_complete_chunks_start_their_own_reductions_in_one_order() -> None:
         stage.chunk_complete(0)
     stage.chunk_complete(1)
     assert [chunk.started() for chunk in chunks] == [[[], []], [[False], [False]]]
+    with pytest.raises(AssertionError, match="chunk 1 is complete before chunk 2"):
+        stage.chunk_complete(1)
     stage.chunk_complete(0)
     assert [chunk.started() for chunk in chunks] == [[[False], [False]]] * 2
 
@@ -336,6 +339,12 @@ class TestBoundaryBackward:
         grads = boundary.backward([a, ids], 2 * a, torch.ones(2), 1, self.config())
         assert isinstance(grads, list)
         assert grads[0].tolist() == [2.0, 2.0] and grads[1].numel() == 0
+        b = torch.full((2,), 5.0, requires_grad=True)
+        grads = boundary.backward(
+            [ids, a.detach().requires_grad_(), b], a * b, torch.ones(2), 1, self.config()
+        )
+        assert isinstance(grads, list)
+        assert grads[0].numel() == 0 and grads[2].tolist() == [3.0, 3.0]
 
     def test_several_outputs_of_one_input_and_of_the_data(self) -> None:
         a = torch.full((2,), 3.0, requires_grad=True)
@@ -350,6 +359,21 @@ class TestBoundaryBackward:
         a = torch.full((2,), 3.0, requires_grad=True)
         grad = boundary.backward(a, 2 * a, torch.ones(2), 1, self.config())
         assert isinstance(grad, torch.Tensor) and grad.tolist() == [2.0, 2.0]
+
+    def test_links_hold_the_largest_tensor_of_a_boundary(self) -> None:
+        opened = boundary.Boundaries(8, (8, 64), (32, 16))
+        assert opened.several and not boundary.Boundaries(8, (8,), (8,)).several
+        assert boundary.Boundaries(8, (8, 8), (8,)).several
+        assert boundary.Boundaries(8, (8,), (8, 8)).several
+        opened.check_fits(opened)
+        boundary.Boundaries(8, (64, 8), (16, 32)).check_fits(opened)
+        for receives, sends, said in (
+            ((8, 65), (32, 16), "receive 2 tensors of up to 65 bytes"),
+            ((8, 64), (8, 33), "send 2 tensors of up to 33 bytes"),
+            ((8,), (32, 16), "receive 1 tensors"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                boundary.Boundaries(8, receives, sends).check_fits(opened)
 
     def test_integers_want_no_gradient(self) -> None:
         floats, ids = torch.zeros(2), torch.zeros(2, dtype=torch.int)

@@ -1,12 +1,23 @@
-"""megatron-core's exchange over our channels, where the other rank does not send."""
+"""megatron-core's exchange over our channels, and the steps around it."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.dpp.errors import PeerDead, TransferTimeout
-from megatron.dpp.mcore.static import ChannelExchange, ring_channels
+from megatron.dpp.mcore import compat
+from megatron.dpp.mcore.static import (
+    ChannelExchange,
+    Step,
+    _Trace,
+    around_steps,
+    over_channels,
+    ring_channels,
+)
 from megatron.dpp.transport.base import Direction
 from megatron.dpp.transport.fake import FakeNetwork
 
@@ -34,3 +45,129 @@ def test_a_sender_that_is_slow_is_waited_for() -> None:
     exchange = ChannelExchange(network.transport(1), timeout=0.1)
     with pytest.raises(TransferTimeout, match="its sender is alive"):
         exchange.take(Direction.FORWARD)
+
+
+class Wire:
+    """A transport whose neighbours send what they are asked to, and that notes what is put."""
+
+    def __init__(self, *arriving: torch.Tensor) -> None:
+        ways = (Direction.FORWARD, Direction.BACKWARD)
+        self.outgoing = [SimpleNamespace(direction=way) for way in ways]
+        self.incoming = [SimpleNamespace(direction=way, source=0) for way in ways]
+        self.arriving = {0: list(arriving), 1: [-each for each in arriving]}
+        self.put_so_far: list[Any] = []
+        self.took = [0, 0]
+        self.flushed = 0
+
+    def put(self, channel: int, tensor: torch.Tensor, *, iteration: int, microbatch: int) -> None:
+        assert tensor.is_contiguous() and not tensor.requires_grad
+        self.put_so_far.append((channel, microbatch, tensor.tolist()))
+
+    def poll(self) -> list[int]:
+        """One message more than was taken has arrived."""
+        return [count + 1 for count in self.took]
+
+    def take(self, channel: int) -> Any:
+        self.took[channel] += 1
+        return SimpleNamespace(tensor=self.arriving[channel].pop(0))
+
+    def departed(self, source: int) -> bool:
+        return False
+
+    def flush(self, timeout: float) -> None:
+        self.flushed += 1
+
+
+def ask(exchange: ChannelExchange, **asked: Any) -> Any:
+    usual = {"tensor_send_next": None, "tensor_send_prev": None, "recv_prev": False,
+             "recv_next": False}  # fmt: skip
+    config = SimpleNamespace(pipeline_dtype=torch.float32)
+    return exchange.communicate(SimpleNamespace(config=config), **usual | asked)
+
+
+def test_messages_are_numbered_by_direction_and_flushed_after_the_step() -> None:
+    wire: Any = Wire(torch.ones(2), torch.full((2,), 2.0))
+    exchange = ChannelExchange(wire, timeout=5.0)
+    strided = torch.arange(4.0).view(2, 2).t().requires_grad_()
+    with over_channels(exchange):
+        for _ in range(2):
+            ask(exchange, tensor_send_next=strided)
+        ask(exchange, tensor_send_prev=strided)
+        assert not wire.flushed
+    assert wire.flushed == 1
+    rows = [[0.0, 2.0], [1.0, 3.0]]
+    assert wire.put_so_far == [(0, 0, rows), (0, 1, rows), (1, 0, rows)]
+
+
+def test_what_is_received_comes_in_order_from_its_side() -> None:
+    one, two = torch.ones(2), torch.full((2,), 2.0)
+    wire: Any = Wire(one, two)
+    exchange = ChannelExchange(wire, timeout=5.0)
+    previous, following, handles = ask(exchange, recv_prev=True, recv_next=True)
+    assert torch.equal(previous, one) and torch.equal(following, -one) and handles is None
+    assert previous.requires_grad and following.requires_grad
+    previous, following, handles = ask(exchange, recv_prev=True, wait_on_reqs=False)
+    assert following is None and not len(previous) and wire.took == [1, 1]
+    handles["recv_prev"].wait()
+    assert torch.equal(previous, two) and previous.requires_grad and wire.took == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("rank", "way", "chunk", "expected"),
+    [
+        (0, "send_next", 1, (0, 1, 1)),
+        (2, "send_next", 0, (2, 0, 1)),  # the last rank sends to the first one's next chunk
+        (2, "send_prev", 1, (2, 1, 1)),
+        (0, "send_prev", 1, (0, 2, 0)),
+    ],
+)
+def test_a_trace_names_the_chunk_that_receives(
+    rank: int, way: str, chunk: int, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    put: list[Any] = []
+    recorder: Any = SimpleNamespace(
+        put=lambda channel, *given: put.append((channel, given)), end_task=lambda: None,
+        mark=lambda: 0, gap=lambda *given: None,
+    )  # fmt: skip
+    trace, output = _Trace(recorder), torch.zeros(3)
+    trace.after(Step("F", chunk, 7), output)
+    group = SimpleNamespace(rank=lambda: rank, size=lambda: 3)
+    communicator = SimpleNamespace(
+        pp_group=group, next_rank=(rank + 1) % 3, prev_rank=(rank - 1) % 3
+    )
+    asked: dict[str, Any] = {"tensor_send_next": None, "tensor_send_prev": None,
+                             "recv_prev": False, "recv_next": False}  # fmt: skip
+    asked[f"tensor_{way}"] = output
+    trace.communicate(lambda *_, **__: (None, None, None), communicator, **asked)
+    ((channel, given),) = put
+    direction = Direction.FORWARD if way == "send_next" else Direction.BACKWARD
+    assert channel == (*expected, direction) and given == (7, 12, "p2p")
+
+
+def test_a_backward_belongs_to_the_forward_that_made_its_output() -> None:
+    """An output's storage may be used anew, for another microbatch."""
+    told: list[Any] = []
+    names = ("forward_step", "backward_step")
+    ((owner, _), _) = [compat.resolve(f"pipeline_parallel.schedules:{name}") for name in names]
+    originals = {name: getattr(owner, name) for name in names}
+    output, received, gradient = torch.zeros(1), torch.ones(1), torch.full((1,), 2.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, "forward_step", lambda *given, **_: (output, 0))
+        patch.setattr(owner, "backward_step", lambda *given: gradient)
+        with around_steps(
+            lambda step, tensor: told.append(("before", step, tensor)),
+            lambda step, tensor: told.append(("after", step, tensor)),
+        ):
+            for number in (4, 5):
+                owner.forward_step(
+                    None, None, None, 1, received, current_microbatch=number, vp_stage=1
+                )
+                owner.backward_step(received, [output], [gradient])
+            owner.backward_step(received, output, gradient)
+    assert {name: getattr(owner, name) for name in originals} == originals
+    steps = [("F", 1, 4), ("B", 1, 4), ("F", 1, 5), ("B", 1, 5), ("B", 0, 0)]
+    assert [tuple(step) for _, step, _ in told] == [step for step in steps for _ in range(2)]
+    tensors = [tensor for _, _, tensor in told[:4]]
+    for found, expected in zip(tensors, (received, output, gradient, gradient), strict=True):
+        assert found is expected

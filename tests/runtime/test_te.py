@@ -298,3 +298,23 @@ def test_only_a_weight_that_is_trained_and_delayed_is_put_into_a_queue() -> None
     assert not _has_trained_weight(outer), "its layers have queues of their own"
     with pytest.raises(ConfigError, match="a Layer of Transformer Engine with a frozen weight"):
         _has_trained_weight(Layer(weight=(2, False, True), bias=(1, True, True)))
+
+
+def test_a_replayed_backward_leaves_its_weights_to_its_graph() -> None:
+    """It puts nothing into the queues. The next iteration may run the same microbatch eagerly."""
+    layer = layer_of(te_double, return_bias=False, delay=True)
+    delayed = DelayedModules(layer, [layer], with_hooks(layer))
+    backward(layer, 1.0)
+    delayed.after_backward(0)
+    delayed.after_backward(1)  # replayed
+    delayed.run(0, 0)
+    once = layer.fc.weight.main_grad.clone()
+    delayed.run(0, 1)
+    assert torch.equal(layer.fc.weight.main_grad, once)
+    delayed.restart()
+    for microbatch in range(2):
+        backward(layer, 1.0)
+        delayed.after_backward(microbatch)
+        delayed.run(0, microbatch)
+    delayed.check_empty()
+    assert torch.equal(layer.fc.weight.main_grad, 3 * once)

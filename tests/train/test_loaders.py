@@ -190,3 +190,47 @@ def test_iterators_of_all_chunks_and_the_planner_are_closed() -> None:
     )
     found.close()
     assert [list(each) for each in samples] == [[]] * 4 and closed == ["plans"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [("plain", 24), ("plain", 7), ("plain", 0)]),
+        ({"skip_train": True}, [None, ("plain", 0), ("plain", 0)]),
+        ({"full_validation": True}, [("plain", 24), ("plain", 0), ("plain", 0)]),
+        ({"variable_lengths": True}, [("rows", 24), ("judged", 7), ("judged", 0)]),
+    ],
+)
+@pytest.mark.parametrize("tensor_rank", [0, 1])
+def test_each_set_goes_on_behind_its_own_samples(
+    changes: dict[str, Any], expected: list[Any], tensor_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first tensor-parallel rank reads; where lengths are unlike, all know them."""
+    args = args_of(**{"variable_lengths": False} | changes)
+    run: Any = SimpleNamespace(args=args, consumed_train_samples=24, consumed_valid_samples=7)
+    groups = SimpleNamespace(get_tensor_model_parallel_rank=lambda: tensor_rank)
+    monkeypatch.setattr(data, "mpu", groups)
+    asked: list[tuple[Any, ...]] = []
+
+    class Builder:
+        def __init__(self, kind: Any, sizes: list[Any], built_here: Any, config: Any) -> None:
+            asked.append((kind, sizes, built_here(), config))
+
+        def build(self) -> tuple[str, str, str]:
+            return "train", "valid", "test"
+
+    def rows(args: Any, samples: str, consumed: int, *, reads: bool, plain: bool = False) -> Any:
+        assert reads is (tensor_rank == 0)
+        return samples, "judged" if plain else "rows", consumed
+
+    monkeypatch.setattr(data, "BlendedMegatronDatasetBuilder", Builder)
+    monkeypatch.setattr(
+        data, "_loader", lambda args, samples, consumed: (samples, "plain", consumed)
+    )
+    monkeypatch.setattr(data, "sequence_loader", rows)
+    task: Any = SimpleNamespace(datasets=lambda run: ("kind", "config"), every_stage_reads=True)
+    found = data._chunk_loaders(run, task, None)
+    names = ("train", "valid", "test")
+    assert found == [one and (n, *one) for n, one in zip(names, expected, strict=True)]
+    built = tensor_rank == 0 or args.variable_lengths
+    assert asked == [("kind", list(data.num_samples(args)), built, "config")]

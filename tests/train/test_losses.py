@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +143,57 @@ def test_the_host_does_not_wait_for_a_gpus_loss() -> None:
     assert not torch.cuda.current_stream().query()
     wrong = check.rest()
     assert wrong is not None and math.isnan(wrong)
+
+
+def test_sums_go_over_context_ranks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold other tokens of the same samples."""
+    asked: list[str] = []
+
+    def group(with_context_parallel: bool = False) -> str:
+        return "dp and cp" if with_context_parallel else "dp"
+
+    ranks = SimpleNamespace(
+        get_data_parallel_group=group,
+        get_data_parallel_world_size=lambda **given: 8 if group(**given) == "dp and cp" else 4,
+    )
+    monkeypatch.setattr(losses, "mpu", ranks)
+    monkeypatch.setattr(losses.dist, "all_reduce", lambda sums, group: asked.append(group))
+    losses._over_replicas(torch.ones(2))
+    assert asked == ["dp and cp"] and losses._num_replicas() == 8
+
+
+def test_losses_that_layers_add_are_means_over_microbatches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.core.transformer import multi_token_prediction
+    from megatron.core.transformer.moe import moe_utils
+
+    told: dict[str, Any] = {}
+
+    def of_experts(*, total_loss_dict: dict[str, torch.Tensor], **given: Any) -> None:
+        told.update(given)
+        total_loss_dict["load_balancing_loss"] = SHARED
+
+    def further(scale: float, iteration: int, *, total_loss_dict: Any, **_: Any) -> None:
+        total_loss_dict["mtp_1 loss"] = torch.tensor(scale)
+
+    monkeypatch.setattr(moe_utils, "track_moe_metrics", of_experts)
+    helper = SimpleNamespace(track_mtp_metrics=further)
+    monkeypatch.setattr(multi_token_prediction, "MTPLossLoggingHelper", helper)
+    SHARED = torch.tensor(3.0)
+    args = argparse.Namespace(
+        num_experts=4, num_layers=6, mtp_num_layers=2, moe_z_loss_coeff=0.1,
+        moe_router_load_balancing_type=["seq_aux_loss", "none", "global_aux_loss"],
+        moe_layer_freq=[0, 1, 0, 1, 0, 1],
+    )  # fmt: skip
+    found = losses.added_losses(args, 8)
+    assert found["mtp_1 loss"].item() == 1 / 8
+    assert told == {
+        "loss_scale": 1 / 8, "iteration": 0, "force_initialize": True, "num_layers": 8,
+        "moe_layer_freq": [0, 1, 0, 1, 0, 1], "mtp_num_layers": 2,
+        "track_names": ["seq_load_balancing_loss", "global_load_balancing_loss", "z_loss"],
+    }  # fmt: skip
+    SHARED.zero_()  # megatron-core clears its tensors for the next step
+    assert found["load_balancing_loss"].item() == 3.0
+    args = argparse.Namespace(num_experts=None, mtp_num_layers=None)
+    assert losses.added_losses(args, 8) == {}

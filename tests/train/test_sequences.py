@@ -72,6 +72,21 @@ def test_every_epoch_has_each_document_once_in_another_order(chats: Path) -> Non
     assert [data.length(i) for i in range(size)] == [len(t) - 1 for t in epochs[0]]
 
 
+def test_each_epoch_split_and_seed_draws_an_order_of_its_own(chats: Path) -> None:
+    """A validation set of the same documents is not read in the order of training."""
+
+    def order(epoch: int = 0, **changes: Any) -> tuple[int, ...]:
+        data = dataset(chats, **{k: v for k, v in changes.items() if k != "split"})
+        data.index_split = changes.get("split", Split.train)
+        size = len(LENGTHS)
+        return tuple(data._place(i) for i in range(epoch * size, (epoch + 1) * size))
+
+    orders = [order(), order(1), order(2), order(split=Split.valid), order(random_seed=2)]
+    assert len(set(orders)) == len(orders)
+    assert all(sorted(each) == list(range(len(LENGTHS))) for each in orders)
+    assert order(1) == orders[1]
+
+
 def test_a_long_document_is_cut_or_skipped_or_refused(chats: Path) -> None:
     cut, skipped = dataset(chats), dataset(chats, overlong="skip")
     assert max(cut.length(i) for i in range(len(cut))) == 32 and len(cut) == len(LENGTHS)
@@ -203,6 +218,63 @@ def test_only_megatrons_interleaved_schedule_needs_multiples(
     assert sequences.longest_microbatch(args) == 72
     args.packing_budget = 0
     assert sequences.longest_microbatch(args) == 64
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "cap", "told"),
+    [(True, "1.0", "1.0"), (True, "8GB", "auto"), (True, "3p", "3p"), (False, "3p", "auto")],
+)
+def test_the_planner_simulates_the_pipeline_of_the_run(
+    dynamic: bool, cap: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rows of the longest, and with a cap that counts activations, not bytes."""
+    monkeypatch.setattr(sequences, "length_costs", lambda _: LengthCosts())
+    args: Any = argparse.Namespace(
+        dpp_activation_cap=cap, use_dpp=dynamic, pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=None, packing_budget=0, seq_length=64,
+        micro_batch_size=3, dpp_policy="a policy", dpp_split_backward=True,
+    )  # fmt: skip
+    made = sequences.pipeline_model(args)
+    assert (made.num_ranks, made.num_chunks, made.longest, made.cap) == (4, 1, 192, told)
+    assert made.policy == ("a policy" if dynamic else None)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_replicas_of_a_loader_share_each_batch_and_weigh_each_sequence_once(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last, incomplete batch is left out; a run goes on behind what it has consumed."""
+    monkeypatch.setattr(sequences, "length_costs", lambda _: LengthCosts())
+    lengths = [5, 3, 9, 4, 7, 2, 8, 6, 5, 4, 1]
+
+    class Lengths:
+        def __len__(self) -> int:
+            return len(lengths)
+
+        def length(self, number: int) -> int:
+            return lengths[number]
+
+    data = Lengths()
+    args: Any = argparse.Namespace(
+        virtual_pipeline_model_parallel_size=None, use_dpp=True, data_parallel_size=2,
+        pipeline_model_parallel_size=1, micro_batch_size=size, packing="none", packing_budget=0,
+        length_multiple=1, length_buckets=(), order="drawn", seq_length=9, global_batch_size=4,
+    )  # fmt: skip
+    read: list[int] = []
+    for replica in range(2):
+        monkeypatch.setattr(sequences.mpu, "get_data_parallel_rank", lambda r=replica: r)
+        loader = sequences.SequenceLoader(args, data, 3, reads=False)
+        assert len(loader) == 2
+        read += [sample for batch in loader.batches() for sample in batch]
+        made = list(loader)
+        assert {each.share for each in made} == {1 / size}
+        assert [len(each.lengths) for each in made] == [size] * (4 // size)
+        assert [lengths[i] for batch in loader.batches() for i in batch] == [
+            length for each in made for length in each.lengths
+        ]
+    assert sorted(read) == list(range(3, 11))
+    with pytest.raises(DataError, match="11 of 11 sequences are consumed"):
+        sequences.SequenceLoader(args, data, 11, reads=False)
 
 
 FLAGS = (

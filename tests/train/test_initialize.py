@@ -1,0 +1,112 @@
+"""What a rank hands to megatron-core when it joins a job: groups, seeds, batch sizes."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.dpp.train import initialize as joining
+
+ARGS = {
+    "device": "cuda", "gradient_accumulation_fusion": False, "variable_lengths": False,
+    "deterministic_mode": False, "world_size": 64, "use_nccl_ub": False, "async_save": False,
+    "nccl_ub": False, "use_persistent_ckpt_worker": False,
+    "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3,
+    "virtual_pipeline_model_parallel_size": 4, "context_parallel_size": 5,
+    "hierarchical_context_parallel_sizes": [6], "expert_model_parallel_size": 7,
+    "expert_tensor_parallel_size": 8, "num_distributed_optimizer_instances": 9,
+    "distributed_timeout_minutes": 10, "nccl_communicator_config_path": "eleven",
+    "high_priority_stream_groups": ("twelve",), "use_tp_pp_dp_mapping": False,
+    "enable_gloo_process_groups": True, "rampup_batch_size": [13, 14, 15],
+    "global_batch_size": 16, "micro_batch_size": 17, "data_parallel_size": 18,
+    "decrease_batch_size_if_needed": True, "timing_log_level": 0, "timing_log_option": "minmax",
+}  # fmt: skip
+
+
+def join(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, tuple[Any, ...]]:
+    """What ``initialize`` gives to each function that it calls, by the function's name."""
+    given: dict[str, Any] = {}
+
+    def note(name: str, result: Any = None) -> Any:
+        def call(*words: Any, **options: Any) -> Any:
+            given[name] = (words, options)
+            return result
+
+        return call
+
+    monkeypatch.setattr(joining, "_join_process_group", note("join", torch.device("cpu")))
+    monkeypatch.setattr(joining, "check_agreement", note("agree"))
+    monkeypatch.setattr(joining, "set_seeds", note("seeds"))
+    monkeypatch.setattr(joining, "register_safe_globals", note("safe"))
+    store = SimpleNamespace(_get_default_store=lambda: "store")
+    monkeypatch.setattr(joining.dist, "distributed_c10d", store)
+    monkeypatch.setattr(
+        joining, "parallel_state", SimpleNamespace(initialize_model_parallel=note("groups"))
+    )
+    calculator = SimpleNamespace(init_num_microbatches_calculator=note("batches"))
+    monkeypatch.setattr(joining, "num_microbatches_calculator", calculator)
+    machine: Any = SimpleNamespace(
+        initialize_rerun_state_machine=note("machine"),
+        RerunMode=SimpleNamespace(DISABLED="disabled"),
+    )
+    monkeypatch.setattr(joining, "rerun_state_machine", machine)
+    args: Any = argparse.Namespace(**ARGS | changes)
+    run = joining.initialize(args, 5)
+    assert (run.args, run.rank) == (args, 5)
+    return given
+
+
+def test_groups_have_the_sizes_of_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    words, options = join(monkeypatch)["groups"]
+    assert words == (2, 3, 4)
+    assert options == {
+        "context_parallel_size": 5, "hierarchical_context_parallel_sizes": [6],
+        "expert_model_parallel_size": 7, "expert_tensor_parallel_size": 8,
+        "num_distributed_optimizer_instances": 9, "distributed_timeout_minutes": 10,
+        "nccl_communicator_config_path": "eleven", "high_priority_stream_groups": ["twelve"],
+        "order": "tp-cp-ep-dp-pp", "create_gloo_process_groups": True,
+    }  # fmt: skip
+    _, mapped = join(monkeypatch, use_tp_pp_dp_mapping=True)["groups"]
+    assert mapped["order"] == "tp-cp-ep-pp-dp"
+
+
+def test_the_batch_grows_as_the_flags_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = join(monkeypatch)
+    assert given["batches"] == ((5, [13, 14, 15], 16, 17, 18, True), {})
+    assert given["machine"] == ((), {"mode": "disabled"})
+    assert given["agree"][0][1:] == (5, 64, "store")
+
+
+def seeds(monkeypatch: pytest.MonkeyPatch, *, own: bool, **ranks: int) -> tuple[Any, ...]:
+    """The seed of a rank's generators of each kind."""
+    kinds = ("pipeline_model_parallel", "data_parallel", "tensor_model_parallel")
+    groups = {f"get_{kind}_rank": functools.partial(ranks.get, kind, 0) for kind in kinds}
+    monkeypatch.setattr(joining, "parallel_state", SimpleNamespace(**groups))
+    told: list[Any] = []
+    for holder, name in ((random, "seed"), (np.random, "seed"), (torch, "manual_seed")):
+        monkeypatch.setattr(holder, name, told.append)
+    parallel = SimpleNamespace(model_parallel_cuda_manual_seed=lambda *given: told.append(given))
+    monkeypatch.setattr(joining, "tensor_parallel", parallel)
+    args: Any = argparse.Namespace(
+        seed=7, data_parallel_random_init=own, te_rng_tracker="te", inference_rng_tracker="inf"
+    )
+    joining.set_seeds(args)
+    assert told[0] == told[1] == told[2] == told[3][0]
+    assert told[3][1:] == ("te", "inf")
+    return (told[0],)
+
+
+def test_stages_draw_their_own_numbers_and_replicas_only_if_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = {"pipeline_model_parallel": 3, "data_parallel": 2, "tensor_model_parallel": 1}
+    assert seeds(monkeypatch, own=False) == seeds(monkeypatch, own=True) == (7,)
+    assert seeds(monkeypatch, own=False, **ranks) == (307,)
+    assert seeds(monkeypatch, own=True, **ranks) == (327,)

@@ -1,0 +1,116 @@
+"""The comparison of an estimate with a run: when it is made, and of which ranks."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.train import measure
+from megatron.dpp.train.measure import Comparison
+
+
+def comparison(*, begun: int = 0, train_iters: int = 100, estimate: bool = True) -> Comparison:
+    made = Comparison.__new__(Comparison)
+    args = argparse.Namespace(estimate=False, train_iters=train_iters, world_size=3)
+    run: Any = SimpleNamespace(
+        args=args, iteration=begun, device=torch.device("cpu"), said=[], rank=0
+    )
+    run.say = run.said.append
+    made.__init__(run, SimpleNamespace(), "gpt")  # type: ignore[misc, arg-type]
+    if estimate:
+        memory = SimpleNamespace(state=100, activations=30, workspace=10)
+        made._found = SimpleNamespace(  # type: ignore[assignment]
+            ranks=[memory, memory], seconds=2.0, flops_per_device=6e12, bubble=0.25
+        )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("begun", "train_iters", "at"), [(0, 100, 2), (50, 100, 52), (0, 2, 1), (99, 100, 99)]
+)
+def test_an_iteration_after_the_warm_up_is_measured(begun: int, train_iters: int, at: int) -> None:
+    made = comparison(begun=begun, train_iters=train_iters)
+    run: Any = made._run
+    due = []
+    for run.iteration in range(begun, train_iters):
+        if made._due:
+            due.append(run.iteration)
+    assert due == [at]
+    assert not comparison(estimate=False)._due
+
+
+RANKS = [
+    {"stage": 0, "state": 80, "peak": 130, "seconds": 1.0},
+    {"stage": 0, "state": 90, "peak": 120, "seconds": 4.0},
+    {"stage": 1, "state": 200, "peak": None, "seconds": 3.0},
+]
+
+
+def test_a_stages_largest_rank_is_compared() -> None:
+    found: Any = comparison()._found
+    assert measure._rows(found, RANKS) == [
+        ("stage 0, state", 100, 90), ("stage 0, activations", 40, 50),
+        ("stage 1, state", 100, 200), ("stage 1, activations", 40, None),
+        ("seconds", 2.0, 4.0),
+    ]  # fmt: skip
+
+
+def test_the_comparison_is_said_once_with_the_rate_of_the_slowest_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = comparison()
+    run: Any = made._run
+    written: list[dict[str, Any]] = []
+    metrics: Any = SimpleNamespace(write=lambda **values: written.append(values))
+    monkeypatch.setattr(measure.mpu, "get_pipeline_model_parallel_rank", lambda: 1)
+    monkeypatch.setattr(measure, "state_bytes", lambda trainee: 200)
+
+    def gather(ranks: list[Any], mine: dict[str, Any]) -> None:
+        assert mine == {**RANKS[2], "stage": 1}
+        ranks[:] = RANKS
+
+    monkeypatch.setattr(measure.dist, "all_gather_object", gather)
+    for run.iteration in range(6):
+        made.after_iteration(3.0, metrics)
+    assert len(run.said) == len(written) == 1
+    assert "useful work: 3 TFLOP/s per device" in run.said[0]  # 6 TFLOP/s for 2 s, done in 4 s
+    assert written[0]["iteration"] == 3 and written[0]["bubble"] == 0.25
+    assert written[0]["estimate"]["seconds"] == [2.0, 4.0]
+
+
+def test_the_error_is_that_of_the_estimate() -> None:
+    assert measure._line("seconds", 1.5, 1.0).endswith(
+        "1500.0 ms estimated, 1000.0 ms measured (+50.0%)"
+    )
+    assert "not measured without a GPU" in measure._line("stage 0, activations", 1.0, None)
+    assert measure._line("stage 0, state", 5.0, 0).endswith("(-)")
+
+
+def test_the_state_of_a_rank_is_its_weights_gradients_moments_and_copies() -> None:
+    weight = torch.nn.Parameter(torch.zeros(8))  # 32 bytes
+    chunk = torch.nn.Module()
+    chunk.weight = weight
+    buffered: Any = SimpleNamespace(
+        parameters=lambda: [weight], buffers=[SimpleNamespace(grad_data=torch.zeros(100))]
+    )
+    moments = {"exp_avg": torch.zeros(8), "step": torch.zeros(()), "kind": "adam"}
+
+    def optimizer(**copies: Any) -> Any:
+        return SimpleNamespace(optimizer=SimpleNamespace(state={weight: moments}), **copies)
+
+    def total(chunk: Any, *optimizers: Any) -> int:
+        one: Any = optimizers[0]
+        if len(optimizers) > 1:
+            one = SimpleNamespace(chained_optimizers=list(optimizers))
+        return measure.state_bytes(SimpleNamespace(chunks=[chunk], optimizer=one))  # type: ignore[arg-type]
+
+    assert total(chunk, optimizer()) == 32 + 32 + 32
+    assert total(buffered, optimizer()) == 32 + 400 + 32
+    assert total(chunk, optimizer(), optimizer()) == 32 + 32 + 64
+    plain = optimizer(fp32_from_float16_groups=[[torch.zeros(4)]])
+    shared = optimizer(shard_fp32_from_float16_groups=[[torch.zeros(2), None]])
+    assert total(chunk, plain) == 96 + 16 and total(chunk, shared) == 96 + 8
