@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.dpp.direction import Direction
@@ -32,6 +32,7 @@ def written(*event: Any) -> dict[str, Any]:
     return found
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.integers(-(10**15), 10**15))
 def test_times_keep_every_nanosecond(nanoseconds: int) -> None:
     text = module._us(nanoseconds)
