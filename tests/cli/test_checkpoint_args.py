@@ -15,7 +15,12 @@ import torch
 
 from megatron.dpp.cli import checkpoint_files as files
 from megatron.dpp.cli.arguments import parse_args
-from megatron.dpp.cli.checkpoint_args import check_model, check_optimizer, saved_args
+from megatron.dpp.cli.checkpoint_args import (
+    check_model,
+    check_optimizer,
+    saved_args,
+    take_checkpoint_args,
+)
 from megatron.dpp.cli.checkpoint_files import Found
 from megatron.dpp.cli.files import check_start
 from megatron.dpp.errors import ConfigError, DataError
@@ -119,4 +124,73 @@ def test_another_kind_of_optimizer_is_refused_in_torch_files_too(
     check_start(args)
     args.use_distributed_optimizer = not distributed
     with pytest.raises(ConfigError, match=r"iter_0000003 was saved with.*--no-load-optim"):
+        check_start(args)
+
+
+@pytest.mark.parametrize(("there", "here"), [(1, 2), (2, 1), (4, 1), (1, 1), (2, 2), (4, 2)])
+def test_the_state_of_experts_is_apart_above_one_rank_of_them(
+    there: int, here: int, tmp_path: Path
+) -> None:
+    saved = argparse.Namespace(**{**RUN, "expert_model_parallel_size": there})
+    args = argparse.Namespace(**{**RUN, "expert_model_parallel_size": here})
+    if (there > 1) == (here > 1):
+        check_optimizer(args, saved, tmp_path)
+        return
+    text = f"saved with --expert-model-parallel-size {there}, this run has {here}: above 1"
+    with pytest.raises(ConfigError, match=text):
+        check_optimizer(args, saved, tmp_path)
+    for name in ("no_load_optim", "finetune", "skip_train"):
+        check_optimizer(argparse.Namespace(**{**vars(args), name: True}), saved, tmp_path)
+
+
+def test_given_sizes_win_over_those_of_a_checkpoint_and_its_structure_over_flags(
+    tmp_path: Path,
+) -> None:
+    """What is off, or 0, in the checkpoint counts; what it does not know stays as it is."""
+    there = {"ffn_hidden_size": 99, "add_bias_linear": False, "hidden_dropout": 0.0}
+    there |= {"num_experts": None, "swiglu": True}
+    saved_in(files.begin(tmp_path, 3), **there)
+    files.commit(tmp_path, 3)
+    words = ["--load", str(tmp_path), "--num-layers", "6", "--hidden-dropout", "0.3"]
+    plain = parse_args(words)
+    before = dict(vars(plain))
+    take_checkpoint_args(plain)
+    assert vars(plain) == before, "not without --use-checkpoint-args"
+    args = parse_args([*words, "--num-experts", "2", "--use-checkpoint-args"])
+    assert args.add_bias_linear and not args.swiglu
+    take_checkpoint_args(args)
+    assert (args.num_layers, args.hidden_size, args.ffn_hidden_size) == (6, 64, 99)
+    assert (args.add_bias_linear, args.hidden_dropout, args.swiglu) == (False, 0.0, True)
+    assert args.num_experts == 2 and args.tokenizer_type == MODEL["tokenizer_type"]
+
+
+def test_arguments_of_a_checkpoint_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--use-checkpoint-args needs --load"):
+        take_checkpoint_args(parse_args(["--use-checkpoint-args"]))
+    args = parse_args(["--use-checkpoint-args", "--load", str(tmp_path)])
+    with pytest.raises(DataError, match=r"no checkpoint there \(--use-checkpoint-args\)"):
+        take_checkpoint_args(args)
+    folder = files.begin(tmp_path, 3)
+    (folder / "metadata.json").write_text("{}")
+    torch.save({"state": 1}, folder / "common.pt")
+    files.commit(tmp_path, 3)
+    with pytest.raises(DataError, match=r"common\.pt: holds no arguments"):
+        take_checkpoint_args(args)
+
+
+def test_a_pretrained_model_may_be_of_another_run(tmp_path: Path) -> None:
+    """Its parameters alone are loaded; another model, or kind of optimizer, is met then."""
+    folder = files.begin(tmp_path, 3) / "mp_rank_00"
+    folder.mkdir()
+    saved = argparse.Namespace(**{**RUN, "use_distributed_optimizer": True})
+    torch.save({"args": saved, "optimizer": {}}, folder / "model_optim_rng.pt")
+    files.commit(tmp_path, 3)
+    for flag, refused in (("--pretrained-checkpoint", False), ("--load", True)):
+        args = parse_args([flag, str(tmp_path)])
+        for name, value in RUN.items():
+            setattr(args, name, value)
+        if refused:
+            with pytest.raises(ConfigError, match="use-distributed-optimizer"):
+                check_start(args)
+            args.finetune = True
         check_start(args)

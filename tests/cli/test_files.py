@@ -13,8 +13,16 @@ from typing import Any
 import pytest
 
 from megatron.dpp.cli import checkpoint_files as files
+from megatron.dpp.cli import checksums
 from megatron.dpp.cli.arguments import parse_args
-from megatron.dpp.cli.files import check_files, check_index, check_split
+from megatron.dpp.cli.files import (
+    check_files,
+    check_index,
+    check_split,
+    check_start,
+    check_tokens,
+    warnings_of_data,
+)
 from megatron.dpp.errors import ConfigError, DataError
 
 
@@ -33,7 +41,7 @@ def test_a_broken_index_is_refused_with_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.idx: no such file"):
         check_index(str(prefix))
     _write_index(prefix, [3, 4])
-    check_index(str(prefix))
+    assert check_index(str(prefix)) == (2, 2)
     whole = prefix.with_suffix(".idx").read_bytes()
     prefix.with_suffix(".bin").write_bytes(b"\0" * 13)
     with pytest.raises(DataError, match=r"data\.bin: 13 bytes, but data\.idx says 14"):
@@ -55,6 +63,78 @@ def test_berts_prefixes_need_weights(tmp_path: Path) -> None:
     check_files(parse_args(["--split", "1", "--data-path", "1", prefix, "1", prefix]), "bert")
     with pytest.raises(ConfigError, match="give every prefix a weight"):
         check_files(parse_args(flags), "bert")
+
+
+def _data(prefix: str | Path, *flags: str, vocab_size: int = 100) -> argparse.Namespace:
+    args = parse_args(["--data-path", str(prefix), "--seq-length", "7", *flags])
+    args.padded_vocab_size, args.variable_lengths = vocab_size, False
+    return args
+
+
+def test_token_ids_are_those_of_the_vocabulary(tmp_path: Path) -> None:
+    prefix = tmp_path / "data"
+    _write_index(prefix, [3, 4])
+    for last, refused in ((98, None), (99, None), (100, 100), (65535, 65535)):
+        prefix.with_suffix(".bin").write_bytes(struct.pack("<7H", 0, 5, 99, 1, last, 0, 7))
+        with (
+            pytest.raises(
+                DataError, match=f"token id {refused} is outside of the model's vocabulary of 100;"
+            )
+            if refused
+            else contextlib.nullcontext()
+        ):
+            check_tokens(_data(prefix))  # type: ignore[arg-type]
+    check_tokens(_data(prefix, "--mock-data"))  # type: ignore[arg-type]
+    index = prefix.with_suffix(".idx")
+    index.write_bytes(
+        index.read_bytes().replace(struct.pack("<QB", 1, 8), struct.pack("<QB", 1, 3))
+    )
+    with pytest.raises(DataError, match="token id -1 is outside"):
+        check_tokens(_data(prefix))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cut", [3, 4])
+def test_every_token_of_a_file_is_looked_at(
+    cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks, of which the last may be short."""
+    monkeypatch.setattr("megatron.dpp.cli.files._BLOCK_BYTES", 2 * cut)
+    prefix = tmp_path / "data"
+    _write_index(prefix, [3, 4])
+    for wrong in range(7):
+        ids = [100 if place == wrong else 1 for place in range(7)]
+        prefix.with_suffix(".bin").write_bytes(struct.pack("<7H", *ids))
+        with pytest.raises(DataError, match="token id 100"):
+            check_tokens(_data(prefix))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tokens", "warned"), [(6, True), (7, True), (8, False)])
+def test_a_sample_has_one_token_more_than_a_sequence(
+    tokens: int, warned: bool, tmp_path: Path
+) -> None:
+    prefix = tmp_path / "data"
+    _write_index(prefix, [tokens])
+    said = warnings_of_data(_data(prefix), "gpt")
+    assert len(said) == warned and all(f"holds {tokens} tokens" in line for line in said)
+    assert not warnings_of_data(_data(prefix), "bert")
+    assert not warnings_of_data(_data(prefix, "--mock-data"), "gpt")
+
+
+@pytest.mark.parametrize(
+    ("words", "prefixes"),
+    [(["7"], ["7"]), (["1", "a", "2.5", "b"], ["a", "b"]), (["a", "b"], ["a", "b"]),
+     (["1", "2", "3"], ["1", "2", "3"])],
+)  # fmt: skip
+def test_weights_stand_before_every_prefix_or_before_none(
+    words: list[str], prefixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    read: list[str] = []
+    monkeypatch.setattr(
+        "megatron.dpp.cli.files.check_index", lambda prefix: read.append(prefix) or (1000, 1000)
+    )
+    check_files(parse_args(["--split", "1", "--data-path", *words]), "gpt")
+    assert read == prefixes
 
 
 def test_a_split_that_leaves_a_set_empty_is_refused() -> None:
@@ -231,6 +311,18 @@ def test_a_torch_checkpoint_with_expert_parallelism_is_read(tmp_path: Path) -> N
     files.check_whole(found, tensor=2, pipeline=2, expert=2, expert_tensor=2)
 
 
+def test_experts_are_cut_as_the_rest_is_unless_told(tmp_path: Path) -> None:
+    """By ``--expert-tensor-parallel-size``, else by ``--tensor-model-parallel-size``."""
+    whole = [f"mp_rank_0{t}_00{e}" for t in (0, 1) for e in (0, 1)]
+    for own, names in ((None, whole), (2, whole), (1, ["mp_rank_00_000", "mp_rank_01_001"])):
+        root = tmp_path / str(own)
+        _torch_checkpoint(root, *names)
+        args = parse_args(["--load", str(root)])
+        args.tensor_model_parallel_size = args.expert_model_parallel_size = 2
+        args.pipeline_model_parallel_size, args.expert_tensor_parallel_size = 1, own
+        check_start(args)
+
+
 @pytest.mark.parametrize(
     ("written", "fault"),
     [
@@ -286,3 +378,46 @@ def test_the_tracker_is_on_the_disk_before_it_takes_its_place(
     )
     files.write_tracker(tmp_path, 7)
     assert told == ["sync", "7"]
+
+
+def test_a_link_to_a_checkpoint_is_no_checkpoint_to_remove(tmp_path: Path) -> None:
+    _save(tmp_path / "else", 3)
+    link = tmp_path / "iter_0000003"
+    link.symlink_to(tmp_path / "else" / "iter_0000003")
+    files.remove(link)
+    assert link.is_symlink() and (link / "state").read_text() == "3"
+    files.remove(tmp_path / "else" / "iter_0000003")
+    assert [path.name for path in (tmp_path / "else").iterdir()] == [files.TRACKER]
+
+
+@pytest.mark.parametrize("head", ["metadata.json", "common.pt", ".metadata", "mp_rank_00/x"])
+def test_a_checkpoint_may_be_named_itself_whatever_its_name(head: str, tmp_path: Path) -> None:
+    for name in ("iter_0000012", "release", "mine"):
+        path = tmp_path / name / head
+        path.parent.mkdir(parents=True)
+        path.write_text("")
+        numbered = name == "iter_0000012"
+        found = files.find_named(tmp_path / name)
+        assert found == files.Found(tmp_path / name, 12 * numbered, release=not numbered)
+        with pytest.raises(DataError, match="iter_0000005: no such checkpoint"):
+            files.find_named(tmp_path / name, 5)
+    assert files.find_named(tmp_path) is None
+    _save(tmp_path / "mine", 5)  # a checkpoint that is a directory of checkpoints, too
+    assert files.find_named(tmp_path / "mine", 5) == files.Found(
+        tmp_path / "mine" / "iter_0000005", 5
+    )
+
+
+def test_a_file_that_changed_after_its_rank_wrote_it_is_damaged(tmp_path: Path) -> None:
+    """Its own checksum counts, not that of what is on the disk when all are done."""
+    (tmp_path / "state").write_text("whole")
+    (tmp_path / "other").write_text("not noted")
+    checksums.note(tmp_path, [tmp_path / "state"], 1)
+    checksums.note(tmp_path, [], 0)
+    (tmp_path / "state").write_text("torn!")
+    checksums.write(tmp_path)
+    sums = checksums.read(tmp_path)
+    assert sums is not None and set(sums) == {"state", "other"}
+    checksums.check(tmp_path, sums, ["other"])
+    with pytest.raises(DataError, match="state: damaged since it was saved"):
+        checksums.check(tmp_path, sums, ["other", "state"])

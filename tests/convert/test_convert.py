@@ -143,6 +143,53 @@ def test_files_that_are_written_piece_by_piece_are_read(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.parametrize(
+    ("shard_bytes", "groups"), [(12, [["a", "b"], ["c"]]), (11, [["a"], ["b"], ["c"]]),
+                                (1, [["a"], ["b"], ["c"]]), (20, [["a", "b", "c"]])],
+)  # fmt: skip
+def test_a_file_may_be_as_large_as_asked_and_a_large_tensor_has_its_own(
+    shard_bytes: int, groups: list[list[str]], tmp_path: Path
+) -> None:
+    tensors = {
+        name: torch.full((size,), float(size)) for name, size in zip("abc", (1, 2, 2), strict=True)
+    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    with Shards(tmp_path, shapes, torch.float32, shard_bytes) as shards:
+        for name, tensor in tensors.items():
+            shards.add(name, tensor)
+        shards.finish()
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert [list(load_file(file)) for file in files] == groups
+    index = tmp_path / "model.safetensors.index.json"
+    assert index.exists() == (len(groups) > 1)
+    if index.exists():
+        content = json.loads(index.read_text())
+        assert content["metadata"]["total_size"] == 20
+        assert content["weight_map"] == {
+            name: file.name for file, names in zip(files, groups, strict=True) for name in names
+        }
+
+
+class Harmful:
+    """Would write a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._path,)
+
+
+def test_reading_a_checkpoint_runs_nothing_that_it_names(tmp_path: Path) -> None:
+    torch.save(Harmful(tmp_path / "made"), tmp_path / "shard")
+    stored: Any = object.__new__(Stored)
+    stored._path = tmp_path
+    size = (tmp_path / "shard").stat().st_size
+    with pytest.raises(DataError, match="shard: unreadable"):
+        stored._load(SimpleNamespace(relative_path="shard", offset=0, length=size))
+    assert not (tmp_path / "made").exists()
+
+
 def edit(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -185,6 +232,10 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "quantized": (lambda f: edit(f, quantization_config={"bits": 4}), "a quantized model"),
     "no json": (lambda f: (f / "config.json").write_text("{"), "not JSON"),
     "vocabulary": (lambda f: edit(f, vocab_size=95), "has shape [96, 32], config.json says [95"),
+    "turned": (
+        lambda f: turn(f, "model.layers.0.mlp.up_proj.weight", torch.t),
+        "model.layers.0.mlp.up_proj.weight has shape [",
+    ),
     "shard": (index, "model-00001-of-00001.safetensors: missing"),
     "truncated": (cut, "damaged or not whole"),
     "missing": (lambda f: without(f, NORM), f"lacks {NORM}"),

@@ -63,6 +63,18 @@ def test_even_packing_evens_out_the_costs_and_then_the_numbers():
     assert pack([3, 3, 1], 4, "even", costs=[9, 9, 1], num_bins=2) == [[0, 2], [1]]
 
 
+def test_in_order_a_microbatch_closes_when_the_next_sequence_does_not_fit():
+    assert pack([3, 3, 2, 4, 6, 1], 6, "in-order") == [[0, 1], [2, 3], [4], [5]]
+    assert pack([2, 3, 4, 3], 6, "ffd") == [[2, 0], [1, 3]], "the longest first, where it fits"
+
+
+def test_balance_gives_the_costliest_to_the_least_loaded_replica_with_room():
+    assert balance([5, 1, 4, 4, 1, 1], 2) == [[0, 1, 5], [2, 3, 4]] or balance(
+        [5, 1, 4, 4, 1, 1], 2
+    ) == [[0, 1, 4], [2, 3, 5]]
+    assert sorted(map(len, balance([9] * 7, 3))) == [2, 2, 3]
+
+
 def test_packings_that_cannot_be():
     with pytest.raises(ConfigError, match="a sequence of 9 tokens exceeds the budget of 8"):
         pack([9], 8, "ffd")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.trace.align import ClockOffset, align, solve
-from megatron.dpp.trace.reader import open_run
+from megatron.dpp.trace.reader import TraceFile, open_run
+from megatron.dpp.trace.schema import TraceLayout
 from tests.trace.synthetic import Run, write
 
 
@@ -66,6 +67,36 @@ def test_messages_without_a_send_time_are_paired_with_their_sends(tmp_path):
         path.write_text(text + "\n")
     found = align(open_run(directory)).offsets["b"]
     assert abs(found.points[0][1] - 10**9) <= found.uncertainty_ns <= 200_000
+
+
+@pytest.mark.parametrize("late", ["entered", "left"])
+def test_of_ranks_with_one_clock_the_last_to_enter_and_the_first_to_leave_count(
+    late, tmp_path, monkeypatch
+):
+    """Rank 1 shares the clock of rank 0, and bounds that of rank 2 the closest."""
+    times = {0: (0, 1000), 1: (900, 1000) if late == "entered" else (0, 100), 2: (0, 1000)}
+    files = []
+    for rank, clock in enumerate("aab"):
+        layout = TraceLayout(
+            data=0, pipeline=rank, tensor=0, data_size=1, pipeline_size=3, tensor_size=1
+        )
+        files.append(
+            TraceFile(
+                path=tmp_path, rank=rank, layout=layout, device="cpu", host="h", process=1,
+                clock=clock, run="r", start_ns=0, start_unix_ns=0, complete=True,
+            )
+        )  # fmt: skip
+
+    def events(file, only):
+        enters, leaves = times[file.rank]
+        args = {"iteration": 0, "group": "world"}
+        span = {"ts": enters, "dur": leaves - enters, "cat": "span", "name": "x", "args": args}
+        return iter([span])
+
+    monkeypatch.setattr("megatron.dpp.trace.align.read_events", events)
+    ((_, offset, uncertainty),) = align(files).offsets["b"].points
+    assert abs(offset) == 450_000 and (offset > 0) == (late == "entered")
+    assert uncertainty == 550_000
 
 
 def test_ranks_without_messages_are_refused_by_name(tmp_path):

@@ -81,6 +81,18 @@ def test_every_send_has_an_arrow_to_its_arrival_and_none_runs_backwards(merged):
         assert ends[number]["pid"] != start["pid"]
 
 
+def test_arrivals_say_how_long_they_travelled_across_clocks(merged):
+    """A hop takes 100 us, give or take; clocks are known to within an uncertainty."""
+    arrivals = of(merged, cat="arrival")
+    slack = merged["otherData"]["uncertainty_ns"] / 1000
+    for event in arrivals:
+        args = event["args"]
+        across = 3 in (event["pid"], args["source"])
+        assert args["latency_us"] == pytest.approx(100, abs=10 + across * slack)
+        assert "sent_ns" not in args and args["queued_us"] >= 0
+    assert {event["pid"] for event in arrivals} == {0, 1, 2, 3}
+
+
 def test_arrows_are_bound_to_slices(merged):
     for phase, cat in (("s", "send"), ("f", "arrival")):
         slices = {(e["pid"], e["tid"], e["ts"]) for e in of(merged, ph="X", cat=cat)}

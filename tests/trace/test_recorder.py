@@ -74,6 +74,25 @@ def test_events_that_are_dropped_give_their_marks_back(
     assert [event["args"]["microbatch"] for event in read_events(file, ("task",))] == [20]
 
 
+def test_events_that_the_device_never_reaches_are_counted_as_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.dpp.trace.writer._DEVICE_PATIENCE_S", 0.01)
+    pool = Pool(100)
+    monkeypatch.setattr(pool, "resolve", lambda mark: None)
+    monkeypatch.setattr("megatron.dpp.trace.recorder.clock_for", lambda device: pool)
+    recorder = open_recorder(tmp_path, rank=0, layout=LAYOUT)
+    recorder.begin_iteration(0)
+    recorder.counter("held", 1)
+    for microbatch in range(3):
+        recorder.begin_task("F", 0, microbatch)
+        recorder.end_task()
+    recorder.close()
+    last = json.loads(LAYOUT.path(tmp_path).read_text())[-1]
+    assert last["name"] == "end" and last["args"]["dropped"] == 3
+    assert [event["cat"] for event in events_of(tmp_path)] == ["counter"]
+
+
 def record_iteration(recorder: Recorder, iteration: int) -> None:
     recorder.begin_iteration(iteration)
     start = time.monotonic_ns()

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from megatron.dpp.cli import checkpoint_files as files
+from megatron.dpp.cli import checksums
 from megatron.dpp.errors import DataError
-from megatron.dpp.train import checkpointing, random_state
+from megatron.dpp.train import checkpointing, random_state, saving
 from megatron.dpp.train.checkpointing import Checkpointer, Wanted
 from tests.train.test_checkpointing import Job
 
@@ -98,7 +99,7 @@ def test_every_replica_writes_its_share_and_one_the_rest(
     job: Job, monkeypatch: pytest.MonkeyPatch, distributed: bool, optimizer: bool, replica: int
 ) -> None:
     monkeypatch.setattr(checkpointing.mpu, "get_expert_data_parallel_rank", lambda: replica)
-    job.run.args.use_distributed_optimizer = distributed
+    job.run.args.use_distributed_optimizer, job.run.rank = distributed, 5
     job.run.args.no_save_optim, job.run.args.no_save_rng = not optimizer, True
 
     def collect(*_: Any, **__: Any) -> None:
@@ -108,7 +109,8 @@ def test_every_replica_writes_its_share_and_one_the_rest(
     job.made._write_torch(job.folder)
     assert job.events == [*["save distrib_optim.pt"] * (distributed and optimizer), "collect"]
     path = job.folder / "mp_rank_00" / "model_optim_rng.pt"
-    assert path.exists() is (replica == 0)
+    notes = [each.name for each in job.folder.glob(".checksums-*")]
+    assert path.exists() is (replica == 0) and notes == [".checksums-5"] * (replica == 0)
     if path.exists():
         state = torch.load(path, weights_only=False)
         assert ("optimizer" in state) == ("opt_param_scheduler" in state) == optimizer
@@ -161,6 +163,64 @@ def test_progress_that_an_old_checkpoint_lacks_is_none(job: Job) -> None:
     job.made._apply({"iteration": 9, "args": SimpleNamespace()}, files.Found(job.folder, 9))
     assert (job.run.consumed_train_samples, job.run.skipped_train_samples) == (0, 0)
     assert job.run.consumed_valid_samples == 0 and job.run.flops_so_far == 0.0
+
+
+class Harmful:
+    """Would write a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._path,)
+
+
+def test_loading_a_torch_file_runs_nothing_that_it_names(job: Job) -> None:
+    path = job.folder / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir()
+    torch.save({"model": Harmful(job.folder / "made")}, path)
+    with pytest.raises(DataError, match=r"model_optim_rng\.pt: unreadable"):
+        job.made._read_torch(files.Found(job.folder, 9))
+    assert not (job.folder / "made").exists()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_ranks_compare_all_files_between_them_and_all_hear_of_damage(
+    job: Job, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"file{number}" for number in range(5)]
+    for name in names:
+        (job.folder / name).write_text(name)
+    checksums.write(job.folder)
+    compared: list[str] = []
+    real = checksums.check
+
+    def check(path: Path, sums: Any, share: Any) -> None:
+        compared.extend(share)
+        real(path, sums, share)
+
+    said: list[str] = []
+
+    def gather(errors: list[str], error: str) -> None:
+        said.append(error)
+        errors[:] = [*said, *[""] * (world_size - len(said))]
+
+    monkeypatch.setattr(checksums, "check", check)
+    monkeypatch.setattr(saving.dist, "all_gather_object", gather)
+    job.run.args.world_size = world_size
+    found = files.Found(job.folder, 9)
+    for job.run.rank in range(world_size):
+        saving.verify(job.run, found)
+    assert sorted(compared) == names
+    (job.folder / "file3").write_text("FILE3")
+    said[:] = ["file of another rank"] if world_size > 1 else []
+    job.run.rank = 3 % world_size
+    with pytest.raises(DataError, match=r"(file of another rank; )?.*file3: damaged since"):
+        saving.verify(job.run, found)
+    (job.folder / checksums.NAME).unlink()
+    said[:], job.events[:] = [], []
+    saving.verify(job.run, found)
+    assert job.events == [f"{job.folder}:"], "said, and loaded unverified"
 
 
 # torch_dist ---------------------------------------------------------------------------------------
@@ -229,6 +289,8 @@ class Reader:
          ["check_optimizer", "check_model"], (True, False)),
         ({"tensor_model_parallel_size": 2}, (True, True, False),
          ["check_optimizer", "check_model"], (True, False)),
+        ({"tensor_model_parallel_size": 2}, (True, False, True), ["check_model"], (False, False)),
+        ({"tensor_model_parallel_size": 2}, (False, False, False), [], (False, False)),
     ],
 )  # fmt: skip
 def test_a_load_asks_for_what_was_saved_and_is_wanted(
@@ -242,7 +304,7 @@ def test_a_load_asks_for_what_was_saved_and_is_wanted(
     assert reader.checked == checked and reader.requests == [request_]
     assert state["path"] == str(job.folder)
     assert ("rng_state" in state) == request_[1]
-    assert ("(TP," in job.events) == (set(saved) > set() and "parallel" in next(iter(saved)))
+    assert ("(TP," in job.events) == (wanted[0] and "parallel" in "".join(saved))
 
 
 def test_a_state_that_does_not_fit_is_an_error_that_names_the_checkpoint(

@@ -32,6 +32,8 @@ def test_a_payload_may_fill_its_slot() -> None:
     check_payload(torch.zeros(16), FORWARD)
     with pytest.raises(ValueError, match="has 65 bytes, the channel's slots have 64"):
         check_payload(torch.zeros(65, dtype=torch.uint8), FORWARD)
+    with pytest.raises(ValueError, match="has 68 bytes, the channel's slots have 64"):
+        check_payload(torch.zeros(17), FORWARD)
     with pytest.raises(ValueError, match="not contiguous"):
         check_payload(torch.zeros(2, 3).t(), FORWARD)
 

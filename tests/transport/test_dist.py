@@ -182,3 +182,32 @@ def test_a_wait_ends_at_once_with_a_change_since_the_last_poll() -> None:
     assert not rank.wait(0.5)
     rank.ring()
     assert rank.wait(0.5) and asked == [0.5]
+
+
+def test_what_is_pending_is_what_has_not_been_sent() -> None:
+    """In messages and in bytes, on each channel in order; the header travels with the payload."""
+    let_go, sent = threading.Semaphore(0), []
+
+    def send(buffers: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
+        assert let_go.acquire(timeout=PATIENCE)
+        sent.append((bytes(buffers[0][:1].tolist()), len(buffers[0]), peer, tag))
+        return SimpleNamespace(wait=lambda seconds: None)
+
+    rank = alone(outgoing=[OUT])
+    out: Any = dist._Outgoing(rank, OUT, SimpleNamespace(send=send), 7, 5)
+    rank._outgoing = [out]
+    for size in (3, 10, 6):
+        rank.put(0, torch.zeros(size, dtype=torch.uint8), iteration=0, microbatch=0)
+    found = []
+    for left in (2, 1, 0):
+        found.append((rank.pending(), rank.pending_bytes()))
+        let_go.release()
+        with rank.changed:
+            assert rank.changed.wait_for(lambda left=left: out.num_pending == left, PATIENCE)
+    assert found == [(3, 19), (2, 16), (1, 6)] and rank.pending_bytes() == 0
+    assert not rank._has_unsent(0)
+    out.puts.put(None)
+    let_go.release()
+    out.thread.join(PATIENCE)
+    assert [first for first, *_ in sent] == [b"{"] * 3 + [b"\0"], "the end is a message, too"
+    assert {rest for _, *rest_ in sent for rest in [tuple(rest_)]} == {(512 + OUT.slot_bytes, 7, 5)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import socket
 import threading
@@ -294,6 +295,39 @@ def test_a_listener_is_crowded_without_places_or_without_descriptors(
     assert admits.crowded
     admits.accept()
     assert not admits.crowded
+
+
+@pytest.mark.parametrize("name", ["EMFILE", "ENFILE", "ENOBUFS", "ENOMEM", "EINVAL"])
+def test_a_system_without_room_is_a_shortage_and_a_broken_listener_an_error(
+    name: str, admits: Any
+) -> None:
+    """Without descriptors or memory the connection waits, and old ones give up their places."""
+    number = getattr(errno, name)
+
+    def accept() -> Any:
+        raise OSError(number, os.strerror(number))
+
+    admits._listener = SimpleNamespace(accept=accept)
+    old = Proof(time.monotonic() - 10.0)
+    admits._proofs = [old]
+    if name == "EINVAL":
+        with pytest.raises(OSError, match="Invalid argument"):
+            admits.accept()
+        return
+    admits.accept()
+    assert os.strerror(number) in admits.shortage and admits.crowded and old.ended == 1
+
+
+def test_places_are_for_64_connections(admits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        admission, "_Proof", lambda *_: SimpleNamespace(start=lambda: None, since=1e30)
+    )
+    monkeypatch.setattr(admission, "identify", lambda *_: None)
+    waiting = [SimpleNamespace() for _ in range(70)]
+    admits._listener = SimpleNamespace(accept=lambda: (waiting.pop(), None))
+    admits.accept()
+    assert len(admits._proofs) == 64 and len(waiting) == 6
+    admits._proofs.clear()
 
 
 def test_a_connection_closes_its_descriptors_once() -> None:

@@ -128,6 +128,24 @@ def test_only_tensors_that_cxx_still_reads_are_kept() -> None:
     assert [(number, one.data_ptr()) for number, one in transport._kept[0]] == [(2, where)]
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, PeerDead, SystemExit])
+def test_a_tensor_is_kept_where_nobody_knows_whether_its_put_began(
+    error: type[BaseException],
+) -> None:
+    """Ctrl-C may come while C++ reads it already."""
+    native: Any = Native()
+    transport = made(native)
+
+    def put_and_fail(channel: int, *given: Any) -> bool:
+        native.puts[channel] += 1
+        raise error("x")
+
+    native.put = put_and_fail
+    with pytest.raises(error):
+        put(transport, 0, torch.ones(4))
+    assert kept(transport) == [[1], []]
+
+
 def test_a_failure_is_looked_for_before_puts_are_counted() -> None:
     native = Native()
     transport = made(native)

@@ -67,14 +67,15 @@ def test_a_token_file_keeps_the_token_out_of_the_store(
     assert DppConfig(token_file=str(secret)).token_file == str(secret)
 
 
+@pytest.mark.parametrize("other", [-1, 1])
 def test_a_token_file_of_another_user_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    other: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_text("x" * 32)
     secret.chmod(0o600)
     owner = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    monkeypatch.setattr(os, "getuid", lambda: owner + other)
     with pytest.raises(ConfigError, match=f"belongs to user {owner}"):
         read_token(secret)
 
