@@ -44,13 +44,13 @@ def command(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_killed_launcher_takes_its_ranks_along(tmp_path: Path) -> None:
+def test_a_killed_launcher_takes_its_rank_along(tmp_path: Path) -> None:
+    """One rank: several also end because they lose each other."""
     words = f"{FLAGS} {corpus()} --train-iters 1000000 --metrics-file {tmp_path}/m".split()
-    words[words.index("--global-batch-size") + 1] = "2"
     torchrun = subprocess.Popen(
         [
             *(sys.executable, "-m", "megatron.dpp.train.torchrun", "--standalone"),
-            *("--nproc_per_node", "2", str(REPOSITORY / "pretrain_gpt.py"), *words),
+            *("--nproc_per_node", "1", str(REPOSITORY / "pretrain_gpt.py"), *words),
         ],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
@@ -63,7 +63,7 @@ def test_a_killed_launcher_takes_its_ranks_along(tmp_path: Path) -> None:
             assert time.monotonic() < deadline and torchrun.poll() is None
             time.sleep(0.1)
         ranks = psutil.Process(torchrun.pid).children(recursive=True)
-        assert len(ranks) >= 2
+        assert ranks
         torchrun.kill()
         torchrun.wait()
         _, alive = psutil.wait_procs(ranks, timeout=60)

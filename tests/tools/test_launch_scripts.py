@@ -17,8 +17,9 @@ import pytest
 import yaml
 
 from megatron.dpp.cli.arguments import parse_args
-from megatron.dpp.errors import ConfigError
-from megatron.dpp.launch import job
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.launch import job, scripts
+from megatron.dpp.launch.start import Data
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {"gpt": "gpt3/train_gpt3_175b", "bert": "bert/train_bert_340m"}
@@ -155,6 +156,21 @@ def test_a_new_vocabulary_gets_new_token_files(tmp_path: Path) -> None:
     ours = flags_of(dry_run("run_single_gpt.sh")).data_path
     other = flags_of(dry_run("run_single_gpt.sh", VOCAB_FILE=str(vocab))).data_path
     assert ours != other
+
+
+def test_the_sample_is_tokenised_before_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, sizes = tmp_path / "tokens", scripts.RECIPES["gpt"]
+    words = ["-c", f"open({str(made)!r}, 'x')"]
+    data = Data({"--data-path": str(made)}, words)
+    monkeypatch.setattr(scripts, "prepare", lambda *_: data)
+    assert scripts.sample_tokens("gpt", sizes, sys.executable) == [str(made)]
+    assert made.exists()
+    with pytest.raises(DataError, match="sample corpus could not be preprocessed"):
+        scripts.sample_tokens("gpt", sizes, sys.executable)  # the file is there
+    monkeypatch.setattr(scripts, "prepare", lambda *_: Data(data.flags, None))
+    assert scripts.sample_tokens("gpt", sizes, sys.executable) == [str(made)]
 
 
 REFUSED = {

@@ -22,6 +22,7 @@ FLAGS = (
     "--eval-iters 0 --transformer-impl local --device cpu "
     "--num-workers 0 --tokenizer-type NullTokenizer --vocab-size 100 --log-interval 100 "
 )
+SPLIT = "--split 8,1,1"
 
 
 def train_each(
@@ -34,7 +35,7 @@ def train_each(
     """The runs in the order of ``runs``, which gives each one's flags beyond ``FLAGS`` and
     ``data`` (default: a small corpus); ``DIR`` in them is ``folder``."""
     if data is None:
-        data = f"--data-path {_write_tokens(folder / 'tokens')} --split 8,1,1"
+        data = f"--data-path {_write_tokens(folder / 'tokens')} {SPLIT}"
     lines = [
         f"{FLAGS} {data} {more} --metrics-file DIR/{name}.jsonl".replace("DIR", str(folder)).split()
         for name, more in runs.items()
@@ -46,11 +47,16 @@ def train_each(
 
 
 @functools.cache
-def corpus() -> str:
-    """Flags of a small corpus, which the tests of a session share."""
+def tokens() -> Path:
+    """The prefix of a small corpus, which the tests of a session share."""
     folder = tempfile.mkdtemp(prefix="dpp-corpus-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return f"--data-path {_write_tokens(Path(folder) / 'tokens')} --split 8,1,1"
+    return _write_tokens(Path(folder) / "tokens")
+
+
+def corpus() -> str:
+    """Flags of the small corpus."""
+    return f"--data-path {tokens()} {SPLIT}"
 
 
 def _write_tokens(prefix: Path) -> Path:

@@ -279,7 +279,7 @@ def test_replicas_of_a_loader_share_each_batch_and_weigh_each_sequence_once(
 
 FLAGS = (
     "--sft --seq-length 64 --max-position-embeddings 64 --num-layers 4 --lr-decay-iters 4 "
-    "--global-batch-size 16 --overlong cut --hidden-dropout 0 "
+    "--global-batch-size 8 --overlong cut --hidden-dropout 0 "
     "--attention-dropout 0"
 )
 pytestmark = pytest.mark.timeout(450)
@@ -292,7 +292,7 @@ SHORT, EPOCH = "--train-iters 2", "--train-iters 4 --num-workers 1"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    """Runs of two batches, and of four, which are more than an epoch; a saved one has seen 32 of 60
+    """Runs of two batches, and of four, which are more than an epoch; a saved one has seen 16 of 30
     chats."""
     save = "--save DIR/{}.ckpt --save-interval 2"
     load = "--load DIR/{}.ckpt --ckpt-step 2"
@@ -315,7 +315,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
 
 def _run(folder: Path, lines: dict[str, str]) -> dict[str, Result]:
-    data = f"--data-path {write_chats(folder / 'x')} --split 1,0,0"
+    data = f"--data-path {write_chats(folder / 'x', LENGTHS[1::2])} --split 1,0,0"
     return train_each(folder, 2, {k: f"{FLAGS} {v}" for k, v in lines.items()}, data, timeout=400)
 
 

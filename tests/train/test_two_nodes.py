@@ -20,9 +20,10 @@ from tests.nodes import Node, end, lines, numbers, running, wait_for_end, wait_f
 from tests.parity.runs import REPOSITORY, train
 from tests.runtime.launcher import free_port
 from tests.shared_memory import none_left
+from tests.train.several import SPLIT, tokens
 
 PATIENCE = 120.0
-START = 300.0  # of a run, where the machine is busy
+START = 300.0  # of a run, where the machine is busy or the scripts build the extension first
 SETTINGS = {
     "PIPELINE_PARALLEL": "2", "MODEL_CHUNKS": "2", "NUM_LAYERS": "4",
     "HIDDEN_SIZE": "32", "NUM_ATTENTION_HEADS": "2", "SEQ_LENGTH": "32", "MICRO_BATCH_SIZE": "1",
@@ -30,7 +31,8 @@ SETTINGS = {
     "LOG_INTERVAL": "100000", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
 }  # fmt: skip
 ITERATIONS = 3
-_NO_WORKERS = ("--num-workers", "0")
+_FLAGS = ("--num-workers", "0", *SPLIT.split())
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
@@ -39,8 +41,11 @@ def hosts() -> Iterator[Hosts]:
         yield made
 
 
-def ranks(per_node: int, nodes: int = 1) -> dict[str, str]:
-    return {"TENSOR_PARALLEL": str(per_node), "GPUS_PER_NODE": str(nodes * per_node)}
+def sizes(per_node: int, nodes: int = 1) -> dict[str, str]:
+    """Settings of the model, and of a node's ranks. The small corpus spares the nodes to tokenise
+    the sample, both at once, where no one has done so yet."""
+    layout = {"TENSOR_PARALLEL": str(per_node), "GPUS_PER_NODE": str(nodes * per_node)}
+    return {**SETTINGS, **layout, "DATA_PATH": str(tokens())}
 
 
 @contextlib.contextmanager
@@ -49,15 +54,15 @@ def nodes(
 ) -> Iterator[tuple[Node, Node, Path]]:
     """Both scripts, running; ends them with everything that they started."""
     metrics = folder / "metrics.jsonl"
-    shared = {"MASTER_ADDR": ADDRESSES[0], "NUM_NODES": "2", **ranks(per_node)}
+    shared = {**sizes(per_node), "MASTER_ADDR": ADDRESSES[0], "NUM_NODES": "2"}
     started: list[Node] = []
     try:
         for host, role in enumerate(("master", "worker")):
             words = ["bash", f"run_{role}_gpt.sh", "--metrics-file", str(metrics)]
-            words += ["--dpp-peer-timeout", f"{peer_timeout:g}", *_NO_WORKERS]
+            words += ["--dpp-peer-timeout", f"{peer_timeout:g}", *_FLAGS]
             log = folder / f"{role}.log"
             more = worker if role == "worker" else {}
-            started.append(Node(hosts.command(host, *words), log, **SETTINGS, **shared, **more))
+            started.append(Node(hosts.command(host, *words), log, **shared, **more))
         yield started[0], started[1], metrics
     finally:
         end(*started)
@@ -69,12 +74,11 @@ def single_node(
     """The numbers of one node with the ranks of two, with the flags that its script shows."""
     shown = subprocess.run(
         ["bash", "run_single_gpt.sh"],
-        env={**os.environ, **SETTINGS, **ranks(per_node, nodes=2), "DRY_RUN": "1",
-             "PYTHON": sys.executable},
+        env={**os.environ, **sizes(per_node, nodes=2), "DRY_RUN": "1", "PYTHON": sys.executable},
         cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=PATIENCE,
     )  # fmt: skip
     _, _, flags = shown.stdout.splitlines()[-1].partition("pretrain_gpt.py ")
-    train(folder, "single", 2 * per_node, flags, "--exit-interval", str(iterations), *_NO_WORKERS)
+    train(folder, "single", 2 * per_node, flags, "--exit-interval", str(iterations), *_FLAGS)
     return numbers(folder / "single.jsonl", iterations)
 
 
@@ -83,7 +87,7 @@ def test_two_nodes_train_like_one_and_end_when_the_wire_is_cut(
     hosts: Hosts, tmp_path: Path, per_node: int
 ) -> None:
     with none_left(), nodes(hosts, tmp_path, per_node) as (master, worker, metrics):
-        wait_for_iterations(ITERATIONS, metrics, PATIENCE, master, worker)
+        wait_for_iterations(ITERATIONS, metrics, START, master, worker)
         started = master.tree() + worker.tree()
         hosts.cut()
         wait_for_end(PATIENCE, master, worker)
@@ -100,7 +104,6 @@ def test_two_nodes_train_like_one_and_end_when_the_wire_is_cut(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seconds", [2.0, 5.0, 20.0])
 def test_a_blackout_changes_no_loss(hosts: Hosts, seconds: float, tmp_path: Path) -> None:
     """Everything between the hosts is away: our links, gloo's and torchrun's."""
@@ -119,7 +122,7 @@ def test_a_blackout_changes_no_loss(hosts: Hosts, seconds: float, tmp_path: Path
 @pytest.mark.slow
 def test_a_killed_node_ends_the_other_one(hosts: Hosts, tmp_path: Path) -> None:
     with nodes(hosts, tmp_path) as (master, worker, metrics):
-        wait_for_iterations(ITERATIONS, metrics, PATIENCE, master, worker)
+        wait_for_iterations(ITERATIONS, metrics, START, master, worker)
         for process in worker.tree():
             process.kill()
         wait_for_end(PATIENCE, master)
@@ -141,7 +144,7 @@ def test_a_worker_that_never_comes(tmp_path: Path) -> None:
     settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WAIT_SECONDS": "3"}
     log = tmp_path / "master.log"
     words = ["bash", "run_master_gpt.sh"]
-    master = Node(words, log, **SETTINGS, **ranks(2), **settings)
+    master = Node(words, log, **sizes(2), **settings)
     wait_for_end(PATIENCE, master)
     assert master.process.returncode != 0
     assert "error: not all nodes came" in master.said()
