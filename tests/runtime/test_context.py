@@ -44,7 +44,7 @@ class Ranks:
         return row[places(rank, self._number)]
 
     def _gather(self, part: torch.Tensor, group: Any) -> torch.Tensor:
-        """What all ranks hold, one behind the other."""
+        """The parts of all ranks, one behind the other."""
         own = places(group.rank(), self._number)
         (row,) = {id(row): row for row in self._rows if torch.equal(row[own], part)}.values()
         return torch.cat([row[places(rank, self._number)] for rank in range(self._number)])

@@ -91,6 +91,11 @@ def test_weight_gradients_are_deferred_unless_autograd_would_stop_before_them() 
         weight.grad = None
     linear(tokens.requires_grad_() * 1.0, ends).sum().backward()
     assert kept[0][0].grad_fn is None, "it would keep the graph"
+    sums = [
+        weight.detach().sum(dim=0).expand(n, -1)
+        for weight, n in zip(linear.weights, COUNTS, strict=True)
+    ]
+    torch.testing.assert_close(tokens.grad, torch.cat(sums))
     assert len(kept) == 1 and not any(weight.grad is not None for weight in linear.weights)
     for got, wanted in zip(weight_gradients(*kept[0]), now, strict=True):
         assert torch.equal(got, wanted)
@@ -171,6 +176,19 @@ def test_a_padded_capacity_gives_the_ends_that_the_counts_would() -> None:
         ends.append(built._ends(tokens, counts))
     assert ends[0].tolist() == ends[1].tolist() == [5, 10, 15]
     assert {one.dtype for one in ends} == {torch.int32}
+
+
+@pytest.mark.parametrize(("number", "tokens"), [(1, 4), (2, 0)])
+def test_a_single_expert_and_experts_without_tokens_run_by_themselves(
+    number: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each weight then gets its gradient of zeros, which DDP waits for."""
+    monkeypatch.setattr(experts.SequentialMLP, "forward", lambda _, *given: given)
+    built = GroupedExperts.__new__(GroupedExperts)
+    torch.nn.Module.__init__(built)
+    built.local_experts, built.linears = [None] * number, ()
+    given = (torch.ones(tokens, 2), torch.zeros(number), torch.ones(tokens))
+    assert all(one is other for one, other in zip(built.forward(*given), given, strict=True))
 
 
 def test_probabilities_on_the_input_are_not_applied_twice() -> None:

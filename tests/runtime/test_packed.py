@@ -152,9 +152,9 @@ def test_the_first_kernel_that_is_there(
 
 
 def test_all_layers_share_the_documents() -> None:
-    params = packed_params(STARTS, 5)
+    params = packed_params(STARTS, 7)
     assert params.cu_seqlens_q is params.cu_seqlens_kv is STARTS
-    assert params.max_seqlen_q == params.max_seqlen_kv == 5
+    assert params.max_seqlen_q == params.max_seqlen_kv == 7
     assert documents_of(params) is documents_of(params)
     assert documents_of(params).bounds(TOKENS) == [(0, 3), (3, 4), (4, 4), (4, 9)]
     assert documents_of(packed_params(STARTS, 5)) is not documents_of(params)

@@ -323,3 +323,18 @@ def test_experts_defer_for_one_step_alone() -> None:
     with store.bound():
         assert layer.defer is print
     assert layer.defer is None
+
+
+def test_the_modules_of_a_chunk_hear_of_its_own_backwards() -> None:
+    store, told = WeightGradients([Chunk(Linear()), Chunk(Linear())]), []
+    delayed: Any = [
+        SimpleNamespace(
+            after_backward=lambda microbatch, chunk=chunk: told.append((chunk, microbatch))
+        )
+        for chunk in range(2)
+    ]
+    store._delayed = delayed
+    for chunk, microbatch in ((1, 0), (1, 1), (0, 0)):
+        with store.collect(chunk, microbatch):
+            pass
+    assert told == [(1, 0), (1, 1), (0, 0)]

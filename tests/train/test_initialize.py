@@ -1,4 +1,4 @@
-"""What a rank hands to megatron-core when it joins a job: groups, seeds, batch sizes."""
+"""A rank joins a job: the groups, seeds and batch sizes that it hands to megatron-core."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ARGS = {
 
 
 def join(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, tuple[Any, ...]]:
-    """What ``initialize`` gives to each function that it calls, by the function's name."""
+    """The arguments of each function that ``initialize`` calls, by its name."""
     given: dict[str, Any] = {}
 
     def note(name: str, result: Any = None) -> Any:

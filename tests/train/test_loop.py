@@ -34,6 +34,7 @@ def test_the_largest_of_each_value_wherever_it_is(
 
     def with_another_rank(whole: torch.Tensor, op: Any, group: Any) -> None:
         asked.append(whole)
+        assert op == torch.distributed.ReduceOp.MAX
         if group.size() > 1:
             whole.copy_(torch.maximum(whole, whole.new_tensor([1.0, 2.0])))
 

@@ -63,6 +63,7 @@ def test_a_rate_decays_over_the_whole_run_by_default(given: dict[str, Any]) -> N
 
 def test_a_rate_rises_from_its_first_value_and_ends_at_the_least() -> None:
     made = scheduler(lr_warmup_iters=10)
+    assert (made.start_wd, made.end_wd) == (0.1, 0.5)
     assert rate(made, 0) == pytest.approx(1e-5)
     assert rate(made, 80) == pytest.approx(1e-2)
     assert rate(made, 440) == pytest.approx((1e-2 + 1e-3) / 2)

@@ -87,6 +87,36 @@ def test_each_epoch_split_and_seed_draws_an_order_of_its_own(chats: Path) -> Non
     assert order(1) == orders[1]
 
 
+def test_documents_without_a_label_are_left_out(tmp_path: Path) -> None:
+    data = dataset(write_chats(tmp_path / "x", [1, 5, 2, 1]))
+    assert sorted(data.length(i) for i in range(len(data))) == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("trace", "place", "writes"),
+    [(True, (0, 0, 0), True), (False, (0, 0, 0), False), (True, (1, 0, 0), False),
+     (True, (0, 1, 0), False), (True, (0, 0, 1), False)],
+)  # fmt: skip
+def test_the_lengths_of_a_step_are_written_once_per_replica(
+    trace: bool, place: tuple[int, int, int], writes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("pipeline_model", "tensor_model", "context")
+    for name, rank in zip(names, place, strict=True):
+        monkeypatch.setattr(sequences.mpu, f"get_{name}_parallel_rank", lambda rank=rank: rank)
+    monkeypatch.setattr(sequences.mpu, "get_data_parallel_rank", lambda: 3)
+    layout = argparse.Namespace(path=lambda folder: Path(folder) / "trace" / "file")
+    monkeypatch.setattr(sequences, "trace_layout", lambda args: layout)
+    told: list[Any] = []
+    monkeypatch.setattr(sequences, "write_step", lambda *given: told.append(given))
+    plans: Any = BatchPlans(lambda a, b: LENGTHS[a:b], 4, 1, BatchSettings(num_replicas=2))
+    args: Any = argparse.Namespace(trace=trace, trace_dir="x")
+    sequences.write_lengths(args, plans, 8, 5)
+    assert len(told) == writes
+    for path, iteration, step in told:
+        assert path == Path("x/trace") / sequences.FILE.format(3) and iteration == 5
+        assert step.microbatches == plans.own_lengths(8) and step.padded == sum(plans.own_sizes(8))
+
+
 def test_a_long_document_is_cut_or_skipped_or_refused(chats: Path) -> None:
     cut, skipped = dataset(chats), dataset(chats, overlong="skip")
     assert max(cut.length(i) for i in range(len(cut))) == 32 and len(cut) == len(LENGTHS)

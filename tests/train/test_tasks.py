@@ -36,7 +36,7 @@ def test_grouped_products_are_asked_of_all_layers(more: str, monkeypatch: Any) -
 
 
 def built(kind: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, Any]:
-    """What the model's class is built with."""
+    """The arguments of the model's class."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(tasks, "block_spec", lambda *_, **__: SimpleNamespace(
         layer_specs=["layer"], layer_norm="norm"
