@@ -3,8 +3,10 @@
 #include <fcntl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
+#include <sys/utsname.h>
 
 #include <algorithm>
+#include <cstdio>
 
 #include "base/copy.h"
 #include "base/error.h"
@@ -18,6 +20,19 @@ struct CreditNote {
   uint32_t reserved;
   uint64_t released;
 };
+
+// Bytes of a segment that wake the progress thread, at the least. Without it the kernel wakes it
+// for each packet, which costs more than the copies.
+constexpr uint64_t kWakeBytes = 128 << 10;
+
+// Before Linux 5.7 a socket whose buffer is full of small packets may never be reported as
+// readable.
+bool may_wait_for_bytes() {
+  utsname kernel = {};
+  int major = 0, minor = 0;
+  return ::uname(&kernel) == 0 && std::sscanf(kernel.release, "%d.%d", &major, &minor) == 2 &&
+         (major > 5 || (major == 5 && minor >= 7));
+}
 
 // Time by which a goodbye may follow the end of a data connection: it may have to be sent again.
 constexpr uint64_t kGoodbyeNs = 1'000'000'000;
@@ -152,6 +167,7 @@ TcpLink::TcpLink(std::shared_ptr<Peer> peer, Bell* bell, Watch* watch, const Cop
       bell_(bell),
       watch_(watch),
       copier_(copier),
+      waits_for_bytes_(may_wait_for_bytes()),
       connections_(sockets.size()) {
   for (size_t i = 0; i < sockets.size(); ++i) {
     const int flags = ::fcntl(sockets[i].get(), F_GETFL);
@@ -279,16 +295,30 @@ bool TcpLink::receive(Connection& connection) {
           connection.frame, static_cast<size_t>(&connection - connections_.data()));
       connection.left = connection.frame.length;
     } else {
-      if (!receive_some(connection, connection.payload, connection.left, got))
+      if (!receive_some(connection, connection.payload, connection.left, got)) {
+        if (connection.frame.length >= kWakeBytes) {
+          wake_at(connection, std::min(connection.left, kWakeBytes));
+        }
         return connection.open;
+      }
       connection.payload += got;
       connection.left -= got;
     }
     if (connection.left != 0) continue;
     TcpReceiver& receiver = *receivers_[connection.frame.channel];
     if (receiver.receive(connection.frame.header.sequence, connection.frame.length)) bell_->ring();
+    wake_at(connection, 1);
     connection.payload = nullptr;
     connection.frame_bytes = 0;
+  }
+}
+
+void TcpLink::wake_at(Connection& connection, uint64_t bytes) const {
+  if (!waits_for_bytes_ || bytes == connection.wakes_at) return;
+  const int least = static_cast<int>(bytes);
+  const int socket = connection.socket.get();
+  if (::setsockopt(socket, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof(least)) == 0) {
+    connection.wakes_at = bytes;
   }
 }
 

@@ -129,6 +129,7 @@ class TcpLink : public Link, public std::enable_shared_from_this<TcpLink> {
     uint64_t frame_bytes = 0;
     std::byte* payload = nullptr;
     uint64_t left = 0;
+    uint64_t wakes_at = 1;  // bytes that have to be there before epoll reports them
     bool open = true;
   };
 
@@ -140,6 +141,7 @@ class TcpLink : public Link, public std::enable_shared_from_this<TcpLink> {
   uint64_t pump(Connection& connection, bool writable);
   bool receive(Connection& connection);
   bool receive_some(Connection& connection, std::byte* to, uint64_t bytes, uint64_t& got);
+  void wake_at(Connection& connection, uint64_t bytes) const;
   void end(Connection& connection, int error);
   // Once all connections have ended: throws if messages were lost that the peer had sent.
   void check_complete() const;
@@ -150,6 +152,7 @@ class TcpLink : public Link, public std::enable_shared_from_this<TcpLink> {
   Bell* const bell_;    // of the transport, which outlives its links
   Watch* const watch_;  // likewise
   const Copier copier_;
+  const bool waits_for_bytes_;
   std::vector<int> descriptors_;
   std::vector<TcpSender*>
       senders_;  // owned by the transport's channels, which are destroyed after the thread ends

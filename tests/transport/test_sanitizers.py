@@ -14,6 +14,7 @@ from tests.transport.kinds import build_fake_verbs
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE = 300.0
 DEVICES = ["fake0", "fake0", "2"]
+MANY = "25000"  # on each of four channels
 RDMA = ["rdma", "2000", "65536", *DEVICES]
 LARGE_TCP = ["tcp", "10", str(5 << 20)]  # striped, and memory is given away
 LARGE_RDMA = ["rdma", "10", str(6 << 20), *DEVICES]
@@ -41,11 +42,12 @@ def build(program: str, sanitizers: str, folder: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_random_traffic_is_clean(sanitizers: str, tmp_path: Path) -> None:
     binary = build("stress", sanitizers, tmp_path)
     build_fake_verbs(tmp_path)
-    for words in (["shm", "2000"], ["tcp", "2000"], LARGE_TCP, RDMA, LARGE_RDMA):
+    for words in (["shm", MANY], ["tcp", MANY], LARGE_TCP, RDMA, LARGE_RDMA):
         ran = subprocess.run(
             [str(binary), *words],
             env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},

@@ -6,7 +6,10 @@ import ctypes
 import dataclasses
 import json
 import os
+import platform
+import re
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -78,6 +81,44 @@ def test_the_parts_as_they_were_sent_are_a_message(parts: list[Segment]) -> None
         while receiver.native.poll(1) == [0]:
             assert receiver.native.wait(raw.PATIENCE)
         assert receiver.take(0) == b"".join(part.payload for part in parts)
+
+
+def until_it_waits_for(sock: socket.socket, count: int) -> None:
+    """Returns once a receiver's socket reports ``count`` bytes and not fewer."""
+    deadline = time.monotonic() + raw.PATIENCE
+    while sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) != count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.skipif(
+    tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (5, 7),
+    reason="before Linux 5.7 each packet wakes the receiver",
+)
+def test_a_receiver_waits_for_many_bytes_and_for_no_more_than_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    payloads = [(ctypes.c_ubyte * size)(*range(60)) for size in (1 << 20, 64)]
+    channels = [raw.channel(chunk, len(payload)) for chunk, payload in enumerate(payloads)]
+    with raw.alone(load_native(), 0, channels, connections=1) as sender:
+        for index, payload in enumerate(payloads):
+            sender.put(index, payload)
+        large, small = (raw.read_segment(sender.data[0]) for _ in payloads)
+    ends = raw.tcp_pair()
+    monkeypatch.setattr(raw, "tcp_pair", lambda: ends)
+    with ends[0].dup() as ours, raw.alone(load_native(), 1, channels, connections=1) as receiver:
+        data = receiver.data[0]
+        data.sendall(large.frame() + large.payload[:1000])
+        until_it_waits_for(ours, 128 << 10)
+        data.sendall(large.payload[1000:-10])
+        until_it_waits_for(ours, 10)
+        data.sendall(large.payload[-10:])
+        until_it_waits_for(ours, 1)
+        data.sendall(small.frame() + small.payload)
+        while sum(receiver.native.poll(2)) != 2:
+            assert receiver.native.wait(raw.PATIENCE)
+        assert receiver.take(0) == large.payload
+        assert receiver.take(1) == small.payload
 
 
 def say_goodbye(receiver: Rank) -> None:
