@@ -80,3 +80,15 @@ def test_an_evaluation_raises_no_static_cap() -> None:
         made.ran(scheduler, [], split=True)
         caps.append([limit.cap for limit in scheduler._limits])
     assert caps == [[1.0], [], [1.0]]
+
+
+def test_the_last_chunk_is_held_with_its_head_once_that_is_measured() -> None:
+    last = Geometry(4, 3, 2, 16)
+    made = decisions()
+    assert made.scheduler(last, split=True).weights == ()
+    made.measured(Memory(activation_bytes=8, deferred_bytes=8, head_room=2.0, last_layers=0.5))
+    scheduler = made.scheduler(last, split=True)
+    assert scheduler.weights == (1.0, 2.5)
+    for chunk in range(2):
+        scheduler.arrived(0, chunk, 1)
+    assert held_after(scheduler, "0F0", "1F0") == [1.0, 3.5]

@@ -14,16 +14,19 @@ from tests.runtime.pipelines import Topology
 
 
 class Inner:
-    """The transport of the second of two ranks with two chunks; a test says what has arrived."""
+    """The transport of the second of these ranks with two chunks; a test says what has arrived."""
 
     rank, board, outgoing = 1, None, ()
 
-    def __init__(self) -> None:
-        specs = Topology((0, 1), 1, 2).channels([4], [4], 4).specs
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        specs = Topology(ranks, 1, 2).channels([4], [4], 4).specs
         self.incoming = [spec for spec in specs if spec.destination == 1]
         self.arrived: list[list[Message]] = [[] for _ in self.incoming]
         self.taken = [0 for _ in self.incoming]
         self.waits: list[float] = []
+
+    def departed(self, peer: int) -> bool:
+        return True
 
     def links(self) -> list[LinkInfo]:
         return [LinkInfo(0, "shm", "")]
@@ -43,14 +46,19 @@ class Inner:
 class Late:
     """A transport whose messages are late by ``delays``, in seconds by number; and its clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, delays: dict[int, float]) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        delays: dict[int, float],
+        ranks: tuple[int, ...] = (0, 1),
+    ) -> None:
         self.now = 10**9
         clock = SimpleNamespace(monotonic_ns=lambda: self.now)
         monkeypatch.setattr("megatron.dpp.runtime.delayed.time", clock)
         injector: Any = SimpleNamespace(message_seconds=lambda source, here, number: delays[number])
-        self.inner = Inner()
+        self.inner = Inner(ranks)
         inner: Any = self.inner
-        self.transport = DelayedTransport(inner, injector, (0, 1))
+        self.transport = DelayedTransport(inner, injector, ranks)
 
     def arrive(self, channel: int, *, sent: int = 10**9, arrived: int = 10**9) -> None:
         number = len(self.inner.arrived[channel])
@@ -88,3 +96,14 @@ def test_a_wait_ends_with_the_first_message_of_any_channel(monkeypatch: pytest.M
     late.transport.poll()
     assert late.transport.wait(3.0)
     assert late.inner.waits == [pytest.approx(0.01)]
+
+
+def test_a_sender_has_left_whatever_another_one_has_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = Late(monkeypatch, {0: 0.05}, ranks=(0, 1, 2))
+    sources = [spec.source for spec in late.inner.incoming]
+    late.arrive(sources.index(2))
+    assert late.transport.departed(0) and not late.transport.departed(2)
+    late.now += 5 * 10**7
+    assert late.transport.departed(2)

@@ -171,6 +171,21 @@ def test_a_task_is_launched_ahead_of_its_input_where_that_is_asked_for(launch_ah
     assert own._next_coming() == (Action.parse("0F0") if launch_ahead else None)
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_gap_lasts_until_a_task_has_its_input(ahead: bool) -> None:
+    own: Any = rank_of(network_of(1), LAST)
+    own._open_gap("message")
+    own._begin(Action.parse("0F0"), ahead=ahead)
+    assert own._gap_cause == ("message" if ahead else "")
+
+
+def test_a_wait_behind_a_task_becomes_one_for_an_input() -> None:
+    own: Any = rank_of(network_of(1), LAST)
+    own._open_gap("lookahead")
+    own._next_coming()
+    assert (own._gap_cause, own._gap_detail) == ("warm-up", "F0")
+
+
 # Missing senders ----------------------------------------------------------------------------------
 
 

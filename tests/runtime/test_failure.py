@@ -147,6 +147,12 @@ def test_what_another_rank_has_told_is_not_told_again(store: HashStore) -> None:
     assert not told(store)
 
 
+def test_the_cause_is_told_without_what_it_meant_here() -> None:
+    here = "; the oldest missing message here is 3"
+    error = PeerDead(f"rank 0: rank 1 (pid 7) died{here}; met here as RuntimeError: reset")
+    assert failure.reason(error) == "rank 1 (pid 7) died"
+
+
 def test_an_error_of_our_own_is_not_replaced() -> None:
     with pytest.raises(KeyError), Opened() as schedule:
         schedule.network.kill(1)

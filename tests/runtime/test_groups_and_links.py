@@ -96,6 +96,17 @@ def test_experts_join_replicas(ranks: Ranks) -> None:
     assert ranks.gathered == [stage]
 
 
+def test_a_tensor_neighbour_follows_where_experts_join_others(ranks: Ranks) -> None:
+    """Rank 7 shares no experts with this one, but its layers."""
+    stage = Group(4, 5, 6, 7)
+    ranks.others = [[[4, 6]]]
+    found = ranks.of(
+        TP, CP, num_moe_experts=4, expert_model_parallel_size=2, tp_cp=Group(6, 7),
+        tp_ep=Group(4, 6), tp_dp_cp=stage,
+    )  # fmt: skip
+    assert found == StageGroup((4, 6, 7), stage, one_replica=False)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("tensor", "context"), [(TP, CP), (Group(6), Group(6, 7))])
 def test_experts_inside_of_one_replica_keep_its_sizes(
     ranks: Ranks, tensor: Group, context: Group

@@ -59,7 +59,10 @@ def test_links_are_kept_until_a_longer_sequence_or_another_pipeline(
     opened.topology = Topology((0, 2), 0, 1)
     opened.call(8)
     assert opened.lengths == [8, 16, 40, 8], "another pipeline's lengths are no measure"
-    assert opened.closed == ["links"] * 3
+    opened.topology = Topology((0, 2), 0, 2)
+    opened.call(8)
+    assert opened.lengths == [8, 16, 40, 8, 8], "another chunk has channels of its own"
+    assert opened.closed == ["links"] * 4
 
 
 def test_links_have_room_for_the_longest_known_sequence_from_the_start(

@@ -141,3 +141,29 @@ def test_a_size_is_late_once_any_chunk_has_run_its_backward() -> None:
         pass
     with pytest.raises(ScheduleError, match="microbatch 0, 5, comes after its first backward"):
         scheduler.learn(0, 5)
+
+
+def test_the_last_chunk_weighs_as_its_layers_and_the_head() -> None:
+    geometry = Geometry(4, 3, 2, 16)
+    memory = Memory(activation_bytes=8, deferred_bytes=0, head_room=2.0, last_layers=0.5)
+    assert beside_head(parse_cap("auto", geometry), geometry, memory).weights == (1.0, 2.5)
+
+
+@pytest.mark.parametrize("number", [3, 5])
+def test_as_many_sizes_are_needed_as_there_are_microbatches(number: int) -> None:
+    with pytest.raises(ConfigError, match=f"{number} sizes were given for 4 microbatches"):
+        Scheduler(Geometry(2, 0, 1, 4), largest=10, sizes=[1] * number)
+
+
+def test_a_light_chunk_runs_where_a_heavy_one_has_no_room() -> None:
+    scheduler = Scheduler(Geometry(1, 0, 2, 1), cap=1.5, weights=(1.0, 0.5), split_backward=False)
+    scheduler.arrived(Direction.FORWARD, 1, 1)
+    assert [str(scheduler.next()) for _ in range(2)] == ["0F0", "1F0"]
+
+
+def test_a_group_may_have_more_microbatches_than_there_are_ranks() -> None:
+    geometry = Geometry(2, 0, 2, 6, forward_only=True, group=3)
+    scheduler = Scheduler(geometry, policy="depth-first")
+    scheduler.arrived(Direction.FORWARD, 1, 6)
+    ran = " ".join(str(scheduler.next()) for _ in range(12))
+    assert ran == "0F0 0F1 0F2 1F0 1F1 1F2 0F3 0F4 0F5 1F3 1F4 1F5"

@@ -140,6 +140,14 @@ def test_a_replay_needs_the_sizes_of_the_recording(tmp_path, recorded):
         other.next()
 
 
+def test_a_replay_without_its_last_weight_gradient_says_so():
+    replay = Replay([Action.parse(word) for word in ("0F0", "0B0")], "order")
+    scheduler = Scheduler(Geometry(1, 0, 1, 1), policy=replay)
+    assert [str(scheduler.next()) for _ in range(2)] == ["0F0", "0B0"]
+    with pytest.raises(ReplayError, match="order: ends after 2 actions; 0W0 is left"):
+        scheduler.next()
+
+
 def test_broken_sizes_are_named(tmp_path):
     with pytest.raises(DataError, match=r'"sizes" \[1\] are not those of its microbatches'):
         sized(tmp_path, (1,))
