@@ -146,7 +146,7 @@ def test_the_state_of_experts_is_apart_above_one_rank_of_them(
 def test_given_sizes_win_over_those_of_a_checkpoint_and_its_structure_over_flags(
     tmp_path: Path,
 ) -> None:
-    """What is off, or 0, in the checkpoint counts; what it does not know stays as it is."""
+    """Values that are off or 0 in the checkpoint count; those that it does not know stay."""
     there = {"ffn_hidden_size": 99, "add_bias_linear": False, "hidden_dropout": 0.0}
     there |= {"num_experts": None, "swiglu": True}
     saved_in(files.begin(tmp_path, 3), **there)
