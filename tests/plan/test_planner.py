@@ -88,6 +88,13 @@ def test_searching_never_makes_it_worse():
     assert planner.predict(improved, "auto").seconds <= planner.predict(start, "auto").seconds
 
 
+def test_layers_leave_the_busiest_rank_first_and_go_to_no_busier_one():
+    moves = Planner(model(head=0.0, num_layers=9), 3, 4)._moves(LayerLayout(3, (2, 4, 3)))
+    assert [move.layers for move in moves] == [(3, 3, 3), (2, 3, 4), (3, 4, 2)]
+    kept = Planner(model(head=0.0, num_layers=4), 4, 4)._moves(LayerLayout(4, (1, 1, 1, 1)))
+    assert all(move.layers[1] and move.layers[2] for move in kept), "inner stages keep a layer"
+
+
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_a_search_keeps_to_its_bound(monkeypatch, seeds):
     """The bound counts the simulations of all seeds."""
