@@ -146,7 +146,7 @@ def test_the_state_of_experts_is_apart_above_one_rank_of_them(
 def test_given_sizes_win_over_those_of_a_checkpoint_and_its_structure_over_flags(
     tmp_path: Path,
 ) -> None:
-    """What is off, or 0, in the checkpoint counts; what it does not know stays as it is."""
+    """Values that are off or 0 in the checkpoint count; those that it does not know stay."""
     there = {"ffn_hidden_size": 99, "add_bias_linear": False, "hidden_dropout": 0.0}
     there |= {"num_experts": None, "swiglu": True}
     saved_in(files.begin(tmp_path, 3), **there)
@@ -162,6 +162,9 @@ def test_given_sizes_win_over_those_of_a_checkpoint_and_its_structure_over_flags
     assert (args.num_layers, args.hidden_size, args.ffn_hidden_size) == (6, 64, 99)
     assert (args.add_bias_linear, args.hidden_dropout, args.swiglu) == (False, 0.0, True)
     assert args.num_experts == 2 and args.tokenizer_type == MODEL["tokenizer_type"]
+    args = parse_args(["--pretrained-checkpoint", str(tmp_path), "--use-checkpoint-args"])
+    take_checkpoint_args(args)
+    assert args.num_layers == 4
 
 
 def test_arguments_of_a_checkpoint_that_is_not_there_are_refused(tmp_path: Path) -> None:

@@ -49,6 +49,13 @@ def test_a_broken_index_is_refused_with_what_is_wrong(tmp_path: Path) -> None:
     prefix.with_suffix(".idx").write_bytes(whole[:-1])
     with pytest.raises(DataError, match="cut short"):
         check_index(str(prefix))
+    prefix.with_suffix(".bin").write_bytes(b"\0" * 14)
+    prefix.with_suffix(".idx").write_bytes(whole + b"\0\0")  # a mode for each sequence
+    assert check_index(str(prefix)) == (2, 2)
+    for more in (1, 3):
+        prefix.with_suffix(".idx").write_bytes(whole + b"\0" * more)
+        with pytest.raises(DataError, match="bytes, but its header says"):
+            check_index(str(prefix))
     prefix.with_suffix(".idx").write_bytes(b"no index" + whole)
     with pytest.raises(DataError, match="bad header"):
         check_index(str(prefix))

@@ -139,6 +139,13 @@ def test_full_sharding_gathers_the_root_and_two_layers() -> None:
     assert gradients.workspace - plain.workspace == 2 * (count + layer)
 
 
+def test_a_norm_without_a_mean_keeps_one_number_of_a_token() -> None:
+    """Two norms in a layer, one before the head, in 32 bits each."""
+    layer, plain = shape(), shape(model={"norm_vectors": 1})
+    assert layer_bytes(layer) - layer_bytes(plain) == 2 * 4 * 32
+    assert head_bytes(layer) - head_bytes(plain) == 4 * 32
+
+
 def test_full_recompute_keeps_one_input_for_its_layers_and_runs_them_again() -> None:
     plain = shape()
     once = dataclasses.replace(plain, recompute="full")
@@ -161,8 +168,10 @@ def test_a_policy_that_holds_all_microbatches_is_simulated_with_all() -> None:
 # Times and traffic --------------------------------------------------------------------------------
 
 
-def test_a_rate_is_that_of_each_device_of_all_its_groups() -> None:
-    run = shape((2, 2), pipeline=2, tensor=2, data=2, num_microbatches=4)
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 1, 2), (1, 2, 2)])
+def test_a_rate_is_that_of_each_device_of_all_its_groups(sizes: tuple[int, int, int]) -> None:
+    tensor, data, context = sizes
+    run = shape((2, 2), pipeline=2, tensor=tensor, data=data, context=context, num_microbatches=4)
     found = estimate(run, H200)
     assert found.tokens_per_second * found.seconds == pytest.approx(run.global_batch * 32)
     rate = found.flops_per_token * found.tokens_per_second / 8
@@ -203,6 +212,8 @@ def test_a_ring_passes_gradients_of_keys_and_values_too() -> None:
     ring = ring_seconds(run, slow)
     assert ring == pytest.approx(ring_bytes(run) / (0.95 * 1e6))
     assert ring_bytes(run) == 3 * 2 * (32 // 4) * 32 * 2
+    assert ring_seconds(run, plain_device(collective=1.0)) == pytest.approx(3.0), "three steps"
+    assert ring_seconds(shape(), slow) == 0.0
     linear = part_times(run, plain_device()).layer[2]
     forward, backward, _ = part_times(run, slow).layer
     assert forward - linear == pytest.approx(ring) and backward - linear == pytest.approx(2 * ring)

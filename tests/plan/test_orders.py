@@ -145,6 +145,11 @@ class Pipe:
 
     def flush(self) -> None: ...
 
+    def kill(self) -> None:
+        self.answers.clear()
+
+    def communicate(self) -> None: ...
+
     def readline(self) -> str:
         return self.answers.pop(0) + "\n" if self.answers else ""
 
@@ -181,6 +186,16 @@ def test_a_process_that_is_gone_is_replaced_by_this_one(monkeypatch: pytest.Monk
     pipe.asked.clear()
     assert planner.take(1, [[1]]).order == [1], "an answer that was lost is asked for again"
     assert pipe.asked == [[[1]]]
+
+
+def test_a_planner_that_was_closed_asks_the_next_process_again() -> None:
+    planner, first, second = OrderPlanner(model("dynamic")), Pipe(), Pipe()
+    planner._process = first  # type: ignore[assignment]
+    planner.ask(1, [[1]])
+    planner.close()
+    assert planner._process is None
+    planner._process = second  # type: ignore[assignment]
+    assert planner.take(1, [[1]]).order == [1] and second.asked == [[[1]]]
 
 
 def test_a_model_survives_its_way_to_the_process() -> None:

@@ -10,10 +10,11 @@ from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.plan.device import known_gpu
 from megatron.dpp.plan.layer_patterns import layout_stages
 from megatron.dpp.plan.memory import layer_bytes
-from megatron.dpp.plan.model_costs import ModelCosts, PartCosts, from_measured
+from megatron.dpp.plan.model_costs import ModelCosts, PartCosts, _check_fit, from_measured
 from megatron.dpp.plan.planner import Planner, from_run
 from megatron.dpp.plan.shape import LayerLayout, ModelShape, RunShape
 from megatron.dpp.plan.times import collective_seconds, planning_costs
+from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.measured import parse_costs
 
 LAYER = PartCosts((1.0, 1.0, 1.0), activation_bytes=10.0, state_bytes=100.0)
@@ -86,6 +87,13 @@ def test_searching_never_makes_it_worse():
     improved = planner.improve(start)
     assert sum(improved.layers) == 16
     assert planner.predict(improved, "auto").seconds <= planner.predict(start, "auto").seconds
+
+
+def test_layers_leave_the_busiest_rank_first_and_go_to_no_busier_one():
+    moves = Planner(model(head=0.0, num_layers=9), 3, 4)._moves(LayerLayout(3, (2, 4, 3)))
+    assert [move.layers for move in moves] == [(3, 3, 3), (2, 3, 4), (3, 4, 2)]
+    kept = Planner(model(head=0.0, num_layers=4), 4, 4)._moves(LayerLayout(4, (1, 1, 1, 1)))
+    assert all(move.layers[1] and move.layers[2] for move in kept), "inner stages keep a layer"
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
@@ -198,6 +206,18 @@ def test_a_run_that_layers_do_not_explain_is_refused():
     two = parse_costs(measured([2, 2], 2), "run")
     with pytest.raises(DataError, match="at least one between"):
         from_measured(two, [2, 2])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fits"), [(1.69, False), (1.71, True), (2.29, True), (2.31, False)]
+)
+def test_a_stage_may_be_15_percent_off_its_layers_either_way(seconds, fits):
+    given = (Kind.B, 1.0, [(3, 2, seconds)])
+    if fits:
+        _check_fit(*given)
+        return
+    with pytest.raises(DataError, match=r"stage 3: its B takes .*, but 2 layers of 1000.000 ms"):
+        _check_fit(*given)
 
 
 def run(hidden_size, seq_length, vocab_size, **more):

@@ -95,6 +95,37 @@ def test_a_slow_time_counts_from_the_start_of_a_task():
     assert result.own == [pytest.approx(2.0 + 2 * 4.0)]
 
 
+class Eager(FixedOrder):
+    """Runs the backward of microbatch 0 as soon as it may, before the second forward."""
+
+    def next(self):
+        backward = self._order[2]
+        if self._position == 1 and self._is_here(backward):
+            self._order = [self._order[0], backward, self._order[1], *self._order[3:]]
+        return super().next()
+
+
+@pytest.mark.parametrize(("lead", "second"), [(0.0, "B0"), (0.6, "B0"), (0.8, "F1"), (9.0, "F1")])
+def test_a_rank_chooses_after_its_overhead_less_its_lead(lead, second):
+    """The gradient arrives 0.3 after the task's end, the next one may start 1 after it."""
+    quiet = even_costs(2, 2)
+    durations = tuple([kind[0], [0.1] * 2] for kind in quiet.durations)
+    costs = Costs(durations, [Hop(0.0, 0.0)], overhead={0: 1.0})
+    order = [Action(Kind.F, 0, 0), Action(Kind.F, 0, 1), Action(Kind.B, 0, 0), Action(Kind.B, 0, 1)]
+    one_by_one = [order[0], order[2], order[1], order[3]]
+    lanes = [Eager(order, Geometry(2, 0, 1, 2)), FixedOrder(one_by_one, Geometry(2, 1, 1, 2))]
+    ran = simulate(lanes, costs, split_backward=False, lead=lead).slots[0]
+    assert order_text([slot.action for slot in ran[:2]]) == f"F0 {second}"
+    assert ran[1].start == 2.0
+
+
+def test_memory_is_counted_in_the_longest_that_may_come():
+    """Four short ones are a quarter of it, also under a cap for one of the longest."""
+    config = ScheduleConfig(cap="strict", sizes_at_start=True)
+    found = config.run(Shape(1, 1, 4, (1, 1, 1, 1), 16), even_costs(1, 4))
+    assert max(found.peak_held) <= 4 / 16
+
+
 def test_pieces_of_a_weight_gradient_share_its_time():
     result = ScheduleConfig(w_pieces=4).run(Shape(1, 1, 1), even_costs(1, 1, times=(1.0, 2.0, 4.0)))
     assert [slot.end - slot.start for slot in result.slots[0]] == [1.0, 2.0, 1.0, 1.0, 1.0, 1.0]

@@ -144,6 +144,8 @@ def test_small_contradictions_widen_the_uncertainty_and_large_ones_are_errors():
     offset, uncertainty = solve("a", ["a", "b"], drifted)["b"]
     assert uncertainty >= 2_000
     assert -9_000 - uncertainty <= offset <= 5_000 + uncertainty
+    # 2.5 us each would do; bounds are widened by 1 us, 2 us, 4 us.
+    assert solve("a", ["a", "b"], {("a", "b"): 5_000, ("b", "a"): -10_000})["b"] == (-7_500, 5_500)
     with pytest.raises(DataError, match="contradict"):
         solve("a", ["a", "b"], {("a", "b"): 0, ("b", "a"): -10_000_000})
 

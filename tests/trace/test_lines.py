@@ -16,7 +16,13 @@ from megatron.dpp.direction import Direction
 from megatron.dpp.errors import DataError
 from megatron.dpp.trace import lines as module
 from megatron.dpp.trace.lines import EventLines, first_line, header, last_line
-from megatron.dpp.trace.reader import find_directory, open_run, read_events, read_header
+from megatron.dpp.trace.reader import (
+    find_directory,
+    open_run,
+    parse_event,
+    read_events,
+    read_header,
+)
 from megatron.dpp.trace.schema import TraceLayout, parse_iterations
 from tests.trace.synthetic import Channel, Run, write
 
@@ -151,6 +157,16 @@ def test_only_the_last_line_of_a_file_that_was_cut_may_be_broken(tmp_path: Path)
     broken = dataclasses.replace(read_header(path), complete=True)
     with pytest.raises(DataError, match="the file is damaged"):
         list(read_events(broken))
+
+
+def test_an_event_has_a_name_a_time_and_a_category() -> None:
+    whole = {"ph": "X", "name": "x", "cat": "task", "ts": 1, "args": {}}
+    assert parse_event(json.dumps(whole) + ",\n") == whole
+    assert parse_event('{"ph":"M","name":"end"}') == {"ph": "M", "name": "end"}
+    broken = [{k: v for k, v in whole.items() if k != key} for key in whole]
+    for wrong in (*broken, whole | {"args": []}, [whole], {"ph": "M"}):
+        with pytest.raises(ValueError, match="no event"):
+            parse_event(json.dumps(wrong))
 
 
 def test_the_categories_that_are_asked_for_are_read_alone(tmp_path: Path) -> None:

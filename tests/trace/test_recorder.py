@@ -246,6 +246,15 @@ def test_wrong_iteration_lists_are_refused(text):
         parse_iterations(text)
 
 
+def test_a_file_takes_the_place_of_an_earlier_runs(tmp_path):
+    for iterations in (3, 1):
+        with open_recorder(tmp_path, rank=0, layout=LAYOUT) as recorder:
+            for iteration in range(iterations):
+                record_iteration(recorder, iteration)
+    assert len([event for event in events_of(tmp_path) if event["cat"] == "iteration"]) == 1
+    assert json.loads(LAYOUT.path(tmp_path).read_text())[0]["args"]["schema"] == 1
+
+
 def test_the_interval_is_checked(tmp_path):
     with pytest.raises(ValueError, match="interval 0"):
         open_recorder(tmp_path, rank=0, layout=LAYOUT, interval=0)

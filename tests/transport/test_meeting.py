@@ -479,3 +479,10 @@ def test_ranks_of_a_host_begin_at_different_ports(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(SetupError, match="all ports from 7000 to 7002 of h are in use"):
             one._listen_on("h")
     assert tried == [7002, 7000, 7001]
+
+
+def test_a_proof_holds_for_both_nonces_both_ranks_and_one_purpose() -> None:
+    first = (1, 2, "a", "b", "control")
+    others = [(3, 2, "a", "b", "control"), (1, 3, "a", "b", "control"), (1, 2, "c", "b", "control")]
+    others += [(1, 2, "a", "c", "control"), (1, 2, "a", "b", "data 0"), (2, 1, "a", "b", "control")]
+    assert len({handshake._transcript(*each) for each in (first, *others)}) == 7
