@@ -90,7 +90,7 @@ def test_the_scripts_train_over_soft_roce_and_end_when_a_node_is_lost(
     assert "nothing is left behind" in said
     seconds = re.findall(rf"{named} was named after (\d+\.\d) s", said)
     assert len(seconds) == (2 if loss == "cut" else 1)  # by all that were left
-    assert float(seconds[0]) < 60  # 15 where the machine is no emulated one, on a shared host
+    assert float(seconds[0]) < 180  # 15 on a quiet machine that is not emulated; 43 here at load 10
 
 
 def checked_in_guest(name: str, seconds: int, **variables: str) -> str:
