@@ -48,6 +48,8 @@ from megatron.dpp.transport import ChannelSpec, Direction, TransportOptions, ope
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 SECONDS_PER_POINT = 0.5
+PATIENCE = 120.0
+"""Seconds after which the processes of one row are given up."""
 LOOPBACK = ("127.0.0.1", "127.0.0.1")
 
 
@@ -164,7 +166,7 @@ class OurKind:
             ChannelSpec(1, 0, 0, Direction.BACKWARD, num_bytes),
         ]
         store = dist.FileStore(path)
-        options = TransportOptions(setup_timeout=30, node_ips=address)
+        options = TransportOptions(setup_timeout=PATIENCE / 4, node_ips=address)
         self.transport = open_transport(
             channels, rank=rank, store=store, kind=kind, options=options
         )
@@ -187,7 +189,7 @@ class OurKind:
         return statistics.median(self.seen_ns) * 1e-9
 
     def close(self) -> None:
-        self.transport.flush(10.0)
+        self.transport.flush(PATIENCE / 4)
         self.transport.close()
 
 
@@ -197,7 +199,7 @@ class Gloo:
     def __init__(self, kind: str, rank: int, num_bytes: int, path: str, address: str) -> None:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=30)
+        options._timeout = timedelta(seconds=PATIENCE / 4)
         self.group = dist.ProcessGroupGloo(dist.FileStore(path, 2), rank, 2, options)
         self.peer = 1 - rank
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -256,7 +258,8 @@ def measure_pair(kind: str, num_bytes: int, hosts: Any) -> tuple[float, float | 
     """Median one-way seconds between two processes: until taken, and until seen."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (kind, num_bytes, f"{folder}/store", hosts)
-        taken, seen = harness.run_members(_player, 2, *arguments, method="fork", timeout=120)[0]
+        members = harness.run_members(_player, 2, *arguments, method="fork", timeout=PATIENCE)
+    taken, seen = members[0]
     return taken, seen
 
 

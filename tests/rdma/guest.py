@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.netns import Hosts
 
-PATIENCE = 600.0
+PATIENCE = 1200.0
 """Seconds after which a test gives up: all is slow in an emulated machine."""
 _NOBODY = "02:00:00:00:00:01"  # an Ethernet address that no device has
 

@@ -6,14 +6,14 @@ set -euo pipefail
 folder=$1
 devices=(rdma0 rdma1 1)
 
-bash "$(dirname "${BASH_SOURCE[0]}")/control.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/control.sh"
 
 "$folder/stress" rdma 2500 65536 "${devices[@]}"
 "$folder/stress" rdma 5 6291456 "${devices[@]}"
 
 reference() {
   ib_write_bw -F -d rdma0 -x 1 -s "$1" -n "$2" >/dev/null &
-  sleep 2
+  await_port 18515
   ib_write_bw -F -d rdma1 -x 1 -s "$1" -n "$2" 10.99.0.1 | awk -v size="$1" '$1 == size {print $4}'
   wait $!
 }

@@ -43,8 +43,15 @@ for port in /dev/vport*p3; do ports=${port%3}; done
 mkfifo /out /err
 cat /out >"${ports}1" &
 cat /err >"${ports}2" &
-chroot /root /bin/bash "$job/job.sh" </dev/null >/out 2>/err
+setsid chroot /root /bin/bash "$job/job.sh" </dev/null >/out 2>/err
 status=$?
+# What the job has left would keep the pumps waiting. They and the kernel's threads are in session 0.
+for process in /proc/[0-9]*; do
+  read -r line <"$process/stat" || continue
+  # shellcheck disable=SC2086
+  set -- ${line##*) }
+  [ "$4" = 0 ] || kill -9 "${process#/proc/}"
+done
 wait
 echo "$status" >"${ports}3"
 sleep 0.2

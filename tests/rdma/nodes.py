@@ -22,12 +22,12 @@ from tests.nodes import Node, end, lines, numbers, running, wait_for_end, wait_f
 
 ADDRESSES = ("10.99.0.1", "10.99.0.2")
 ITERATIONS = 3
-PATIENCE = 1300.0  # seconds until it trains, or ends on its own: all is slow here
+PATIENCE = 2600.0  # seconds until it trains, or ends on its own: all is slow here
 SETTINGS = {
     "TENSOR_PARALLEL": "1", "PIPELINE_PARALLEL": "2", "MODEL_CHUNKS": "1", "NUM_LAYERS": "2",
     "HIDDEN_SIZE": "32", "NUM_ATTENTION_HEADS": "2", "SEQ_LENGTH": "32", "MICRO_BATCH_SIZE": "1",
     "GLOBAL_BATCH_SIZE": "8", "TRAIN_ITERS": "100000", "EVAL_ITERS": "0", "TRACE": "0",
-    "WAIT_SECONDS": "600", "CUDA_VISIBLE_DEVICES": "",
+    "WAIT_SECONDS": "1800", "CUDA_VISIBLE_DEVICES": "",
 }  # fmt: skip
 HERE = Path(__file__).resolve().parent
 

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from tests.transport.test_sanitizers import build
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
-NATIVE_SECONDS, LINKS_SECONDS, TRAINING_SECONDS = 420, 900, 1500
-SET_UP_SECONDS = 300
+NATIVE_SECONDS, LINKS_SECONDS, TRAINING_SECONDS, SET_UP_SECONDS = 900, 2400, 3000, 900
+"""For a machine that does much else: several times what two free cores need."""
 
 ENVIRONMENT = (
     "OMP_NUM_THREADS=1", "TORCHDYNAMO_DISABLE=1", "PYTHONWARNINGS=ignore",
@@ -43,8 +44,13 @@ def in_guest(seconds: int, *command: str) -> str:
 
 @pytest.mark.timeout(NATIVE_SECONDS + SET_UP_SECONDS)
 def test_the_native_side_over_soft_roce(tmp_path: Path) -> None:
-    for program in ("stress", "speed"):
-        build(program, "", tmp_path)
+    with ThreadPoolExecutor() as pool:
+        built = [
+            pool.submit(build, program, "", tmp_path, patience=SET_UP_SECONDS)
+            for program in ("stress", "speed")
+        ]
+    for program in built:
+        program.result()
     said = in_guest(NATIVE_SECONDS, "bash", str(HERE / "guest.sh"), str(tmp_path))
     assert "100 iters" in said and "20 rpings" in said  # the control
     assert "10000 messages over rdma: every byte arrived, in order" in said
@@ -84,7 +90,7 @@ def test_the_scripts_train_over_soft_roce_and_end_when_a_node_is_lost(
     assert "nothing is left behind" in said
     seconds = re.findall(rf"{named} was named after (\d+\.\d) s", said)
     assert len(seconds) == (2 if loss == "cut" else 1)  # by all that were left
-    assert float(seconds[0]) < 60  # 15 where the machine is no emulated one, on a shared host
+    assert float(seconds[0]) < 180  # 15 on a quiet machine that is not emulated; 43 here at load 10
 
 
 def checked_in_guest(name: str, seconds: int, **variables: str) -> str:

@@ -11,7 +11,16 @@ import torch
 
 from megatron.dpp.errors import TransferTimeout, TransportUnavailable
 from megatron.dpp.transport import ChannelSpec, Direction
-from tests.transport.kinds import KINDS, NIXL, NIXL_KIND, PATIENCE, opened, pair, take_next
+from tests.transport.kinds import (
+    GPU_KINDS,
+    KINDS,
+    NIXL,
+    NIXL_KIND,
+    PATIENCE,
+    opened,
+    pair,
+    take_next,
+)
 
 pytestmark = pytest.mark.parametrize(
     "kind", [NIXL_KIND if kind == NIXL else kind for kind in KINDS]
@@ -183,6 +192,22 @@ def test_a_peer_has_left_only_when_all_that_it_sent_has_arrived(kind: str) -> No
             time.sleep(0)
         assert list(b.poll()) == [2, 2]
         b.close()
+        closer.join(PATIENCE)
+
+
+def test_puts_that_have_a_slot_arrive_although_their_sender_closes_at_once(kind: str) -> None:
+    sent = torch.arange(1 << 14, dtype=torch.int32)
+    with opened(kind, pair(slot_bytes=sent.nbytes, depth=3)) as (a, b):
+        for index in range(2):  # over gloo an end takes a slot, too
+            for channel in range(2):
+                a.put(channel, sent + index, iteration=0, microbatch=index)
+        if kind in GPU_KINDS:
+            a.flush(PATIENCE)  # their copies stop at a close
+        closer = threading.Thread(target=a.close)
+        closer.start()
+        for index in range(2):
+            for channel in range(2):
+                assert torch.equal(take_next(b, channel, index).tensor, sent + index)
         closer.join(PATIENCE)
 
 

@@ -80,6 +80,33 @@ def test_puts_to_a_rank_that_has_left_stay_pending() -> None:
 
 
 @pytest.mark.nixl
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_peer_that_hangs_or_dies_holds_no_close_up(how: signal.Signals, tmp_path: Path) -> None:
+    large = torch.ones(1 << 24, dtype=torch.uint8)
+
+    def body(rank: int, path: str, results: Any) -> None:
+        transport = open_from_file(NIXL, pair(large.nbytes), rank, path)
+        results.put((rank, "open"))
+        if rank == 1:
+            time.sleep(2 * PATIENCE)
+        while not (Path(path).parent / "struck").exists():
+            time.sleep(0.01)
+        for number in range(2):
+            transport.put(0, large, iteration=0, microbatch=number)
+        transport.close()
+        results.put((rank, "closed"))
+
+    with forked(2, body, tmp_path) as (ranks, results):
+        assert {results.get(PATIENCE)[0] for _ in ranks} == {0, 1}
+        os.kill(ranks[1].pid or 0, how)
+        if how == signal.SIGSTOP:
+            while Path(f"/proc/{ranks[1].pid}/stat").read_text().split()[2] != "T":
+                time.sleep(0.01)
+        (tmp_path / "struck").touch()
+        assert results.get(PATIENCE) == (0, "closed")
+
+
+@pytest.mark.nixl
 @pytest.mark.parametrize(
     ("note", "fault"),
     [

@@ -22,7 +22,7 @@ LARGE_RDMA = ["rdma", "10", str(6 << 20), *DEVICES]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build with")
 
 
-def build(program: str, sanitizers: str, folder: Path) -> Path:
+def build(program: str, sanitizers: str, folder: Path, *, patience: float = PATIENCE) -> Path:
     """A program of csrc/tests, with sanitizers or with none; skips where their libraries are
     missing.
     """
@@ -34,7 +34,7 @@ def build(program: str, sanitizers: str, folder: Path) -> Path:
     command += ["-O1", f"-fsanitize={sanitizers}"] if sanitizers else ["-O2"]
     command += ["-fno-sanitize-recover=all"] if "undefined" in sanitizers else []
     command += [f"-I{REPOSITORY / 'csrc'}", *map(str, sources), "-ldl", "-o", str(binary)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    built = subprocess.run(command, capture_output=True, text=True, timeout=patience)
     if "cannot find" in built.stderr and "san" in built.stderr:
         pytest.skip(f"the {sanitizers} runtime is not installed")
     assert built.returncode == 0, built.stderr[-2000:]

@@ -231,7 +231,11 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Free everything within 5 s. May be called twice, and after a failure."""
+        """Free everything within 5 s. May be called twice, and after a failure.
+
+        ``flush`` first: of what is pending, messages without a slot, large ones, and tensors on a
+        GPU may be lost.
+        """
 
     def overdue(
         self, channel: int, seconds: float, *, iteration: int, microbatch: int

@@ -55,7 +55,8 @@ _NOTE_BYTES = 1 << 16
 """Slot of a control channel, for an offer, or for an announcement's fields and shape."""
 _NUM_FIELDS, _MOST_DIMENSIONS = 3, 8
 _IDLE_SECONDS, _LONGEST_NAP = 0.5, 1e-3
-_JOIN_SECONDS = 2.0
+_DRAIN_SECONDS, _JOIN_SECONDS = 1.5, 2.0
+"""What is left of the 5 s of ``close`` is the control's."""
 
 
 @dataclass
@@ -97,6 +98,11 @@ class _Outgoing:
     broken: bool = False
     """The receiver has left; what is pending stays so."""
 
+    @property
+    def has_slot(self) -> bool:
+        """True if the receiver has a free slot."""
+        return self.num_begun - self.num_released < self.spec.depth
+
 
 class NixlTransport(ThreadedTransport):
     """One rank's channels over NIXL."""
@@ -115,6 +121,7 @@ class NixlTransport(ThreadedTransport):
         self._departed: set[int] = set()
         self._peers = {spec.source for spec in self.incoming}
         self._peers |= {spec.destination for spec in self.outgoing}
+        self._drained_at = math.inf
         self._pid = os.getpid()
         self._memory = contextlib.ExitStack()  # gives it back
         self._control = _open_control(request)
@@ -183,7 +190,7 @@ class NixlTransport(ThreadedTransport):
 
     def _run(self) -> None:
         try:
-            while not self._closed:
+            while not self._closed or self._is_draining():
                 # In this order: what a peer sent before it left counts as arrived when it has left.
                 left = {peer for peer in self._peers if self._control.departed(peer)}
                 changed = self._hear(self._control.poll()) or left != self._departed
@@ -201,6 +208,16 @@ class NixlTransport(ThreadedTransport):
             self._fail(error)
         except Exception as error:
             self._fail(TransportError(f"rank {self.rank}: NIXL: {one_line(error)}"))
+
+    def _is_draining(self) -> bool:
+        """True while a closed transport has puts that a present peer has slots for, and time."""
+        if time.monotonic() >= self._drained_at:
+            return False
+        return any(
+            out.written or (out.waiting and out.has_slot)
+            for out in self._outgoing
+            if not out.broken and out.spec.destination not in self._departed
+        )
 
     def _hear(self, arrived: Sequence[int]) -> bool:
         """Take announcements and credit, and give credit; true if a caller should look."""
@@ -229,7 +246,7 @@ class NixlTransport(ThreadedTransport):
         if out.broken:
             return False
         try:
-            while out.waiting and out.num_begun - out.num_released < out.spec.depth:
+            while out.waiting and out.has_slot:
                 self._begin(index, out)
             while out.written:
                 write = out.written[0].write
@@ -367,6 +384,7 @@ class NixlTransport(ThreadedTransport):
     def close(self) -> None:
         if self._closed:
             return
+        self._drained_at = time.monotonic() + _DRAIN_SECONDS
         self._closed = True
         atexit.unregister(self.close)
         if os.getpid() != self._pid:
