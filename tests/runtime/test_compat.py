@@ -17,9 +17,10 @@ from typing import Any
 import megatron.core
 import pytest
 import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore import compat
+from megatron.dpp.mcore import compat, cpu
 from megatron.dpp.mcore.compat import TABLE, PrivateName, check_version, form_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -255,3 +256,13 @@ def test_the_pipeline_of_a_call_chooses_its_static_schedule() -> None:
         lambda *given: asked.append(given) or print, {"model": [chunk], "pg_collection": groups}
     )
     assert asked == [(4, 3)]
+
+
+def test_what_experts_make_once_per_process_on_the_cpu_is_gone_after_it() -> None:
+    """A model on a GPU after it takes a stream of its own."""
+    dispatcher: Any = MoEAlltoAllTokenDispatcher
+    before = dispatcher.cuda_dtoh_stream
+    with contextlib.closing(cpu.install()):
+        assert dispatcher.cuda_dtoh_stream is None
+        dispatcher.cuda_dtoh_stream = torch.cuda.Stream()
+    assert dispatcher.cuda_dtoh_stream is before

@@ -78,8 +78,10 @@ def test_the_table_counts_verdicts_and_shows_what_survived() -> None:
 
 
 ENDLESS = """\
-import os, sys
+import os, signal, sys
 from pathlib import Path
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a shell's "&"
 
 import mutation_test as tool
 

@@ -227,6 +227,9 @@ TABLE = (
         "tensor as_numpy record_stream",
     ),
     PrivateName(
+        "transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.cuda_dtoh_stream", "cpu.py"
+    ),
+    PrivateName(
         "transformer_engine.pytorch.module._common:WeightGradStore.delay_wgrad_compute",
         "wgrad/te.py",
         "self",

@@ -183,6 +183,8 @@ def _core_stand_ins() -> Iterator[tuple[Any, str, Any]]:
         "transformer.module:_BF16_TYPES": (torch.BFloat16Tensor,),
         "distributed.torch_fully_sharded_data_parallel:DeviceMesh": _CpuMesh,
         "transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": _split_sizes,
+        # made once per process: a model on a GPU after one on the CPU needs its own
+        "transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.cuda_dtoh_stream": None,
         sends: _SafeSends(compat.lookup(sends)),
     }
     for name, value in values.items():
