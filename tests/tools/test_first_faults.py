@@ -36,9 +36,11 @@ from tests.train.several import corpus
 from tests.train.test_full_disk import FLAGS
 from tests.train.test_full_disk import run as train
 
+PATH = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+
 
 def command(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **more}
+    environment = {**os.environ, "PYTHONPATH": PATH, **more}
     return subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, timeout=150, env=environment
     )
@@ -52,7 +54,7 @@ def test_a_killed_launcher_takes_its_rank_along(tmp_path: Path) -> None:
             *(sys.executable, "-m", "megatron.dpp.train.torchrun", "--standalone"),
             *("--nproc_per_node", "1", str(REPOSITORY / "pretrain_gpt.py"), *words),
         ],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
