@@ -23,8 +23,10 @@ METADATA = re.compile(
     r"|torch\.distributed\._shard\.sharded_tensor\.metadata\.(TensorProperties|MEM_FORMAT_ENCODING)"
     r"|torch\.distributed\.checkpoint\.metadata\."
     r"(\w+StorageMetadata|Metadata|MetadataIndex|StorageMeta|TensorProperties|_MEM_FORMAT_ENCODING)"
+    r"|torch\.distributed\.checkpoint\.planner\."
+    r"(SavePlan|WriteItem|WriteItemType|TensorWriteData|BytesIOWriteData)"
     r"|torch\.distributed\.checkpoint\.filesystem\.(_StorageInfo|_StoragePrefix)"
-    r"|megatron\.core\.dist_checkpointing\.strategies\.torch\.MCoreMetadata"
+    r"|megatron\.core\.dist_checkpointing\.strategies\.torch\.(MCoreMetadata|MCoreSavePlan)"
 )
 """Dotted names of the classes that occur in ``.metadata``. None of them runs anything that it is
 given."""
@@ -33,8 +35,9 @@ given."""
 def refusal(where: object, name: str) -> DataError:
     """The error about a file that names a class or function that no checkpoint needs."""
     return DataError(
-        f"{where}: asks for {name}, which is not run: checkpoints and indices hold tensors, numbers "
-        "and plain settings; save it anew without that object, with the program that wrote it"
+        f"{where}: asks for {name}, which is not run: checkpoints and indices hold tensors, "
+        "numbers and plain settings; save it anew without that object, with the program that wrote "
+        "it"
     )
 
 

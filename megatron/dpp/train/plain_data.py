@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy
@@ -22,7 +23,10 @@ from megatron.dpp.mcore.compat import replaced
 _STATE = re.compile(
     r"collections\.OrderedDict|builtins\.(set|bytearray)|_codecs\.encode|_io\.BytesIO"
     r"|torch\.(Size|bool|device|(bfloat|float|uint|int)\d+\w*)"
-    r"|torch\._utils\._rebuild_tensor_v2|torch\.storage\._load_from_bytes"
+    r"|torch\._utils\._rebuild_tensor_v2|torch\._tensor\._rebuild_from_type_v2"
+    r"|torch\.storage\.(UntypedStorage|_load_from_bytes)"
+    r"|megatron\.core\.safe_globals\.safe_load_from_bytes"
+    r"|numpy\.(ndarray|dtype|_?core\.multiarray\._reconstruct)"
     r"|transformer_engine\.common\.recipe\.(_FormatHelper|Format|MMParams|QParams|\w+Scaling)"
     r"|megatron\.core\.extensions\.transformer_engine\.TEDelayedScaling"
 )
@@ -46,44 +50,54 @@ def only_plain_data(source: object) -> Iterator[None]:
         DataError: naming the file, and the class or function that it asks for.
     """
 
+    refused: list[DataError] = []
+
+    def noting(read: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                return read(*args, **options)
+            except DataError as error:
+                refused.append(error)
+                raise
+
+        return call
+
     def load(_: Any, file: Any, **options: Any) -> Any:
         return PlainUnpickler(file, getattr(file, "name", source), **options).load()
 
     def loads(_: Any, content: Any, **options: Any) -> Any:
         return PlainUnpickler(io.BytesIO(content), source, _STATE, **options).load()
 
-    def load_tensors(original: Callable[..., Any], file: Any, *args: Any, **options: Any) -> Any:
-        return _load_tensors(original, source, file, *args, **options)
-
-    def load_bytes(original: Callable[..., Any], planner: Any, item: Any, value: Any) -> None:
-        info = (planner.metadata.storage_data or {}).get(item.storage_index)
-        value.name = f"{source}/{getattr(info, 'relative_path', '')} ({item.storage_index.fqn})"
-        original(planner, item, value)
-
     known = torch.serialization.get_safe_globals()
     with (
         torch.serialization.safe_globals([each for each in _numbers() if each not in known]),
-        replaced(pickle, "load", load),
-        replaced(pickle, "loads", loads),
-        replaced(torch, "load", load_tensors),
-        replaced(DefaultLoadPlanner, "load_bytes", load_bytes),
+        replaced(pickle, "load", noting(load)),
+        replaced(pickle, "loads", noting(loads)),
+        replaced(torch, "load", noting(partial(_load_tensors, source))),
+        replaced(DefaultLoadPlanner, "load_bytes", partial(_load_bytes, source)),
     ):
         try:
             yield
         except (CheckpointException, pickle.UnpicklingError) as error:
-            for cause in (error.__cause__, *(each[0] for each in _failures(error))):
-                if isinstance(cause, DataError):
-                    raise DataError(str(cause)) from error
-            raise
+            failures = getattr(error, "failures", {})  # by rank, each with its stack
+            refused += [each[0] for each in failures.values() if isinstance(each[0], DataError)]
+            if not refused and isinstance(error, CheckpointException):
+                raise
+            text = str(refused[0]) if refused else f"{source}: {one_line(error, 300)}"
+            raise DataError(text) from error
 
 
-def _failures(error: BaseException) -> list[Any]:
-    """The failures of ranks that PyTorch's checkpoints gather."""
-    return list(getattr(error, "failures", {}).values())
+def _load_bytes(
+    source: object, original: Callable[..., Any], planner: Any, item: Any, value: Any
+) -> None:
+    """Gives the bytes of an object the name of their file for errors."""
+    info = (planner.metadata.storage_data or {}).get(item.storage_index)
+    value.name = f"{source}/{getattr(info, 'relative_path', '')} ({item.storage_index.fqn})"
+    original(planner, item, value)
 
 
 def _load_tensors(
-    original: Callable[..., Any], source: object, file: Any, *args: Any, **options: Any
+    source: object, original: Callable[..., Any], file: Any, *args: Any, **options: Any
 ) -> Any:
     named = isinstance(file, (str, os.PathLike))
     where = os.fspath(file) if named else getattr(file, "name", source)
@@ -99,8 +113,9 @@ def _load_tensors(
 
 
 def _numbers() -> list[Any]:
-    """What NumPy's numbers and arrays are pickled with, such as the states of its generators."""
+    """What NumPy's numbers and arrays, and states of generators, are pickled with."""
     return [
+        torch.Generator,
         numpy.float64(0).__reduce__()[0],
         numpy.zeros(0).__reduce__()[0],
         numpy.ndarray,
