@@ -228,8 +228,9 @@ def test_an_index_is_an_array(
     monkeypatch.setattr(data, "BlendedMegatronDatasetBuilder", Builder)
     monkeypatch.setattr(data, "num_samples", lambda _: [1])
     monkeypatch.setattr(data, "_sources", lambda _: "PREFIX")
-    args = SimpleNamespace(data_cache_path=None, dataloader_defer_npy_index_mmap=deferred)
-    run, task = SimpleNamespace(args=args), SimpleNamespace(datasets=lambda _: (None, None))
+    config = SimpleNamespace(defer_npy_index_mmap=deferred)
+    run = SimpleNamespace(args=None)
+    task = SimpleNamespace(datasets=lambda _: (None, config))
     rule = (
         r"pickled \(object\) data"
         if deferred

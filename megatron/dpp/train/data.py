@@ -216,11 +216,11 @@ def _chunk_loaders(run: Run, task: PretrainingTask, vp_stage: int | None) -> lis
         return args.variable_lengths or read_here()  # every rank needs the lengths
 
     try:
-        with only_plain_data(args.data_cache_path or "the cache of the data's indices"):
+        with only_plain_data("the cache of the data's indices"):
             train, valid, test = BlendedMegatronDatasetBuilder(
                 kind, list(num_samples(args)), built_here, config
             ).build()
-        if args.dataloader_defer_npy_index_mmap:
+        if getattr(config, "defer_npy_index_mmap", False):
             _check_deferred([train, valid, test])
     except (OSError, AssertionError, ValueError) as error:
         raise DataError(f"data {_sources(args)}: {error or type(error).__name__}") from error

@@ -113,7 +113,7 @@ def _load_tensors(
 
 
 def _numbers() -> list[Any]:
-    """What NumPy's numbers and arrays, and states of generators, are pickled with."""
+    """Classes and functions that rebuild NumPy's numbers and arrays, and states of generators."""
     return [
         torch.Generator,
         numpy.float64(0).__reduce__()[0],
