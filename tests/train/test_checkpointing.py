@@ -17,6 +17,7 @@ from megatron.dpp.cli import checkpoint_files as files
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.train import checkpointing
 from megatron.dpp.train.checkpointing import Checkpointer, Wanted
+from megatron.dpp.train.plain_data import only_plain_data
 
 ARGS = {
     "ckpt_format": "torch", "async_save": False, "exit_signal_handler": False,
@@ -327,7 +328,8 @@ def test_an_unreadable_torch_file_is_named(
     path.parent.mkdir()
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(DataError, match=f"model_optim_rng.pt: {why}"):
+    refused = pytest.raises(DataError, match=f"model_optim_rng.pt: {why}")
+    with refused, only_plain_data(job.folder):
         job.made._read_torch(files.Found(job.folder, 9))
     torch.save({"iteration": 9}, path)
     assert job.made._read_torch(files.Found(job.folder, 9)) == {"iteration": 9}

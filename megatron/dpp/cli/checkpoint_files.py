@@ -298,6 +298,8 @@ def _check_distributed(path: Path) -> None:
             raise DataError(f"{path / name}: missing; the checkpoint is not whole")
     try:
         stored = read_pickle(path / ".metadata").storage_data
+    except DataError:
+        raise
     except Exception as error:  # a broken pickle raises anything
         raise DataError(f"{path / '.metadata'}: unreadable ({error})") from error
     ends: dict[str, int] = {}

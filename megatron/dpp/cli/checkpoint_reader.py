@@ -1,4 +1,6 @@
-"""Reads the pickles inside a checkpoint without PyTorch, and without running what they name."""
+"""Reads the pickles inside a checkpoint without running what they name. Nothing here imports
+PyTorch; a :class:`PlainUnpickler` loads the classes that it allows.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,74 @@ import argparse
 import collections
 import io
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
+
+from megatron.dpp.errors import DataError
+
+METADATA = re.compile(
+    r"collections\.OrderedDict|builtins\.(set|frozenset)"
+    r"|pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path"
+    r"|torch\.(Size|bool|(bfloat|float|uint|int|complex)\d+\w*)"
+    r"|torch\.serialization\._get_layout"
+    r"|torch\.distributed\._shard\.sharded_tensor\.metadata\.(TensorProperties|MEM_FORMAT_ENCODING)"
+    r"|torch\.distributed\.checkpoint\.metadata\."
+    r"(\w+StorageMetadata|Metadata|MetadataIndex|StorageMeta|TensorProperties|_MEM_FORMAT_ENCODING)"
+    r"|torch\.distributed\.checkpoint\.planner\."
+    r"(SavePlan|WriteItem|WriteItemType|TensorWriteData|BytesIOWriteData)"
+    r"|torch\.distributed\.checkpoint\.filesystem\.(_StorageInfo|_StoragePrefix)"
+    r"|megatron\.core\.dist_checkpointing\.strategies\.torch\.(MCoreMetadata|MCoreSavePlan)"
+)
+"""Dotted names of the classes that occur in ``.metadata``. None of them runs anything that it is
+given."""
+
+
+def refusal(where: object, name: str) -> DataError:
+    """The error about a file that names a class or function that no checkpoint needs."""
+    return DataError(
+        f"{where}: asks for {name}, which is not run: checkpoints and indices hold tensors, "
+        "numbers and plain settings; save it anew without that object, with the program that wrote "
+        "it"
+    )
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Loads plain data and known classes.
+
+    Args:
+        where: the file's name for errors.
+        known: matches the dotted names of these classes.
+
+    Raises:
+        DataError: the pickle names anything else, whose module is not imported.
+    """
+
+    def __init__(
+        self, file: Any, where: object, known: re.Pattern[str] = METADATA, **options: Any
+    ) -> None:
+        super().__init__(file, **options)
+        self._where, self._known = where, known
+
+    def find_class(self, module: str, name: str) -> Any:
+        _check_name(module, name, self._where, self._known)
+        return super().find_class(module, name)
+
+
+def _check_name(module: str, name: str, where: object, known: re.Pattern[str]) -> None:
+    if not known.fullmatch(f"{module}.{name}"):
+        raise refusal(where, f"{module}.{name}")
+
+
+def load_plain(path: Path) -> Any:
+    """The content of a pickle such as ``.metadata``, whose classes are imported.
+
+    Raises:
+        DataError: as :class:`PlainUnpickler`; a broken file raises anything.
+    """
+    with path.open("rb") as file:
+        return PlainUnpickler(file, path).load()
 
 
 class _Anything:
@@ -23,7 +90,7 @@ class _Anything:
 
 
 class _Reader(pickle.Unpickler):
-    """Builds plain data and namespaces only."""
+    """Builds plain data and namespaces only, and imports nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
         known = {"Namespace": argparse.Namespace, "OrderedDict": collections.OrderedDict}
@@ -33,9 +100,25 @@ class _Reader(pickle.Unpickler):
         return None
 
 
+class _Checker(_Reader):
+    """The same, of a pickle that is later loaded by :class:`PlainUnpickler`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.BytesIO(path.read_bytes()))
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        _check_name(module, name, self._path, METADATA)
+        return super().find_class(module, name)
+
+
 def read_pickle(path: Path) -> Any:
-    """The content of a pickle, such as ``.metadata``. Raises anything on a broken file."""
-    return _Reader(io.BytesIO(path.read_bytes())).load()
+    """The content of a pickle such as ``.metadata``, by stand-ins for its classes.
+
+    Raises:
+        DataError: as :class:`PlainUnpickler`; a broken file raises anything.
+    """
+    return _Checker(path).load()
 
 
 def read_archive(path: Path) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.dpp.cli import checkpoint_files as files
+from megatron.dpp.cli.checkpoint_reader import load_plain
 from megatron.dpp.convert.folder import some
 from megatron.dpp.errors import DataError, one_line
 from megatron.dpp.models import Entry, Sizes
@@ -177,7 +178,7 @@ class Stored:
                 f"{path}: not in the format torch_dist, which convert reads (--ckpt-format)"
             )
         files.check_whole(files.Found(path, 0), 1, 1)
-        metadata = FileSystemReader(str(path)).read_metadata()
+        metadata = load_plain(path / ".metadata")
         self._tensors = {
             key: each
             for key, each in metadata.state_dict_metadata.items()

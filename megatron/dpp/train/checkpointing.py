@@ -45,6 +45,7 @@ from megatron.dpp.train.exits import sigterm_held_back
 from megatron.dpp.train.hf import fill
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import Trainee
+from megatron.dpp.train.plain_data import only_plain_data
 from megatron.dpp.train.saving import note_shards, noting, saving, verify
 
 _VERSION = 3.0
@@ -306,7 +307,8 @@ class Checkpointer:
         run.say(f" loading checkpoint {found.path} ...")
         verify(run, found)
         self._wanted = Wanted.of(args, found)
-        self._apply(self._read(found), found)
+        with nullcontext() if found.is_deepspeed else only_plain_data(found.path):
+            self._apply(self._read(found), found)
         run.say(f"  successfully loaded checkpoint {found.path} at iteration {run.iteration}")
 
     def _read(self, found: files.Found) -> dict[str, Any]:
@@ -318,8 +320,6 @@ class Checkpointer:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from error
-        except Exception as error:
-            raise DataError(f"{path}: unreadable ({error})") from error
         saved = state.get("args")
         if saved is not None and self._wanted.optimizer and "optimizer" in state:
             check_optimizer(self._run.args, saved, found.path)

@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -23,6 +25,7 @@ from megatron.dpp.plan.batches import BatchPlans
 from megatron.dpp.train.exits import largest, prepare_worker
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.model import ends
+from megatron.dpp.train.plain_data import only_plain_data
 from megatron.dpp.train.sequences import sequence_loader
 
 if TYPE_CHECKING:
@@ -213,9 +216,12 @@ def _chunk_loaders(run: Run, task: PretrainingTask, vp_stage: int | None) -> lis
         return args.variable_lengths or read_here()  # every rank needs the lengths
 
     try:
-        train, valid, test = BlendedMegatronDatasetBuilder(
-            kind, list(num_samples(args)), built_here, config
-        ).build()
+        with only_plain_data("the cache of the data's indices"):
+            train, valid, test = BlendedMegatronDatasetBuilder(
+                kind, list(num_samples(args)), built_here, config
+            ).build()
+        if getattr(config, "defer_npy_index_mmap", False):
+            _check_deferred([train, valid, test])
     except (OSError, AssertionError, ValueError) as error:
         raise DataError(f"data {_sources(args)}: {error or type(error).__name__}") from error
     from_start = args.skip_train or args.full_validation
@@ -229,6 +235,16 @@ def _chunk_loaders(run: Run, task: PretrainingTask, vp_stage: int | None) -> lis
         judge(valid, 0 if from_start else run.consumed_valid_samples),
         judge(test, 0),
     ]
+
+
+def _check_deferred(datasets: Iterable[Any]) -> None:
+    """Refuses an index that is no array, which megatron-core would unpickle when it is used
+    (``--dataloader-defer-npy-index-mmap``); raises ValueError."""
+    for dataset in filter(None, datasets):
+        for name, path in vars(dataset).items():
+            if name.startswith("path_to_") and str(path).endswith(".npy") and os.path.exists(path):
+                numpy.load(path, mmap_mode="r", allow_pickle=False)
+        _check_deferred(getattr(dataset, "datasets", []))
 
 
 def _agree(run: Run, loaders: list[list[Any]]) -> tuple[list[bool], int]:

@@ -1,0 +1,241 @@
+"""Crafted checkpoints and indices: refused by name, and nothing of them runs."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.rerun_state_machine import RerunMode
+
+from megatron.dpp.cli import checkpoint_files as files
+from megatron.dpp.commands.model_source import find_source
+from megatron.dpp.convert.checkpoint import Stored
+from megatron.dpp.errors import DataError
+from megatron.dpp.mcore.cpu import install
+from megatron.dpp.mcore.training.writers import bound_writers
+from megatron.dpp.train import checkpointing, data
+from megatron.dpp.train.plain_data import only_plain_data
+from tests.train.test_checkpointing import Job
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # PyTorch's, of its own formats
+
+RULE = r"is not run: checkpoints and indices hold tensors, numbers and plain settings"
+STATES = {
+    "random": random.Random(1).getstate(), "numpy": numpy.random.RandomState(1).get_state(),
+    "cpu": torch.arange(3), "mode": RerunMode.DISABLED, "count": numpy.float64(2), "none": None,
+    "graphs": torch.Generator().manual_seed(3),
+}  # fmt: skip
+
+
+class Harmful:
+    """Would make a directory when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)
+
+
+def request(states: Any) -> dict[str, Any]:
+    tensor = torch.arange(4.0)
+    return {
+        "model": {"weight": ShardedTensor.from_rank_offsets("weight", tensor)},
+        "states": ShardedObject("states", states, (1,), (0,)),
+        "args": argparse.Namespace(num_layers=1),
+        "iteration": 3,
+    }
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    support = install()
+    yield
+    support.close()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def whole(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with one checkpoint."""
+    root = tmp_path_factory.mktemp("whole")
+    saved(root, STATES)
+    return root
+
+
+def saved(root: Path, states: Any) -> None:
+    path = files.directory(root, 3)
+    path.mkdir()
+    with bound_writers(in_background=False):
+        dist_checkpointing.save(request(states), str(path))
+    files.write_tracker(root, 3)
+
+
+@pytest.fixture
+def root(whole: Path, tmp_path: Path) -> Path:
+    shutil.copytree(whole, tmp_path / "root")
+    return tmp_path / "root"
+
+
+def loaded(monkeypatch: pytest.MonkeyPatch, root: Path) -> dict[str, Any]:
+    """The state that a run with ``--load`` takes over."""
+    job = Job(monkeypatch, root, load=str(root), ckpt_fully_parallel_load=False,
+              dist_ckpt_strictness="assume_ok_unexpected", no_load_optim=True)  # fmt: skip
+    job.made._sharded_state = lambda *_, **__: request(None)
+    states: list[Any] = []
+    job.made._apply = lambda state, _: states.append(state)
+    group = lambda with_context_parallel: None  # noqa: E731
+    monkeypatch.setattr(checkpointing.mpu, "get_data_parallel_group", group)
+    job.made.load()
+    return states[0]
+
+
+def test_whole_states_are_loaded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # has no effect here
+    before = torch.load, pickle.load, set(torch.serialization.get_safe_globals())
+    state = loaded(monkeypatch, root)
+    assert before == (torch.load, pickle.load, set(torch.serialization.get_safe_globals()))
+    assert torch.equal(state["model"]["weight"], torch.arange(4.0)) and state["iteration"] == 3
+    found = state["states"]
+    assert torch.equal(found.pop("graphs").get_state(), STATES["graphs"].get_state())
+    assert str(found) == str({k: v for k, v in STATES.items() if k != "graphs"})
+    assert found["mode"] is RerunMode.DISABLED
+    random.Random().setstate(found["random"])
+    numpy.random.RandomState().set_state(found["numpy"])
+
+
+def craft_metadata(root: Path, made: Path) -> str:
+    path = files.directory(root, 3) / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data = Harmful(made)
+    path.write_bytes(pickle.dumps(metadata))
+    return r"iter_0000003/\.metadata"
+
+
+def craft_common(root: Path, made: Path) -> str:
+    path = files.directory(root, 3) / "common.pt"
+    torch.save({"args": Harmful(made)}, path)
+    return r"iter_0000003/common\.pt"
+
+
+def craft_states(root: Path, made: Path) -> str:
+    shutil.rmtree(root)
+    root.mkdir()
+    saved(root, Harmful(made))
+    return r"iter_0000003/__0_\d\.distcp \(states/shard_0_1\)"
+
+
+@pytest.mark.parametrize("craft", [craft_metadata, craft_common, craft_states])
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_run_refuses_a_crafted_file_by_name(
+    craft: Any, forced: bool, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if forced:  # PyTorch's own switch, which other programs may need
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    file = craft(root, tmp_path / "made")
+    with pytest.raises(DataError, match=rf"{file}: asks for posix\.mkdir, which {RULE}") as error:
+        loaded(monkeypatch, root)
+    assert "\n" not in str(error.value) and not (tmp_path / "made").exists()
+
+
+def test_crafted_metadata_is_refused_before_processes_start_and_by_convert_and_generate(
+    root: Path, tmp_path: Path
+) -> None:
+    file = craft_metadata(root, tmp_path / "made")
+    path = files.directory(root, 3)
+    for read in (
+        lambda: files.check_whole(files.Found(path, 3), 1, 1),
+        lambda: Stored(path),
+        lambda: find_source(root, None, "auto"),
+    ):
+        with pytest.raises(DataError, match=rf"{file}: asks for posix\.mkdir, which {RULE}"):
+            read()
+    assert not (tmp_path / "made").exists()
+
+
+def test_convert_does_not_rely_on_the_check_before_it(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    craft_metadata(root, tmp_path / "made")
+    monkeypatch.setattr(files, "check_whole", lambda *_: None)
+    with pytest.raises(DataError, match=RULE):
+        Stored(files.directory(root, 3))
+    assert not (tmp_path / "made").exists()
+
+
+def test_the_state_of_an_fp8_layer_is_plain_data(tmp_path: Path) -> None:
+    """Transformer Engine unpickles it from the bytes of a tensor."""
+    state = {"scale": torch.ones(2), "extra": {"number": 1, "type": torch.float32}}
+    crafted = io.BytesIO()
+    torch.save(Harmful(tmp_path / "made"), crafted)
+
+    class Storage:
+        def __reduce__(self) -> Any:
+            return torch.storage._load_from_bytes, (crafted.getvalue(),)
+
+    with only_plain_data("here"):
+        assert torch.equal(pickle.loads(pickle.dumps(state))["scale"], torch.ones(2))
+        for harmful in (Harmful(tmp_path / "made"), Storage()):
+            with pytest.raises(DataError, match=rf"here: asks for posix\.mkdir, which {RULE}"):
+                pickle.loads(pickle.dumps(harmful))
+    assert not (tmp_path / "made").exists()
+
+
+def test_metadata_may_not_reach_torch_load(tmp_path: Path) -> None:
+    """Its classes are those that run nothing, whoever loads it."""
+    (tmp_path / ".metadata").write_bytes(b"ctorch.storage\n_load_from_bytes\n.")
+    with pytest.raises(DataError, match=r"asks for torch\.storage\._load_from_bytes"):
+        files.read_pickle(tmp_path / ".metadata")
+
+
+class Builder:
+    """Stands for megatron-core's builder, which reads an index as it does."""
+
+    path = Path()
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def build(self) -> Any:
+        numpy.load(self.path, allow_pickle=True, mmap_mode="r")
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_an_index_is_an_array(
+    deferred: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a-shuffle_index.npy"
+    path.write_bytes(pickle.dumps(Harmful(tmp_path / "made")))
+    later = SimpleNamespace(datasets=[SimpleNamespace(path_to_shuffle_index=str(path))])
+    monkeypatch.setattr(Builder, "path", path)
+    if deferred:
+        monkeypatch.setattr(Builder, "build", lambda _: (later, None, None))
+    monkeypatch.setattr(data, "BlendedMegatronDatasetBuilder", Builder)
+    monkeypatch.setattr(data, "num_samples", lambda _: [1])
+    monkeypatch.setattr(data, "_sources", lambda _: "PREFIX")
+    config = SimpleNamespace(defer_npy_index_mmap=deferred)
+    run = SimpleNamespace(args=None)
+    task = SimpleNamespace(datasets=lambda _: (None, config))
+    rule = (
+        r"pickled \(object\) data"
+        if deferred
+        else rf"shuffle_index\.npy: asks for posix\.mkdir, which {RULE}"
+    )
+    with pytest.raises(DataError, match=rule):
+        data._chunk_loaders(run, task, None)
+    assert not (tmp_path / "made").exists()
