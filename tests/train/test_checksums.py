@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import zlib
 from argparse import Namespace
 from pathlib import Path
 
@@ -57,6 +58,14 @@ def test_100_checkpoints_with_one_flipped_bit_are_refused_by_name(tmp_path: Path
             named_and_checked(path)
         assert str(path) in str(refused.value)
         assert victim.name in str(refused.value)
+
+
+def test_every_block_of_a_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "_BLOCK_BYTES", 4)
+    (tmp_path / "long").write_bytes(b"0123456789")
+    assert checksums._sum(tmp_path / "long") == f"{zlib.crc32(b'0123456789'):08x} 10"
+    (tmp_path / "empty").touch()
+    assert checksums._sum(tmp_path / "empty") == "00000000 0"
 
 
 def test_every_bit_of_the_checksums_themselves_counts(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ class Scripted(Transport):
         assert self.calls[-1] != "wait", "a change before the poll would be slept over"
         self.calls.append("wait")
         self.waits.append(seconds)
+        assert len(self.waits) < 100, "it waits for ever"
         self.now += min(seconds, self.naps)
         return True
 

@@ -1,0 +1,159 @@
+"""Rules of a set-up, one side at a time: deadlines, lengths, guests, faults and ports."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from megatron.dpp.errors import AuthError, ProtocolError, SetupError
+from megatron.dpp.transport import TransportOptions, handshake, rendezvous
+from megatron.dpp.transport.admission import Connection
+from megatron.dpp.transport.joining import PeerLink, link_faults
+from megatron.dpp.transport.kinds import rdma
+from megatron.dpp.transport.options import RdmaOptions
+from megatron.dpp.transport.rdma_ports import choose_named, choose_place
+from tests.transport.kinds import PATIENCE
+
+TOKEN = b"0123456789abcdef"
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ours, theirs:
+        for end in (ours, theirs):
+            end.settimeout(PATIENCE)
+        yield ours, theirs
+
+
+def test_a_message_that_announces_too_much_is_refused_before_it_is_read(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, theirs = ends
+    longest = {"key": "x" * (handshake.MAX_HELLO - len('{"key": ""}'))}
+    handshake.send_message(theirs, longest)
+    assert handshake.receive_message(ours) == (longest, [])
+    with pytest.raises(ProtocolError, match="a set-up message of 4097 bytes; the limit is 4096"):
+        handshake.send_message(theirs, {"key": longest["key"] + "x"})
+    theirs.sendall(struct.pack("<H", handshake.MAX_HELLO + 1) + b"{")
+    theirs.shutdown(socket.SHUT_WR)
+    with pytest.raises(ProtocolError, match="it announces 4097 bytes"):
+        handshake.receive_message(ours)
+    assert ours.recv(2) == b"{"
+
+
+def test_both_messages_of_a_proof_have_one_deadline(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float | None] = []
+    clock = SimpleNamespace(monotonic=lambda: 100.0 + len(asked))
+
+    def receive(sock: socket.socket, *, until: float | None = None) -> Any:
+        asked.append(until)
+        return {"rank": 1, "purpose": "p", "nonce": "n", "proof": "p"}, []
+
+    monkeypatch.setattr(handshake, "time", clock)
+    monkeypatch.setattr(handshake, "receive_message", receive)
+    with pytest.raises(AuthError, match="claims to be rank 1 has a wrong proof"):
+        handshake.accept_side(ends[0], TOKEN, 0)
+    assert asked == [100.0 + handshake.HELLO_SECONDS] * 2
+    asked.clear()
+    monkeypatch.setattr(handshake, "_proves", lambda *given: True)
+    with pytest.raises(AuthError, match="did not let us in"):
+        handshake.connect_side(ends[0], TOKEN, 0, 1, "p", 7.0)
+    assert asked == [107.0] * 2
+
+
+def test_a_guest_that_nobody_waits_for_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job's own ranks too: a second connection of one name, and one that no link has."""
+    names = [(9, "control"), (2, "control"), (2, "data 0"), (2, "control"), (3, "control")]
+    pairs = [socket.socketpair() for _ in names]
+    guests = [Connection(*name, pair[0]) for name, pair in zip(names, pairs, strict=True)]
+    coming = iter([guests[:4], guests[4:]])
+    admission = SimpleNamespace(
+        proven=lambda: next(coming), crowded=False, accept=lambda: None, close=lambda: None
+    )
+    monkeypatch.setattr(rendezvous, "Admission", lambda *given: admission)
+    monkeypatch.setattr(selectors.DefaultSelector, "select", lambda *given: [])
+    made: dict[tuple[int, str], Connection] = {}
+    options = TransportOptions(setup_timeout=PATIENCE)
+    with rendezvous.Rendezvous(HashStore(), 4, options) as one:
+        one._admit({(2, "control"), (3, "control")}, made)
+    assert made == {(2, "control"): guests[1], (3, "control"): guests[4]}
+    assert [guest.sock.fileno() >= 0 for guest in guests] == [False, True, False, False, True]
+    for one_end, other in pairs:
+        one_end.close()
+        other.close()
+
+
+def test_both_ends_say_what_the_lower_rank_says_where_both_fail(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    found: dict[int, dict[int, str]] = {}
+
+    def compare(rank: int) -> None:
+        link = PeerLink(
+            rank=rank, peer=1 - rank, sock=ends[rank], incoming=[rank], outgoing=[1 - rank]
+        )
+        found[rank] = link_faults([link], lambda *given: None, lambda *given: f"of rank {rank}")
+
+    threads = [threading.Thread(target=compare, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert found == {0: {1: "of rank 0"}, 1: {0: "of rank 0"}}
+
+
+@pytest.mark.parametrize(
+    ("gpudirect", "peer", "falls_back"),
+    [("auto", 1, True), ("off", 1, True), ("on", 1, False), ("auto", 2, False)],
+)
+def test_a_fault_of_rdma_ends_the_set_up_unless_the_link_may_be_of_another_kind(
+    gpudirect: str, peer: int, falls_back: bool, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    options = TransportOptions(gpudirect=gpudirect)
+    setup: Any = SimpleNamespace(options=options, has_other_kind={1}, failed={})
+    link = PeerLink(rank=0, peer=peer, sock=ends[0], incoming=[], outgoing=[0])
+    faults = rdma._Faults(setup)
+    if falls_back:
+        with faults.of(link):
+            raise SetupError("the card\nsays no")
+        assert setup.failed == {1: "rank 0: the card says no"}
+        return
+    with pytest.raises(SetupError, match="says no"), faults.of(link):
+        raise SetupError("the card says no")
+    assert setup.failed == {}
+
+
+ADDRESS = "00000000000000000000ffff0a000005"  # 10.0.0.5
+
+
+def port_with(*gids: tuple[int, str, str]) -> dict[str, Any]:
+    place = {"device": "mlx5_0", "port": 1, "infiniband": False, "active": True}
+    return {**place, "addresses": list(gids)}
+
+
+def test_the_first_index_of_an_address_can_be_asked_for() -> None:
+    other = ADDRESS[:-1] + "6"
+    port = port_with((0, other, "RoCE v2"), (3, ADDRESS, "RoCE v2"))
+    for asked, taken in ((-1, 3), (0, 0), (3, 3)):
+        place, _ = choose_place([port], "10.0.0.5", gid_index=asked)
+        assert place is not None and place.gid_index == taken
+
+
+def test_a_named_port_without_an_address_is_not_taken() -> None:
+    bare, whole = port_with(), {**port_with((2, ADDRESS, "RoCE v2")), "device": "mlx5_1"}
+    for ports, device in (([bare, whole], "mlx5_1"), ([bare], None)):
+        options = RdmaOptions(devices="mlx5_0,mlx5_1")
+        place, why = choose_named(ports, options, "10.0.0.5", None, {}, 0)
+        assert (place.device if place else None) == device
+        assert place or "no such active port (there are mlx5_0 port 1)" in why
