@@ -352,11 +352,12 @@ class FakeExecutor:
     """Notes its arguments, and runs nothing."""
 
     made: ClassVar[list[dict[str, Any]]] = []
+    first_size: ClassVar[int | None] = 6
 
     def __init__(self, **given: Any) -> None:
         self.made.append(given)
         self.actions = ["a", "b", "c", "d"]
-        self.overhead_ns, self.first_size = 8000, 6
+        self.overhead_ns = 8000
 
     def run(self) -> None:
         pass
@@ -406,7 +407,10 @@ def test_announced_sizes_serve_one_call_where_all_that_run_it_have_them(
     assert (given["iteration"], given["timeout"], given["sizes_agree"]) == (5, 7.0, one_replica)
     assert given["split_backward"] is True and given["launch_ahead"] is False
     scheduler.peak_held = 1.0
-    own._execute(session, decisions, stage, geometry, True, 6)
+    for size, first in ((None, 8), (1, 1)):
+        monkeypatch.setattr(FakeExecutor, "first_size", size)
+        found = own._execute(session, decisions, stage, geometry, True, 6)
+        assert found == (8, first), "a first size that is not known counts as the longest"
     assert own.peak_held == 2.5, "the largest of all calls"
 
 

@@ -97,6 +97,9 @@ def test_a_microbatch_may_be_empty_and_as_long_as_the_longest() -> None:
         with pytest.raises(ScheduleError, match=f"has size {size}; .* from 0 to 10 "):
             sizes.learn(2, size)
     assert sizes.unlike() == [0, 10, 10]
+    for size in (9, 0):
+        with pytest.raises(ScheduleError, match=f"has size {size}, but had size 10 before"):
+            sizes.learn(1, size)
 
 
 def test_lengths_that_are_alike_and_short_are_recorded_as_such() -> None:
@@ -167,3 +170,25 @@ def test_a_group_may_have_more_microbatches_than_there_are_ranks() -> None:
     scheduler.arrived(Direction.FORWARD, 1, 6)
     ran = " ".join(str(scheduler.next()) for _ in range(12))
     assert ran == "0F0 0F1 0F2 1F0 1F1 1F2 0F3 0F4 0F5 1F3 1F4 1F5"
+
+
+def test_an_activation_without_bytes_gives_no_cap() -> None:
+    with pytest.raises(ConfigError, match=r"4GiB: a chunk's activation was measured as 0\.0 bytes"):
+        parse_cap("4GiB", Geometry(2, 0, 1, 4), 0.0)
+
+
+def test_a_refusal_of_bytes_advises_as_many_as_suffice() -> None:
+    shape, mib = Geometry(2, 0, 2, 16), 1 << 20
+    with pytest.raises(ConfigError, match="needs 5 there; .* at least 12MiB, or strict"):
+        parse_cap("4MiB", shape, 2.3 * mib)
+    assert parse_cap("12MiB", shape, 2.3 * mib).chunks > 5
+
+
+def test_an_evaluation_holds_nothing_whatever_its_policy_and_sizes() -> None:
+    shape = Geometry(2, 0, 1, 8, forward_only=True)
+    scheduler = Scheduler(shape, policy="breadth-first", cap=2, largest=10)
+    for _ in range(3):
+        assert scheduler.next() is not None
+    scheduler.learn(0, 4)
+    assert scheduler.held == scheduler.peak_held == 0
+    assert scheduler.sizes[0] == 4
