@@ -179,7 +179,7 @@ def test_an_activation_without_bytes_gives_no_cap() -> None:
 
 def test_a_refusal_of_bytes_advises_as_many_as_suffice() -> None:
     shape, mib = Geometry(2, 0, 2, 16), 1 << 20
-    with pytest.raises(ConfigError, match="needs 5 there; .* at least 12MiB, or strict"):
+    with pytest.raises(ConfigError, match=r"needs 5 there; .* at least 12MiB, or strict"):
         parse_cap("4MiB", shape, 2.3 * mib)
     assert parse_cap("12MiB", shape, 2.3 * mib).chunks > 5
 
