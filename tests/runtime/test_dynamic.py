@@ -160,6 +160,16 @@ def test_graphs_are_made_where_they_can_be_captured(
     assert own._graphs == ("graphs" if made else None)
 
 
+def test_graphs_have_as_many_slots_as_the_cap_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(dynamic, "ChunkGraphs", lambda *_, **given: made.append(given))
+    own: Any = schedule_of()
+    own._make_graphs(call_of(captured_rows=lambda settings: [3]))
+    assert made[0]["rows"] == [3] and made[0]["most"]() == 0.0
+    own._decisions, own.peak_held = SimpleNamespace(cap=2.5), 1.0
+    assert made[0]["most"]() == 2.5
+
+
 def test_graphs_are_judged_by_the_largest_values_of_the_stage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -172,3 +172,12 @@ def test_a_store_that_never_answers_keeps_no_process_alive() -> None:
     finally:
         answered.set()
     asking.join(30)
+
+
+def test_a_question_to_the_store_ends_without_an_answer(store: HashStore) -> None:
+    """No thread goes on asking."""
+    before = set(threading.enumerate())
+    assert failure._ask() is None
+    for asking in set(threading.enumerate()) - before:
+        asking.join(20)
+        assert not asking.is_alive()
