@@ -397,7 +397,7 @@ def test_a_task_that_was_decided_ahead_is_still_to_be_run() -> None:
 
 
 def test_a_member_tells_of_what_came_for_the_next_iteration_and_goes_on_to() -> None:
-    """What is in flight counts in this iteration alone, what has arrived in all of them."""
+    """A message in flight counts in this iteration alone, one that has arrived in any."""
     boards = Stage([0, 0], 2)
     scheduler = Scheduler(Geometry(2, 1, 1, 2, forward_only=True), split_backward=False)
     decider = decider_for(scheduler, [(Direction.FORWARD, 0)], HostedBoard(boards, 1))

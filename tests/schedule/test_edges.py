@@ -192,3 +192,10 @@ def test_an_evaluation_holds_nothing_whatever_its_policy_and_sizes() -> None:
     scheduler.learn(0, 4)
     assert scheduler.held == scheduler.peak_held == 0
     assert scheduler.sizes[0] == 4
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "depth-first"])
+def test_a_forward_may_fill_the_cap_to_the_last_token(policy: str) -> None:
+    scheduler = Scheduler(Geometry(1, 0, 1, 2), policy=policy, cap=1, largest=10)
+    assert str(scheduler.next()) == "0F0"
+    assert scheduler.held == 1.0
