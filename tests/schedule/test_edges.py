@@ -20,6 +20,7 @@ from megatron.dpp.schedule import (
     StaticSizes,
     beside_head,
     parse_cap,
+    replica_path,
 )
 from megatron.dpp.schedule.budget import KnownSizes
 from megatron.dpp.schedule.reference import peak_in_flight
@@ -199,3 +200,13 @@ def test_a_forward_may_fill_the_cap_to_the_last_token(policy: str) -> None:
     scheduler = Scheduler(Geometry(1, 0, 1, 2), policy=policy, cap=1, largest=10)
     assert str(scheduler.next()) == "0F0"
     assert scheduler.held == 1.0
+
+
+def test_a_last_chunk_lighter_than_its_layers_has_no_head() -> None:
+    assert LastRank.of([100.0, 80.0], [2, 2]) == LastRank(100.0, layers=1.0, head_room=0.0)
+
+
+def test_each_replica_but_the_first_has_a_recording_of_its_own() -> None:
+    assert [replica_path("run", replica) for replica in range(3)] == [
+        "run", "run.replica1", "run.replica2",
+    ]  # fmt: skip
