@@ -394,3 +394,14 @@ def test_a_task_that_was_decided_ahead_is_still_to_be_run() -> None:
     leader.look_ahead()
     assert scheduler.done and not leader.done
     assert str(leader.next([])) == "0B0" and leader.done
+
+
+def test_a_member_tells_of_what_came_for_the_next_iteration_and_goes_on_to() -> None:
+    """A message in flight counts in this iteration alone, one that has arrived in any."""
+    boards = Stage([0, 0], 2)
+    scheduler = Scheduler(Geometry(2, 1, 1, 2, forward_only=True), split_backward=False)
+    decider = decider_for(scheduler, [(Direction.FORWARD, 0)], HostedBoard(boards, 1))
+    decider.start([0])
+    decider.next([3])
+    assert decider.next_coming([4]) is None
+    assert boards.posted[1] == [3, 3]

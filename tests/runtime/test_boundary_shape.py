@@ -53,6 +53,14 @@ def test_a_sequence_is_shared_out_over_context_and_tensor_ranks(
     assert tokens.count(call.boundary_example()) == tokens.largest
 
 
+@pytest.mark.parametrize(("varies", "rows"), [(True, 96), (False, 16)])
+def test_the_most_tokens_are_those_of_the_longest_sequence_where_lengths_vary(
+    varies: bool, rows: int
+) -> None:
+    call = call_of(context=4, variable_seq_lengths=varies)
+    assert call.tokens(96 * 4).largest == rows * 3
+
+
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [

@@ -92,3 +92,15 @@ def test_the_last_chunk_is_held_with_its_head_once_that_is_measured() -> None:
     for chunk in range(2):
         scheduler.arrived(0, chunk, 1)
     assert held_after(scheduler, "0F0", "1F0") == [1.0, 3.5]
+
+
+def test_of_the_shapes_of_calls_those_used_last_are_kept() -> None:
+    made = decisions()
+
+    def scheduler(number: int) -> Scheduler:
+        return made.scheduler(Geometry(2, 0, 1, number), split=False)
+
+    first, second = scheduler(1), scheduler(2)
+    assert [scheduler(number) for number in (3, 4)] and scheduler(1) is first
+    scheduler(5)
+    assert scheduler(1) is first and scheduler(2) is not second

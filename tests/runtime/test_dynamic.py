@@ -160,6 +160,16 @@ def test_graphs_are_made_where_they_can_be_captured(
     assert own._graphs == ("graphs" if made else None)
 
 
+def test_graphs_have_as_many_slots_as_the_cap_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(dynamic, "ChunkGraphs", lambda *_, **given: made.append(given))
+    own: Any = schedule_of()
+    own._make_graphs(call_of(captured_rows=lambda settings: [3]))
+    assert made[0]["rows"] == [3] and made[0]["most"]() == 0.0
+    own._decisions, own.peak_held = SimpleNamespace(cap=2.5), 1.0
+    assert made[0]["most"]() == 2.5
+
+
 def test_graphs_are_judged_by_the_largest_values_of_the_stage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -352,11 +362,12 @@ class FakeExecutor:
     """Notes its arguments, and runs nothing."""
 
     made: ClassVar[list[dict[str, Any]]] = []
+    first_size: ClassVar[int | None] = 6
 
     def __init__(self, **given: Any) -> None:
         self.made.append(given)
         self.actions = ["a", "b", "c", "d"]
-        self.overhead_ns, self.first_size = 8000, 6
+        self.overhead_ns = 8000
 
     def run(self) -> None:
         pass
@@ -406,7 +417,10 @@ def test_announced_sizes_serve_one_call_where_all_that_run_it_have_them(
     assert (given["iteration"], given["timeout"], given["sizes_agree"]) == (5, 7.0, one_replica)
     assert given["split_backward"] is True and given["launch_ahead"] is False
     scheduler.peak_held = 1.0
-    own._execute(session, decisions, stage, geometry, True, 6)
+    for size, first in ((None, 8), (1, 1)):
+        monkeypatch.setattr(FakeExecutor, "first_size", size)
+        found = own._execute(session, decisions, stage, geometry, True, 6)
+        assert found == (8, first), "a first size that is not known counts as the longest"
     assert own.peak_held == 2.5, "the largest of all calls"
 
 

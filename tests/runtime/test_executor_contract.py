@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.executor import Executor, Links, Tensors
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
-from megatron.dpp.schedule import Action, Geometry, Scheduler
+from megatron.dpp.schedule import Action, Cause, Geometry, Scheduler
+from megatron.dpp.schedule.scheduler import Stall
 from megatron.dpp.trace import NullRecorder
 from megatron.dpp.transport.base import Direction
 from megatron.dpp.transport.fake import Delay, FakeNetwork, FakeTransport, VirtualClock
@@ -307,6 +309,54 @@ def test_an_iteration_ends_when_its_outputs_have_left_within_the_timeout(
     )
     executor.run()
     assert flushed == [(7.0, 3)]
+
+
+def stalled(full: bool) -> Executor:
+    """The first rank of an evaluation, past its deadline."""
+    executor: Any = rank_of(network_of(0), Geometry(2, 0, 1, 3, forward_only=True), timeout=-1.0)
+    executor._is_full = lambda: full
+    executor._gap_start = time.monotonic_ns()
+    return executor
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_rank_that_is_full_names_who_takes_nothing(
+    monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    def flush(_: FakeTransport, seconds: float) -> None:
+        assert seconds == 0.0
+        raise TransferTimeout("rank 1 has taken nothing")
+
+    monkeypatch.setattr(FakeTransport, "flush", flush)
+    message = "rank 1 has taken nothing" if full else "could run nothing"
+    with pytest.raises(TransferTimeout, match=message):
+        stalled(full)._sleep()
+
+
+def test_an_input_that_is_overdue_is_named_by_its_channel_and_microbatch() -> None:
+    executor: Any = rank_of(
+        network_of(1, 2), Geometry(2, 1, 2, 4), timer=NeverStarts(), timeout=-1.0, iteration=5
+    )
+    channel = executor._channels.incoming(Direction.FORWARD, 1)
+    executor._awaited, executor._gap_start = (channel, 3), time.monotonic_ns()
+    with pytest.raises(TransferTimeout, match=r"microbatch 3 of iteration 5 .*chunk 1, rank 0"):
+        executor._input_came()
+
+
+@pytest.mark.parametrize(
+    ("cause", "followed", "named"),
+    [(Cause.POLICY, False, True), (Cause.POLICY, True, False), (Cause.MEMORY_CAP, False, False)],
+)
+def test_a_policy_is_suspected_where_it_alone_waits(
+    cause: Cause, followed: bool, named: bool
+) -> None:
+    """A follower's leader decides; under a cap no policy could do otherwise."""
+    executor: Any = stalled(full=False)
+    executor._scheduler = SimpleNamespace(stall=lambda: Stall(cause, "the reason"))
+    executor._decider = SimpleNamespace(followed=followed)
+    text = executor._timeout_text()
+    assert ("--dpp-policy waits" in text) is named
+    assert "(the reason); missing from: the leader of this stage. Every" in text
 
 
 @pytest.mark.parametrize(

@@ -162,8 +162,22 @@ def test_an_error_of_our_own_is_not_replaced() -> None:
 
 def test_a_store_that_never_answers_keeps_no_process_alive() -> None:
     answered = threading.Event()
-    failure._within(0.01, answered.wait)
-    (asking,) = (each for each in threading.enumerate() if each.name == "dpp-failure")
-    assert asking.daemon
-    answered.set()
+    rank = threading.Thread(target=failure._within, args=(0.01, answered.wait), daemon=True)
+    rank.start()
+    try:
+        rank.join(20)
+        assert not rank.is_alive(), "it waits for the store no longer than it was told"
+        (asking,) = (each for each in threading.enumerate() if each.name == "dpp-failure")
+        assert asking.daemon
+    finally:
+        answered.set()
     asking.join(30)
+
+
+def test_a_question_to_the_store_ends_without_an_answer(store: HashStore) -> None:
+    """No thread goes on asking."""
+    before = set(threading.enumerate())
+    assert failure._ask() is None
+    for asking in set(threading.enumerate()) - before:
+        asking.join(20)
+        assert not asking.is_alive()

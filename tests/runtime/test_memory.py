@@ -35,6 +35,16 @@ def test_every_storage_counts_once_and_weights_do_not() -> None:
     assert saved_bytes([torch.ones(3)], model) == 0
 
 
+def test_weights_that_share_a_buffer_do_not_count() -> None:
+    """A distributed optimizer's buffer holds all of them."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(2)))
+    buffer = torch.zeros(3, 8, 8)
+    for layer, place in zip(model, buffer[1:], strict=True):
+        layer.weight.data = place
+    output = model(torch.ones(4, 8, requires_grad=True))
+    assert saved_bytes([output], model) == 2 * 4 * 8 * 4, "the two layers' inputs"
+
+
 def test_a_backward_sees_the_parameter_itself() -> None:
     """A copy would have neither ``main_grad`` nor the parameter's attributes."""
     seen: list[torch.Tensor] = []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore.boundary import Boundaries
 from megatron.dpp.runtime import dynamic
 from megatron.dpp.runtime.decisions import Decisions
@@ -63,6 +64,18 @@ def test_links_are_kept_until_a_longer_sequence_or_another_pipeline(
     opened.call(8)
     assert opened.lengths == [8, 16, 40, 8, 8], "another chunk has channels of its own"
     assert opened.closed == ["links"] * 4
+
+
+def test_a_shape_that_the_kept_links_have_no_room_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its usual tensor fits, what ``adjust_tensor_shapes_fn`` makes of it does not."""
+    opened = Opened(monkeypatch)
+    opened.call(8)
+    larger = call_of(boundaries=lambda length: Boundaries(8, (8,), (9,)))
+    with pytest.raises(ConfigError, match="would send 1 tensors of up to 9 bytes"):
+        opened.schedule._open_session(larger)
+    assert opened.lengths == [8] and not opened.closed
 
 
 def test_links_have_room_for_the_longest_known_sequence_from_the_start(

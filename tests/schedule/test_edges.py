@@ -20,6 +20,7 @@ from megatron.dpp.schedule import (
     StaticSizes,
     beside_head,
     parse_cap,
+    replica_path,
 )
 from megatron.dpp.schedule.budget import KnownSizes
 from megatron.dpp.schedule.reference import peak_in_flight
@@ -97,6 +98,9 @@ def test_a_microbatch_may_be_empty_and_as_long_as_the_longest() -> None:
         with pytest.raises(ScheduleError, match=f"has size {size}; .* from 0 to 10 "):
             sizes.learn(2, size)
     assert sizes.unlike() == [0, 10, 10]
+    for size in (9, 0):
+        with pytest.raises(ScheduleError, match=f"has size {size}, but had size 10 before"):
+            sizes.learn(1, size)
 
 
 def test_lengths_that_are_alike_and_short_are_recorded_as_such() -> None:
@@ -167,3 +171,42 @@ def test_a_group_may_have_more_microbatches_than_there_are_ranks() -> None:
     scheduler.arrived(Direction.FORWARD, 1, 6)
     ran = " ".join(str(scheduler.next()) for _ in range(12))
     assert ran == "0F0 0F1 0F2 1F0 1F1 1F2 0F3 0F4 0F5 1F3 1F4 1F5"
+
+
+def test_an_activation_without_bytes_gives_no_cap() -> None:
+    with pytest.raises(ConfigError, match=r"4GiB: a chunk's activation was measured as 0\.0 bytes"):
+        parse_cap("4GiB", Geometry(2, 0, 1, 4), 0.0)
+
+
+def test_a_refusal_of_bytes_advises_as_many_as_suffice() -> None:
+    shape, mib = Geometry(2, 0, 2, 16), 1 << 20
+    with pytest.raises(ConfigError, match=r"needs 5 there; .* at least 12MiB, or strict"):
+        parse_cap("4MiB", shape, 2.3 * mib)
+    assert parse_cap("12MiB", shape, 2.3 * mib).chunks > 5
+
+
+def test_an_evaluation_holds_nothing_whatever_its_policy_and_sizes() -> None:
+    shape = Geometry(2, 0, 1, 8, forward_only=True)
+    scheduler = Scheduler(shape, policy="breadth-first", cap=2, largest=10)
+    for _ in range(3):
+        assert scheduler.next() is not None
+    scheduler.learn(0, 4)
+    assert scheduler.held == scheduler.peak_held == 0
+    assert scheduler.sizes[0] == 4
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "depth-first"])
+def test_a_forward_may_fill_the_cap_to_the_last_token(policy: str) -> None:
+    scheduler = Scheduler(Geometry(1, 0, 1, 2), policy=policy, cap=1, largest=10)
+    assert str(scheduler.next()) == "0F0"
+    assert scheduler.held == 1.0
+
+
+def test_a_last_chunk_lighter_than_its_layers_has_no_head() -> None:
+    assert LastRank.of([100.0, 80.0], [2, 2]) == LastRank(100.0, layers=1.0, head_room=0.0)
+
+
+def test_each_replica_but_the_first_has_a_recording_of_its_own() -> None:
+    assert [replica_path("run", replica) for replica in range(3)] == [
+        "run", "run.replica1", "run.replica2",
+    ]  # fmt: skip

@@ -14,15 +14,11 @@ from hypothesis import strategies as st
 
 from megatron.dpp.direction import Direction
 from megatron.dpp.schedule import (
-    Budget,
     Geometry,
     Kind,
-    MemoryLimit,
-    Reference,
     Scheduler,
     parse_cap,
 )
-from megatron.dpp.schedule.reference import schedule_table
 
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9))
 
@@ -229,51 +225,3 @@ def test_a_wanted_message_allows_a_task_at_once_and_something_is_always_wanted(d
         arrived[channel] = arrived.get(channel, 0) + 1
         scheduler.arrived(*channel, arrived[channel])
         assert scheduler.next() is not None
-
-
-@st.composite
-def ranks_at_work(draw):
-    """A rank with groups, chunks of unlike weight and caps that hardly suffice."""
-    p, v, m = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 9))
-    group = draw(st.integers(p, 2 * p + 1))
-    geometry = Geometry(p, draw(st.integers(0, p - 1)), v, m, group=group)
-
-    def bound():
-        weights = draw(st.tuples(*[st.sampled_from([0.5, 1.0, 2.0])] * v))
-        least = Budget(Reference(geometry), cap=0.0, weights=weights).least
-        return least + draw(st.sampled_from([0.0, 0.5, 2.0])), weights
-
-    (cap, weights), limits = bound(), [MemoryLimit(*bound())] if draw(st.booleans()) else []
-    return Scheduler(geometry, cap=cap, largest=10, weights=weights, limits=limits)
-
-
-@settings(max_examples=40, deadline=None)
-@given(ranks_at_work(), st.randoms(use_true_random=False))
-def test_the_first_task_is_the_first_in_megatrons_table_of_those_that_may_run(scheduler, rng):
-    """Depth first: each group of microbatches runs through all chunks; gradients the other way."""
-    geometry, view = scheduler.geometry, scheduler.view
-    v, m = geometry.num_chunks, geometry.num_microbatches
-    table, sizes = schedule_table(m, v, geometry.group_size), [rng.randint(0, 10) for _ in range(m)]
-
-    def first(way, mirrored):
-        ready = {a[1:3]: a for chunk in range(v) if (a := way(chunk)) is not None}
-        places = ((v - 1 - c if mirrored else c, i) for c, i in table)
-        return next((ready[place] for place in places if place in ready), None)
-
-    while not scheduler.done:
-        assert view.first_forward() == first(view.forward, mirrored=False)
-        assert view.first_backward() == first(view.backward, mirrored=True)
-        ready = scheduler.ready()
-        if ready and rng.random() < 0.7:
-            action = rng.choice(ready)
-            late = any(run > action.microbatch for run in view.backwards_run)
-            if action.kind is Kind.F and not late and rng.random() < 0.7:
-                scheduler.learn(action.microbatch, sizes[action.microbatch])
-            scheduler.run(action)
-            continue
-        channel = (rng.choice(list(Direction)), rng.randrange(v))
-        inside = {(Direction.FORWARD, 0)} if geometry.is_first else set()
-        inside |= {(Direction.BACKWARD, v - 1)} if geometry.is_last else set()
-        arrived = (view.forwards_arrived, view.gradients_arrived)[channel[0]][channel[1]]
-        if channel not in inside:
-            scheduler.arrived(*channel, min(m, arrived + rng.randint(1, 2)))

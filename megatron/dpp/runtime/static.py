@@ -182,7 +182,6 @@ class StaticSchedule(PipelineSchedule):
         if self._transport is not None:
             self._transport.close()
         self._transport = self._exchange = None
-        self._slot_bytes = 0
 
     def _links(self) -> Transport | None:
         return self._transport
