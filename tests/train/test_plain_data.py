@@ -239,3 +239,12 @@ def test_an_index_is_an_array(
     with pytest.raises(DataError, match=rule):
         data._chunk_loaders(run, task, None)
     assert not (tmp_path / "made").exists()
+
+
+def test_arrays_that_numpy_1_saved_are_loaded() -> None:
+    content = io.BytesIO()
+    saved = {"array": numpy.arange(3), "number": numpy.float64(2)}
+    torch.save(saved, content, _use_new_zipfile_serialization=False)
+    old = content.getvalue().replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+    with only_plain_data("it"):
+        assert str(torch.load(io.BytesIO(old))) == str(saved)

@@ -114,10 +114,11 @@ def _load_tensors(
 
 def _numbers() -> list[Any]:
     """Classes and functions that rebuild NumPy's numbers and arrays, and states of generators."""
+    scalar, array = numpy.float64(0).__reduce__()[0], numpy.zeros(0).__reduce__()[0]
     return [
         torch.Generator,
-        numpy.float64(0).__reduce__()[0],
-        numpy.zeros(0).__reduce__()[0],
+        *(scalar, (scalar, "numpy.core.multiarray.scalar")),  # the names of NumPy 1
+        *(array, (array, "numpy.core.multiarray._reconstruct")),
         numpy.ndarray,
         numpy.dtype,
         *{type(numpy.dtype(kind)) for kind in _NUMBERS},
