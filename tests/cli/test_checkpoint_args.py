@@ -24,6 +24,7 @@ from megatron.dpp.cli.checkpoint_args import (
 from megatron.dpp.cli.checkpoint_files import Found
 from megatron.dpp.cli.files import check_start
 from megatron.dpp.errors import ConfigError, DataError
+from tests.harmful import Harmful
 
 MODEL = {
     "num_layers": 4,
@@ -65,16 +66,6 @@ def test_reading_them_imports_no_torch(tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "4 False\n", result.stderr
-
-
-class Harmful:
-    """Would write a file when it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self._path,)
 
 
 def test_reading_them_runs_nothing_and_a_broken_file_is_left_to_who_loads_it(
