@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,8 +12,9 @@ from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.plan.device import known_gpu
 from megatron.dpp.plan.layer_patterns import layout_stages
 from megatron.dpp.plan.memory import layer_bytes
-from megatron.dpp.plan.model_costs import ModelCosts, PartCosts, _check_fit, from_measured
+from megatron.dpp.plan.model_costs import ModelCosts, PartCosts, _check_fit, _spread, from_measured
 from megatron.dpp.plan.planner import Planner, from_run
+from megatron.dpp.plan.recorded import cost_file
 from megatron.dpp.plan.shape import LayerLayout, ModelShape, RunShape
 from megatron.dpp.plan.times import collective_seconds, planning_costs
 from megatron.dpp.schedule import Kind
@@ -356,3 +359,23 @@ def test_a_run_whose_tasks_take_no_time_is_refused(capsys, tmp_path):
     data["stages"][1]["activation_bytes"] = -1
     with pytest.raises(DataError, match="activation_bytes -1"):
         parse_costs(data, "run")
+
+
+def test_the_spread_of_times_counts_both_sides_of_their_median():
+    logs = (-8.0, -6.0, -4.0, -2.0, 0.0, 1.0, 2.0, 3.0, 4.0)
+    measured = SimpleNamespace(tasks=[[[math.exp(log) for log in logs]]])
+    assert _spread(measured) == pytest.approx((2.5 + 5.0) / 1.349)
+    measured.tasks[0][0].pop()
+    measured.tasks[0][0].pop()
+    assert _spread(measured) == 0.0, "seven samples tell nothing"
+
+
+def test_every_task_has_the_overhead_of_its_own_rank():
+    tasks = {kind: [[1.0]] * 4 for kind in Kind}
+    run = SimpleNamespace(
+        shape=SimpleNamespace(num_ranks=2, num_chunks=2, num_microbatches=1), overhead=[0.5, 0.25],
+        split=True, num_pieces=3, tasks=tasks, hops=[[0.1]] * 3, window=9.0, dynamic=True,
+    )  # fmt: skip
+    stages = cost_file([run])["stages"]
+    assert [stage["F"] for stage in stages] == [[1.5], [1.25]] * 2
+    assert [stage["W"] for stage in stages] == [[2.5], [1.75]] * 2
