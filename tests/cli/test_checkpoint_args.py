@@ -205,3 +205,10 @@ def test_a_pretrained_model_may_be_of_another_run(tmp_path: Path) -> None:
                 check_start(args)
             args.finetune = True
         check_start(args)
+
+
+def test_an_optimizer_of_an_unknown_kind_passes() -> None:
+    saved = argparse.Namespace(**{k: v for k, v in RUN.items() if "optimizer" not in k})
+    for distributed in (False, True):
+        args = argparse.Namespace(**RUN | {"use_distributed_optimizer": distributed})
+        check_optimizer(args, saved, Path("x"))
