@@ -309,6 +309,14 @@ def test_names_without_prefix_and_buffers_are_read(
             assert torch.equal(tensor, tensors[part.name])
 
 
+def test_tied_output_weights_may_be_saved_too(made: Callable[[str], Path], tmp_path: Path) -> None:
+    source = shutil.copytree(made("qwen2"), tmp_path / "tied")
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors")
+    assert "lm_head.weight" not in Folder(source).dtypes
+
+
 def test_notes_name_what_is_not_mapped(made: Callable[[str], Path], tmp_path: Path) -> None:
     source = shutil.copytree(made("mistral"), tmp_path / "noted")
     edit(source, sliding_window=16, attention_dropout=0.5)
