@@ -56,6 +56,14 @@ def test_arguments_are_read_as_they_were(tmp_path: Path) -> None:
     assert {name: getattr(read, name) for name in RUN} == RUN
 
 
+def test_of_a_file_per_rank_the_first_is_read(tmp_path: Path) -> None:
+    for stage in (1, 0, 2):
+        folder = tmp_path / f"mp_rank_00_00{stage}"
+        folder.mkdir()
+        torch.save({"args": argparse.Namespace(stage=stage)}, folder / "model_optim_rng.pt")
+    assert saved_args(Found(tmp_path, 3)).stage == 0
+
+
 def test_reading_them_imports_no_torch(tmp_path: Path) -> None:
     saved_in(tmp_path)
     code = (
@@ -205,3 +213,10 @@ def test_a_pretrained_model_may_be_of_another_run(tmp_path: Path) -> None:
                 check_start(args)
             args.finetune = True
         check_start(args)
+
+
+def test_an_optimizer_of_an_unknown_kind_passes() -> None:
+    saved = argparse.Namespace(**{k: v for k, v in RUN.items() if "optimizer" not in k})
+    for distributed in (False, True):
+        args = argparse.Namespace(**RUN | {"use_distributed_optimizer": distributed})
+        check_optimizer(args, saved, Path("x"))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -450,6 +452,10 @@ def test_random_states_have_a_place_in_the_layout(
     assert found.replica_id == replica and len(found.data) == 1
 
 
+def draw_from_each() -> tuple[float, float, float]:
+    return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+
 def test_replicas_that_began_with_other_seeds_keep_their_own_states(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -457,9 +463,7 @@ def test_replicas_that_began_with_other_seeds_keep_their_own_states(
     args = argparse.Namespace(data_parallel_random_init=True)
     states = random_state.collect(args, sharded=False)
     assert states[0] == "first" and states[2] == "third" and isinstance(states[1], dict)
-    torch.manual_seed(5)
-    own = states[1] | {"torch_rng_state": torch.get_rng_state()}
-    torch.manual_seed(6)
+    own, drawn = states[1], draw_from_each()
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: None)
     monkeypatch.setattr(
         random_state.tensor_parallel, "is_graph_safe_cuda_rng_tracker", lambda _: False
@@ -467,10 +471,9 @@ def test_replicas_that_began_with_other_seeds_keep_their_own_states(
     monkeypatch.setattr(
         random_state.tensor_parallel, "convert_cuda_rng_state", lambda one, to_graphable: one
     )
-    random_state.restore(args, [None, own, None])
-    torch_state = torch.get_rng_state()
-    assert torch.equal(torch_state, own["torch_rng_state"])
-    random_state.restore(argparse.Namespace(data_parallel_random_init=False), [own, None, None])
+    for init, kept in ((True, [None, own, None]), (False, [own, None, None])):
+        random_state.restore(argparse.Namespace(data_parallel_random_init=init), kept)
+        assert draw_from_each() == drawn
 
 
 def test_a_checkpointer_is_that_of_one_or_several_chunks() -> None:
