@@ -21,9 +21,10 @@ struct CreditNote {
   uint64_t released;
 };
 
-// Bytes of a segment that wake the progress thread, at the least. Without it the kernel wakes it
-// for each packet, which costs more than the copies.
-constexpr uint64_t kWakeBytes = 128 << 10;
+// A quarter of a segment, within these bounds, wakes the progress thread. Without it the kernel
+// wakes it for each packet, which costs more than the copies.
+constexpr uint64_t kLeastWakeBytes = 128 << 10;
+constexpr uint64_t kMostWakeBytes = 256 << 10;
 
 // Before Linux 5.7 a socket whose buffer is full of small packets may never be reported as
 // readable.
@@ -87,10 +88,8 @@ TcpReceiver::TcpReceiver(std::shared_ptr<TcpLink> link, uint32_t channel, const 
       channel_(channel),
       spec_(spec),
       blocks_(Blocks::create(spec.slot_bytes, spec.depth)),
-      slots_(spec.depth) {
-  std::vector<Block> made = blocks_->allocate(spec.depth, "the tcp slots of " + spec.text());
-  for (size_t i = 0; i < made.size(); ++i) slots_[i].memory = std::move(made[i]);
-}
+      free_(blocks_->allocate(spec.depth, "the tcp slots of " + spec.text())),
+      slots_(spec.depth) {}
 
 void TcpReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t) {
   expect_large_pages(to, bytes);
@@ -106,6 +105,10 @@ Block TcpReceiver::hand_over(uint64_t sequence, uint64_t bytes) {
 }
 
 void TcpReceiver::release(uint64_t sequence) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(std::move(slot(sequence).memory));
+  }
   released_.store(sequence, std::memory_order_release);
   const CreditNote note = {channel_, 0, sequence};
   link_->peer_->send_note(Peer::Note::kCredit,
@@ -125,6 +128,9 @@ std::byte* TcpReceiver::accept(const TcpFrame& frame, size_t connection) {
     target.header = frame.header;
     target.sequence = sequence;
     target.begun = target.received = 0;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    target.memory = std::move(free_.back());
+    free_.pop_back();
   } else if (std::memcmp(&target.header, &frame.header, sizeof(Header)) != 0) {
     link_->refuse("two headers for one message on " + spec_.text());
   }
@@ -296,8 +302,10 @@ bool TcpLink::receive(Connection& connection) {
       connection.left = connection.frame.length;
     } else {
       if (!receive_some(connection, connection.payload, connection.left, got)) {
-        if (connection.frame.length >= kWakeBytes) {
-          wake_at(connection, std::min(connection.left, kWakeBytes));
+        const uint64_t length = connection.frame.length;
+        if (length >= kLeastWakeBytes) {
+          wake_at(connection, std::min(connection.left,
+                                       std::clamp(length / 4, kLeastWakeBytes, kMostWakeBytes)));
         }
         return connection.open;
       }

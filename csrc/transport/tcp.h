@@ -71,7 +71,7 @@ class TcpReceiver : public Receiver {
   friend class TcpLink;
 
   struct Slot {
-    Block memory;  // of the payload
+    Block memory;  // of the payload; none while no message is under way or waits here
     Header header;
     uint64_t sequence = 0;  // of the message that fills it
     uint64_t begun = 0;     // one bit per segment that was announced
@@ -87,6 +87,10 @@ class TcpReceiver : public Receiver {
   const uint32_t channel_;
   const ChannelSpec spec_;
   const std::shared_ptr<Blocks> blocks_;
+  std::mutex mutex_;
+  // Guarded by mutex_. Memory for the slots that have none; the last one used is taken first, while
+  // it is in the processor's caches.
+  std::vector<Block> free_;
   std::vector<Slot> slots_;  // progress thread until arrived_ covers it, then caller's thread until
                              // released_ does
   std::atomic<uint64_t> arrived_{0};
