@@ -202,14 +202,15 @@ def check_engine(args: Any) -> None:
     asked = next((flag for flag, given in kernels.items() if given), None)
     if asked is None:
         return
-    instead = ", or use --transformer-impl local" if asked.startswith("--transformer-impl") else ""
+    by_layers = asked.startswith("--transformer-impl")
+    instead = "use --transformer-impl local" if by_layers else f"leave {asked} out"
     require(
         args.device != "cpu",
         f"{asked} needs Transformer Engine, whose kernels run on GPUs alone, and this run is on "
-        f"the CPU; leave it out{instead}",
+        f"the CPU; {instead}",
     )
     require(
         importlib.util.find_spec("transformer_engine") is not None,
         f"{asked} needs Transformer Engine, which is not installed; "
-        f"pip install transformer_engine[pytorch]{instead}",
+        f"pip install transformer_engine[pytorch], or {instead}",
     )

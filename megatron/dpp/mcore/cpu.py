@@ -38,8 +38,13 @@ class CpuSupport:
             self._set(holder, name, value)
         self._undo.enter_context(_CudaMeansCpu())
         random = logging.getLogger("megatron.core.tensor_parallel.random")
-        random.addFilter(_no_moved_generator)
-        self._undo.callback(random.removeFilter, _no_moved_generator)
+        random.addFilter(self._keep_warning)
+        self._undo.callback(random.removeFilter, self._keep_warning)
+
+    def _keep_warning(self, record: logging.LogRecord) -> bool:
+        """False for random.py's warning that the CPU's generator moved inside a region of the
+        GPU's: here they are one."""
+        return not record.getMessage().startswith("CPU RNG state changed")
 
     def _set(self, holder: Any, name: str, value: Any) -> None:
         missing = not hasattr(holder, name)
@@ -194,7 +199,7 @@ def _core_stand_ins() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _without_kernels() -> dict[str, Any]:
-    """What megatron-core takes without Transformer Engine and Apex, by its name. Where they are
+    """megatron-core's choices without Transformer Engine and Apex, by name. Where they are
     installed it binds their kernels when it is imported, and those want a GPU.
     """
     from megatron.core import utils
@@ -247,12 +252,6 @@ def _host_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     with contextlib.suppress(ImportError):  # there are none from 0.20 on
         kernels = importlib.import_module("megatron.legacy.fused_kernels")
         yield kernels, "load", _nothing  # initialize.py:210 asks nvcc for its version
-
-
-def _no_moved_generator(record: logging.LogRecord) -> bool:
-    """False for random.py's warning that the CPU's generator moved inside a region of the GPU's:
-    here they are one."""
-    return not record.getMessage().startswith("CPU RNG state changed")
 
 
 def _keep_dynamo_off() -> None:
