@@ -95,10 +95,12 @@ def until_it_waits_for(sock: socket.socket, count: int) -> None:
     tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (5, 7),
     reason="before Linux 5.7 each packet wakes the receiver",
 )
+@pytest.mark.parametrize("kibibytes", [(128, 128), (768, 192), (4096, 256)])
 def test_a_receiver_waits_for_many_bytes_and_for_no_more_than_come(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, kibibytes: tuple[int, int]
 ) -> None:
-    payloads = [(ctypes.c_ubyte * size)(*range(60)) for size in (1 << 20, 64)]
+    size, wakes_at = (number << 10 for number in kibibytes)
+    payloads = [(ctypes.c_ubyte * size)(*range(60)) for size in (size, 64)]
     channels = [raw.channel(chunk, len(payload)) for chunk, payload in enumerate(payloads)]
     with raw.alone(load_native(), 0, channels, connections=1) as sender:
         for index, payload in enumerate(payloads):
@@ -108,9 +110,9 @@ def test_a_receiver_waits_for_many_bytes_and_for_no_more_than_come(
     monkeypatch.setattr(raw, "tcp_pair", lambda: ends)
     with ends[0].dup() as ours, raw.alone(load_native(), 1, channels, connections=1) as receiver:
         data = receiver.data[0]
-        data.sendall(large.frame() + large.payload[:1000])
-        until_it_waits_for(ours, 128 << 10)
-        data.sendall(large.payload[1000:-10])
+        data.sendall(large.frame())
+        until_it_waits_for(ours, wakes_at)
+        data.sendall(large.payload[:-10])
         until_it_waits_for(ours, 10)
         data.sendall(large.payload[-10:])
         until_it_waits_for(ours, 1)
