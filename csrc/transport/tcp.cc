@@ -87,9 +87,10 @@ TcpReceiver::TcpReceiver(std::shared_ptr<TcpLink> link, uint32_t channel, const 
     : link_(std::move(link)),
       channel_(channel),
       spec_(spec),
-      blocks_(Blocks::create(spec.slot_bytes, spec.depth)),
-      free_(blocks_->allocate(spec.depth, "the tcp slots of " + spec.text())),
-      slots_(spec.depth) {}
+      blocks_(Blocks::create(spec.slot_bytes, size_t{2} * spec.depth)),
+      slots_(spec.depth) {
+  blocks_->fill(spec.depth, "the tcp slots of " + spec.text());
+}
 
 void TcpReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t) {
   expect_large_pages(to, bytes);
@@ -99,16 +100,11 @@ void TcpReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_
 Block TcpReceiver::hand_over(uint64_t sequence, uint64_t bytes) {
   // A short message would keep the memory of a long one.
   if (bytes < kLeastHandedOver || bytes < spec_.slot_bytes - spec_.slot_bytes / 8) return nullptr;
-  Block next = blocks_->get();
-  if (next) slot(sequence).memory.swap(next);
-  return next;
+  return std::move(slot(sequence).memory);
 }
 
 void TcpReceiver::release(uint64_t sequence) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    free_.push_back(std::move(slot(sequence).memory));
-  }
+  slot(sequence).memory.reset();
   released_.store(sequence, std::memory_order_release);
   const CreditNote note = {channel_, 0, sequence};
   link_->peer_->send_note(Peer::Note::kCredit,
@@ -128,9 +124,12 @@ std::byte* TcpReceiver::accept(const TcpFrame& frame, size_t connection) {
     target.header = frame.header;
     target.sequence = sequence;
     target.begun = target.received = 0;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    target.memory = std::move(free_.back());
-    free_.pop_back();
+    target.memory = blocks_->get();
+    if (!target.memory) {
+      throw Error(Fault::kSetup,
+                  with_errno("mapping " + std::to_string(spec_.slot_bytes) +
+                             " bytes for a message on " + spec_.text() + " (ulimit -v?)"));
+    }
   } else if (std::memcmp(&target.header, &frame.header, sizeof(Header)) != 0) {
     link_->refuse("two headers for one message on " + spec_.text());
   }

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <vector>
 
+#include "base/blocks.h"
 #include "base/copy.h"
 #include "base/os.h"
 #include "transport/kind.h"
@@ -21,7 +22,7 @@
 
 namespace dpp {
 
-constexpr uint64_t kStripeBytes = 4 << 20;
+constexpr uint64_t kStripeBytes = 8 << 20;
 
 struct TcpFrame {
   Header header;
@@ -87,10 +88,6 @@ class TcpReceiver : public Receiver {
   const uint32_t channel_;
   const ChannelSpec spec_;
   const std::shared_ptr<Blocks> blocks_;
-  std::mutex mutex_;
-  // Guarded by mutex_. Memory for the slots that have none; the last one used is taken first, while
-  // it is in the processor's caches.
-  std::vector<Block> free_;
   std::vector<Slot> slots_;  // progress thread until arrived_ covers it, then caller's thread until
                              // released_ does
   std::atomic<uint64_t> arrived_{0};

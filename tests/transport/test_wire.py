@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import fcntl
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +27,7 @@ from megatron.dpp.transport.native import load_native
 from tests.transport import raw
 from tests.transport.raw import Rank, Segment
 
-STRIPED = 4 << 20
+STRIPED = 8 << 20
 """Bytes from which a message has a part on each connection."""
 
 
@@ -84,9 +86,12 @@ def test_the_parts_as_they_were_sent_are_a_message(parts: list[Segment]) -> None
 
 
 def until_it_waits_for(sock: socket.socket, count: int) -> None:
-    """Returns once a receiver's socket reports ``count`` bytes and not fewer."""
+    """Returns once a receiver's socket waits for ``count`` bytes more than lie in it."""
     deadline = time.monotonic() + raw.PATIENCE
-    while sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) != count:
+    while True:
+        unread = int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), sys.byteorder)
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == unread + count:
+            return
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
