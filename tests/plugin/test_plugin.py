@@ -194,7 +194,9 @@ def test_announced_sizes_reach_the_next_training_step_alone(
     plugin.announce([1])  # nothing is installed
     plugin.install(DppConfig(split_backward=False))
     run = schedules.get_forward_backward_func()
-    plugin.announce([8, 2, 5])
+    sizes = [8, 2, 5]
+    plugin.announce(sizes)
+    sizes.clear()  # the host's own list
     run(**keywords(forward_only=True))
     assert not told, "an evaluation has microbatches of its own"
     run(**keywords())
