@@ -96,6 +96,27 @@ def test_every_importer_gets_one_schedule_until_uninstall(host: ModuleType) -> N
     plugin.uninstall()
 
 
+def test_what_ended_a_block_is_told_and_nothing_is_left_for_the_exit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Any] = []
+    at_exit: list[Any] = []
+
+    def unregister(function: Any) -> None:
+        at_exit[:] = [each for each in at_exit if each != function]
+
+    exits = SimpleNamespace(register=at_exit.append, unregister=unregister)
+    monkeypatch.setattr(plugin, "atexit", exits)
+    monkeypatch.setattr(plugin.Plugin, "leave", lambda self, error: told.append(error))
+    with plugin.installed():
+        assert at_exit == [plugin.uninstall]
+    assert not at_exit
+    error = KeyError("a key of the host")
+    with pytest.raises(KeyError), plugin.installed():
+        raise error
+    assert told == [None, error]
+
+
 def test_modules_that_are_imported_later_are_covered(host: ModuleType) -> None:
     plugin.install()
     namespace: dict[str, Any] = {}
@@ -173,7 +194,9 @@ def test_announced_sizes_reach_the_next_training_step_alone(
     plugin.announce([1])  # nothing is installed
     plugin.install(DppConfig(split_backward=False))
     run = schedules.get_forward_backward_func()
-    plugin.announce([8, 2, 5])
+    sizes = [8, 2, 5]
+    plugin.announce(sizes)
+    sizes.clear()  # the host's own list
     run(**keywords(forward_only=True))
     assert not told, "an evaluation has microbatches of its own"
     run(**keywords())

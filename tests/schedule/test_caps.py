@@ -17,6 +17,8 @@ from megatron.dpp.schedule import (
     peak_size,
     reference_order,
 )
+from megatron.dpp.schedule.caps import StaticSizes
+from megatron.dpp.schedule.reference import static_peak
 from megatron.dpp.sim.costs import Shape, even_costs
 from megatron.dpp.sim.schedules import ScheduleConfig, run_static
 
@@ -394,3 +396,10 @@ def test_bytes_below_the_order_of_the_longest_microbatches_name_what_to_give() -
         "the pipeline. Give at least 11MiB, or strict"
     )
     assert parse_cap("11MiB", shape, 2.2 * (1 << 20)).chunks == pytest.approx(5)
+
+
+def test_a_peak_with_other_weights_is_none_of_these_weights() -> None:
+    sizes, heavy, light = StaticSizes(), (8.0, 8.0), (1.0, 1.0)
+    geometry = Geometry(num_ranks=2, rank=1, num_chunks=2, num_microbatches=4)
+    sizes.add(geometry, [3, 3, 3, 3], heavy)
+    assert sizes.peak(heavy) > sizes.peak(light) == sizes.peak(()) == static_peak(geometry, [3] * 4)

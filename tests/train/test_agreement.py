@@ -48,6 +48,7 @@ def test_versions_are_compared() -> None:
 def test_many_differences_are_counted() -> None:
     text = differences({f"--{i}": "1" for i in range(9)}, {}, 1, "h")
     assert "4 more differ" in text and "--0 is not known on rank 0" in text
+    assert "more" not in differences({f"--{i}": "1" for i in range(5)}, {}, 1, "h")
     assert differences({}, {"--lr": "1"}, 1, "h") == (
         "--lr is 1 on rank 0 and not known on rank 1 (h)"
     )

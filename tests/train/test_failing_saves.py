@@ -221,7 +221,7 @@ def test_a_disk_without_room_is_said_to_be_full(
     free: int, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = SimpleNamespace(free=free, total=1 << 30)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: path.stat() and usage)
     with pytest.raises(DataError) as raised, saving.saving(tmp_path / "none" / "yet", 4):
         raise RuntimeError("no")
     assert ("no space left on device" in str(raised.value)) == is_full

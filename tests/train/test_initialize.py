@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -110,3 +111,27 @@ def test_stages_draw_their_own_numbers_and_replicas_only_if_asked(
     assert seeds(monkeypatch, own=False) == seeds(monkeypatch, own=True) == (7,)
     assert seeds(monkeypatch, own=False, **ranks) == (307,)
     assert seeds(monkeypatch, own=True, **ranks) == (327,)
+
+
+def test_an_empty_setting_of_the_allocator_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+    for name in names:
+        monkeypatch.setenv(name, "")
+    joining.expand_segments()
+    made = {name: os.environ[name] for name in names & set(os.environ)}
+    assert list(made.values()) == ["expandable_segments:True"]
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "1"
+
+
+def test_a_long_line_for_the_other_node_is_cut_in_bytes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(joining.dist, "broadcast", lambda line, src: sent.append(line))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    args: Any = argparse.Namespace(world_size=2)
+    run = joining.Run(args=args, rank=1, device=torch.device("cpu"), timers=None)
+    run.say_ends("é" * 1000)
+    assert bytes(sent[0].tolist()).decode() == "é" * 512
+    assert capsys.readouterr().out == "é" * 1000 + "\n"

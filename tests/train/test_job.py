@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,3 +94,19 @@ def test_an_engine_needs_no_schedule(made: list[Schedule]) -> None:
     with job._schedule(run_of(deepspeed_zero_stage=1)) as call:
         assert call is job.accumulate
     assert not made
+
+
+def test_a_trace_has_a_second_name_unless_something_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    args: Any = argparse.Namespace(trace=True)
+    trace, elsewhere = Path("run/traces/data-1"), Path("other/data-2")
+    for folder in (trace, elsewhere, Path("run/data-3"), Path("benchmark/data-3")):
+        folder.mkdir(parents=True)
+    monkeypatch.setenv("RUN_DIR", str(tmp_path / "run"))
+    for folder in (trace, trace, elsewhere, Path("run/data-3")):
+        job._link_trace(args, folder)
+    made = sorted(Path("benchmark").iterdir())
+    assert [path.name for path in made] == ["data-1", "data-3"]
+    assert made[0].resolve() == trace.absolute() and not made[1].is_symlink()

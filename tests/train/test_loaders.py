@@ -87,6 +87,17 @@ def test_a_loader_reads_its_replicas_samples_behind_those_consumed(
     assert data._loader(args, [], 0) is None, "an evaluation of no iterations"
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_outlive_an_epoch(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """Else every epoch, and every whole evaluation, would fork its workers anew."""
+    ranks = SimpleNamespace(
+        get_data_parallel_rank=lambda: 0, get_data_parallel_world_size=lambda: 1
+    )
+    monkeypatch.setattr(data, "mpu", ranks)
+    loader = data._loader(args_of(num_workers=workers), list(range(8)), 0)
+    assert (loader.num_workers, loader.persistent_workers) == (workers, workers > 0)
+
+
 def agreed(loaders: list[list[Any]], most: list[int], **changes: Any) -> tuple[Any, list[str]]:
     """The result of a rank, beside one that has ``most``."""
     said: list[str] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,3 +66,36 @@ def test_a_run_ends_at_an_interval_and_when_its_time_is_up_on_any_rank(
     monkeypatch.setattr(exits, "largest", lambda values: [max(*values, elsewhere)])
     ends = exits.ExitConditions(SimpleNamespace(args=args, start_time=1000.0))  # type: ignore[arg-type]
     assert ends.reason(iteration) == reason
+
+
+@pytest.fixture
+def term() -> Iterator[None]:
+    """Gives SIGTERM its handler and this thread its mask back."""
+    handler, mask = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@pytest.mark.usefixtures("term")
+def test_a_handler_of_sigterm_is_given_back_once() -> None:
+    run: Any = SimpleNamespace(args=SimpleNamespace(exit_signal_handler=True))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ends = exits.ExitConditions(run)
+    assert signal.getsignal(signal.SIGTERM) == ends._note
+    ends.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of who comes after
+    ends.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("term")
+@pytest.mark.parametrize("before", [signal.SIG_BLOCK, signal.SIG_UNBLOCK])
+def test_a_mask_is_what_it_was_after_a_save(before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exits.resource_tracker, "ensure_running", lambda: None)
+    signal.pthread_sigmask(before, {signal.SIGTERM})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with exits.sigterm_held_back():
+        assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask

@@ -178,6 +178,14 @@ def test_sequences_of_one_microbatch_are_padded_to_the_longest() -> None:
     assert batch["loss_weights"].sum(dim=1).tolist() == [1.0, pytest.approx(1.0)]
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_sequence_without_an_answer_weighs_nothing() -> None:
+    """As a chat whose answer was cut off."""
+    silent = {"tokens": numpy.asarray([1, 2, 3]), "mask": numpy.zeros(2, dtype=numpy.float32)}
+    batch = collate([silent, _sample(4, 5, 6)], BatchSettings())
+    assert batch["loss_weights"].tolist() == [[0, 0], [0, 1]]
+
+
 def test_packed_sequences_share_a_row_and_restart_positions() -> None:
     batch = collate(
         [_sample(1, 2, 3), _sample(4, 5, 6, 7, 8)], BatchSettings(packing="even", length_multiple=4)

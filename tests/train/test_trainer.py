@@ -227,6 +227,23 @@ def test_what_is_due_is_done_after_every_so_many_iterations() -> None:
     assert made.run.timers.running == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "collected"),
+    [({}, [2, 4]), ({"manual_gc": True}, []), ({"manual_gc": True, "manual_gc_eval": True}, [2, 4]),
+     ({"manual_gc": True, "manual_gc_interval": 3}, [3]), ({"manual_gc_interval": 3}, [2, 4])],
+)  # fmt: skip
+def test_garbage_is_collected_before_evaluations_and_where_it_was_asked_for(
+    flags: dict[str, Any], collected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, found, off = trainer([], eval_interval=2, **flags), list[int](), list[bool]()
+    collect = SimpleNamespace(
+        collect=lambda: found.append(made.run.iteration), disable=lambda: off.append(True)
+    )
+    monkeypatch.setattr(loop, "gc", collect)
+    made.train()
+    assert found == collected and off == [True] * bool(flags.get("manual_gc"))
+
+
 def test_a_checkpoint_of_the_last_iteration_is_written_once() -> None:
     for interval, expected in ((5, [3, 5]), (None, [3, 5])):
         told: Told = []

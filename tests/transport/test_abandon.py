@@ -6,6 +6,9 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from megatron.dpp.transport import abandon
 from megatron.dpp.transport.abandon import Abandon
 
 BLOCKED = """
@@ -37,3 +40,17 @@ def test_a_rank_that_notices_goes_on() -> None:
         pass
     watch.stop()
     watch.stop()
+
+
+def test_a_watch_may_end_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abandon, "_LOOK_SECONDS", 0.01)
+    ended: list[bool] = []
+
+    def failure() -> str:
+        watch.stop()
+        ended.append(True)
+        return ""
+
+    watch = Abandon(failure, 0, 60.0)
+    watch._thread.join(60.0)
+    assert ended == [True]

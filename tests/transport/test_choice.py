@@ -416,3 +416,13 @@ def test_a_rank_without_an_address_looks_for_no_port() -> None:
     ports = [{"device": "d", "port": 1, "infiniband": True, "active": True, "addresses": []}]
     found = rdma_ports.choose_place(ports, "10.0.0.5", [("d", 1)])
     assert found[0] is None and "no RDMA port has the address" in found[1]
+
+
+def test_a_gpu_is_found_by_its_address_in_hexadecimal(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x1B, pci_device_id=0x0C)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    path = rdma_ports._gpu_path(torch.device("cuda", 0))
+    assert path is not None and path.name == "0001:1b:0c.0"
+    assert rdma_ports._gpu_path(torch.device("cpu")) is None
+    del facts.pci_bus_id
+    assert rdma_ports._gpu_path(torch.device("cuda", 0)) is None, "an older PyTorch"

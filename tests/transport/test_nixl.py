@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import logging
 import math
 import mmap
 import os
@@ -307,3 +308,24 @@ def test_a_peer_that_dies_during_the_set_up_is_named(tmp_path: Path) -> None:
     with forked(2, body, tmp_path) as (_, results):
         name, text = results.get(timeout=PATIENCE)
     assert name == "PeerDead" and "rank 1 (pid" in text
+
+
+def test_a_write_ends_with_its_handle_and_a_load_leaves_logging_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released: list[int] = []
+    agent: Any = object.__new__(nixl_agent.NixlAgent)
+    agent._nixl = SimpleNamespace(NIXL_IN_PROG=1)
+    agent._agent = SimpleNamespace(getXferStatus=lambda h: h, releaseXferReq=released.append)
+    assert (agent.is_written(1), released) == (False, [])
+    assert (agent.is_written(0), released) == (True, [0])
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    monkeypatch.setenv("UCX_MODULES", "")
+
+    def load(name: str) -> str:
+        logging.raiseExceptions = False
+        return name
+
+    monkeypatch.setattr(nixl_agent.importlib, "import_module", load)
+    assert nixl_agent._load() == "nixl._bindings"
+    assert logging.raiseExceptions
