@@ -366,12 +366,14 @@ void Transport::close() {
     static_cast<void>(thread_.release());
     return;
   }
+  const uint64_t deadline = monotonic_ns() + kDrainNs;
+  if (thread_) drain_puts(deadline);
   let_go();
   stop_.store(true, std::memory_order_release);
   watch_.kick();
   if (thread_) thread_->join();
   thread_.reset();
-  drain_links();
+  drain_links(deadline);
   take_leave();
   keep_what_is_used();
   settling_.clear();
@@ -423,11 +425,22 @@ void Transport::disown() {
 
 std::string Transport::failure() { return failure_.happened() ? failure_.error().what() : ""; }
 
-void Transport::drain_links() {
+// The progress thread goes on until all that was put to peers that are there has been sent.
+void Transport::drain_puts(uint64_t deadline_ns) const {
+  const auto is_pending = [this](const auto& channel) {
+    return channel->pending() != 0 && !find_peer(channel->peer())->departed();
+  };
+  const timespec nap = {0, static_cast<long>(kRoomNapNs)};
+  while (!failure_.happened() && monotonic_ns() < deadline_ns &&
+         std::any_of(outgoing_.begin(), outgoing_.end(), is_pending)) {
+    ::nanosleep(&nap, nullptr);
+  }
+}
+
+void Transport::drain_links(uint64_t deadline_ns) {
   if (failure_.happened()) return;
   try {
-    const uint64_t deadline = monotonic_ns() + kDrainNs;
-    for (const auto& [peer, link] : links_) link->drain(deadline);
+    for (const auto& [peer, link] : links_) link->drain(deadline_ns);
   } catch (const Error&) {
     // The peer is gone: there is nothing left to send to, and close() never throws.
   }

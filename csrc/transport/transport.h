@@ -145,7 +145,8 @@ class Transport {
       fail_and_throw(error);
     }
   }
-  void drain_links();
+  void drain_puts(uint64_t deadline_ns) const;
+  void drain_links(uint64_t deadline_ns);
   [[noreturn]] void throw_failure();
   std::string oldest_missing() const;
   Incoming& takeable_channel(size_t channel);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from argparse import Namespace
 from pathlib import Path
 
@@ -209,7 +210,8 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--fp16 --loss-scale-window 0", 1, "--loss-scale-window 0.0: must be above 0"),
         ("--fp16 --initial-loss-scale 0.5", 1, "0.5 is below --min-loss-scale"),
         ("--optimizer sgd --use-distributed-optimizer", 1, "sgd does not go with"),
-        ("--use-precision-aware-optimizer", 1, "needs Transformer Engine, which is not installed"),
+        ("--transformer-impl transformer_engine", 1, "_engine needs .* on the CPU; .* local"),
+        ("--use-precision-aware-optimizer", 1, "needs Transformer Engine, whose kernels run on G"),
         (
             "--recompute-granularity selective --recompute-modules core_attn layernorm",
             1,
@@ -258,6 +260,15 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
 def test_refusals_name_the_flag(more: str, world_size: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         checked(more, world_size)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine whose device is not known yet, or is a GPU."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for device in ("auto", "cuda"):
+        flags = f"{MINIMUM} --device {device} --transformer-impl transformer_engine"
+        with pytest.raises(ConfigError, match="needs Transformer Engine, which is not installed"):
+            validate(parse_args(flags.split()), 1)
 
 
 GROUPED = (

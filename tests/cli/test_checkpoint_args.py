@@ -24,6 +24,7 @@ from megatron.dpp.cli.checkpoint_args import (
 from megatron.dpp.cli.checkpoint_files import Found
 from megatron.dpp.cli.files import check_start
 from megatron.dpp.errors import ConfigError, DataError
+from tests.harmful import Harmful
 
 MODEL = {
     "num_layers": 4,
@@ -75,24 +76,31 @@ def test_reading_them_imports_no_torch(tmp_path: Path) -> None:
     assert result.stdout == "4 False\n", result.stderr
 
 
-class Harmful:
-    """Would write a file when it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self._path,)
-
-
-def test_reading_them_runs_nothing_and_a_broken_file_is_left_to_who_loads_it(
-    tmp_path: Path,
+@pytest.mark.parametrize("name", ["common.pt", "mp_rank_00/model_optim_rng.pt"])
+@pytest.mark.parametrize("flags", [[], ["--use-checkpoint-args"], ["--finetune"]])
+def test_a_file_that_would_run_code_is_refused_before_processes_start(
+    name: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = saved_in(tmp_path)
-    with zipfile.ZipFile(tmp_path / "common.pt", "w") as archive:
-        archive.writestr("common/data.pkl", pickle.dumps({"x": Harmful(tmp_path / "made")}))
-    assert saved_args(found) is None
+    folder = files.begin(tmp_path, 3)
+    (folder / name).parent.mkdir(exist_ok=True)
+    if name == "common.pt":
+        (folder / "metadata.json").write_text("{}")
+        (folder / ".metadata").touch()
+        nothing = argparse.Namespace(storage_data={})
+        monkeypatch.setattr(files, "read_pickle", lambda _: nothing)
+    with zipfile.ZipFile(folder / name, "w") as archive:
+        archive.writestr("it/data.pkl", pickle.dumps({"args": Harmful(tmp_path / "made")}))
+    files.commit(tmp_path, 3)
+    act = take_checkpoint_args if "--use-checkpoint-args" in flags else check_start
+    rule = rf"iter_0000003/{name}: asks for (posix|nt)\.mkdir, which is not run"
+    with pytest.raises(DataError, match=rule) as error:
+        act(parse_args(["--load", str(tmp_path), *flags]))
+    assert "\n" not in str(error.value) and "unreadable" not in str(error.value)
     assert not (tmp_path / "made").exists()
+
+
+def test_a_broken_file_is_left_to_who_loads_it(tmp_path: Path) -> None:
+    found = saved_in(tmp_path)
     (tmp_path / "common.pt").write_bytes(b"no archive")
     assert saved_args(found) is None
 

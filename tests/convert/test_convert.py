@@ -23,6 +23,7 @@ from megatron.dpp.convert.to_megatron import to_megatron
 from megatron.dpp.errors import DataError
 from megatron.dpp.models import Entry, Part, entries, num_parameters, read_config
 from tests.convert import tiny
+from tests.harmful import Harmful
 
 FAMILIES = tuple(tiny.MODELS)
 
@@ -168,16 +169,6 @@ def test_a_file_may_be_as_large_as_asked_and_a_large_tensor_has_its_own(
         assert content["weight_map"] == {
             name: file.name for file, names in zip(files, groups, strict=True) for name in names
         }
-
-
-class Harmful:
-    """Would write a file when it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self._path,)
 
 
 def test_reading_a_checkpoint_runs_nothing_that_it_names(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import pickle
 import random
 import shutil
@@ -20,8 +19,11 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.rerun_state_machine import RerunMode
+from megatron.core.safe_globals import SAFE_GLOBALS
+from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
 
 from megatron.dpp.cli import checkpoint_files as files
+from megatron.dpp.cli.checkpoint_reader import ARCHIVE
 from megatron.dpp.commands.model_source import find_source
 from megatron.dpp.convert.checkpoint import Stored
 from megatron.dpp.errors import DataError
@@ -29,6 +31,7 @@ from megatron.dpp.mcore.cpu import install
 from megatron.dpp.mcore.training.writers import bound_writers
 from megatron.dpp.train import checkpointing, data
 from megatron.dpp.train.plain_data import only_plain_data
+from tests.harmful import Harmful
 from tests.train.test_checkpointing import Job
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # PyTorch's, of its own formats
@@ -39,16 +42,6 @@ STATES = {
     "cpu": torch.arange(3), "mode": RerunMode.DISABLED, "count": numpy.float64(2), "none": None,
     "graphs": torch.Generator().manual_seed(3),
 }  # fmt: skip
-
-
-class Harmful:
-    """Would make a directory when it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self._path),)
 
 
 def request(states: Any) -> dict[str, Any]:
@@ -176,6 +169,14 @@ def test_convert_does_not_rely_on_the_check_before_it(
     with pytest.raises(DataError, match=RULE):
         Stored(files.directory(root, 3))
     assert not (tmp_path / "made").exists()
+
+
+def test_the_check_before_processes_refuses_nothing_that_a_rank_loads() -> None:
+    """Whatever a rank's torch.load allows is a name that the launcher lets pass."""
+    with torch.serialization.safe_globals(SAFE_GLOBALS), only_plain_data("here"):
+        allowed = {*_get_allowed_globals(), *_get_user_allowed_globals()}
+    assert len(allowed) > 100 and {"argparse.Namespace", "numpy.ndarray"} < allowed
+    assert [name for name in sorted(allowed) if not ARCHIVE.fullmatch(name)] == []
 
 
 def test_the_state_of_an_fp8_layer_is_plain_data(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from megatron.dpp.errors import TransferTimeout, TransportUnavailable
 from megatron.dpp.transport import ChannelSpec, Direction
 from tests.transport.kinds import (
-    GPU_KINDS,
     KINDS,
     NIXL,
     NIXL_KIND,
@@ -201,14 +200,26 @@ def test_puts_that_have_a_slot_arrive_although_their_sender_closes_at_once(kind:
         for index in range(2):  # over gloo an end takes a slot, too
             for channel in range(2):
                 a.put(channel, sent + index, iteration=0, microbatch=index)
-        if kind in GPU_KINDS:
-            a.flush(PATIENCE)  # their copies stop at a close
         closer = threading.Thread(target=a.close)
         closer.start()
         for index in range(2):
             for channel in range(2):
                 assert torch.equal(take_next(b, channel, index).tensor, sent + index)
         closer.join(PATIENCE)
+
+
+def test_large_puts_arrive_although_their_sender_closes_while_they_are_pending(kind: str) -> None:
+    """More of them than there are slots, and each larger than what a kernel keeps."""
+    sent = torch.arange(8 << 20).to(torch.uint8)
+    with opened(kind, pair(slot_bytes=sent.nbytes)) as (a, b):
+        for index in range(3):
+            a.put(0, sent + index, iteration=0, microbatch=index)
+        closer = threading.Thread(target=a.close)
+        closer.start()
+        for index in range(3):
+            assert torch.equal(take_next(b, 0, index).tensor, sent + index)
+        closer.join(PATIENCE)
+        assert not closer.is_alive()
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,15 +21,22 @@ from megatron.dpp.errors import AuthError, ProtocolError, SetupError
 from megatron.dpp.transport import TransportOptions, admission, handshake, open_transport
 from megatron.dpp.transport.admission import Admission
 from megatron.dpp.transport.rendezvous import Rendezvous
+from tests.transport import stranger
 from tests.transport.kinds import PATIENCE, of_rank, pair
 
 TOKEN = b"0123456789abcdef"
+OTHER_USER = 65534
 
 
 def open_both(
-    kind: str, monkeypatch: pytest.MonkeyPatch, bother: Callable[[Rendezvous], None]
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    bother: Callable[[Rendezvous], None],
+    look: Callable[[], None] = lambda: None,
 ) -> dict[int, Any]:
-    """Open two ranks; ``bother`` runs with the rendezvous of rank 1, before anybody connects."""
+    """Open two ranks; ``bother`` runs with the rendezvous of rank 1, before anybody connects, and
+    ``look`` before the transports are closed.
+    """
     store, found, bothered = HashStore(), {}, threading.Event()
     original = Rendezvous.connect
 
@@ -46,12 +56,14 @@ def open_both(
         except Exception as error:
             found[rank] = error
 
-    monkeypatch.setattr(Rendezvous, "connect", connect)
     threads = [threading.Thread(target=open_one, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * PATIENCE)
+    with monkeypatch.context() as patch:
+        patch.setattr(Rendezvous, "connect", connect)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * PATIENCE)
+    look()
     for end in found.values():
         if not isinstance(end, Exception):
             end.close()
@@ -62,13 +74,13 @@ def knock(kind: str, rendezvous: Rendezvous, hello: bytes = b"") -> socket.socke
     """A stranger's connection."""
     if kind == "tcp":
         assert rendezvous.tcp_address is not None
-        stranger = socket.create_connection(rendezvous.tcp_address)
+        caller = socket.create_connection(rendezvous.tcp_address)
     else:
-        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        stranger.connect("\0" + rendezvous.unix_address)
+        caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        caller.connect("\0" + rendezvous.unix_address)
     if hello:
-        stranger.send(hello)
-    return stranger
+        caller.send(hello)
+    return caller
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
@@ -93,12 +105,12 @@ def test_a_crowd_that_says_nothing_keeps_no_place_and_is_hung_up_on(
 
     found = open_both(kind, monkeypatch, bother)
     assert not [end for end in found.values() if isinstance(end, Exception)]
-    for stranger in crowd:
-        stranger.settimeout(PATIENCE)
+    for caller in crowd:
+        caller.settimeout(PATIENCE)
         with contextlib.suppress(ConnectionResetError):
-            while stranger.recv(4096):
+            while caller.recv(4096):
                 pass  # it is asked to come again
-        stranger.close()
+        caller.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "dpp-proof"]
 
 
@@ -127,6 +139,81 @@ def test_a_connection_that_drips_has_one_deadline(monkeypatch: pytest.MonkeyPatc
 
 
 @contextlib.contextmanager
+def bothered(kind: str, *ways: Sequence[str]) -> Iterator[Callable[[Rendezvous], None]]:
+    """A ``bother`` for :func:`open_both`: a process of stranger.py for each of ``ways``, until the
+    end of the block.
+    """
+    programs: list[subprocess.Popen[bytes]] = []
+
+    def bother(rendezvous: Rendezvous) -> None:
+        host = rendezvous.tcp_address
+        address = f"{host[0]}:{host[1]}" if kind == "tcp" and host else rendezvous.unix_address
+        for way in ways:
+            words = [sys.executable, "-S", stranger.__file__, address, *way]
+            programs.append(subprocess.Popen(words, stdout=subprocess.PIPE))
+        for program in programs:
+            assert program.stdout is not None and program.stdout.readline() == b"ready\n"
+
+    try:
+        yield bother
+    finally:
+        for program in programs:
+            program.kill()
+            program.communicate()
+
+
+def census() -> tuple[int, int]:
+    """Sockets and threads of this process."""
+    gc.collect()
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sum(each.startswith("socket:") for each in links), len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_connections_that_drip_end_with_the_set_up(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the only ones whose number differs from that of a quiet start."""
+    counts: list[tuple[int, int]] = []
+
+    def look() -> None:
+        counts.append(census())
+
+    look()
+    open_both(kind, monkeypatch, lambda _: None, look)
+    look()
+    with bothered(kind, ["drip"]) as bother:
+        found = open_both(kind, monkeypatch, bother, look)
+        look()
+    assert not [end for end in found.values() if isinstance(end, Exception)]
+    before, quiet, between, crowded, after = counts
+    assert crowded == quiet and after == between == before
+
+
+def start_among_strangers(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open two ranks over shm or tcp while three processes connect, one of another user."""
+    kind = ("shm", "tcp")[number % 2]
+    other = ["flood", *(["--user", str(OTHER_USER)] if os.getuid() == 0 else [])]
+    with bothered(kind, ["flood"], ["drip"], other) as bother:
+        found = open_both(kind, monkeypatch, bother)
+    assert not [end for end in found.values() if isinstance(end, Exception)]
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_a_start_succeeds_among_strangers(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_among_strangers(number, monkeypatch)
+
+
+@pytest.mark.slow
+def test_twenty_starts_succeed_among_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(20):
+        start_among_strangers(number, monkeypatch)
+
+
+@contextlib.contextmanager
 def admitting() -> Iterator[tuple[Admission, str]]:
     name = f"\0dpp-test-{os.getpid()}-{time.monotonic_ns()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -141,14 +228,14 @@ def test_another_users_process_is_refused_before_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with admitting() as (ours, name):
-        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        stranger.connect(name)
+        caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        caller.connect(name)
         monkeypatch.setattr(os, "getuid", lambda: 12345)
         monkeypatch.setattr(admission, "_Proof", None)  # no thread is made for it
         ours.accept()
         assert ours.refused == 1
-        with stranger:
-            assert stranger.recv(16) == b""
+        with caller:
+            assert caller.recv(16) == b""
 
 
 def test_a_peer_that_is_sent_away_may_come_again() -> None:

@@ -8,7 +8,6 @@ checkpoint's. ``files`` and ``checkpointing`` compare.
 from __future__ import annotations
 
 import argparse
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +67,25 @@ def take_checkpoint_args(args: argparse.Namespace) -> None:
 
 def saved_args(found: Found) -> Any:
     """The arguments of the run that saved ``found``; None where the file cannot be read or holds
-    none."""
-    with contextlib.suppress(Exception):  # a broken file raises anything; loading it reports that
+    none.
+
+    Raises:
+        DataError: the file asks for a class or function that is not run.
+    """
+    try:
         return read_archive(_file_of(found)).get("args")
-    return None
+    except DataError:
+        raise
+    except Exception:  # a broken file raises anything; loading it reports that
+        return None
 
 
 def _required_args(found: Found) -> Any:
     path = _file_of(found)
     try:
         state = read_archive(path)
+    except DataError:
+        raise
     except Exception as error:  # a broken file raises anything
         raise DataError(f"{path}: unreadable ({error})") from error
     if "args" not in state:

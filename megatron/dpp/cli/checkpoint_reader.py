@@ -31,6 +31,15 @@ METADATA = re.compile(
 """Dotted names of the classes that occur in ``.metadata``. None of them runs anything that it is
 given."""
 
+ARCHIVE = re.compile(
+    r"(torch|numpy|megatron\.core|transformer_engine)\..+"
+    r"|argparse\.Namespace|types\.SimpleNamespace|collections\.(OrderedDict|Counter)"
+    r"|builtins\.(set|bytearray|complex)|_codecs\.encode|_io\.BytesIO|signal\.Signals"
+    r"|pathlib\.(_local\.)?PosixPath"
+)
+"""Dotted names that may occur in a ``torch.save`` file. ``torch.load`` with ``weights_only``, as
+ranks call it, allows a part of these; what it alone refuses is refused when it loads the file."""
+
 
 def refusal(where: object, name: str) -> DataError:
     """The error about a file that names a class or function that no checkpoint needs."""
@@ -90,26 +99,21 @@ class _Anything:
 
 
 class _Reader(pickle.Unpickler):
-    """Builds plain data and namespaces only, and imports nothing."""
+    """Builds plain data and namespaces only, and imports nothing. A name outside of ``known`` is
+    refused, as by who loads the file later.
+    """
+
+    def __init__(self, content: bytes, where: Path, known: re.Pattern[str]) -> None:
+        super().__init__(io.BytesIO(content))
+        self._where, self._known = where, known
 
     def find_class(self, module: str, name: str) -> Any:
+        _check_name(module, name, self._where, self._known)
         known = {"Namespace": argparse.Namespace, "OrderedDict": collections.OrderedDict}
         return known.get(name, _Anything)
 
     def persistent_load(self, pid: object) -> None:
         return None
-
-
-class _Checker(_Reader):
-    """The same, of a pickle that is later loaded by :class:`PlainUnpickler`."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.BytesIO(path.read_bytes()))
-        self._path = path
-
-    def find_class(self, module: str, name: str) -> Any:
-        _check_name(module, name, self._path, METADATA)
-        return super().find_class(module, name)
 
 
 def read_pickle(path: Path) -> Any:
@@ -118,11 +122,15 @@ def read_pickle(path: Path) -> Any:
     Raises:
         DataError: as :class:`PlainUnpickler`; a broken file raises anything.
     """
-    return _Checker(path).load()
+    return _Reader(path.read_bytes(), path, METADATA).load()
 
 
 def read_archive(path: Path) -> Any:
-    """The content of a ``torch.save`` file, without tensors. Raises anything on a broken file."""
+    """The content of a ``torch.save`` file, without tensors.
+
+    Raises:
+        DataError: as :class:`PlainUnpickler`; a broken file raises anything.
+    """
     with zipfile.ZipFile(path) as archive:
         (name,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
-        return _Reader(io.BytesIO(archive.read(name))).load()
+        return _Reader(archive.read(name), path, ARCHIVE).load()

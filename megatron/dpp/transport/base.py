@@ -233,8 +233,8 @@ class Transport(abc.ABC):
     def close(self) -> None:
         """Free everything within 5 s. May be called twice, and after a failure.
 
-        ``flush`` first: of what is pending, messages without a slot, large ones, and tensors on a
-        GPU may be lost.
+        ``flush`` first: what is pending goes on leaving for about 2 s, and the rest is lost. After
+        a failure nothing pending is waited for.
         """
 
     def overdue(

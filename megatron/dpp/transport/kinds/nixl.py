@@ -210,11 +210,11 @@ class NixlTransport(ThreadedTransport):
             self._fail(TransportError(f"rank {self.rank}: NIXL: {one_line(error)}"))
 
     def _is_draining(self) -> bool:
-        """True while a closed transport has puts that a present peer has slots for, and time."""
+        """True while a closed transport has puts to present peers, and time."""
         if time.monotonic() >= self._drained_at:
             return False
         return any(
-            out.written or (out.waiting and out.has_slot)
+            out.written or out.waiting
             for out in self._outgoing
             if not out.broken and out.spec.destination not in self._departed
         )
