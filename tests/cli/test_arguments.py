@@ -163,6 +163,28 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--lr-warmup-iters 4 --lr-decay-iters 4", 1, "4 is not below --lr-decay-iters 4"),
         ("--lr-warmup-fraction 1", 1, "must be at least 0 and below 1"),
         ("--lr-warmup-init 1", 1, "--lr-warmup-init 1.0 is above --lr"),
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 2", 1, "fraction excludes --lr-warmup-iters"),
+        ("--clip-grad inf", 1, "--clip-grad inf: must be finite"),
+        ("--num-distributed-optimizer-instances 3", 2, "instances 3 does not divide 2 data-par"),
+        ("--num-distributed-optimizer-instances 0", 2, "instances 0 does not divide 2 data-par"),
+        ("--seq-length 30 --context-parallel-size 2", 2, "30 is not a multiple of twice"),
+        (
+            "--account-for-loss-in-pipeline-split --pipeline-model-parallel-size 2",
+            2,
+            "--num-layers 9 is not divisible by --pipeline-model-parallel-size 2",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+            "--global-batch-size 8 --no-overlap-p2p-communication",
+            2,
+            "with virtual stages needs --pipeline-model-parallel-size of at least 3",
+        ),
+        (
+            "--num-experts 4 --no-bias-gelu-fusion --expert-model-parallel-size 2 "
+            "--tensor-model-parallel-size 2 --sequence-parallel",
+            4,
+            "--expert-tensor-parallel-size 2 .*: split experts have no bias",
+        ),
         ("--lr-decay-style WSD", 1, "--train-iters needs --lr-wsd-decay-iters"),
         (
             "--weight-decay-incr-style linear --start-weight-decay 0.3 --end-weight-decay 0.1",
@@ -267,6 +289,8 @@ LENGTHS = "--variable-length --data-path x"
         ("--save-interval 4 --save-retain-interval 8", 1, "save_retain_interval", 8),
         (f"{EXPERTS} --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn "
          "--moe-aux-loss-coeff 0", 1, "moe_router_topk", 1),
+        ("--account-for-loss-in-pipeline-split --account-for-embedding-in-pipeline-split "
+         "--pipeline-model-parallel-size 2", 2, "virtual_pipeline_model_parallel_size", None),
         (GROUPED, 2, "microbatch_group_size_per_vp_stage", 4),
         (f"{LENGTHS} --context-parallel-size 2", 2, "length_multiple", 4),
         (f"{LENGTHS} --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
@@ -283,6 +307,25 @@ def test_values_follow_from_several_flags(
 ) -> None:
     args = checked(more, world_size, without="--mock-data" if "--data-path" in more else "")
     assert getattr(args, name) == value
+
+
+def test_a_run_that_only_evaluates_needs_no_interval() -> None:
+    with pytest.raises(ConfigError, match="--eval-interval is required"):
+        checked("--eval-iters 3", without="--eval-interval")
+    for more in ("--eval-iters 3 --skip-train", "--eval-iters 0"):
+        assert checked(more, without="--eval-interval").eval_interval is None
+
+
+def test_data_without_shares_are_split_as_megatron_does() -> None:
+    for more in ("--data-path x", "--data-args-path x"):
+        assert checked(more, without="--mock-data").split == "969, 30, 1"
+        assert checked(f"{more} --split 1,1,1", without="--mock-data").split == "1,1,1"
+    assert checked("--train-data-path x", without="--mock-data").split is None
+
+
+@pytest.mark.parametrize("words", [["--seq-length=32"], ["--seq-length", "32"]])
+def test_a_flag_is_given_with_an_equals_sign_too(words: list[str]) -> None:
+    assert parse_args(words).given == {"seq_length": "--seq-length"}
 
 
 @pytest.mark.parametrize(

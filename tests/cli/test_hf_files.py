@@ -154,6 +154,19 @@ def test_a_vocabulary_beside_sentence_pieces_is_refused(tmp_path: Path) -> None:
         check(words, "--load-hf", folder, "--vocab-file", "mine")
 
 
+def test_sentence_pieces_of_other_bytes_are_refused(tmp_path: Path) -> None:
+    folder, mine = tmp_path / "there", tmp_path / "mine"
+    for place in (folder, mine):
+        place.mkdir()
+        (place / "tokenizer.model").write_bytes(b"pieces")
+    for given in (mine, mine / "tokenizer.model"):
+        hf_files._check_pieces(given, folder)
+    (mine / "tokenizer.model").write_bytes(b"piecez")
+    for given in (mine, mine / "tokenizer.model"):
+        with pytest.raises(DataError, match=r"its tokenizer\.model is another than .*mine"):
+            hf_files._check_pieces(given, folder)
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -401,3 +401,7 @@ def test_a_checkpoint_has_the_type_that_was_asked_for(
     folder = Folder(source)
     entry = next(each for each in folder.entries() if each.rule == "same")
     assert torch.equal(stored.read(entry), folder.read(entry)[0].to(torch.bfloat16))
+    (shard,) = (tmp_path / "ours" / "release").glob("*.distcp")
+    shard.unlink()
+    with pytest.raises(DataError, match=f"{shard.name}: missing; the checkpoint is not whole"):
+        Stored(tmp_path / "ours" / "release")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.inference.generate import check_lengths
+from megatron.dpp.inference.generate import check_lengths, generate
 from megatron.dpp.inference.losses import Document, _batches, check_windows, windows
 from megatron.dpp.inference.sampling import Chooser, Sampling
 
@@ -51,6 +52,47 @@ def test_what_is_left_keeps_its_proportions() -> None:
     found = drawn(top_p=0.8)
     for token, share in ((0, 0.5), (2, 0.25), (3, 0.15)):
         assert found[token] / 1000 == pytest.approx(share / 0.9, abs=0.04)
+
+
+class Scripted:
+    """Says the tokens of a script for each prompt, which begins with the script's number."""
+
+    positions, name = 9, "scripted"
+
+    def __init__(self, *scripts: list[int]) -> None:
+        self.scripts, self.live, self.said, self.rooms = scripts, [0], 0, [0]
+
+    def _logits(self) -> torch.Tensor:
+        found = torch.zeros(len(self.live), 10)
+        for row, number in enumerate(self.live):
+            found[row, self.scripts[number][self.said]] = 1.0
+        self.said += 1
+        return found
+
+    def begin(self, prompts: Sequence[Sequence[int]], room: int) -> torch.Tensor:
+        self.live, self.said = [prompt[0] for prompt in prompts], 0
+        self.rooms.append(room)
+        return self._logits()
+
+    def extend(self, tokens: Sequence[int]) -> torch.Tensor:
+        assert len(tokens) == len(self.live)
+        return self._logits()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.live = [self.live[row] for row in rows]
+
+
+def test_answers_end_at_a_token_at_a_length_and_where_positions_do() -> None:
+    engine: Any = Scripted([7, 7, 7, 7], [9, 7], [7, 8, 9, 7], [5, 4, 3, 2])
+    prompts = [[0], [1, 1], [2], [3] * 7]
+    for batch_size in (1, 3, 4):
+        found = generate(
+            engine, prompts, most=3, ends=frozenset([9]), sampling=Sampling(), batch_size=batch_size
+        )
+        assert [(each.tokens, each.finish) for each in found] == [
+            ([7, 7, 7], "length"), ([], "stop"), ([7, 8], "stop"), ([5, 4], "length"),
+        ]  # fmt: skip
+    assert max(engine.rooms) == 9
 
 
 def test_a_prompt_leaves_room_for_a_token() -> None:

@@ -168,3 +168,19 @@ def test_the_devices_that_would_do_are_whole_nodes(
     monkeypatch.setattr(auto, "least_bytes", lambda shape: need * usable)
     options = argparse.Namespace(no_dpp=False)
     assert f"about --gpus {gpus}, " in auto.why_nothing_fits(options, {}, H200, plain)
+
+
+def test_a_share_of_the_memory_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Any = object.__new__(auto._Search)
+    made._setting, made._options = H200, argparse.Namespace(resume_from=None)
+    made._usable = 0.92 * H200.device.memory_bytes
+    monkeypatch.setattr(made, "_resolved", lambda way: SimpleNamespace(flags=()))
+    monkeypatch.setattr(auto, "shape_from", lambda *given: None)
+    way = auto.Way(layout=Layout(), shard="none", spread=False, recompute="none", planned=False,
+                   least_seconds=1.0)  # fmt: skip
+    for share, fits in ((0.919, True), (0.93, False)):
+        guess = SimpleNamespace(peak_bytes=share * H200.device.memory_bytes, seconds=2.0)
+        monkeypatch.setattr(auto, "estimate", lambda *given, guess=guess: guess)
+        found = made._try(way)
+        assert (found is not None) == fits
+        assert found is None or found.cost == pytest.approx(2.0)
