@@ -82,24 +82,14 @@ def _member(rank: int, port: int, microbatches: int, pauses: list[float]) -> lis
     ) as transport:
         for round_, pause in enumerate(pauses):
             decider = decider_for(_scheduler(microbatches), _CHANNELS, transport.board)
-            store.set(f"ready {round_} {rank}", "1")
-            store.wait([f"ready {round_} {peer}" for peer in (0, 1)])
+            harness.meet(store, rank, 2, f"round {round_}")
             # Counters on a board only grow: the arrivals of a new round follow the last ones.
             decider.start([round_ * microbatches] * len(_CHANNELS))
             decider.next = _shifted(decider, round_ * microbatches)  # type: ignore[method-assign]
             found.append(_decide_all(decider, transport, pause))
-        store.set(f"done {rank}", "1")
-        store.wait(["done 0", "done 1"])
-    _leave(store, rank)
+        harness.meet(store, rank, 2, "end")
+    harness.leave(store, rank, 2)
     return found
-
-
-def _leave(store: TCPStore, rank: int) -> None:
-    """Rank 0 has the store, and ends when the other has asked for the last time."""
-    if rank == 0:
-        store.wait(["left"])
-    else:
-        store.set("left", "1")
 
 
 def _shifted(decider: Decider, base: int) -> Any:

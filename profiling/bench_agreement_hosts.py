@@ -45,6 +45,7 @@ from megatron.dpp.transport import TransportOptions, open_transport
 _ADDRESSES = ("10.213.72.1", "10.213.72.2")
 _BYTES = 128
 _STAGES, _REPLICAS = 2, 2
+_RANKS = _STAGES * _REPLICAS
 _NEWNET, _TUNSETIFF, _TUN_NO_PI = 0x40000000, 0x400454CA, 0x1001
 _DEADLINE = 60.0
 
@@ -115,7 +116,7 @@ def _member(
     _enter(names[replica])
     os.environ["GLOO_SOCKET_IFNAME"] = "dpp0"
     store = TCPStore(_ADDRESSES[0], port, is_master=rank == 0)
-    topology = Topology(tuple(range(replica, 4, _REPLICAS)), rank // _REPLICAS, args.chunks)
+    topology = Topology(tuple(range(replica, _RANKS, _REPLICAS)), rank // _REPLICAS, args.chunks)
     channels = topology.channels([_BYTES], [_BYTES], 2)
     stage = [rank - replica, rank - replica + 1]
     found: list[list[tuple[float, float]]] = [[], []]
@@ -127,17 +128,14 @@ def _member(
         links = Links(transport, channels)
         for step in range(2 * (args.rounds + 1)):
             board = transport.board if step % 2 == 0 else None
-            _meet(store, rank, f"step {step}")
+            harness.meet(store, rank, _RANKS, f"step {step}")
             begin, used = time.perf_counter(), time.process_time()
             _step(args, links, board, step, topology)
             took = time.perf_counter() - begin, time.process_time() - used
             if step >= 2:  # the first of each is untimed
                 found[step % 2].append(took)
-        _meet(store, rank, "end")
-    if rank:
-        store.set(f"left {rank}", "1")
-    else:  # its store is asked until then
-        store.wait([f"left {other}" for other in range(1, _STAGES * _REPLICAS)])
+        harness.meet(store, rank, _RANKS, "end")
+    harness.leave(store, rank, _RANKS)
     return found
 
 
@@ -155,11 +153,6 @@ def _step(args: Namespace, links: Links, board: Any, number: int, topology: Topo
     links.consume(geometry)
 
 
-def _meet(store: Any, rank: int, where: str) -> None:
-    store.set(f"{where} {rank}", "1")
-    store.wait([f"{where} {other}" for other in range(_STAGES * _REPLICAS)])
-
-
 def main() -> int:
     """Print the median step of each arm."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # removes the hosts
@@ -171,7 +164,7 @@ def main() -> int:
     tasks = 3 * args.chunks * args.microbatches
     most = 5 * _DEADLINE + 4 * args.rounds * tasks * args.sleep_ms * 2e-3
     with _two_hosts(args.delay_us * 1e-6) as names:
-        ranks = harness.run_members(_member, 4, names, harness.free_port(), args, timeout=most)
+        ranks = harness.run_members(_member, _RANKS, names, harness.free_port(), args, timeout=most)
     rows, medians, busy = [], [], []
     for arm in (0, 1):
         steps = list(zip(*(rank[arm] for rank in ranks), strict=True))

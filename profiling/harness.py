@@ -222,6 +222,20 @@ def _member(target: Callable[..., Any], rank: int, arguments: Any, results: Any)
     results.put((rank, target(rank, *arguments)))
 
 
+def meet(store: Any, rank: int, num: int, where: str) -> None:
+    """Wait until all ``num`` ranks are here; ``where`` names the place, once."""
+    store.set(f"{where} {rank}", "1")
+    store.wait([f"{where} {other}" for other in range(num)])
+
+
+def leave(store: Any, rank: int, num: int) -> None:
+    """The last call of each rank. Rank 0, whose store it is, returns when no other asks it more."""
+    if rank:
+        store.set(f"left {rank}", "1")
+    else:
+        store.wait([f"left {other}" for other in range(1, num)])
+
+
 def open_trace(args: argparse.Namespace, num_chunks: int, folder: Path, device: str = "cpu") -> Any:
     """A recorder of this rank's trace; ``args`` has ``ranks`` and maybe ``tensor``."""
     import torch.distributed as dist

@@ -41,21 +41,22 @@ std::shared_ptr<Blocks> Blocks::create(size_t bytes, size_t most_kept) {
   return std::shared_ptr<Blocks>(new Blocks(rounded == 0 ? kPage : rounded, most_kept));
 }
 
-std::vector<Block> Blocks::allocate(size_t count, const std::string& what) {
+void Blocks::fill(size_t count, const std::string& what) {
   const std::string text = std::to_string(count * bytes_) + " bytes of memory for " + what;
   require_room(count * bytes_, text);
-  std::vector<Block> made;
   for (size_t i = 0; i < count; ++i) {
     std::byte* memory = map(bytes_);
     if (memory == nullptr)
       throw Error(Fault::kSetup, with_errno("mapping " + text + " (ulimit -v?)"));
-    made.push_back(wrap(memory));
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      kept_.push_back(memory);
+    }
     if (const int error = populate(memory, bytes_)) {
       throw Error(Fault::kSetup,
                   with_errno("allocating " + text + " (fewer --dpp-slots need less)", error));
     }
   }
-  return made;
 }
 
 Block Blocks::get() {

@@ -1,5 +1,6 @@
 // Private memory for messages: blocks of one size, in large pages where the kernel has some. A
-// block may be given away with the message in it; it comes back when its last user lets it go.
+// block may be given away with the message in it; it comes back when its last user lets it go. The
+// block that came back last is used first, while it is in the processor's caches.
 #pragma once
 
 #include <cstddef>
@@ -20,10 +21,10 @@ class Blocks : public std::enable_shared_from_this<Blocks> {
   Blocks& operator=(const Blocks&) = delete;
   ~Blocks() { keep_none(); }
 
-  // `count` blocks whose pages exist: a full machine is an error here and not a kill later. Throws
-  // kSetup, with `what` they are for.
-  std::vector<Block> allocate(size_t count, const std::string& what);
-  // One that came back, or a new one; null where there is no room for it.
+  // Keeps `count` blocks more whose pages exist: a full machine is an error here and not a kill
+  // later. Throws kSetup, with `what` they are for.
+  void fill(size_t count, const std::string& what);
+  // One that was kept, or a new one; null where there is no room for it.
   Block get();
   // Gives back what was kept, and keeps nothing more.
   void keep_none();

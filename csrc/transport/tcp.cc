@@ -21,9 +21,10 @@ struct CreditNote {
   uint64_t released;
 };
 
-// Bytes of a segment that wake the progress thread, at the least. Without it the kernel wakes it
-// for each packet, which costs more than the copies.
-constexpr uint64_t kWakeBytes = 128 << 10;
+// A quarter of a segment, within these bounds, wakes the progress thread. Without it the kernel
+// wakes it for each packet, which costs more than the copies.
+constexpr uint64_t kLeastWakeBytes = 128 << 10;
+constexpr uint64_t kMostWakeBytes = 256 << 10;
 
 // Before Linux 5.7 a socket whose buffer is full of small packets may never be reported as
 // readable.
@@ -86,10 +87,9 @@ TcpReceiver::TcpReceiver(std::shared_ptr<TcpLink> link, uint32_t channel, const 
     : link_(std::move(link)),
       channel_(channel),
       spec_(spec),
-      blocks_(Blocks::create(spec.slot_bytes, spec.depth)),
+      blocks_(Blocks::create(spec.slot_bytes, size_t{2} * spec.depth)),
       slots_(spec.depth) {
-  std::vector<Block> made = blocks_->allocate(spec.depth, "the tcp slots of " + spec.text());
-  for (size_t i = 0; i < made.size(); ++i) slots_[i].memory = std::move(made[i]);
+  blocks_->fill(spec.depth, "the tcp slots of " + spec.text());
 }
 
 void TcpReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_t) {
@@ -100,12 +100,11 @@ void TcpReceiver::copy_out(uint64_t sequence, void* to, uint64_t bytes, uintptr_
 Block TcpReceiver::hand_over(uint64_t sequence, uint64_t bytes) {
   // A short message would keep the memory of a long one.
   if (bytes < kLeastHandedOver || bytes < spec_.slot_bytes - spec_.slot_bytes / 8) return nullptr;
-  Block next = blocks_->get();
-  if (next) slot(sequence).memory.swap(next);
-  return next;
+  return std::move(slot(sequence).memory);
 }
 
 void TcpReceiver::release(uint64_t sequence) {
+  slot(sequence).memory.reset();
   released_.store(sequence, std::memory_order_release);
   const CreditNote note = {channel_, 0, sequence};
   link_->peer_->send_note(Peer::Note::kCredit,
@@ -125,6 +124,12 @@ std::byte* TcpReceiver::accept(const TcpFrame& frame, size_t connection) {
     target.header = frame.header;
     target.sequence = sequence;
     target.begun = target.received = 0;
+    target.memory = blocks_->get();
+    if (!target.memory) {
+      throw Error(Fault::kSetup,
+                  with_errno("mapping " + std::to_string(spec_.slot_bytes) +
+                             " bytes for a message on " + spec_.text() + " (ulimit -v?)"));
+    }
   } else if (std::memcmp(&target.header, &frame.header, sizeof(Header)) != 0) {
     link_->refuse("two headers for one message on " + spec_.text());
   }
@@ -296,8 +301,10 @@ bool TcpLink::receive(Connection& connection) {
       connection.left = connection.frame.length;
     } else {
       if (!receive_some(connection, connection.payload, connection.left, got)) {
-        if (connection.frame.length >= kWakeBytes) {
-          wake_at(connection, std::min(connection.left, kWakeBytes));
+        const uint64_t length = connection.frame.length;
+        if (length >= kLeastWakeBytes) {
+          wake_at(connection, std::min(connection.left,
+                                       std::clamp(length / 4, kLeastWakeBytes, kMostWakeBytes)));
         }
         return connection.open;
       }

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <vector>
 
+#include "base/blocks.h"
 #include "base/copy.h"
 #include "base/os.h"
 #include "transport/kind.h"
@@ -21,7 +22,7 @@
 
 namespace dpp {
 
-constexpr uint64_t kStripeBytes = 4 << 20;
+constexpr uint64_t kStripeBytes = 8 << 20;
 
 struct TcpFrame {
   Header header;
@@ -71,7 +72,7 @@ class TcpReceiver : public Receiver {
   friend class TcpLink;
 
   struct Slot {
-    Block memory;  // of the payload
+    Block memory;  // of the payload; none while no message is under way or waits here
     Header header;
     uint64_t sequence = 0;  // of the message that fills it
     uint64_t begun = 0;     // one bit per segment that was announced

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from megatron.dpp.cli import settings
 from megatron.dpp.cli.arguments import parse_args, warnings_of
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate import validate
+from megatron.dpp.cli.validate_experts import replicas_in_step
 from megatron.dpp.config import option_fields
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.text_files import read_text
@@ -46,7 +49,7 @@ def test_defaults_and_derived_values_are_megatrons() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("ramp", ["4 4 20", "2 8 20", "4 4 0", "3 3 20"])
+@pytest.mark.parametrize("ramp", ["4 4 20", "2 8 20", "4 4 0", "3 3 20", "2 1 20"])
 def test_a_ramp_that_does_not_arrive_is_refused(ramp: str) -> None:
     samples = "--train-samples 40 --global-batch-size 6"
     checked(f"{samples} --rampup-batch-size 2 4 20", without="--train-iters")
@@ -87,6 +90,7 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--fp16 --bf16", 1, "--fp16 and --bf16"),
         ("--min-lr 1", 1, "--min-lr 1.0 is above --lr"),
         ("--save here", 1, "--save-interval"),
+        ("--save-interval 4 --save-retain-interval 6", 1, "6 is not a multiple of --save-interv"),
         ("--data-path here", 1, "--mock-data and --data-path"),
         ("--overlap-param-gather", 1, "--use-distributed-optimizer"),
         ("--attention-backend fast", 1, "invalid choice: 'fast'"),
@@ -168,6 +172,11 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--group-query-attention --num-query-groups 3", 1, "not divisible by --num-query-groups"),
         ("--group-query-attention --num-query-groups 0", 1, "groups 0: must be at least 1"),
         ("--position-embedding-type rope --kv-channels 7", 1, "7 of --kv-channels 7 .* is odd"),
+        (
+            "--position-embedding-type rope --kv-channels 6 --rotary-percent 0.5",
+            1,
+            r"3 of --kv-channels 6 \(--rotary-percent 0.5\) is odd",
+        ),
         ("--position-embedding-type yarn", 1, "needs --yarn-original-max-position-embeddings"),
         (f"{YARN} --rotary-scaling-factor 0.5", 1, "--rotary-scaling-factor 0.5: must be at least"),
         (f"{YARN} --yarn-beta-fast 1", 1, "--yarn-beta-fast 1.0: must be above --yarn-beta-slow 1"),
@@ -179,7 +188,8 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--fp16 --loss-scale-window 0", 1, "--loss-scale-window 0.0: must be above 0"),
         ("--fp16 --initial-loss-scale 0.5", 1, "0.5 is below --min-loss-scale"),
         ("--optimizer sgd --use-distributed-optimizer", 1, "sgd does not go with"),
-        ("--use-precision-aware-optimizer", 1, "needs Transformer Engine, which is not installed"),
+        ("--transformer-impl transformer_engine", 1, "_engine needs .* on the CPU; .* local"),
+        ("--use-precision-aware-optimizer", 1, "needs Transformer Engine, whose kernels run on G"),
         (
             "--recompute-granularity selective --recompute-modules core_attn layernorm",
             1,
@@ -210,6 +220,7 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--pipeline-model-parallel-layout Et8|xL", 1, "Et8.xL: 8 x is none of E"),
         ("--pipeline-model-parallel-layout Et*7|L", 1, "has 7 layers t, --num-layers is 8"),
         ("--pipeline-model-parallel-layout t*8|EL", 1, "begins with the embedding E"),
+        ("--pipeline-model-parallel-layout Et*7|Lt", 1, "ends with the loss L"),
         (
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
             "--global-batch-size 10",
@@ -227,6 +238,69 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
 def test_refusals_name_the_flag(more: str, world_size: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         checked(more, world_size)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine whose device is not known yet, or is a GPU."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for device in ("auto", "cuda"):
+        flags = f"{MINIMUM} --device {device} --transformer-impl transformer_engine"
+        with pytest.raises(ConfigError, match="needs Transformer Engine, which is not installed"):
+            validate(parse_args(flags.split()), 1)
+
+
+GROUPED = (
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+    "--global-batch-size 12 --microbatch-group-size-per-virtual-pipeline-stage 4"
+)
+LENGTHS = "--variable-length --data-path x"
+
+
+@pytest.mark.parametrize(
+    ("more", "world_size", "name", "value"),
+    [
+        ("--sequence-parallel", 1, "sequence_parallel", False),
+        ("--sequence-parallel --tensor-model-parallel-size 2", 2, "sequence_parallel", True),
+        ("--fp16", 1, "check_for_nan_in_loss_and_grad", False),
+        ("--fp16 --loss-scale 8", 1, "check_for_nan_in_loss_and_grad", True),
+        ("--bf16 --grad-reduce-in-bf16", 1, "accumulate_allreduce_grads_in_fp32", False),
+        ("--save-interval 4 --save-retain-interval 8", 1, "save_retain_interval", 8),
+        (f"{EXPERTS} --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn "
+         "--moe-aux-loss-coeff 0", 1, "moe_router_topk", 1),
+        (GROUPED, 2, "microbatch_group_size_per_vp_stage", 4),
+        (f"{LENGTHS} --context-parallel-size 2", 2, "length_multiple", 4),
+        (f"{LENGTHS} --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+         4, "length_multiple", 8),
+        (f"{LENGTHS} --tensor-model-parallel-size 2", 2, "length_multiple", 1),
+        (f"{LENGTHS} --pipeline-model-parallel-size 2", 2, "variable_seq_lengths", True),
+        (f"{LENGTHS} --pipeline-model-parallel-size 2 --dpp-transport shm", 2,
+         "variable_seq_lengths", False),
+        (f"{LENGTHS} --pipeline-model-parallel-size 2 --use-dpp", 2, "variable_seq_lengths", False),
+    ],
+)  # fmt: skip
+def test_values_follow_from_several_flags(
+    more: str, world_size: int, name: str, value: object
+) -> None:
+    args = checked(more, world_size, without="--mock-data" if "--data-path" in more else "")
+    assert getattr(args, name) == value
+
+
+@pytest.mark.parametrize(
+    ("tensor", "context", "expert", "expert_tensor", "replicas"),
+    [(2, 1, 3, 1, 3), (1, 1, 4, 1, 4), (2, 2, 2, 2, 1), (4, 1, 2, 1, 1), (2, 1, 4, 2, 4)],
+)
+def test_replicas_that_share_experts_go_in_step(
+    tensor: int, context: int, expert: int, expert_tensor: int, replicas: int
+) -> None:
+    values = {
+        "num_experts": 8, "data_parallel_size": 16, "moe_router_load_balancing_type": "aux_loss",
+        "tensor_model_parallel_size": tensor, "context_parallel_size": context,
+        "expert_model_parallel_size": expert, "expert_tensor_parallel_size": expert_tensor,
+    }  # fmt: skip
+    assert replicas_in_step(Namespace(**values)) == replicas
+    everywhere = {"moe_router_load_balancing_type": ["global_aux_loss"]}
+    assert replicas_in_step(Namespace(**values | everywhere)) == 16
+    assert replicas_in_step(Namespace(**values | {"num_experts": None})) == 1
 
 
 def test_dpp_flags_come_from_the_configuration() -> None:
@@ -353,6 +427,14 @@ def test_flags_without_effect_are_named_as_they_were_given() -> None:
     decoder = checked("--decoder-seq-length 5")
     assert warnings_of(decoder) == ["--decoder-seq-length has no effect"]
     assert decoder.decoder_seq_length is None  # megatron-core's schedules read it
+
+
+def test_iterations_that_a_loss_scale_may_cost_are_counted() -> None:
+    scale = "--fp16 --hysteresis 2 --initial-loss-scale"
+    (line,) = warnings_of(checked(f"{scale} {2**20}"))
+    assert "up to 5 of 10" in line and "--initial-loss-scale 65536 suits" in line
+    assert not warnings_of(checked(f"{scale} 65536"))
+    assert not warnings_of(checked(f"{scale} {2**20} --loss-scale 8"))
 
 
 def test_yaml_settings_lie_between_defaults_and_command_line(tmp_path: Path) -> None:

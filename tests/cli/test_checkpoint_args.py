@@ -24,6 +24,7 @@ from megatron.dpp.cli.checkpoint_args import (
 from megatron.dpp.cli.checkpoint_files import Found
 from megatron.dpp.cli.files import check_start
 from megatron.dpp.errors import ConfigError, DataError
+from tests.harmful import Harmful
 
 MODEL = {
     "num_layers": 4,
@@ -55,6 +56,14 @@ def test_arguments_are_read_as_they_were(tmp_path: Path) -> None:
     assert {name: getattr(read, name) for name in RUN} == RUN
 
 
+def test_of_a_file_per_rank_the_first_is_read(tmp_path: Path) -> None:
+    for stage in (1, 0, 2):
+        folder = tmp_path / f"mp_rank_00_00{stage}"
+        folder.mkdir()
+        torch.save({"args": argparse.Namespace(stage=stage)}, folder / "model_optim_rng.pt")
+    assert saved_args(Found(tmp_path, 3)).stage == 0
+
+
 def test_reading_them_imports_no_torch(tmp_path: Path) -> None:
     saved_in(tmp_path)
     code = (
@@ -65,16 +74,6 @@ def test_reading_them_imports_no_torch(tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "4 False\n", result.stderr
-
-
-class Harmful:
-    """Would write a file when it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self._path,)
 
 
 @pytest.mark.parametrize("name", ["common.pt", "mp_rank_00/model_optim_rng.pt"])
@@ -93,7 +92,7 @@ def test_a_file_that_would_run_code_is_refused_before_processes_start(
         archive.writestr("it/data.pkl", pickle.dumps({"args": Harmful(tmp_path / "made")}))
     files.commit(tmp_path, 3)
     act = take_checkpoint_args if "--use-checkpoint-args" in flags else check_start
-    rule = rf"iter_0000003/{name}: asks for pathlib\.Path\.touch, which is not run"
+    rule = rf"iter_0000003/{name}: asks for (posix|nt)\.mkdir, which is not run"
     with pytest.raises(DataError, match=rule) as error:
         act(parse_args(["--load", str(tmp_path), *flags]))
     assert "\n" not in str(error.value) and "unreadable" not in str(error.value)
@@ -214,3 +213,10 @@ def test_a_pretrained_model_may_be_of_another_run(tmp_path: Path) -> None:
                 check_start(args)
             args.finetune = True
         check_start(args)
+
+
+def test_an_optimizer_of_an_unknown_kind_passes() -> None:
+    saved = argparse.Namespace(**{k: v for k, v in RUN.items() if "optimizer" not in k})
+    for distributed in (False, True):
+        args = argparse.Namespace(**RUN | {"use_distributed_optimizer": distributed})
+        check_optimizer(args, saved, Path("x"))

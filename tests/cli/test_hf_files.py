@@ -132,6 +132,20 @@ def test_another_tokenizer_is_refused(name: str, tmp_path: Path) -> None:
     assert f"its tokenizer is not {other}: 'b' is 0 there, 1 in {name}" in str(error.value)
 
 
+def test_tokens_that_were_added_count_too(tmp_path: Path) -> None:
+    folder, words = make(tmp_path / "there", "llama")
+    content = {"model": {"vocab": {"a": 0}}, "added_tokens": [{"content": "<end>", "id": 2}]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    mine = tmp_path / "mine.json"
+    for end, right in ((2, True), (1, False)):
+        mine.write_text(json.dumps({"a": 0, "<end>": end}))
+        if right:
+            check(words, "--load-hf", folder, "--vocab-file", mine)
+            continue
+        with pytest.raises(DataError, match=r"'<end>' is 1 there, 2 in tokenizer\.json"):
+            check(words, "--load-hf", folder, "--vocab-file", mine)
+
+
 def test_a_vocabulary_beside_sentence_pieces_is_refused(tmp_path: Path) -> None:
     folder, words = make(tmp_path / "there", "llama")
     (folder / "tokenizer.model").touch()

@@ -118,6 +118,13 @@ def test_buckets_that_cannot_be_are_refused(changes: dict[str, Any], said: str) 
         _check_buckets(argparse.Namespace(**{**values, **changes}))
 
 
+def test_a_packed_row_holds_what_the_longest_document_is_cut_to(chats: Path) -> None:
+    cut = {"seq_length": 50, "overlong": "cut", "packing": "ffd"}
+    checked(chats, **cut, packing_budget=50)
+    with pytest.raises(ConfigError, match=r"--packing-budget 49 is below .*, 50 tokens"):
+        checked(chats, **cut, packing_budget=49)
+
+
 def test_geometric_buckets_grow_by_the_root_of_two() -> None:
     geometric = DppConfig(length_buckets="geometric")
     found = geometric.buckets(16384)

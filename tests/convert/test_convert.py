@@ -18,11 +18,12 @@ from megatron.dpp.cli.checkpoint_files import find
 from megatron.dpp.commands.convert import main
 from megatron.dpp.convert.checkpoint import Stored
 from megatron.dpp.convert.folder import Folder, Shards
-from megatron.dpp.convert.to_hf import to_hf
+from megatron.dpp.convert.to_hf import _checked, to_hf
 from megatron.dpp.convert.to_megatron import to_megatron
 from megatron.dpp.errors import DataError
-from megatron.dpp.models import entries, num_parameters, read_config
+from megatron.dpp.models import Entry, Part, entries, num_parameters, read_config
 from tests.convert import tiny
+from tests.harmful import Harmful
 
 FAMILIES = tuple(tiny.MODELS)
 
@@ -170,16 +171,6 @@ def test_a_file_may_be_as_large_as_asked_and_a_large_tensor_has_its_own(
         }
 
 
-class Harmful:
-    """Would write a file when it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self._path,)
-
-
 def test_reading_a_checkpoint_runs_nothing_that_it_names(tmp_path: Path) -> None:
     torch.save(Harmful(tmp_path / "made"), tmp_path / "shard")
     stored: Any = object.__new__(Stored)
@@ -309,6 +300,14 @@ def test_names_without_prefix_and_buffers_are_read(
             assert torch.equal(tensor, tensors[part.name])
 
 
+def test_tied_output_weights_may_be_saved_too(made: Callable[[str], Path], tmp_path: Path) -> None:
+    source = shutil.copytree(made("qwen2"), tmp_path / "tied")
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors")
+    assert "lm_head.weight" not in Folder(source).dtypes
+
+
 def test_notes_name_what_is_not_mapped(made: Callable[[str], Path], tmp_path: Path) -> None:
     source = shutil.copytree(made("mistral"), tmp_path / "noted")
     edit(source, sliding_window=16, attention_dropout=0.5)
@@ -368,3 +367,37 @@ def test_a_padded_vocabulary_is_read_from_the_parts_of_several_ranks() -> None:
     stored._chunks = {("k", ()): parts[1:]}
     with pytest.raises(DataError, match="x: k is not whole"):
         stored.read(entry)
+
+
+def holding(*keys: str) -> Any:
+    """A checkpoint of these tensors, 2 x 3."""
+    stored: Any = object.__new__(Stored)
+    stored._path = Path("x")
+    stored._tensors = {key: SimpleNamespace(size=(2, 3)) for key in keys}
+    return stored
+
+
+def test_twins_are_read_once_and_nothing_may_be_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = Part("w", (2, 3))
+    first, twin = (
+        Entry(key, (), (), (2, 3), (part,), rule="same", twin=key == "b", by_vocab=False)
+        for key in "ab"
+    )
+    monkeypatch.setattr("megatron.dpp.convert.to_hf.entries", lambda *_: [first, twin])
+    config: Any = SimpleNamespace(family="f", sizes=None)
+    assert _checked(holding("a", "b"), config) == [first]
+    assert _checked(holding("a", "optimizer.state"), config) == [first]
+    assert _checked(holding("b"), config) == [twin]
+    with pytest.raises(DataError, match="x: holds c, which f does not have"):
+        _checked(holding("a", "c"), config)
+
+
+def test_a_checkpoint_has_the_type_that_was_asked_for(
+    made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = made("qwen2")
+    to_megatron(source, tmp_path / "ours", dtype=torch.bfloat16, progress=lambda _: None)
+    stored = Stored(tmp_path / "ours" / "release")
+    folder = Folder(source)
+    entry = next(each for each in folder.entries() if each.rule == "same")
+    assert torch.equal(stored.read(entry), folder.read(entry)[0].to(torch.bfloat16))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.inference.losses import Document, check_windows, windows
+from megatron.dpp.inference.generate import check_lengths
+from megatron.dpp.inference.losses import Document, _batches, check_windows, windows
 from megatron.dpp.inference.sampling import Chooser, Sampling
 
 LOGITS = torch.tensor([[0.5, 0.1, 0.25, 0.15]]).log()
@@ -44,6 +45,26 @@ def test_draws_follow_the_probabilities() -> None:
 )
 def test_only_the_likeliest_are_drawn(rule: dict[str, Any], kept: set[int]) -> None:
     assert set(drawn(**rule)) == kept
+
+
+def test_what_is_left_keeps_its_proportions() -> None:
+    found = drawn(top_p=0.8)
+    for token, share in ((0, 0.5), (2, 0.25), (3, 0.15)):
+        assert found[token] / 1000 == pytest.approx(share / 0.9, abs=0.04)
+
+
+def test_a_prompt_leaves_room_for_a_token() -> None:
+    check_lengths([[1], [1, 2, 3]], 4)
+    with pytest.raises(DataError, match="prompt 2: 4 tokens, and the model has 4 positions"):
+        check_lengths([[1], [1, 2, 3, 4]], 4)
+    with pytest.raises(DataError, match="prompt 1: empty"):
+        check_lengths([[]], 4)
+
+
+def test_windows_are_read_together_while_there_is_room() -> None:
+    pieces = list(windows(Document(range(8)), 2, 1)) + list(windows(Document(range(3)), 3, 1))
+    batches = [[len(piece.ids) for piece in batch] for batch in _batches(pieces, 4)]
+    assert batches == [[2, 2], [2, 2], [2, 2], [2], [3]]
 
 
 def test_draws_depend_on_seed_and_number_alone() -> None:

@@ -15,6 +15,7 @@ from megatron.dpp.commands.model_source import chat_encoder, exported, find_sour
 from megatron.dpp.convert.to_hf import to_hf
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.inference import by_megatron, engine
+from megatron.dpp.inference.by_megatron import megatron_engine
 from megatron.dpp.inference.by_transformers import TransformersEngine
 from megatron.dpp.inference.losses import Document, total_loss
 from megatron.dpp.models.weights import loaded_bytes
@@ -125,6 +126,26 @@ def test_memory_of_the_last_batch_is_free(tmp_path: Path, monkeypatch: pytest.Mo
     assert rows == [16, 16, 8]
     for one, other in zip(whole, cut, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(("family", "groups"), [("llama", 2), ("gpt2", 4)])
+def test_keys_and_values_of_all_layers_are_counted_and_padding_has_no_logits(
+    family: str, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.make(family, tmp_path / "model")
+    with megatron_engine(folder, vocabulary=50, device="cpu") as model:
+        asked: list[int] = []
+        monkeypatch.setattr(by_megatron, "check_room", lambda needed, *_: asked.append(needed))
+        assert model.begin([[5, 7], [6]], 9).shape == (2, 50)
+        assert asked == [2 * 9 * (2 * groups * 8 * 4) * 4]  # heads of 8, 4 layers, fp32
+
+
+def test_a_device_that_is_there_decides_the_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there, dtype in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert (engine.default_dtype("auto"), engine.default_dtype("cpu")) == (dtype, "float32")
+    with pytest.raises(ConfigError, match="--device cuda: PyTorch sees no GPU here"):
+        engine.default_dtype("cuda")
 
 
 def test_memory_that_pytorch_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from megatron.dpp.launch.resolve import Setting, base_flags
 from megatron.dpp.launch.settle import shape_from
 from megatron.dpp.launch.start import prepare
 from megatron.dpp.plan.estimate import estimate
+from megatron.dpp.plan.shape import RunShape
 from tests.launch.test_train import H200
 
 
@@ -88,3 +92,79 @@ def test_auto_lays_no_tensor_parallel_group_across_nodes() -> None:
     plain = dataclasses.replace(plain, model=dataclasses.replace(plain.model, num_heads=96))
     layouts = [layout for layout, _ in auto._layouts(options, flags, two_of_six, plain)]
     assert {layout.tensor for layout in layouts} == {1, 2, 3, 6}
+
+
+# One layout at a time -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain() -> RunShape:
+    """12 sequences of a model of 8 layers."""
+    options, rest = cli.parse(["--mode", "auto", "--model", "sample", "--batch-size", "12"])
+    flags = base_flags(options, [*rest, "--padded-vocab-size", "2048"], H200)
+    flags |= prepare("gpt", None, flags).flags
+    return _plain(options, flags, H200)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro", "static", "microbatches"),
+    [
+        ({}, 3, False, 1), ({}, 2, False, None),
+        ({"pipeline": 2, "chunks": 2}, 2, False, 3), ({"pipeline": 2, "chunks": 2}, 2, True, None),
+        ({"pipeline": 2}, 2, True, 3), ({"pipeline": 4}, 4, False, None),
+    ],
+)  # fmt: skip
+def test_a_batch_is_dealt_out_to_replicas_and_filled_pipelines(
+    plain: RunShape, sizes: dict[str, int], micro: int, static: bool, microbatches: int | None
+) -> None:
+    setting = dataclasses.replace(H200, per_node=4)
+    form = auto.Form(layout=Layout(**sizes), shard="none", spread=False, micro_batch=micro)
+    shape = auto.shape_with(plain, setting, form, static=static)
+    assert (shape and shape.num_microbatches) == microbatches
+    assert shape is None or shape.global_batch == 12
+
+
+def candidate(shard: str, recompute: str = "none", *flags: str, **sizes: int) -> auto.Candidate:
+    more: Any = {"estimate": None, "resolved": SimpleNamespace(flags=flags)}
+    return auto.Candidate(
+        layout=Layout(**sizes), shard=shard, spread=False, recompute=recompute, micro_batch=2,
+        planned=False, least_seconds=1.0, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("made", "parts", "words"),
+    [
+        (candidate("none"), 0, "--mode simple"),
+        (candidate("parameters"), 3, "--mode zero --zero-stage 3"),
+        (candidate("none", "full"), 1, "--mode simple --recompute full"),
+        (candidate("none", tensor=2), 1, "--mode 3d --tp 2 --pp 1"),
+        (candidate("none", pipeline=2), 1, "--mode 3d --tp 1 --pp 2 --no-dpp"),
+        (candidate("optimizer", "full", "--use-dpp", tensor=2, pipeline=2, chunks=2), 5,
+         "--mode 3d --tp 2 --pp 2 --chunks 2 --use-distributed-optimizer --recompute full"),
+    ],
+)  # fmt: skip
+def test_each_part_of_a_layout_counts_and_is_an_option(
+    made: auto.Candidate, parts: int, words: str
+) -> None:
+    assert (made.parts, made.command()) == (parts, f"{words} --micro-batch-size 2")
+    assert made.least_cost == pytest.approx(1.0 + 0.02 * parts)
+
+
+def test_ranks_that_share_a_sequence_may_share_an_optimizer() -> None:
+    two = dataclasses.replace(H200, per_node=2)
+    assert auto._shards(Layout(), two) == ("none", "optimizer", "parameters")
+    assert auto._shards(Layout(context=2), two) == ("none", "optimizer")
+    assert auto._shards(Layout(tensor=2), two) == ("none",)
+
+
+@pytest.mark.parametrize(("need", "gpus"), [(1.2, 16), (2.0, 16), (2.1, 24)])
+def test_the_devices_that_would_do_are_whole_nodes(
+    plain: RunShape, need: float, gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = dataclasses.replace(plain, num_microbatches=16, micro_batch=1, data=1)
+    usable = 0.92 * H200.device.memory_bytes
+    monkeypatch.setattr(auto, "_layouts", lambda *given: [(Layout(), False)])
+    monkeypatch.setattr(auto, "least_bytes", lambda shape: need * usable)
+    options = argparse.Namespace(no_dpp=False)
+    assert f"about --gpus {gpus}, " in auto.why_nothing_fits(options, {}, H200, plain)

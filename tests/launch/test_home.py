@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.launch import home
 from megatron.dpp.launch.home import check_home, flags_of_home, make_home
 from megatron.dpp.locks import LOCK_NAME, lock_directory
 from megatron.dpp.train.job import _link_trace
@@ -59,6 +61,25 @@ def test_the_log_holds_what_is_printed_and_streams_stay_apart(tmp_path: Path) ->
     assert ran.stdout.splitlines() == [str(number) for number in range(1, 20001)]
     assert ran.stderr == "wrong\n"
     assert sorted(log.read_text().split()) == sorted([*ran.stdout.split(), "wrong"])
+
+
+def test_a_reader_that_takes_little_at_a_time_gets_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"a long line\n")
+    os.close(write_end)
+    taken: list[bytes] = []
+
+    def write(stream: int, data: bytes) -> int:
+        taken.append(data[:5])
+        return len(taken[-1])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(home, "os", SimpleNamespace(read=os.read, write=write))
+        home._copy({read_end: 1}, tmp_path / "log")
+    os.close(read_end)
+    assert b"".join(taken) == (tmp_path / "log").read_bytes() == b"a long line\n"
 
 
 def test_checkpoints_go_into_the_directory_where_an_interval_asks_for_them(tmp_path: Path) -> None:
@@ -179,9 +200,9 @@ def test_a_trace_in_the_directory_has_the_earlier_name_too(
     monkeypatch.chdir(tmp_path)
     args = argparse.Namespace(trace=True)
     name = "data-1-pipeline-2-tensor-2-dpp"
-    for home in ("one", "two"):
-        monkeypatch.setenv("RUN_DIR", str(tmp_path / home))
-        folder = tmp_path / home / "traces" / name
+    for folder_of_run in ("one", "two"):
+        monkeypatch.setenv("RUN_DIR", str(tmp_path / folder_of_run))
+        folder = tmp_path / folder_of_run / "traces" / name
         folder.mkdir(parents=True)
         _link_trace(args, folder)
         assert (tmp_path / "benchmark" / name).resolve() == folder

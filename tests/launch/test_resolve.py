@@ -85,3 +85,25 @@ def test_a_precision_that_a_file_of_megatrons_own_forbids_is_refused(tmp_path: P
     for asked in ("--fp32", "--fp16"):
         with pytest.raises(ConfigError, match=f"^{asked}: {path} says bf16, "):
             plan(f"--mode megatron --procs 1 --config {path} {asked}".split())
+
+
+@pytest.mark.parametrize(
+    ("words", "flag", "value"),
+    [
+        ("simple --lr 0.5", "--min-lr", 0.05),
+        ("simple --arch bert --model sample", "--seq-length", 128),
+        ("3d --pp 4 --batch-size 8 --model sample", "--micro-batch-size", 2),
+        ("3d --pp 4 --batch-size 16 --model sample", "--micro-batch-size", 4),
+        ("3d --pp 2 --chunks 2 --batch-size 12 --model sample --no-dpp", "--micro-batch-size", 1),
+    ],
+)
+def test_values_that_are_not_given_follow_from_others(words: str, flag: str, value: object) -> None:
+    found = plan(f"--mode {words} --procs 4 --dry-run --mock-data".split()).resolved.flags
+    assert found[flag] == value
+
+
+def test_a_static_pipeline_of_chunks_takes_whole_groups_of_microbatches() -> None:
+    words = "--mode 3d --procs 2 --pp 2 --chunks 2 --micro-batch-size 1 --batch-size 3 --dry-run"
+    with pytest.raises(ConfigError, match=r"1 replicas x 2 stages = 2; nearest possible: 4"):
+        plan([*words.split(), "--no-dpp"])
+    assert plan(words.split()).resolved.flags["--global-batch-size"] == 3

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.launch.flags import ROOT, Flags
-from megatron.dpp.launch.start import length_note, prepare
+from megatron.dpp.launch.start import describe_tokens, length_note, prepare
 from tests.cli.test_sequences import index
 
 BERT_VOCAB = {"--vocab-file": str(ROOT / "datasets_bert" / "vocab.txt")}
@@ -91,4 +91,16 @@ def test_a_note_compares_documents_with_the_longest(tmp_path: Path) -> None:
     flags = {"--sft": True, "--data-path": str(tmp_path / "x_chat_document"), "--seq-length": 100}
     (line,) = length_note(flags)
     assert "sequences of 100 tokens; these have 38 on average" in line and "38%" in line
+    (line,) = length_note({**flags, "--seq-length": 20})
+    assert "sequences of 20 tokens; these have 13 on average" in line and "65%" in line
     assert length_note({"--data-path": "x", "--seq-length": 100}) == []
+
+
+@pytest.mark.parametrize(("size", "count"), [(65498, 8), (65499, 4)])
+def test_tokens_of_a_large_vocabulary_have_four_bytes(
+    size: int, count: int, tmp_path: Path
+) -> None:
+    (tmp_path / "x.bin").write_bytes(bytes(16))
+    flags = {"--data-path": str(tmp_path / "x"), "--vocab-size": size}
+    told = describe_tokens({**flags, "--tokenizer-type": "NullTokenizer"})
+    assert f": {count} tokens, 0 of them unknown; vocabulary of {size + 1}" in told

@@ -479,7 +479,8 @@ def test_few_documents_leave_something_for_every_set(tmp_path: Path) -> None:
         chosen = split(documents)["--split"]
         check_split("mine", chosen, documents)
         assert (chosen == "949,50,1") == (documents == 1000)
-    assert (split(1)["--split"], split(1)["--eval-iters"]) == ("1,0,0", 0)
+    for documents in (1, 2):
+        assert split(documents).items() >= {"--split": "1,0,0", "--eval-iters": 0}.items()
     given = plan(["--procs", "2", "--split", "8,1,1"])
     assert given.resolved.flags["--split"] == "8,1,1"
     assert not given.own_split

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from megatron.dpp.cli.files import _check_ids
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.launch import vocabulary
 from megatron.dpp.launch.main import plan
 from megatron.dpp.launch.start import describe_tokens, prepare, run_preparation
 from megatron.dpp.launch.vocabulary import sample_vocabulary, tokenizer_flags
@@ -46,6 +48,28 @@ def test_a_tokenizer_is_trained_once_and_used(text: Path) -> None:
     assert data.preparation is not None
     run_preparation([sys.executable, *data.preparation])
     assert describe_tokens(data.flags).endswith("0 of them unknown; vocabulary of 280")
+
+
+def test_a_corpus_that_changed_gets_a_tokenizer_of_its_own(text: Path) -> None:
+    flags = tokenizer_flags("gpt", "train:257", text)
+    os.utime(text, (1, 1))
+    assert tokenizer_flags("gpt", "train:257", text) != flags
+    assert tokenizer_flags("gpt", "train:258", text) != flags
+
+
+def test_gpt2_is_the_pair_with_all_its_tokens(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vocabulary, "_HUB", tmp_path / "hub")
+    monkeypatch.chdir(tmp_path)
+    (text.parent / "merges.txt").touch()
+    for count in (50256, 50257):
+        (text.parent / "vocab.json").write_text(json.dumps({str(n): n for n in range(count)}))
+        if count == 50257:
+            assert tokenizer_flags("gpt", "gpt2", text)["--vocab-file"].endswith("vocab.json")
+            continue
+        with pytest.raises(DataError, match=r"\(50,257 tokens\) are in none of"):
+            tokenizer_flags("gpt", "gpt2", text)
 
 
 def test_numbers_of_a_vocabulary_are_those_of_a_command_line(tmp_path: Path) -> None:

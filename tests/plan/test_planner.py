@@ -2,19 +2,25 @@
 
 import dataclasses
 import json
+import math
+import statistics
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.dpp.commands.plan import main
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.plan import times as plan_times
 from megatron.dpp.plan.device import known_gpu
 from megatron.dpp.plan.layer_patterns import layout_stages
 from megatron.dpp.plan.memory import layer_bytes
-from megatron.dpp.plan.model_costs import ModelCosts, PartCosts, _check_fit, from_measured
+from megatron.dpp.plan.model_costs import ModelCosts, PartCosts, _check_fit, _spread, from_measured
 from megatron.dpp.plan.planner import Planner, from_run
+from megatron.dpp.plan.recorded import cost_file, recorded
 from megatron.dpp.plan.shape import LayerLayout, ModelShape, RunShape
 from megatron.dpp.plan.times import collective_seconds, planning_costs
 from megatron.dpp.schedule import Kind
+from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.measured import parse_costs
 
 LAYER = PartCosts((1.0, 1.0, 1.0), activation_bytes=10.0, state_bytes=100.0)
@@ -356,3 +362,68 @@ def test_a_run_whose_tasks_take_no_time_is_refused(capsys, tmp_path):
     data["stages"][1]["activation_bytes"] = -1
     with pytest.raises(DataError, match="activation_bytes -1"):
         parse_costs(data, "run")
+
+
+def test_the_spread_of_times_counts_both_sides_of_their_median():
+    logs = (-8.0, -6.0, -4.0, -2.0, 0.0, 1.0, 2.0, 3.0, 4.0)
+    measured = SimpleNamespace(tasks=[[[math.exp(log) for log in logs]]])
+    assert _spread(measured) == pytest.approx((2.5 + 5.0) / 1.349)
+    measured.tasks[0][0].pop()
+    measured.tasks[0][0].pop()
+    assert _spread(measured) == 0.0, "seven samples tell nothing"
+
+
+def test_every_task_has_the_overhead_of_its_own_rank():
+    tasks = {kind: [[1.0]] * 4 for kind in Kind}
+    run = SimpleNamespace(
+        shape=SimpleNamespace(num_ranks=2, num_chunks=2, num_microbatches=1), overhead=[0.5, 0.25],
+        split=True, num_pieces=3, tasks=tasks, hops=[[0.1]] * 3, window=9.0, dynamic=True,
+    )  # fmt: skip
+    stages = cost_file([run])["stages"]
+    assert [stage["F"] for stage in stages] == [[1.5], [1.25]] * 2
+    assert [stage["W"] for stage in stages] == [[2.5], [1.75]] * 2
+
+
+@pytest.mark.parametrize(
+    ("backward", "weights", "kept"),
+    [(2, 2, True), (2, 0, True), (2, 1, False), (1, 2, False)],
+)
+def test_an_iteration_without_all_its_tasks_gives_no_costs(
+    backward: int, weights: int, kept: bool
+) -> None:
+    counts = {"F": 2, "B": backward, "W": weights}
+    kinds = {kind: dict.fromkeys(range(count), 10**9) for kind, count in counts.items()}
+    job = SimpleNamespace(num_chunks=1, schedule="dpp")
+    ran = SimpleNamespace(tasks={(3, 0): kinds}, orders={3: [("F", 0, 0)]})
+    times = SimpleNamespace(ranks={3: SimpleNamespace(idle={})}, window=10**9, total=10**9)
+    found = recorded(job, [3], ran, {}, times)
+    assert (found is not None) == kept
+    if found:
+        assert found.tasks[2] == [[1.0] * 2 if weights else [0.0] * 2]
+        assert found.split == (weights > 0)
+
+
+def test_times_that_vary_keep_their_mean():
+    parts = model(sigma=1.0)
+    times = parts.costs(Shape(1, 1, 40_000), [16], seed=1).durations[0][0]
+    assert statistics.fmean(times) == pytest.approx(parts.stage_times([16], Kind.F)[0], rel=0.05)
+    assert min(times) < max(times) / 10
+
+
+def test_no_rank_begins_before_its_first_input_can_come():
+    parts = model(head=0.0, num_layers=6)
+    planner = Planner(dataclasses.replace(parts, hop=0.25), 3, 2)
+    forward, *rest = (planner._stage_times((2, 2, 2))[kind] for kind in range(3))
+    each = [sum(times) for times in zip(forward, *rest, strict=True)]
+    begins = [0.0, forward[0] + 0.25, forward[0] + forward[1] + 0.5]
+    expected = max(b + 2 * e for b, e in zip(begins, each, strict=True))
+    assert planner.least_seconds(LayerLayout(3, (2, 2, 2))) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("pipeline", "head", "replayed"), [(1, 0.0, True), (1, 9.0, False),
+                                                            (2, 9.0, True)])  # fmt: skip
+def test_the_head_counts_where_it_is_in_the_only_chunk(monkeypatch, pipeline, head, replayed):
+    monkeypatch.setattr(plan_times, "_launches", lambda *_: (1.0, 1.0, 1.0))
+    monkeypatch.setattr(plan_times, "_paced", lambda shape, layer, least: least)
+    shape = SimpleNamespace(graphs="auto", num_layers=1, pipeline=pipeline, chunks=1)
+    assert plan_times._replays(shape, None, (0.0,) * 3, (head, 0.0, 0.0)) == replayed

@@ -5,7 +5,8 @@ and delays weight gradients as Transformer Engine 2.8 does: a queue per module, 
 that takes the oldest entry and overwrites ``grad``, hooks handed over by
 DistributedDataParallel, ``is_first_microbatch`` captured with an entry, and a meaningless gradient
 where the weight's own is added to ``main_grad`` directly (NaN here, so that nobody reads it). One
-tensor-parallel rank only. ``install()`` goes before the first import of megatron-core.
+tensor-parallel rank only. Its optimizers and kernels want a GPU, as the package's.
+``install()`` goes before the first import of megatron-core.
 """
 
 from __future__ import annotations
@@ -165,6 +166,32 @@ def _nothing(name: str) -> type:
     return type(name, (), {})
 
 
+def _kernel(*_: Any, **__: Any) -> None:
+    raise RuntimeError("CUDA error: no CUDA-capable device is detected")
+
+
+class _Fused(torch.optim.Optimizer):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+
+    step = _kernel  # type: ignore[assignment]
+
+
+def _apply(op: Callable[..., Any], buffer: Any, lists: Any, *arguments: Any) -> Any:
+    return op(2048 * 32, buffer, lists, *arguments)
+
+
+def _install_kernels() -> None:
+    scales = dict.fromkeys(("multi_tensor_l2norm", "multi_tensor_scale",
+                            "multi_tensor_scale_tensor"), _kernel)  # fmt: skip
+    optimizers = {"FusedAdam": _Fused, "FusedSGD": type("FusedSGD", (_Fused,), {})}
+    name = "transformer_engine.pytorch.optimizers"
+    _module(name, multi_tensor_applier=_apply, **scales, **optimizers)
+    _module("transformer_engine.pytorch.cpp_extensions", general_gemm=_kernel)
+    _module("transformer_engine.pytorch.module")
+    _module("transformer_engine.pytorch.module.base", get_workspace=_kernel)
+
+
 def install(version: str = VERSION) -> None:
     """Let ``import transformer_engine`` find the stand-in. Call once per process."""
     _module("transformer_engine", __version__=version)
@@ -196,3 +223,4 @@ def install(version: str = VERSION) -> None:
         FP8GlobalStateManager=_nothing("FP8GlobalStateManager"),
         fp8_autocast=_nothing("fp8_autocast"),
     )
+    _install_kernels()

@@ -32,7 +32,12 @@ Read = Callable[[str], str | None]
 """Text of a file under ``megatron/core``; None if there is none."""
 
 
-@pytest.mark.parametrize("key", sorted({entry.key for entry in TABLE}))
+def keys_of(version: str) -> list[str]:
+    """The keys of the names that a version has."""
+    return sorted({entry.key for entry in TABLE if entry.is_of(version)})
+
+
+@pytest.mark.parametrize("key", keys_of(compat.VERSION))
 def test_the_installed_version_has_every_name_as_the_table_says(key: str) -> None:
     if form_of(key).module.startswith("transformer_engine"):
         pytest.importorskip("transformer_engine.pytorch")
@@ -60,7 +65,7 @@ def test_other_versions_have_every_name_as_the_table_says(archive: Path | None) 
         line.split(" = ") for line in texts["package_info.py"].splitlines() if " = " in line
     )
     version = ".".join(numbers[part] for part in ("MAJOR", "MINOR", "PATCH"))
-    forms = [form_of(key, version) for key in sorted({entry.key for entry in TABLE})]
+    forms = [form_of(key, version) for key in keys_of(version)]
     faults = [fault(texts.get, form) for form in forms]
     assert [text for text in faults if text] == []
 
@@ -163,7 +168,7 @@ def test_every_entry_is_needed_where_it_says(entry: PrivateName) -> None:
 def test_forms_of_one_name_follow_each_other() -> None:
     for key in {entry.key for entry in TABLE}:
         forms = [entry for entry in TABLE if entry.key == key]
-        assert forms[0].since == compat.OLDEST and not forms[-1].until
+        assert compat.has(key, forms[0].since) and not forms[-1].until
         for one, other in itertools.pairwise(forms):
             assert one.until == other.since
 
@@ -205,6 +210,12 @@ def test_a_name_may_have_another_name_in_a_newer_version() -> None:
     key = "dist_checkpointing.strategies.filesystem_async:_get_write_results_queue"
     names = [form_of(key, version).name for version in ("0.16.1", "0.17.0", "0.20.0")]
     assert names == ["_get_write_results_queue", *["get_write_results_queue"] * 2]
+
+
+def test_a_name_may_have_come_with_a_newer_version() -> None:
+    later = {entry.key for entry in TABLE} - set(keys_of(compat.OLDEST))
+    assert later == {"optimizer.clip_grads:multi_tensor_scale_tensor_impl"}
+    assert all(compat.has(key, "0.17.0") and not compat.has(key, "0.16.1") for key in later)
 
 
 def test_a_form_ends_with_the_version_that_has_the_next() -> None:
@@ -266,3 +277,15 @@ def test_what_experts_make_once_per_process_on_the_cpu_is_gone_after_it() -> Non
         assert dispatcher.cuda_dtoh_stream is None
         dispatcher.cuda_dtoh_stream = torch.cuda.Stream()
     assert dispatcher.cuda_dtoh_stream is before
+
+
+def test_kernels_of_transformer_engine_and_apex_are_not_used_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """megatron-core binds them where they are installed; they want a GPU."""
+    names = cpu._without_kernels()
+    for name in names:
+        monkeypatch.setattr(*compat.resolve(name), "a kernel", raising=False)
+    with contextlib.closing(cpu.install()):
+        assert {name: compat.lookup(name) for name in names} == names
+    assert {compat.lookup(name) for name in names} == {"a kernel"}

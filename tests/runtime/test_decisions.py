@@ -70,6 +70,15 @@ def test_a_slot_is_held_until_the_last_weight_gradient_has_run() -> None:
     assert held_after(scheduler, "0F0", "0B0", "0W0") == [1.0, 1.0, 0.0]
 
 
+def test_a_cap_is_said_once_however_many_calls_have_it() -> None:
+    said: list[str] = []
+    made = Decisions(DppConfig(activation_cap="1p"), said.append)
+    for _ in range(2):
+        made.scheduler(TRAINING, split=True)
+        made.renew()
+    assert [line for line in said if "may hold" in line] == said[:1] == said
+
+
 def test_an_evaluation_raises_no_static_cap() -> None:
     """The static schedule holds no activations there."""
     made = decisions(activation_cap="static")

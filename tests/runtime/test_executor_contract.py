@@ -417,6 +417,39 @@ def test_the_work_of_a_rank_is_three_forwards_per_microbatch(
     assert done == pytest.approx(2 * 3)
 
 
+@pytest.mark.parametrize("injects", [False, True])
+def test_the_hosts_own_time_is_that_outside_of_tasks_and_delays(
+    monkeypatch: pytest.MonkeyPatch, injects: bool
+) -> None:
+    now = 0
+
+    def takes(nanoseconds: int, function: Any) -> Any:
+        def timed(*given: Any) -> Any:
+            nonlocal now
+            now += nanoseconds
+            return function(*given)
+
+        return timed
+
+    monkeypatch.setattr(
+        "megatron.dpp.runtime.executor.time",
+        SimpleNamespace(monotonic_ns=time.monotonic_ns, perf_counter_ns=lambda: now),
+    )
+    timer, injected = HostTimer(), Injected()
+    injected.factor = takes(50_000, injected.factor)  # type: ignore[method-assign]
+    topology = Topology((0,), 0, 1)
+    runner = Arithmetic(topology)
+    runner.forward = takes(1_000, runner.forward)  # type: ignore[method-assign]
+    runner.backward = takes(1_000, runner.backward)  # type: ignore[method-assign]
+    executor = rank_of(
+        FakeNetwork([]), Geometry(1, 0, 1, 3), runner, topology=topology, timer=timer,
+        injector=injected if injects else None,
+    )  # fmt: skip
+    executor._decider.next = takes(7, executor._decider.next)  # type: ignore[method-assign]
+    executor.run()
+    assert executor.overhead_ns == 6 * 7
+
+
 def test_a_rank_of_two_directions_counts_each_channel_for_itself() -> None:
     """The message that a stalled gradient lacks is that of its own channel."""
     network = network_of(0)

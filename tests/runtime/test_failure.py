@@ -153,6 +153,10 @@ def test_the_cause_is_told_without_what_it_meant_here() -> None:
     assert failure.reason(error) == "rank 1 (pid 7) died"
 
 
+def test_of_a_long_error_the_first_characters_are_told() -> None:
+    assert failure.reason(ValueError("x" * 300 + "\nmore")) == "ValueError: " + "x" * 200
+
+
 def test_an_error_of_our_own_is_not_replaced() -> None:
     with pytest.raises(KeyError), Opened() as schedule:
         schedule.network.kill(1)

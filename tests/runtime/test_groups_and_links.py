@@ -76,6 +76,22 @@ def test_a_rank_without_neighbours_in_its_tasks_decides_alone(ranks: Ranks) -> N
     assert not ranks.gathered
 
 
+def test_a_model_without_experts_joins_no_replicas_whatever_is_set_for_them(ranks: Ranks) -> None:
+    found = ranks.of(
+        Group(6), CP, expert_tensor_parallel_size=2, expert_model_parallel_size=2, balanced=True
+    )
+    assert found == StageGroup() and not ranks.gathered
+
+
+def test_a_rank_that_shares_experts_with_nobody_decides_alone(ranks: Ranks) -> None:
+    stage = Group(4, 6)
+    found = ranks.of(
+        Group(6), CP, num_moe_experts=4, expert_model_parallel_size=2, tp_ep=Group(6),
+        tp_dp_cp=stage,
+    )  # fmt: skip
+    assert found.ranks == () and found.one_replica
+
+
 @pytest.mark.parametrize(("tensor", "context"), [(TP, CP), (Group(6), Group(6, 7))])
 def test_tensor_and_context_ranks_follow_the_lowest(
     ranks: Ranks, tensor: Group, context: Group

@@ -36,11 +36,16 @@ class Around:
         self.given: list[dict[str, Any]] = []
         self.model = torch.nn.Identity()
         patch = monkeypatch.setattr
-        patch(static, "pipeline_of", lambda *_: Topology(tuple(range(ranks)), 0, 1))
+        patch(static, "pipeline_of", lambda *_: Topology(tuple(range(ranks)), ranks - 1, 1))
         patch(static, "get_model_config", lambda _: self.config)
         patch(static, "get_forward_backward_func", lambda: self._run)
         patch(static, "refuse_delayed", lambda chunks, why: self.told.append(why))
-        patch(static.TaskRng, "wrap", lambda own, f, chunks, number: f"{f} seeded {number}")
+        patch(static.TaskRng, "wrap", self._wrap)
+
+    @staticmethod
+    def _wrap(own: Any, function: str, chunks: Any, number: int) -> str:
+        assert (own._seed, own._num_ranks, own._rank) == (1, 2, 1), "as of the dynamic schedule"
+        return f"{function} seeded {number}"
 
     def _run(self, **keywords: Any) -> list[str]:
         self.given.append(keywords)

@@ -212,6 +212,25 @@ def test_before_two_sizes_were_seen_durations_are_proportional(device: Device) -
     assert timer.pause() == pytest.approx(0.25)
 
 
+def test_a_longer_microbatch_is_never_expected_to_be_faster(device: Device) -> None:
+    """Noise makes durations shrink with the size at times."""
+    timer = DeviceTimer(0.0)
+    for size, seconds in ((0.5, 4.0), (1.0, 2.0), (0.5, 4.0), (1.0, 2.0)):
+        device.seconds = seconds
+        timer.begin()
+        timer.launched(KEY, size)
+        device.now += 10.0
+        timer.pause()
+    left = []
+    for size in (0.25, 1.0):
+        timer.begin()
+        timer.launched(KEY, size)
+        left.append(timer.pause())
+        timer._running.clear()
+        device.now += 10.0
+    assert left == pytest.approx([timer.durations[KEY]] * 2)
+
+
 def test_launching_is_judged_by_the_chunk_that_waits_for_it_most(device: Device) -> None:
     """Long kernels of an output layer do not hide that the other layers are launch-bound."""
     device.overlaps = True

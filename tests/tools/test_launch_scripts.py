@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import yaml
 
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.launch import job, scripts
+from megatron.dpp.launch import job, nodes, scripts
 from megatron.dpp.launch.start import Data
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,6 +88,89 @@ def test_hardware_queues(
         job.launch(job.Job(per_node=2), "python", "pretrain_gpt.py", flags.split())
     assert started[0]["CUDA_DEVICE_MAX_CONNECTIONS"] == queues
     assert started[0]["PYTHONPATH"].startswith(str(ROOT))
+
+
+def test_an_interface_that_the_environment_names_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def become(python: str, words: list[str], env: dict[str, str]) -> None:
+        raise Started(env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"])
+
+    monkeypatch.setattr(os, "execvpe", become)
+    monkeypatch.setattr(job, "check", lambda *_: None)
+    found = {"GLOO_SOCKET_IFNAME": "found", "NCCL_SOCKET_IFNAME": "=found"}
+    monkeypatch.setattr(job, "meet", lambda _: found)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    for name in ("NCCL_SOCKET_IFNAME", "DRY_RUN", "RUN_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(Started) as started:
+        job.launch(job.Job(per_node=2, num_nodes=2), "python", "pretrain_gpt.py", [])
+    assert started.value.args == ("mine", "=found")
+
+
+@pytest.mark.parametrize(
+    ("ips", "own"), [("a b c d e f", ["c", "d"]), ("a b c", ["b"]), ("", [])]
+)  # fmt: skip
+def test_a_node_takes_its_own_addresses(
+    ips: str, own: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def interface(master: str, own: list[str]) -> tuple[str, str]:
+        asked.append(list(own))
+        return "10.0.0.2", "eth0"
+
+    monkeypatch.setattr(job, "own_interface", interface)
+    found = job.use_interface(job.Job(per_node=2, num_nodes=3, node_rank=1, ips=tuple(ips.split())))
+    assert asked == [own]
+    assert found["GLOO_SOCKET_IFNAME"] == "eth0" and ("NCCL_SOCKET_IFNAME" in found) == bool(ips)
+
+
+def test_a_job_is_what_the_environment_says() -> None:
+    alone = {"GPUS_PER_NODE": "3"}
+    assert job.find_job(alone).port is None
+    assert job.find_job({**alone, "MASTER_PORT": "7001"}).port == 7001
+    two = {**alone, "NUM_NODES": "2", "NODE_RANK": "1"}
+    for count in (2, 6):
+        ips = ",".join(f"10.0.0.{number}" for number in range(count))
+        assert len(job.find_job({**two, "NODE_IPS": ips}).ips) == count
+    for ips in ("10.0.0.1", "10.0.0.1,10.0.0.2,10.0.0.3"):
+        with pytest.raises(ConfigError, match=r"expected one per node \(2\) or one per rank \(6\)"):
+            job.find_job({**two, "NODE_IPS": ips})
+
+
+def test_slurm_stands_in_for_what_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_NTASKS": "16"}
+    ours = {"NUM_NODES": "2", "MASTER_ADDR": "host"}
+    found = nodes.find_nodes({**slurm, **ours})
+    assert (found.count, found.rank, found.master) == (2, 1, "host")
+    with pytest.raises(ConfigError, match="SLURM has 2 nodes and 16 tasks"):
+        nodes.find_nodes({**slurm, "NODE_RANK": "1", "MASTER_ADDR": "host"})
+    names = subprocess.CompletedProcess([], 0, "node-c\nnode-d\n")
+    monkeypatch.setattr(nodes, "shutil", SimpleNamespace(which=lambda name: name))
+    monkeypatch.setattr(nodes.subprocess, "run", lambda *_, **__: names)
+    assert nodes._first_host("node-[c-d]") == "node-c"
+
+
+@pytest.mark.parametrize(
+    ("given", "layers", "chunks"),
+    [
+        ({"PIPELINE_PARALLEL": "1"}, 8, 1), ({"PIPELINE_PARALLEL": "2"}, 8, 2),
+        ({"PIPELINE_PARALLEL": "3", "MODEL_CHUNKS": "1"}, 6, 1),
+        ({"PIPELINE_PARALLEL": "4"}, 16, 2),
+    ],
+)  # fmt: skip
+def test_a_sample_has_layers_for_every_stage(
+    given: dict[str, str], layers: int, chunks: int
+) -> None:
+    found = scripts.sample_settings("gpt", given, 0)
+    assert (int(found["NUM_LAYERS"]), int(found["MODEL_CHUNKS"])) == (layers, chunks)
+    assert int(found["GLOBAL_BATCH_SIZE"]) == 16 * int(given["PIPELINE_PARALLEL"])
+
+
+def test_an_empty_setting_is_not_set() -> None:
+    found = scripts.settings_of("gpt", "node", {"GPUS_PER_NODE": "2", "LR": ""}, sample=False)
+    assert found["LR"] == scripts.RECIPES["gpt"]["LR"] != ""
 
 
 @pytest.mark.parametrize("model", MODELS)

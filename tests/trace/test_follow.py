@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,3 +96,13 @@ def test_the_monitor_tells_a_dead_rank(tmp_path):
     assert done.returncode == 3
     states = [line.split()[1] for line in done.stdout.splitlines() if line[:5].strip().isdigit()]
     assert states == ["runs", "runs", "DEAD", "runs"]
+
+
+def test_an_iteration_is_shown_when_every_rank_has_finished_it(tmp_path):
+    run = FollowedRun(write(SLOW, tmp_path))
+    assert run.iterations() == []
+    for rank, numbers in enumerate([(4, 3, 1), (1, 2, 3)]):
+        own = [SimpleNamespace(number=number, rank=rank) for number in numbers]
+        run.files[tmp_path / str(rank)] = SimpleNamespace(iterations=own)
+    found = run.iterations()
+    assert [one.number for one in found] == [1, 3]

@@ -1,6 +1,7 @@
 """Runs of ``pretrain_gpt.py`` one after the other.
 
-Argument: a JSON file with their command lines.
+Arguments: a JSON file with their command lines; ``with-engine`` for the stand-in for Transformer
+Engine.
 """
 
 import json
@@ -61,4 +62,8 @@ def _forget() -> None:
 
 
 if __name__ == "__main__":
+    if "with-engine" in sys.argv:
+        from tests.runtime import te_double
+
+        te_double.install()
     sys.exit(run(Path(sys.argv[1])))

@@ -31,9 +31,12 @@ def train_each(
     runs: dict[str, str],
     data: str | None = None,
     timeout: float = 120,
+    *,
+    with_engine: bool = False,
 ) -> dict[str, Result]:
     """The runs in the order of ``runs``, which gives each one's flags beyond ``FLAGS`` and
-    ``data`` (default: a small corpus); ``DIR`` in them is ``folder``."""
+    ``data`` (default: a small corpus); ``DIR`` in them is ``folder``. ``with_engine`` puts the
+    stand-in for Transformer Engine into the environment."""
     if data is None:
         data = f"--data-path {_write_tokens(folder / 'tokens')} {SPLIT}"
     lines = [
@@ -42,7 +45,9 @@ def train_each(
     ]
     path = folder / "command_lines.json"
     path.write_text(json.dumps(lines))
-    run_ranks(Path(__file__).with_name("runs_worker.py"), num_ranks, [str(path)], timeout=timeout)
+    worker = Path(__file__).with_name("runs_worker.py")
+    words = [str(path), *["with-engine"] * with_engine]
+    run_ranks(worker, num_ranks, words, timeout=timeout, fresh=with_engine)
     return {name: read(folder / f"{name}.jsonl") for name in runs}
 
 

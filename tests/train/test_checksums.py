@@ -14,6 +14,7 @@ import pytest
 from megatron.dpp.cli import checkpoint_files as files
 from megatron.dpp.cli import checksums
 from megatron.dpp.errors import DataError
+from megatron.dpp.train import saving
 from tests.train.several import train_each
 from tests.train.test_full_disk import run
 
@@ -34,6 +35,14 @@ def named_and_checked(path: Path) -> None:
     sums = checksums.read(path)
     assert sums is not None
     checksums.check(path, sums, list(sums))
+
+
+def test_a_rank_notes_the_files_that_it_wrote_and_no_others(tmp_path: Path) -> None:
+    for name in ("__1_0.distcp", "__1_1.distcp", "__10_0.distcp", "__0_1.distcp", "common.pt"):
+        (tmp_path / name).write_text(name)
+    saving.note_shards(tmp_path, 1)
+    (note,) = tmp_path.glob(".checksums-*")
+    assert sorted(json.loads(note.read_text())) == ["__1_0.distcp", "__1_1.distcp"]
 
 
 def test_100_checkpoints_with_one_flipped_bit_are_refused_by_name(tmp_path: Path) -> None:

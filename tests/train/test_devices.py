@@ -6,13 +6,17 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.run_config import RunConfig
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.train.configs import settled
 from megatron.dpp.train.initialize import expand_segments, may_expand
+from tests.train.several import corpus, train_each
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -39,6 +43,42 @@ def test_a_cpu_rotates_without_transformer_engine(monkeypatch: pytest.MonkeyPatc
     """Its kernel would read the memory of the CPU as the GPU's."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
     assert not on_cpu("--position-embedding-type", "rope").apply_rope_fusion
+
+
+def test_a_cpu_that_is_found_late_refuses_kernels_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And takes megatron-core's own generators."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    flags = ["--device", "auto", "--te-rng-tracker", "--transformer-impl"]
+    with pytest.raises(ConfigError, match=r"transformer_engine needs .* this run is on the CPU"):
+        on_cpu(*flags, "transformer_engine")
+    assert not on_cpu(*flags, "local").te_rng_tracker
+
+
+EXPERTS = (
+    "--train-iters 3 --num-experts 4 --disable-bias-linear --use-distributed-optimizer "
+    "--clip-grad 0.01"
+)
+RUNS = {
+    "experts": f"{EXPERTS} --save DIR/ckpt --save-interval 2",
+    "resumed": f"{EXPERTS} --load DIR/ckpt --ckpt-step 2",
+    "fp16": "--train-iters 2 --fp16 --initial-loss-scale 1024 --optimizer sgd --clip-grad 0.01",
+}
+
+
+def test_an_installed_transformer_engine_changes_nothing_on_a_cpu(tmp_path: Path) -> None:
+    """megatron-core takes its optimizers and kernels wherever it is installed."""
+    results = []
+    for with_engine in (False, True):
+        folder = tmp_path / str(with_engine)
+        folder.mkdir()
+        results.append(train_each(folder, 1, RUNS, corpus(), with_engine=with_engine))
+    for name, without in results[0].items():
+        for column in ("lm loss", "grad norm"):
+            assert results[1][name].column(column) == without.column(column), name
+        assert without.hashes and results[1][name].hashes == without.hashes
 
 
 def test_an_allocator_that_nobody_has_set_up_expands_its_segments(

@@ -15,7 +15,7 @@ import torch
 from megatron.dpp.cli import checkpoint_files as files
 from megatron.dpp.cli import checksums
 from megatron.dpp.errors import DataError
-from megatron.dpp.train import checkpointing, diagnostics
+from megatron.dpp.train import checkpointing, diagnostics, saving
 from tests.failing_disk import KILLED, Disk, fork
 from tests.train.test_checkpointing import Job
 
@@ -214,3 +214,22 @@ def test_a_save_killed_in_any_call_leaves_a_whole_checkpoint(make: Make, before:
         saves.check(BEFORE[before][0])
         number += 1
     assert number > 20 and saves.named() == 6
+
+
+@pytest.mark.parametrize(("free", "is_full"), [(0, True), ((1 << 20) - 1, True), (1 << 20, False)])
+def test_a_disk_without_room_is_said_to_be_full(
+    free: int, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = SimpleNamespace(free=free, total=1 << 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(DataError) as raised, saving.saving(tmp_path / "none" / "yet", 4):
+        raise RuntimeError("no")
+    assert ("no space left on device" in str(raised.value)) == is_full
+
+
+def test_all_ranks_that_could_not_write_are_named(tmp_path: Path) -> None:
+    error = RuntimeError("unnamed")
+    error.failures = {3: ("disk gone", "stack"), 1: ("disk full", "stack")}  # type: ignore[attr-defined]
+    said = "failed: rank 1: disk full; rank 3: disk gone"
+    with pytest.raises(DataError, match=said), saving.saving(tmp_path, 4):
+        raise error

@@ -13,7 +13,7 @@ import pytest
 import torch
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as core
-from megatron.core.utils import local_multi_tensor_scale
+from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
 from megatron.dpp.mcore.training.fused_step import (
     clipping,
@@ -26,6 +26,14 @@ from megatron.dpp.mcore.training.fused_step import (
 )
 
 SHAPES = ((3, 5), (7,), ())
+
+
+@pytest.fixture
+def without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core's functions as without Transformer Engine and Apex, whose own stay in use."""
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", local_multi_tensor_l2_norm)
+    for module in (clip_grads, core):
+        monkeypatch.setattr(module, "multi_tensor_scale_impl", local_multi_tensor_scale)
 
 
 def tensors(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -176,6 +184,7 @@ def test_fused_adam_goes_on_from_a_loaded_state_and_is_not_saved() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("without_engine")
 def test_norm_and_copies_are_replaced_on_a_gpu() -> None:
     optimizer, parameters = make("cuda")
     for parameter, grad in zip(parameters, tensors(6), strict=True):
@@ -190,6 +199,7 @@ def test_norm_and_copies_are_replaced_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("without_engine")
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_clipping_within_a_step_does_not_wait_for_the_norm(kind: Any) -> None:
     def run(fused: bool) -> list[torch.nn.Parameter]:

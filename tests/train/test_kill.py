@@ -24,6 +24,8 @@ FLAGS = (
     "--pipeline-model-parallel-size 2 --use-dpp --num-workers 0 --log-interval 100000 "
 )
 
+PATH = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+
 
 def _start(metrics: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
@@ -32,7 +34,7 @@ def _start(metrics: Path) -> subprocess.Popen[str]:
             "--nproc_per_node", "2", *_program(metrics),
         ],
         cwd=metrics.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -53,7 +55,7 @@ def _start_ranks(metrics: Path, further: str = "") -> list[subprocess.Popen[str]
     """Four ranks without a launcher, which would end the others before they say what they met."""
     job = {
         "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY),
+        "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH,
     }  # fmt: skip
     return [
         subprocess.Popen(

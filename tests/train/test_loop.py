@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.train import loop
+from megatron.dpp.train import exits, loop
 
 NORM = torch.tensor(2.5, dtype=torch.float64)
 
@@ -44,3 +44,23 @@ def test_the_largest_of_each_value_wherever_it_is(
     monkeypatch.setattr(loop.dist, "all_reduce", with_another_rank)
     assert loop._largest(*values) == expected
     assert len(asked) == num_collectives
+
+
+@pytest.mark.parametrize(
+    ("iteration", "minutes", "elsewhere", "reason"),
+    [
+        (6, 1.9, 0, None),
+        (8, 0.0, 0, "--exit-interval 4"),
+        (6, 2.1, 0, "2.1 minutes have passed (--exit-duration-in-mins)"),
+        (6, 1.9, 1, "1.9 minutes have passed (--exit-duration-in-mins)"),
+    ],
+)
+def test_a_run_ends_at_an_interval_and_when_its_time_is_up_on_any_rank(
+    iteration: int, minutes: float, elsewhere: int, reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    args = SimpleNamespace(exit_signal_handler=False, exit_duration_in_mins=2, exit_interval=4)
+    monkeypatch.setattr(exits, "time", SimpleNamespace(time=lambda: 1000.0 + 60.0 * minutes))
+    monkeypatch.setattr(exits, "largest", lambda values: [max(*values, elsewhere)])
+    ends = exits.ExitConditions(SimpleNamespace(args=args, start_time=1000.0))  # type: ignore[arg-type]
+    assert ends.reason(iteration) == reason

@@ -45,7 +45,8 @@ BY_SAMPLE = {
 
 @pytest.mark.parametrize("given", [BY_ITERATION, BY_SAMPLE], ids=["iterations", "samples"])
 def test_rates_are_counted_in_samples_whatever_flags_count_in(given: dict[str, int]) -> None:
-    made = scheduler(**given)
+    made = scheduler(**given, lr_decay_style="cosine")
+    assert (made.lr_decay_style, made.wd_incr_style) == ("cosine", "linear")
     assert (made.lr_warmup_steps, made.lr_decay_steps) == (80, 400)
     assert (made.wd_incr_steps, made.wsd_decay_steps) == (800, 160)
 

@@ -8,18 +8,37 @@ import torch
 from megatron.dpp.train import metrics
 
 
-def test_experts_of_other_ranks_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of two expert-parallel ranks has one expert, and both have the other parameters."""
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two data-parallel ranks, which hold experts apart."""
     for name in ("data", "model", "expert_tensor_model_pipeline"):
         monkeypatch.setattr(
             metrics.mpu, f"get_{name}_parallel_group", lambda name=name, **_: name, raising=True
         )
-    ranks = {"data": 2, "model": 1, "expert_tensor_model_pipeline": 2}
-    monkeypatch.setattr(metrics.dist, "all_reduce", lambda sums, group: sums.mul_(ranks[group]))
+    sizes = {"data": 2, "model": 1, "expert_tensor_model_pipeline": 2}
+    monkeypatch.setattr(metrics.dist, "all_reduce", lambda sums, group: sums.mul_(sizes[group]))
     monkeypatch.setattr(metrics, "param_is_not_tensor_parallel_duplicate", lambda parameter: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+
+
+def test_experts_of_other_ranks_count(ranks: None) -> None:
+    """Each of two expert-parallel ranks has one expert, and both have the other parameters."""
     chunk = torch.nn.Module()
     chunk.dense = torch.nn.Parameter(torch.tensor([2.0]))
     chunk.expert = torch.nn.Parameter(torch.tensor([3.0, 1.0]))
     chunk.expert.allreduce = False
     assert metrics.parameters_norm([chunk], from_main=False) == pytest.approx((4 + 2 * 10) ** 0.5)
+
+
+def test_main_parameters_count_in_the_place_of_their_copies(ranks: None) -> None:
+    """Whole ones on every rank, and shares of which each rank has its own, or none."""
+    chunk = torch.nn.Module()
+    chunk.whole = torch.nn.Parameter(torch.tensor([2.0]))
+    chunk.whole.main_param = torch.tensor([3.0])
+    chunk.shared = torch.nn.Parameter(torch.tensor([5.0, 7.0]))
+    chunk.shared.main_param, chunk.shared.main_param_sharded = torch.tensor([4.0]), True
+    chunk.elsewhere = torch.nn.Parameter(torch.tensor([9.0]))
+    chunk.elsewhere.main_param, chunk.elsewhere.main_param_sharded = None, True
+    assert metrics.parameters_norm([chunk], from_main=True) == pytest.approx((9 + 2 * 16) ** 0.5)
+    copies = 4 + 25 + 49 + 81
+    assert metrics.parameters_norm([chunk], from_main=False) == pytest.approx(copies**0.5)

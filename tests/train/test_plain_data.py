@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import pickle
 import random
 import shutil
@@ -32,6 +31,7 @@ from megatron.dpp.mcore.cpu import install
 from megatron.dpp.mcore.training.writers import bound_writers
 from megatron.dpp.train import checkpointing, data
 from megatron.dpp.train.plain_data import only_plain_data
+from tests.harmful import Harmful
 from tests.train.test_checkpointing import Job
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # PyTorch's, of its own formats
@@ -42,16 +42,6 @@ STATES = {
     "cpu": torch.arange(3), "mode": RerunMode.DISABLED, "count": numpy.float64(2), "none": None,
     "graphs": torch.Generator().manual_seed(3),
 }  # fmt: skip
-
-
-class Harmful:
-    """Would make a directory when it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self._path),)
 
 
 def request(states: Any) -> dict[str, Any]:

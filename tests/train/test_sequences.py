@@ -92,6 +92,25 @@ def test_documents_without_a_label_are_left_out(tmp_path: Path) -> None:
     assert sorted(data.length(i) for i in range(len(data))) == [1, 4]
 
 
+def test_the_longest_documents_fit_and_longer_ones_are_cut_or_left_out(tmp_path: Path) -> None:
+    chats = write_chats(tmp_path / "x", [33, 34, 9])
+    for overlong, lengths in (("skip", [8, 32]), ("cut", [8, 32, 32])):
+        data = dataset(chats, overlong=overlong)
+        assert sorted(data.length(i) for i in range(len(data))) == lengths
+        assert sorted(len(data[i]["mask"]) for i in range(len(data))) == lengths
+    with pytest.raises(ValueError, match="a document has 34 tokens, above 33"):
+        dataset(chats, overlong="error")
+
+
+def test_marks_of_other_documents_are_refused(tmp_path: Path) -> None:
+    chats = write_chats(tmp_path / "x", [5, 6])
+    write_chats(tmp_path / "y", [6, 5])
+    for end in ("bin", "idx"):
+        (tmp_path / f"y_answers_document.{end}").replace(tmp_path / f"x_answers_document.{end}")
+    with pytest.raises(ValueError, match="x_answers_document marks other documents than"):
+        dataset(chats)
+
+
 @pytest.mark.parametrize(
     ("trace", "place", "writes"),
     [(True, (0, 0, 0), True), (False, (0, 0, 0), False), (True, (1, 0, 0), False),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.tokenizers import build_tokenizer, padded_vocab_size
+from megatron.dpp.tokenizers import Tokenizer, build_tokenizer, padded_vocab_size
 
 BERT_WORDS = [
     "[PAD]",
@@ -52,7 +52,8 @@ def test_gpt2_merges_in_order_and_returns_the_text(bpe_files: tuple[str, str]) -
 
 def test_bert_cleans_splits_and_folds_like_the_reference(bert_file: str) -> None:
     tokenizer = build_tokenizer("BertWordPieceLowerCase", bert_file)
-    text = "Unaffable\u00a0CAF\u00c9! x\u4e2d\u0000 \u039b\u039f\u0393\u039f\u03a3 " + "a" * 201
+    text = "Unaff\u200dable\u00a0CAF\u00c9! x\u4e2d\u0000 \u039b\u039f\u0393\u039f\u03a3 "
+    text += "a" * 201
     names = [tokenizer.inv_vocab[i] for i in tokenizer.tokenize(text)]
     assert names == ["un", "##aff", "##able", "cafe", "!", "[UNK]", "中", "λογος", "[UNK]"]
 
@@ -64,6 +65,17 @@ def test_bert_adds_its_special_tokens_behind_the_file(bert_file: str) -> None:
     assert tokenizer.vocab_size == last + 4
     assert (tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask) == (0, 2, 3, 4)
     assert list(tokenizer.inv_vocab) == list(range(last + 4))
+
+
+class Letters(Tokenizer):
+    def tokenize(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+def test_a_chats_special_tokens_are_one_id_and_others_are_text() -> None:
+    letters = Letters({}, {})
+    ids = letters.tokenize_chat("a<|b|>c<|d|>e<|b|>", {"<|b|>": 1})
+    assert ids == [97, 1, *map(ord, "c<|d|>e"), 1]
 
 
 def test_null_tokenizer_counts_an_end_of_document() -> None:

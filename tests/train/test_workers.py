@@ -63,10 +63,11 @@ def test_a_worker_collects_nothing_that_it_inherits() -> None:
 def test_a_killed_rank_leaves_no_worker_and_its_workers_no_folder(
     own: list[str], tmp_path: Path
 ) -> None:
+    path = os.pathsep.join([str(RANK.parents[2]), os.environ.get("PYTHONPATH", "")])
     rank = subprocess.Popen(
         [sys.executable, str(RANK), *own],
         env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1",
-             "PYTHONPATH": str(RANK.parents[2])},
+             "PYTHONPATH": path},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

@@ -191,6 +191,12 @@ def test_the_board_of_a_rank_follows_the_hosts() -> None:
     assert made._find_board(own) == BoardHosts(4, (4, 2), (9, 4))
 
 
+def test_the_shape_of_a_board_is_its_members_and_counters() -> None:
+    made: Any = opening_of()
+    made._board_ranks, made._board_counters = [9, 4, 2], 7
+    assert made._board_shape() == [3, 7]
+
+
 def test_members_of_a_board_without_channels_take_a_kind_that_carries_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -184,6 +184,18 @@ def test_a_wait_ends_at_once_with_a_change_since_the_last_poll() -> None:
     assert rank.wait(0.5) and asked == [0.5]
 
 
+def test_a_failure_during_a_wait_ends_it() -> None:
+    class Failing(threading.Condition):
+        def wait_for(self, predicate: Any, timeout: float | None = None) -> bool:
+            rank._failure = PeerDead("rank 1: rank 0 is gone")
+            return False
+
+    rank = alone()
+    rank.changed = Failing()
+    with pytest.raises(PeerDead, match="rank 0 is gone"):
+        rank.wait(30.0)
+
+
 def test_what_is_pending_is_what_has_not_been_sent() -> None:
     """In messages and in bytes, on each channel in order; the header travels with the payload."""
     let_go, sent = threading.Semaphore(0), []
@@ -200,6 +212,7 @@ def test_what_is_pending_is_what_has_not_been_sent() -> None:
         rank.put(0, torch.zeros(size, dtype=torch.uint8), iteration=0, microbatch=0)
     found = []
     for left in (2, 1, 0):
+        assert rank._has_unsent(0)
         found.append((rank.pending(), rank.pending_bytes()))
         let_go.release()
         with rank.changed:

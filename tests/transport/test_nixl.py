@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import math
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
-from megatron.dpp.errors import PeerDead, ProtocolError, TransportError, TransportUnavailable
-from megatron.dpp.transport import open_transport
+from megatron.dpp.direction import Direction
+from megatron.dpp.errors import (
+    PeerDead,
+    ProtocolError,
+    SetupError,
+    TransportError,
+    TransportUnavailable,
+)
+from megatron.dpp.transport import nixl_agent, open_transport
+from megatron.dpp.transport.base import ChannelSpec, Message
+from megatron.dpp.transport.kinds import nixl
 from megatron.dpp.transport.kinds.nixl import NixlTransport
-from megatron.dpp.transport.nixl_agent import NixlAgent
+from megatron.dpp.transport.nixl_agent import NixlAgent, Slots
 from tests.conftest import REPOSITORY
 from tests.transport.kinds import (
     NIXL,
@@ -48,6 +63,127 @@ def test_a_process_without_the_package_is_told_so(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TransportUnavailable, match=r"--dpp-transport nixl: .* pip install"):
         open_transport(of_rank(pair(), 0), rank=0, store=HashStore(), kind=NIXL)
+
+
+# Without the package ------------------------------------------------------------------------------
+
+PAGE = mmap.PAGESIZE
+IN = [
+    ChannelSpec(0, 1, chunk, Direction.FORWARD, size, depth)
+    for chunk, (size, depth) in enumerate([(1, 2), (PAGE, 3), (PAGE + 1, 1)])
+]
+
+
+def test_slots_lie_on_pages_of_their_own() -> None:
+    slots = Slots(1, IN)
+    assert slots.strides == [PAGE, PAGE, 2 * PAGE] and len(slots.memory) == 7 * PAGE
+    places = [
+        slots.slot(channel, number, spec.slot_bytes).data_ptr() - slots.memory.data_ptr()
+        for channel, spec in enumerate(IN)
+        for number in range(2 * spec.depth)
+    ]
+    assert [place // PAGE for place in places] == [0, 1, 0, 1, 2, 3, 4, 2, 3, 4, 5, 5]
+    slots.slot(2, 0, PAGE + 1).fill_(7)
+    assert int((slots.memory == 7).sum()) == PAGE + 1
+    slots.close()
+    assert not slots.memory.any()
+
+
+@pytest.mark.parametrize("room", [7 * PAGE, 7 * PAGE - 1])
+def test_slots_ask_for_room_first(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = SimpleNamespace(memory_room=lambda *_: (room, "the group is full"))
+    monkeypatch.setattr(nixl_agent, "load_native", lambda: native)
+    if room == 7 * PAGE:
+        Slots(1, IN).close()
+        return
+    with pytest.raises(SetupError, match=rf"no memory for {7 * PAGE} bytes .*the group is full"):
+        Slots(1, IN)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOMEM])
+def test_pages_are_made_on_old_kernels_too(code: int) -> None:
+    class Memory(bytearray):
+        def madvise(self, option: int) -> None:
+            raise OSError(code, "no")
+
+    memory: Any = Memory(b"x" * 9)
+    if code == errno.ENOMEM:
+        with pytest.raises(OSError, match="no"):
+            nixl_agent._make_pages(memory)
+    else:
+        nixl_agent._make_pages(memory)
+    assert memory == (b"x" * 9 if code == errno.ENOMEM else bytes(9))
+
+
+def alone() -> Any:
+    """Rank 1 with the channels to it and one back, without an agent or a thread."""
+    made: Any = object.__new__(NixlTransport)
+    made.rank, made._pid, made._failure, made._closed = 1, os.getpid(), None, False
+    made.changed, made._seen, made._version = threading.Condition(), 0, 0
+    made._incoming = [nixl._Incoming(spec) for spec in IN]
+    made._outgoing = [nixl._Outgoing(ChannelSpec(1, 0, 0, Direction.BACKWARD, 64, 2))]
+    made._dtypes, made._device = [torch.float32, None], torch.device("cpu")
+    made._control = SimpleNamespace(abort=lambda reason: None, ring=lambda: None)
+    made._departed, made._drained_at = set(), math.inf
+    return made
+
+
+def test_a_channel_has_as_many_puts_on_their_way_as_slots() -> None:
+    (out,) = alone()._outgoing
+    found = []
+    for out.num_begun, out.num_released in ((0, 0), (1, 0), (2, 0), (2, 1), (9, 7), (9, 8)):
+        found.append(out.has_slot)
+    assert found == [True, True, False, True, False, True]
+
+
+def test_a_closed_transport_drains_while_there_is_a_reader_and_time() -> None:
+    rank = alone()
+    (out,) = rank._outgoing
+    assert not rank._is_draining()
+    out.waiting.append("put")
+    assert rank._is_draining()
+    for owner, name, value in (
+        (out, "broken", True),
+        (rank, "_departed", {0}),
+        (rank, "_drained_at", time.monotonic()),
+    ):
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        assert not rank._is_draining(), name
+        setattr(owner, name, before)
+    out.waiting.clear()
+    out.written.append("write")
+    assert rank._is_draining()
+
+
+@pytest.mark.parametrize(
+    ("note", "fault"),
+    [
+        ([5, 0, -1, -1, -3], "a broken announcement"),
+        ([5, 0, -1, *[1] * 9], "a broken announcement"),
+        ([5, 1, -1, 3], "a broken announcement"),
+        ([5, 0, -1, PAGE], "does not fit"),
+        ([5, 0, 0, 3], "the checksum of microbatch 8 is wrong"),
+        ([5, 0, -1, 3], ""),
+        ([5, 0, zlib.crc32(bytes([1] * 12)), 3], ""),
+    ],
+)
+def test_an_announcement_is_checked_before_it_is_believed(note: list[int], fault: str) -> None:
+    rank = alone()
+    rank._receive_slots = Slots(1, IN)
+    rank._receive_slots.memory.fill_(1)
+    rank._incoming[1].announced.append(Message(torch.tensor(note), 4, 8, 0, 1, 0, 0))
+    if fault:
+        with pytest.raises(ProtocolError, match=fault):
+            rank.take(1)
+    else:
+        found = rank.take(1)
+        assert found.tensor.view(torch.uint8).tolist() == [1] * 12
+        assert (found.microbatch, found.sent_ns, rank._incoming[1].num_taken) == (8, 5, 1)
+    rank._receive_slots.close()
+
+
+# With it ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.nixl

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 import selectors
 import socket
 import struct
@@ -13,14 +16,15 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from megatron.dpp.errors import AuthError, ProtocolError, SetupError
+from megatron.dpp.errors import AuthError, ProtocolError, SetupError, TransportUnavailable
 from megatron.dpp.transport import TransportOptions, handshake, rendezvous
 from megatron.dpp.transport.admission import Connection
 from megatron.dpp.transport.joining import PeerLink, link_faults
-from megatron.dpp.transport.kinds import rdma
+from megatron.dpp.transport.kinds import cuda_ipc, rdma
 from megatron.dpp.transport.options import RdmaOptions
 from megatron.dpp.transport.rdma_ports import choose_named, choose_place
 from tests.transport.kinds import PATIENCE
+from tests.transport.test_choice import facts
 
 TOKEN = b"0123456789abcdef"
 
@@ -111,6 +115,129 @@ def test_both_ends_say_what_the_lower_rank_says_where_both_fail(
     for thread in threads:
         thread.join(PATIENCE)
     assert found == {0: {1: "of rank 0"}, 1: {0: "of rank 0"}}
+
+
+def test_a_long_fault_is_cut_alike_on_both_ends(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    fault = "\u00e9" * 5000
+    handshake.send_message(ends[1], {"seed": 1, "unwritten": ""})
+    handshake.send_message(ends[1], {"fault": ""})
+    link = PeerLink(rank=0, peer=1, sock=ends[0], incoming=[0], outgoing=[1])
+    found = link_faults([link], lambda *given: None, lambda *given: fault)
+    said = [handshake.receive_message(ends[1])[0] for _ in range(2)]
+    assert found == {1: said[1]["fault"]} == {1: fault[:400]}
+
+
+@pytest.mark.parametrize("note", [b"\x00\x00\x03", b"\x01\x00\x03\x01", b"\x03\x00\x01\x01hi"])
+def test_a_peer_that_gives_no_reason_has_closed(
+    note: bytes, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    ends[1].sendall(note)
+    with pytest.raises(handshake.PeerEnded, match="it has closed its transport; its own message"):
+        handshake.receive_message(ends[0])
+
+
+def test_a_packet_has_the_length_that_it_announces() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        for body in (b"{} ", b"{"):
+            theirs.send(struct.pack("<H", 2) + body)
+            with pytest.raises(ProtocolError, match=f"{len(body)} bytes where 2 were announced"):
+                handshake.receive_message(ours)
+
+
+def test_descriptors_of_a_link_that_sends_nothing_are_closed() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link = PeerLink(rank=0, peer=1, sock=ours, incoming=[0], outgoing=[])
+    with ours, theirs, open("/dev/null") as given:
+        handshake.send_message(theirs, {}, [given.fileno()])
+        before = len(os.listdir("/proc/self/fd"))
+        assert cuda_ipc._open(None, link) == ""
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+# Rendezvous ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def met() -> Iterator[Any]:
+    with rendezvous.Rendezvous(HashStore(), 4, TransportOptions(setup_timeout=PATIENCE)) as one:
+        yield one
+
+
+def test_facts_in_the_place_of_another_ranks_are_broken() -> None:
+    texts = {rank: json.dumps(dataclasses.asdict(facts(rank))) for rank in (1, 2)}
+    assert rendezvous._read_facts(texts[1], 1, facts(0)) == facts(1)
+    with pytest.raises(ProtocolError, match="broken facts of rank 1: they are of rank 2"):
+        rendezvous._read_facts(texts[2], 1, facts(0))
+
+
+def test_a_system_without_a_free_port_says_so(met: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(*_: Any, **__: Any) -> Any:
+        raise OSError(98, "Address already in use")
+
+    monkeypatch.setattr(socket, "create_server", create)
+    with pytest.raises(SetupError, match=r"rank 4: cannot listen on h:0 .*Address already in use"):
+        met._listen_on("h")
+
+
+def test_a_rank_tries_again_while_there_is_time(met: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, naps = iter([1.0, 0.03, 0.02]), []
+
+    def busy(*_: Any, **__: Any) -> Any:
+        raise handshake.SentAway("rank 5 is busy")
+
+    monkeypatch.setattr(met, "_try_to_reach", busy)
+    monkeypatch.setattr(met, "_remaining", lambda: next(left))
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(sleep=naps.append))
+    with pytest.raises(SetupError, match=r"rank 4: cannot reach rank 5 on this host: .* busy"):
+        met._reach(facts(5), "control", over_tcp=False)
+    assert len(naps) == 2
+
+
+def test_connections_of_a_meeting_that_fails_are_closed(
+    met: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = [socket.socketpair() for _ in range(2)]
+    made = iter([Connection(5, "control", pair[0]) for pair in pairs])
+
+    def fail(*_: Any) -> None:
+        raise SetupError("nobody came")
+
+    monkeypatch.setattr(met, "_reach", lambda *_, **__: next(made))
+    monkeypatch.setattr(met, "_admit", fail)
+    with pytest.raises(SetupError, match="nobody came"):
+        met.connect([(facts(5), "control", False), (facts(6), "control", False)])
+    assert [pair[0].fileno() for pair in pairs] == [-1, -1]
+    for pair in pairs:
+        pair[1].close()
+
+
+# RDMA ---------------------------------------------------------------------------------------------
+
+
+def test_what_a_peer_says_first_counts(ends: tuple[socket.socket, socket.socket]) -> None:
+    setup: Any = SimpleNamespace(options=TransportOptions(), has_other_kind={1}, failed={})
+    link = PeerLink(rank=0, peer=1, sock=ends[0], incoming=[], outgoing=[0])
+    faults = rdma._Faults(setup)
+    for said in ("first", "", "later"):
+        faults.hear(link, {"failed": said})
+    assert faults.text(link) == "first"
+
+
+@pytest.mark.parametrize(("gpu", "possible"), [(0, True), (-1, False)])
+def test_gpudirect_can_be_asked_for_with_any_gpu(gpu: int, possible: bool) -> None:
+    place = {"device": "mlx5_0", "port": 1, "gid_index": 3, "infiniband": False}
+    setup: Any = SimpleNamespace(
+        options=TransportOptions(gpudirect="on"), has_other_kind=set(), failed={}, gpu=gpu,
+        facts=facts(0, found={"rdma": {"place": place}}),
+    )  # fmt: skip
+    if possible:
+        assert rdma.join(setup, []) == {}
+        return
+    with pytest.raises(TransportUnavailable, match="rank 0 has no GPU of NVIDIA"):
+        rdma.join(setup, [])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import fcntl
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +27,7 @@ from megatron.dpp.transport.native import load_native
 from tests.transport import raw
 from tests.transport.raw import Rank, Segment
 
-STRIPED = 4 << 20
+STRIPED = 8 << 20
 """Bytes from which a message has a part on each connection."""
 
 
@@ -84,9 +86,12 @@ def test_the_parts_as_they_were_sent_are_a_message(parts: list[Segment]) -> None
 
 
 def until_it_waits_for(sock: socket.socket, count: int) -> None:
-    """Returns once a receiver's socket reports ``count`` bytes and not fewer."""
+    """Returns once a receiver's socket waits for ``count`` bytes more than lie in it."""
     deadline = time.monotonic() + raw.PATIENCE
-    while sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) != count:
+    while True:
+        unread = int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), sys.byteorder)
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == unread + count:
+            return
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -95,10 +100,12 @@ def until_it_waits_for(sock: socket.socket, count: int) -> None:
     tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (5, 7),
     reason="before Linux 5.7 each packet wakes the receiver",
 )
+@pytest.mark.parametrize("kibibytes", [(128, 128), (768, 192), (4096, 256)])
 def test_a_receiver_waits_for_many_bytes_and_for_no_more_than_come(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, kibibytes: tuple[int, int]
 ) -> None:
-    payloads = [(ctypes.c_ubyte * size)(*range(60)) for size in (1 << 20, 64)]
+    size, wakes_at = (number << 10 for number in kibibytes)
+    payloads = [(ctypes.c_ubyte * size)(*range(60)) for size in (size, 64)]
     channels = [raw.channel(chunk, len(payload)) for chunk, payload in enumerate(payloads)]
     with raw.alone(load_native(), 0, channels, connections=1) as sender:
         for index, payload in enumerate(payloads):
@@ -108,9 +115,9 @@ def test_a_receiver_waits_for_many_bytes_and_for_no_more_than_come(
     monkeypatch.setattr(raw, "tcp_pair", lambda: ends)
     with ends[0].dup() as ours, raw.alone(load_native(), 1, channels, connections=1) as receiver:
         data = receiver.data[0]
-        data.sendall(large.frame() + large.payload[:1000])
-        until_it_waits_for(ours, 128 << 10)
-        data.sendall(large.payload[1000:-10])
+        data.sendall(large.frame())
+        until_it_waits_for(ours, wakes_at)
+        data.sendall(large.payload[:-10])
         until_it_waits_for(ours, 10)
         data.sendall(large.payload[-10:])
         until_it_waits_for(ours, 1)

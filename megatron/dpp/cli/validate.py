@@ -17,6 +17,7 @@ from megatron.dpp.cli.validate_experts import check_experts, check_prediction
 from megatron.dpp.cli.validate_layout import check_cut, check_plan, virtual_stages
 from megatron.dpp.cli.validate_ranges import (
     check_batches,
+    check_engine,
     check_heads,
     check_learning_rate,
     check_optimizer_kind,
@@ -357,11 +358,6 @@ def _kernels(args: Args) -> None:
                 f"{flag} needs modules of Transformer Engine, which the local layers have no "
                 "substitute for; use --transformer-impl transformer_engine",
             )
-    elif importlib.util.find_spec("transformer_engine") is None:
-        raise ConfigError(
-            f"--transformer-impl {args.transformer_impl}: Transformer Engine is not installed; "
-            "pip install transformer_engine[pytorch], or use --transformer-impl local"
-        )
 
 
 def _data(args: Args) -> None:
@@ -446,7 +442,8 @@ RULES = (
     _memory,
     check_cut,  # needs the recompute granularity of _memory
     _kernels,
-    check_experts,  # needs the layers' implementation of _kernels
+    check_engine,  # needs the layers' implementation of _kernels, as the next
+    check_experts,
     check_prediction,
     _data,
     check_sequences,  # needs the kind of loader of _data

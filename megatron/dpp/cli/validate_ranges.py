@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from typing import Any
 
 from megatron.dpp.errors import require, require_multiple, require_value
 
@@ -178,7 +179,16 @@ def check_optimizer_kind(args: Args) -> None:
         not args.optimizer_cpu_offload or args.use_precision_aware_optimizer,
         "--optimizer-cpu-offload needs --use-precision-aware-optimizer",
     )
+
+
+def check_engine(args: Any) -> None:
+    """Settings that need Transformer Engine, its package and a GPU.
+
+    Args:
+        args: parsed or checked arguments; ``device`` may be ``auto``.
+    """
     kernels = {
+        f"--transformer-impl {args.transformer_impl}": args.transformer_impl != "local",
         "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,
         "--cross-entropy-fusion-impl te": args.cross_entropy_loss_fusion
         and args.cross_entropy_fusion_impl == "te",
@@ -189,6 +199,18 @@ def check_optimizer_kind(args: Args) -> None:
         kernels[f"--recompute-modules {module}"] = (
             args.recompute_granularity == "selective" and module in (args.recompute_modules or ())
         )
-    if importlib.util.find_spec("transformer_engine") is None:
-        for flag, asked in kernels.items():
-            require(not asked, f"{flag} needs Transformer Engine, which is not installed")
+    asked = next((flag for flag, given in kernels.items() if given), None)
+    if asked is None:
+        return
+    by_layers = asked.startswith("--transformer-impl")
+    instead = "use --transformer-impl local" if by_layers else f"leave {asked} out"
+    require(
+        args.device != "cpu",
+        f"{asked} needs Transformer Engine, whose kernels run on GPUs alone, and this run is on "
+        f"the CPU; {instead}",
+    )
+    require(
+        importlib.util.find_spec("transformer_engine") is not None,
+        f"{asked} needs Transformer Engine, which is not installed; "
+        f"pip install transformer_engine[pytorch], or {instead}",
+    )

@@ -58,6 +58,12 @@ class PrivateName(NamedTuple):
         """Name within the module; a class's attribute has the class before a dot."""
         return self.renamed or self.key.partition(":")[2]
 
+    def is_of(self, version: str) -> bool:
+        """True if a version of megatron-core has this form."""
+        numbers = numbers_of(version)
+        ended = self.until and numbers >= numbers_of(self.until)
+        return not ended and numbers >= numbers_of(self.since)
+
 
 _BUCKETS = "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 _DDP = "distributed.distributed_data_parallel:DistributedDataParallel"
@@ -174,7 +180,7 @@ TABLE = (
         "training/fused_step.py",
         "this that overflow_buf",
     ),
-    PrivateName("optimizer.optimizer:multi_tensor_scale_impl", "training/fused_step.py"),
+    PrivateName("optimizer.optimizer:multi_tensor_scale_impl", "training/fused_step.py cpu.py"),
     PrivateName(
         "optimizer.optimizer:get_grad_norm_fp32",
         "training/fused_step.py",
@@ -185,8 +191,17 @@ TABLE = (
         "training/fused_step.py",
         "parameters max_norm total_norm use_decoupled_grad",
     ),
-    PrivateName("optimizer.clip_grads:l2_norm_impl", "training/fused_step.py"),
-    PrivateName("optimizer.clip_grads:multi_tensor_scale_impl", "training/fused_step.py"),
+    PrivateName("optimizer.clip_grads:l2_norm_impl", "training/fused_step.py cpu.py"),
+    PrivateName("optimizer.clip_grads:multi_tensor_scale_impl", "training/fused_step.py cpu.py"),
+    PrivateName("optimizer.clip_grads:multi_tensor_scale_tensor_impl", "cpu.py", since="0.17"),
+    PrivateName("optimizer:Adam", "cpu.py"),
+    PrivateName("optimizer:SGD", "cpu.py"),
+    PrivateName("optimizer:USING_PYTORCH_OPTIMIZER", "cpu.py"),
+    PrivateName("optimizer.distrib_optimizer:Adam", "cpu.py"),
+    PrivateName("optimizer.distrib_optimizer:HAVE_APEX_OR_TE", "cpu.py"),
+    PrivateName("transformer.transformer_block:LayerNormImpl", "cpu.py"),
+    PrivateName("models.backends:LNImpl", "cpu.py"),
+    PrivateName("models.gpt.gpt_layer_specs:LNImpl", "cpu.py"),
     PrivateName(
         "dist_checkpointing.optimizer:to_local_if_dtensor", "training/fsdp.py", "tensor"
     ),
@@ -283,12 +298,15 @@ def form_of(key: str, version: str = VERSION) -> PrivateName:
     Raises:
         KeyError: ``TABLE`` has none.
     """
-    numbers = numbers_of(version)
     for entry in TABLE:
-        ended = entry.until and numbers >= numbers_of(entry.until)
-        if entry.key == key and numbers >= numbers_of(entry.since) and not ended:
+        if entry.key == key and entry.is_of(version):
             return entry
     raise KeyError(f"{key} of megatron-core {version} is not in the table of {__name__}")
+
+
+def has(key: str, version: str = VERSION) -> bool:
+    """True if a version of megatron-core has a name of ``TABLE``; some came after ``OLDEST``."""
+    return any(entry.key == key and entry.is_of(version) for entry in TABLE)
 
 
 @functools.cache

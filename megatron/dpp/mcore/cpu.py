@@ -37,7 +37,14 @@ class CpuSupport:
         for holder, name, value in _host_stand_ins() if host else ():
             self._set(holder, name, value)
         self._undo.enter_context(_CudaMeansCpu())
-        self._undo.enter_context(_quiet_random())
+        random = logging.getLogger("megatron.core.tensor_parallel.random")
+        random.addFilter(self._keep_warning)
+        self._undo.callback(random.removeFilter, self._keep_warning)
+
+    def _keep_warning(self, record: logging.LogRecord) -> bool:
+        """False for random.py's warning that the CPU's generator moved inside a region of the
+        GPU's: here they are one."""
+        return not record.getMessage().startswith("CPU RNG state changed")
 
     def _set(self, holder: Any, name: str, value: Any) -> None:
         missing = not hasattr(holder, name)
@@ -187,8 +194,37 @@ def _core_stand_ins() -> Iterator[tuple[Any, str, Any]]:
         "transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.cuda_dtoh_stream": None,
         sends: _SafeSends(compat.lookup(sends)),
     }
-    for name, value in values.items():
+    for name, value in (values | _without_kernels()).items():
         yield *compat.resolve(name), value
+
+
+def _without_kernels() -> dict[str, Any]:
+    """megatron-core's choices without Transformer Engine and Apex, by name. Where they are
+    installed it binds their kernels when it is imported, and those want a GPU.
+    """
+    from megatron.core import utils
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from megatron.dpp.mcore import compat
+
+    scale = utils.local_multi_tensor_scale
+    values = {
+        "optimizer:Adam": torch.optim.AdamW,
+        "optimizer:SGD": torch.optim.SGD,
+        "optimizer:USING_PYTORCH_OPTIMIZER": True,
+        "optimizer.distrib_optimizer:Adam": torch.optim.Adam,
+        "optimizer.distrib_optimizer:HAVE_APEX_OR_TE": False,
+        "optimizer.optimizer:multi_tensor_scale_impl": scale,
+        "optimizer.clip_grads:multi_tensor_scale_impl": scale,
+        "optimizer.clip_grads:l2_norm_impl": utils.local_multi_tensor_l2_norm,
+        "transformer.moe.moe_utils:te_general_gemm": None,
+        # norms of a host's layers; ours have their own
+        "transformer.transformer_block:LayerNormImpl": WrappedTorchNorm,
+        "models.backends:LNImpl": WrappedTorchNorm,
+        "models.gpt.gpt_layer_specs:LNImpl": WrappedTorchNorm,
+    }
+    clips_by_tensor = "optimizer.clip_grads:multi_tensor_scale_tensor_impl"
+    return values | ({clips_by_tensor: None} if compat.has(clips_by_tensor) else {})
 
 
 class _Properties:
@@ -207,37 +243,15 @@ def _host_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """Replacements for what Megatron-LM's training code asks: (module, name, value). Files are
     those of ``megatron/training``.
     """
-    from megatron.dpp.mcore import compat
-
     yield torch.cuda, "is_available", lambda: _asked_by_host()  # initialize.py:62
     count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     yield torch.cuda, "device_count", lambda: count * _asked_by_host()  # initialize.py:319,422
     yield torch.cuda, "set_device", _nothing  # initialize.py:331
     yield torch.cuda, "get_device_capability", lambda *device: (8, 0)  # arguments.py:853
     yield torch.cuda, "get_device_properties", lambda *device: _Properties  # utils.py:448
-    experts, name = compat.resolve("transformer.moe.moe_utils:te_general_gemm")
-    if not hasattr(experts, name):  # core/transformer/moe/moe_utils.py:1192, of 0.16.1
-        yield experts, name, None
     with contextlib.suppress(ImportError):  # there are none from 0.20 on
         kernels = importlib.import_module("megatron.legacy.fused_kernels")
         yield kernels, "load", _nothing  # initialize.py:210 asks nvcc for its version
-
-
-@contextlib.contextmanager
-def _quiet_random() -> Iterator[None]:
-    """Silence random.py's warning that the CPU's generator moved inside a region of the GPU's:
-    here they are one."""
-    name = "megatron.core.tensor_parallel.random"
-    log = logging.getLogger(name)
-
-    def keep(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("CPU RNG state changed")
-
-    log.addFilter(keep)
-    try:
-        yield
-    finally:
-        log.removeFilter(keep)
 
 
 def _keep_dynamo_off() -> None:

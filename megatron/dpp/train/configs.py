@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.dpp.cli.fields import enum_rows
 from megatron.dpp.cli.files import data_words
 from megatron.dpp.cli.run_config import RunConfig
+from megatron.dpp.cli.validate_ranges import check_engine
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.text_files import read_text
 
@@ -41,9 +42,11 @@ def settled(args: Args) -> Args:
     dtypes, megatron-core's enumerations, and the number of iterations. ``args`` stays as it is.
 
     Raises:
-        ConfigError: ``--device cuda`` on a machine without a GPU.
+        ConfigError: ``--device cuda`` on a machine without a GPU, or a setting that wants one.
     """
     values = _device_values(args) | _enumerations(args)
+    if args.device == "auto":
+        check_engine(args.with_(device=values["device"]))
     values["params_dtype"] = _DTYPES["fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"]
     for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         value = getattr(args, name)
@@ -77,6 +80,7 @@ def _device_values(args: Args) -> dict[str, Any]:
     if on_cpu:
         # The persistent checkpoint worker takes a GPU first; without it each save starts its own.
         values |= {"distributed_backend": "gloo", "use_persistent_ckpt_worker": False}
+        values["te_rng_tracker"] = False  # its generators are a GPU's
     if on_cpu or args.distributed_backend == "gloo":  # they are NCCL's
         values |= {"nccl_communicator_config_path": None, "high_priority_stream_groups": []}
     if on_cpu or not _can_fuse_weight_gradients():

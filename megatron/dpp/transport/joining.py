@@ -179,8 +179,8 @@ def link_faults(
     for link in links:
         message, _ = link.receive()
         fault = str(message.get("unwritten", "")) or fault_of(link, int(message.get("seed", 0)))
-        link.send({"fault": fault[:_LONGEST_FAULT]})
-        faults[link.peer] = fault
+        faults[link.peer] = fault[:_LONGEST_FAULT]
+        link.send({"fault": faults[link.peer]})
     for link in links:
         other = str(link.receive()[0].get("fault", ""))
         # Both directions may fail: the lower rank's word comes first on both ends.
