@@ -8,10 +8,11 @@ Two processes play ping-pong from Python, on one host or, with ``--between-names
 network namespaces joined by a veth pair (needs root). All rows of a size take turns, each after an
 untimed pass. Per kind there are two medians of one way: from ``put`` to
 the tensor that ``take`` returned, and ("seen") from ``put`` to the moment at which the receiver saw
-that the message is complete, which leaves out the copy out of the slot. gloo's own send and recv
-are measured beside them, and UCX where ``ucx_perftest`` is installed. ``--kinds nixl:tcp`` is NIXL
-over UCX's tcp (a value of ``UCX_TLS``). Two floors: "copy" between two buffers
-of one process, and "copy to peer" into shared memory that another process has read
+that the message is complete, which leaves out the copy out of the slot. "cpu" is the processor time
+of both ranks per message, all threads and spinning included: other load changes it little. gloo's
+own send and recv are measured beside them, and UCX where ``ucx_perftest`` is installed.
+``--kinds nixl:tcp`` is NIXL over UCX's tcp (a value of ``UCX_TLS``). Two floors: "copy" between
+two buffers of one process, and "copy to peer" into shared memory that another process has read
 since, whose cache lines have to come from that process's core first. "copies" is twice the latter:
 what a message over ``shm`` costs at least until it is taken. Gates are ratios within this
 run, so that they mean the same on a slow machine; the exit status is 1 when one is missed, and the
@@ -221,23 +222,29 @@ class Gloo:
         pass
 
 
-def _play(player: Any, rank: int, num_bytes: int) -> float | None:
+def _play(player: Any, rank: int, num_bytes: int) -> tuple[float | None, float]:
+    """Median seconds of one way, where this rank knows it, and processor seconds per message."""
     tensor = torch.ones(num_bytes, dtype=torch.uint8)
+    began, messages = time.process_time(), 0
+
+    def one_round() -> None:
+        nonlocal messages
+        player.send(tensor)
+        player.receive()
+        messages += 2
+
     if rank == 0:
-
-        def one_round() -> None:
-            player.send(tensor)
-            player.receive()
-
         seconds = time_rounds(one_round, 2)
+        cpu = (time.process_time() - began) / messages
         player.send(torch.ones(1, dtype=torch.uint8))
-        return seconds
+        return seconds, cpu
     while player.receive().numel() != 1:
         player.send(tensor)
-    return None
+        messages += 2
+    return None, (time.process_time() - began) / messages
 
 
-def _player(rank: int, kind: str, num_bytes: int, path: str, hosts: Any) -> tuple[Any, Any]:
+def _player(rank: int, kind: str, num_bytes: int, path: str, hosts: Any) -> tuple[Any, ...]:
     torch.set_num_threads(1)
     addresses = LOOPBACK
     if hosts is not None:
@@ -248,19 +255,21 @@ def _player(rank: int, kind: str, num_bytes: int, path: str, hosts: Any) -> tupl
     if ucx:
         os.environ["UCX_TLS"] = ucx
     player = arm(kind, rank, num_bytes, path, addresses[rank])
-    seconds = _play(player, rank, num_bytes)
+    seconds, cpu = _play(player, rank, num_bytes)
     seen = player.seen()
     player.close()
-    return seconds, seen
+    return seconds, seen, cpu
 
 
-def measure_pair(kind: str, num_bytes: int, hosts: Any) -> tuple[float, float | None]:
-    """Median one-way seconds between two processes: until taken, and until seen."""
+def measure_pair(kind: str, num_bytes: int, hosts: Any) -> tuple[float, float | None, float]:
+    """Median one-way seconds between two processes, until taken and until seen, and the processor
+    seconds of both per message.
+    """
     with tempfile.TemporaryDirectory() as folder:
         arguments = (kind, num_bytes, f"{folder}/store", hosts)
         members = harness.run_members(_player, 2, *arguments, method="fork", timeout=PATIENCE)
-    taken, seen = members[0]
-    return taken, seen
+    (taken, seen, cpu), (_, _, others_cpu) = members
+    return taken, seen, cpu + others_cpu
 
 
 def measure_ucx(num_bytes: int) -> float:
@@ -309,6 +318,8 @@ def measure_all(sizes: Sequence[int], kinds: Sequence[str], rounds: int, hosts: 
             table.setdefault(name, {})[size] = statistics.median(taken)
             if seen:
                 table.setdefault(f"{name} seen", {})[size] = statistics.median(seen)
+            if cpu := [one[2] for one in found if isinstance(one, tuple)]:
+                table.setdefault(f"{name} cpu", {})[size] = statistics.median(cpu)
         table.setdefault("copies", {})[size] = 2 * table["copy to peer"][size]
     return table
 

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, SetupError
 from megatron.dpp.train import torchrun
 from megatron.dpp.transport import TransportOptions, open_transport
 from megatron.dpp.transport.rendezvous import read_token
@@ -39,17 +39,38 @@ def open_two(store: Any, **options: Any) -> list[Any]:
     return found
 
 
-def test_on_one_node_the_store_does_not_hold_the_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+@pytest.mark.usefixtures("one_node")
+@pytest.mark.parametrize("name", [b"plain", b"not \xff UTF-8, 50%41"])
+def test_on_one_node_the_store_does_not_hold_the_token(
+    name: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / os.fsdecode(name)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
     store = HashStore()
     open_two(store)
-    named = Path(store.get(TOKEN_KEY).decode())
-    assert named.parent == tmp_path
-    assert not list(tmp_path.iterdir())  # the last rank that read it removed it
+    assert store.get(TOKEN_KEY).isascii() and b"/dpp-token-" in store.get(TOKEN_KEY)
+    assert not list(folder.iterdir())  # the last rank that read it removed it
+
+
+@pytest.mark.usefixtures("one_node")
+def test_a_temporary_directory_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    with pytest.raises(SetupError, match=r"rank 0: .*\(TMPDIR\): .*none/dpp-token-"):
+        open_transport(of_rank(pair(), 0), rank=0, store=HashStore(), kind="shm")
+
+
+def test_a_token_file_with_an_impossible_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="token file a\0b: embedded null byte"):
+        read_token(Path("a\0b"))
 
 
 @pytest.mark.parametrize("way", ["option", "environment"])

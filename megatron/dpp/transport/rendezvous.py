@@ -24,6 +24,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 from torch._C._distributed_c10d import Store
 
@@ -158,14 +159,32 @@ class Rendezvous:
         private = ranks.isdecimal() and os.environ.get("LOCAL_WORLD_SIZE") == ranks
         if self._store.add(f"{self._prefix}/token/claimed", 1) == 1:
             secret = secrets.token_hex(32)
-            self._store.set(f"{self._prefix}/token", _to_file(secret) if private else secret)
+            self._store.set(f"{self._prefix}/token", self._to_file(secret) if private else secret)
         found = self._get("token", "the first rank")
         if not private:
             return found.encode()
-        token = read_token(Path(found))
+        path = Path(os.fsdecode(unquote_to_bytes(found)))
+        token = read_token(path)
         if self._store.add(f"{self._prefix}/token/read", 1) == int(ranks):
-            Path(found).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         return token
+
+    def _to_file(self, secret: str) -> str:
+        """Write a secret to a new file for this user alone, which goes with this process.
+
+        Returns its path, quoted: the store holds no bytes that cannot be decoded.
+        """
+        try:
+            fd, path = tempfile.mkstemp(prefix="dpp-token-")
+            atexit.register(Path(path).unlink, missing_ok=True)
+            with os.fdopen(fd, "w") as file:
+                file.write(secret)
+        except OSError as error:
+            raise SetupError(
+                f"rank {self._rank}: cannot write the job's token into the temporary directory "
+                f"(TMPDIR): {error}"
+            ) from error
+        return quote_from_bytes(os.fsencode(path))
 
     def _get(self, key: str, whose: str) -> str:
         key = f"{self._prefix}/{key}"
@@ -298,15 +317,6 @@ def _end_when_unanswered(sock: socket.socket, seconds: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(most * 1000))
 
 
-def _to_file(secret: str) -> str:
-    """Write a secret to a new file for this user alone, which goes with this process."""
-    fd, path = tempfile.mkstemp(prefix="dpp-token-")
-    with os.fdopen(fd, "w") as file:
-        file.write(secret)
-    atexit.register(Path(path).unlink, missing_ok=True)
-    return path
-
-
 def read_token(path: Path) -> bytes:
     """The job's secret from a file that only its owner may read, and that is ours."""
     try:
@@ -314,8 +324,8 @@ def read_token(path: Path) -> bytes:
             facts = os.fstat(file.fileno())
             secret = file.read().strip()
         mode = stat.S_IMODE(facts.st_mode)
-    except OSError as error:
-        raise ConfigError(f"token file {path}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # a path with a zero byte
+        raise ConfigError(f"token file {path}: {getattr(error, 'strerror', error)}") from error
     if facts.st_uid != os.getuid():
         raise ConfigError(
             f"token file {path} belongs to user {facts.st_uid}; it must be ours ({os.getuid()})"
