@@ -226,7 +226,11 @@ def test_a_hop_crosses_the_network_where_a_pipeline_spans_nodes() -> None:
     device = plain_device(link=1e9, network=1e6)
     near = shape((2, 2), pipeline=2, data=2, per_node=4)
     assert model_costs(near, device).hop == hop_bytes(near) / 1e9
-    for run in (dataclasses.replace(near, per_node=2), shape((1, 1, 2), pipeline=3, per_node=2)):
+    for run in (
+        dataclasses.replace(near, per_node=2),
+        shape((1, 1, 2), pipeline=3, per_node=2),
+        shape((1, 1, 1, 1), pipeline=4, per_node=2),  # two stages on each node
+    ):
         assert model_costs(run, device).hop == hop_bytes(run) / 1e6
     mapped = dataclasses.replace(near, per_node=2, mapped=True)
     assert model_costs(mapped, device).hop == hop_bytes(mapped) / 1e9

@@ -100,6 +100,7 @@ def test_layers_leave_the_busiest_rank_first_and_go_to_no_busier_one():
     assert [move.layers for move in moves] == [(3, 3, 3), (2, 3, 4), (3, 4, 2)]
     kept = Planner(model(head=0.0, num_layers=4), 4, 4)._moves(LayerLayout(4, (1, 1, 1, 1)))
     assert all(move.layers[1] and move.layers[2] for move in kept), "inner stages keep a layer"
+    assert {move.layers for move in kept if 0 in move.layers} >= {(0, 2, 1, 1), (1, 2, 1, 0)}
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
@@ -159,6 +160,14 @@ def test_memory_bounds_the_plan():
     assert tight.seconds >= free.seconds
     with pytest.raises(ConfigError, match="no layout fits: 1 chunks need"):
         Planner(model(), 4, 16, memory_bytes=10).best([1])
+
+
+def test_the_memory_that_would_do_is_that_of_the_least(monkeypatch):
+    planner = Planner(model(), 4, 16, memory_bytes=2**30)
+    tried = [SimpleNamespace(seconds=1.0, peak_bytes=(2**30, n * 2**30)) for n in (5, 3, 4)]
+    monkeypatch.setattr(planner, "_tried", lambda *given: tried)
+    with pytest.raises(ConfigError, match=r"1 chunks need 3\.0 GiB on a rank"):
+        planner.best([1])
 
 
 def test_memory_is_counted_as_training_measures_it():

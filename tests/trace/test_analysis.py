@@ -176,19 +176,22 @@ def test_replicas_tell_a_heavy_stage_from_a_slow_rank():
     from megatron.dpp.trace.analysis.stragglers import StragglerSearch
     from megatron.dpp.trace.analysis.work import JobShape, Work
 
-    places = {rank: rank % 4 for rank in range(8)}
-    shape = JobShape(4, 1, places, {rank: (rank // 4, 0) for rank in range(8)}, "dpp")
+    places = {rank: rank % 4 for rank in range(12)}
+    shape = JobShape(4, 1, places, {rank: (rank // 4, 0) for rank in range(12)}, "dpp")
 
     def search(slow: set[int]) -> list[Culprit]:
         tasks = {
             (rank, 0): {"F": dict.fromkeys(range(8), 150 if rank in slow else 100)}
-            for rank in range(8)
+            for rank in range(12)
         }
         works = [Work(number, tasks) for number in range(3)]
         return StragglerSearch(shape, works, [{}] * 3, dict.fromkeys(places, 0)).find()
 
     assert [(c.kind, c.rank) for c in search({3})] == [("slow-rank", 3)]
-    assert [(c.kind, c.rank) for c in search({1, 5})] == [("heavy-stage", 1), ("heavy-stage", 5)]
+    assert [(c.kind, c.rank) for c in search({1, 5})] == [("slow-rank", 1), ("slow-rank", 5)]
+    assert [(c.kind, c.rank) for c in search({1, 5, 9})] == [
+        ("heavy-stage", rank) for rank in (1, 5, 9)
+    ]
 
 
 def test_iterations_that_not_all_ranks_finished_do_not_count(tmp_path):
