@@ -92,10 +92,7 @@ class Fabric {
   void opened(Opened* context) {
     const std::lock_guard<std::mutex> lock(mutex);
     contexts.push_back(context);
-    if (contexts.size() == 1) {
-      stop_ = false;
-      thread_ = std::thread([this] { run(); });
-    }
+    if (contexts.size() == 1) thread_ = std::thread([this, which = current_] { run(which); });
   }
   void closed(Opened* context) {
     std::thread done;
@@ -103,7 +100,7 @@ class Fabric {
       const std::lock_guard<std::mutex> lock(mutex);
       contexts.erase(std::find(contexts.begin(), contexts.end(), context));
       if (contexts.empty()) {
-        stop_ = true;
+        ++current_;
         done.swap(thread_);
       }
     }
@@ -145,9 +142,10 @@ class Fabric {
   }
 
  private:
-  void run() {
+  // A thread ends by its own number: when it wakes, the next one may have been started.
+  void run(uint64_t which) {
     std::unique_lock<std::mutex> lock(mutex);
-    while (!stop_) {
+    while (which == current_) {
       std::vector<Pair*> ready;
       for (const auto& [number, pair] : pairs) {
         if (!pair->sends.empty()) ready.push_back(pair);
@@ -236,7 +234,7 @@ class Fabric {
 
   std::condition_variable posted_;
   std::minstd_rand random_{7};
-  bool stop_ = false;
+  uint64_t current_ = 0;
   std::thread thread_;
 };
 

@@ -160,9 +160,10 @@ def test_ranks_without_a_link_to_the_dead_one_learn_its_name(tmp_path: Path) -> 
         assert "died" in text
 
 
-def test_a_stopped_peer_is_not_a_dead_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", (*NATIVE_KINDS, "dist"))
+def test_a_stopped_peer_is_not_a_dead_one(kind: str, tmp_path: Path) -> None:
     def body(rank: int, path: str, results: Any) -> None:
-        transport = open_from_file("shm", pair(), rank, path)
+        transport = open_from_file(kind, pair(), rank, path)
         if rank == 1:
             # Its own word would come through the queue, whose lock it may hold when it is stopped.
             signal.pause()
