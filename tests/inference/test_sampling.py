@@ -132,6 +132,8 @@ def test_a_token_without_a_probability_is_never_drawn() -> None:
     logits = torch.tensor([[0.0, -torch.inf, -torch.inf]])
     chooser = Chooser(Sampling(temperature=1.0), [0])
     assert {chooser.choose(logits, [0])[0] for _ in range(100)} == {0}
+    rounded_up = torch.ones(1, dtype=torch.float64)
+    assert chooser._drawn(logits, rounded_up) == [0]
     with pytest.raises(DataError, match="NaN"):
         chooser.choose(torch.tensor([[0.0, torch.nan]]), [0])
 

@@ -19,6 +19,7 @@ from megatron.dpp.plan.planner import Planner, from_run
 from megatron.dpp.plan.recorded import cost_file, recorded
 from megatron.dpp.plan.shape import LayerLayout, ModelShape, RunShape
 from megatron.dpp.plan.times import collective_seconds, planning_costs
+from megatron.dpp.plan.whatif import WhatIf
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.measured import parse_costs
@@ -436,3 +437,17 @@ def test_the_head_counts_where_it_is_in_the_only_chunk(monkeypatch, pipeline, he
     monkeypatch.setattr(plan_times, "_paced", lambda shape, layer, least: least)
     shape = SimpleNamespace(graphs="auto", num_layers=1, pipeline=pipeline, chunks=1)
     assert plan_times._replays(shape, None, (0.0,) * 3, (head, 0.0, 0.0)) == replayed
+
+
+def test_layers_that_defer_nothing_keep_nothing():
+    nothing = dataclasses.replace(LAYER, deferred_bytes=0.0)
+    parts = model()
+    assert parts.deferred_bytes([2, 3]) == [20.0, 30.0]
+    assert dataclasses.replace(parts, layer=nothing).deferred_bytes([2, 3]) == [0.0, 0.0]
+
+
+def test_what_follows_the_pipeline_stays_as_long():
+    what_if = object.__new__(WhatIf)
+    what_if.runs, what_if._base = [SimpleNamespace(window=10.0, tail=1.0)], [5.0]
+    found = what_if._outcome("half", lambda run: 2.5)
+    assert (found.now, found.then) == (11.0, 6.0)

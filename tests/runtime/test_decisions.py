@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from megatron.dpp.config import DppConfig
@@ -77,6 +80,18 @@ def test_a_cap_is_said_once_however_many_calls_have_it() -> None:
         made.scheduler(TRAINING, split=True)
         made.renew()
     assert [line for line in said if "may hold" in line] == said[:1] == said
+    assert "LM head" not in said[0], "nothing is taken off the cap"
+
+
+def test_sizes_are_recorded_of_training_calls_with_unlike_microbatches() -> None:
+    made, recorded = decisions(), []
+    writer: Any = SimpleNamespace(write=lambda *_, sizes, **__: recorded.append(sizes))
+    made._recorder = writer
+    evaluation = Geometry(2, 0, 1, 4, forward_only=True)
+    for geometry, sizes in ((TRAINING, [2, 5, 3, 5]), (TRAINING, [5] * 4), (evaluation, [2] * 4)):
+        scheduler = made.scheduler(geometry, split=True, largest=5, sizes=sizes)
+        made.ran(scheduler, [], split=True)
+    assert [sizes and list(sizes) for sizes in recorded] == [[2, 5, 3, 5], None, None]
 
 
 def test_an_evaluation_raises_no_static_cap() -> None:

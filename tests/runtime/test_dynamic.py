@@ -188,6 +188,8 @@ def test_graphs_are_judged_by_the_largest_values_of_the_stage(
     assert own._graphs_pay(call, [0]) is False
     assert "CUDA graphs: not used, as they may need 1.2 times the memory" in said[0]
     own.peak_held = 4.0
+    call.config.recompute_granularity = "selective"
+    assert own._graphs_pay(call, [0]) is True
     call.config.recompute_granularity = "full"
     assert own._graphs_pay(call, [0]) is False and "recompute-granularity full" in said[1]
     monkeypatch.setattr(dynamic, "room", lambda: None)

@@ -151,6 +151,8 @@ def test_the_cause_is_told_without_what_it_meant_here() -> None:
     here = "; the oldest missing message here is 3"
     error = PeerDead(f"rank 0: rank 1 (pid 7) died{here}; met here as RuntimeError: reset")
     assert failure.reason(error) == "rank 1 (pid 7) died"
+    own = PeerDead("rank 0: a message was lost")
+    assert failure.reason(own) == "rank 0: a message was lost", "no other rank is named"
 
 
 def test_of_a_long_error_the_first_characters_are_told() -> None:

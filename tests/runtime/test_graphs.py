@@ -81,7 +81,42 @@ def test_a_replayed_block_gives_the_same_gradients_and_is_left_as_it_was(chunk: 
     assert torch.equal(step(made, chunk), hidden.grad)
     assert torch.equal(weight.grad, expected)
     assert chunk.decoder.forward.__func__ is Block.forward
+    assert chunk.decoder.input_tensor is None
     assert isinstance(weight, torch.nn.Parameter) and chunk.decoder.layers[0].weight is weight
+
+
+def test_nothing_is_captured_before_the_steps_by_which_it_is_decided(
+    chunk: Chunk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "_WARM_UP_STEPS", 1)
+    made, _ = graphs_of(chunk)
+    step(made, chunk)
+    assert made._pools is None
+    step(made, chunk)
+    assert made._pools is not None
+    made.keep_size(100.0)
+    assert made._pools is None, "another size allows another number of slots"
+
+
+def test_only_lengths_that_can_be_attended_to_stay(chunk: Chunk) -> None:
+    rows = graphs.ENGINE_ROWS
+    made, _ = graphs_of(chunk, rows=(rows, rows + 1))
+    made._by_engine = True
+    assert made._attends(torch.empty(SHAPE)) and list(made._rows) == [rows]
+
+
+def test_an_argument_that_changed_in_place_counts_and_gradients_are_the_callers(
+    chunk: Chunk,
+) -> None:
+    made, scale = graphs_of(chunk)[0], torch.tensor(2.0)
+    found = []
+    for _ in range(2):
+        hidden = torch.ones(SHAPE).requires_grad_()
+        with made.bound(torch.empty(SHAPE)):
+            output = chunk.decoder(hidden_states=hidden, scale=scale)
+            found += torch.autograd.grad(output.sum(), hidden)
+        scale.mul_(2)
+    assert torch.equal(found[1], 2 * found[0])
 
 
 def test_other_arguments_than_the_first_run_eagerly_and_are_named_once(chunk: Chunk) -> None:

@@ -145,6 +145,20 @@ def test_a_trace_names_the_chunk_that_receives(
     assert channel == (*expected, direction) and given == (7, 12, "p2p")
 
 
+def test_a_wait_before_the_first_task_is_warm_up() -> None:
+    causes: list[str] = []
+    recorder: Any = SimpleNamespace(
+        mark=lambda: 0, gap=lambda start, end, cause, detail: causes.append(cause),
+        end_task=lambda: None,
+    )  # fmt: skip
+    trace, communicator = _Trace(recorder), SimpleNamespace(prev_rank=0, next_rank=1)
+    for received in ({Direction.FORWARD: torch.zeros(1)}, {}):
+        trace._waited(0, received, communicator)
+    trace.after(Step("F", 0, 0), torch.zeros(1))
+    trace._waited(0, {Direction.BACKWARD: torch.zeros(1)}, communicator)
+    assert causes == ["warm-up", "send", "message"]
+
+
 def test_a_backward_belongs_to_the_forward_that_made_its_output() -> None:
     """An output's storage may be used anew, for another microbatch."""
     told: list[Any] = []

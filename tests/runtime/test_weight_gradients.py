@@ -325,6 +325,24 @@ def test_experts_defer_for_one_step_alone() -> None:
     assert layer.defer is None
 
 
+def test_experts_with_a_frozen_weight_defer_nothing() -> None:
+    store, weights = WeightGradients([Chunk(Linear())]), torch.nn.Linear(2, 2)
+    weights.bias.requires_grad_(False)
+    experts: Any = SimpleNamespace(linears=[SimpleNamespace(weights=list(weights.parameters()))])
+    store._add_group(experts, 0, torch.nn.Module())
+    assert not store._groups
+
+
+def test_work_goes_to_the_innermost_collection_and_then_again_to_the_one_around_it() -> None:
+    store, work = WeightGradients([Chunk(Linear())]), [Any, Any]
+    waiting: Any = [SimpleNamespace(num_bytes=lambda: 0) for _ in work]
+    with store.divert() as outer:
+        with store.divert() as inner:
+            store.defer(0, waiting[0])
+        store.defer(0, waiting[1])
+    assert (inner, outer) == ({0: [waiting[0]]}, {0: [waiting[1]]})
+
+
 def test_the_modules_of_a_chunk_hear_of_its_own_backwards() -> None:
     store, told = WeightGradients([Chunk(Linear()), Chunk(Linear())]), []
     delayed: Any = [

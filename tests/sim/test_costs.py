@@ -367,3 +367,11 @@ def test_the_time_of_a_run_is_the_shorter_of_two_and_the_median_of_more():
         run = {"seconds": seconds, "num_microbatches": 4, "dynamic": 1}
         read = parse_costs(cost_data(run=run), "x").run
         assert read is not None and (read.seconds, read.dynamic) == (found, True)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_slow_intervals_have_their_share_of_the_time(share):
+    shape = Shape(2, 1, 4000)
+    found = conditions._slow_intervals(uniform(shape), shape, random.Random(1), share)
+    slow = sum(end - start for start, end in found)
+    assert slow / found[-1][1] == pytest.approx(share, rel=0.1)
