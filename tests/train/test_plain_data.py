@@ -7,6 +7,7 @@ import io
 import pickle
 import random
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from megatron.core.safe_globals import SAFE_GLOBALS
 from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
 
 from megatron.dpp.cli import checkpoint_files as files
-from megatron.dpp.cli.checkpoint_reader import ARCHIVE
+from megatron.dpp.cli.checkpoint_reader import ARCHIVE, read_archive
 from megatron.dpp.commands.model_source import find_source
 from megatron.dpp.convert.checkpoint import Stored
 from megatron.dpp.errors import DataError
@@ -177,6 +178,25 @@ def test_the_check_before_processes_refuses_nothing_that_a_rank_loads() -> None:
         allowed = {*_get_allowed_globals(), *_get_user_allowed_globals()}
     assert len(allowed) > 100 and {"argparse.Namespace", "numpy.ndarray"} < allowed
     assert [name for name in sorted(allowed) if not ARCHIVE.fullmatch(name)] == []
+
+
+def test_the_check_before_processes_lets_transformer_engines_number_type_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quantized tensors name it. Nothing else of the compiled module may occur."""
+
+    class Number:
+        pass
+
+    Number.__module__ = "transformer_engine_torch"
+    for name in ("DType", "Other"):
+        Number.__qualname__ = name
+        module = SimpleNamespace(**{name: Number})
+        monkeypatch.setitem(sys.modules, "transformer_engine_torch", module)
+        torch.save({"iteration": 3, "type": Number()}, tmp_path / name)
+    assert read_archive(tmp_path / "DType")["iteration"] == 3
+    with pytest.raises(DataError, match=rf"transformer_engine_torch\.Other, which {RULE}"):
+        read_archive(tmp_path / "Other")
 
 
 def test_the_state_of_an_fp8_layer_is_plain_data(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ METADATA = re.compile(
 given."""
 
 ARCHIVE = re.compile(
-    r"(torch|numpy|megatron\.core|transformer_engine)\..+"
+    r"(torch|numpy|megatron\.core|transformer_engine)\..+|transformer_engine_torch\.DType"
     r"|argparse\.Namespace|types\.SimpleNamespace|collections\.(OrderedDict|Counter)"
     r"|builtins\.(set|bytearray|complex)|_codecs\.encode|_io\.BytesIO|signal\.Signals"
     r"|pathlib\.(_local\.)?PosixPath"
