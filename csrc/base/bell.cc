@@ -21,6 +21,13 @@ constexpr uint64_t kNapNs =
 // one that will ring.
 constexpr uint64_t kYieldAfterNs = 5'000;
 
+constexpr uint64_t kShortestSpinNs = 20'000;
+constexpr uint64_t kLongestSpinNs = 200'000;
+// A core that is away for longer was used by somebody who computes, and not by a thread that passes
+// a message on.
+constexpr uint64_t kKeptNs = 100'000;
+constexpr uint64_t kNoSpinNs = 250'000'000;
+
 uint32_t* address(std::atomic<uint32_t>& word) { return reinterpret_cast<uint32_t*>(&word); }
 
 void pause_cpu() {
@@ -32,6 +39,19 @@ void pause_cpu() {
 }
 
 }  // namespace
+
+uint64_t Spin::limit_ns(uint64_t now) const {
+  if (!allowed_ || now < again_at_ns_) return 0;
+  return std::clamp(recent_ns_ + recent_ns_ / 2, kShortestSpinNs, kLongestSpinNs);
+}
+
+bool Spin::give_core(uint64_t now) {
+  ::sched_yield();
+  const uint64_t back = monotonic_ns();
+  if (back - now < kKeptNs) return true;
+  again_at_ns_ = back + kNoSpinNs;
+  return false;
+}
 
 Bell Bell::create() { return Bell(SharedMemory::create("dpp-bell", kBellBytes)); }
 
@@ -45,17 +65,17 @@ void Bell::ring() {
   }
 }
 
-bool Bell::wait(uint32_t seen, uint64_t nanoseconds, uint64_t spin_ns) {
+bool Bell::wait(uint32_t seen, uint64_t nanoseconds, Spin& spin) {
   if (word() != seen) return true;
   const uint64_t start = monotonic_ns();
-  const uint64_t spin_until = start + std::min(spin_ns, nanoseconds);
-  uint64_t now = start;
-  while (spin_ns != 0 && (now = monotonic_ns()) < spin_until) {
-    if (now - start > kYieldAfterNs) ::sched_yield();
+  const uint64_t spin_until = start + std::min(spin.limit_ns(start), nanoseconds);
+  for (uint64_t now = start; now < spin_until; now = monotonic_ns()) {
+    const bool keep = now - start <= kYieldAfterNs || spin.give_core(now);
     for (int i = 0; i < 16; ++i) {
       if (word() != seen) return true;
       pause_cpu();
     }
+    if (!keep) break;
   }
   return sleep(seen, start + nanoseconds);
 }

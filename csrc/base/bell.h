@@ -15,6 +15,25 @@
 
 namespace dpp {
 
+// How long a rank looks at its bell before it sleeps: 1.5 times its recent wait. A spin gives its
+// core to others that want it. Where one of them keeps the core, waits sleep at once for a while:
+// the kernel runs a sleeper as soon as it is woken, but one that has yielded only when the other's
+// slice of some milliseconds is over.
+class Spin {
+ public:
+  explicit Spin(bool allowed) : allowed_(allowed) {}
+
+  uint64_t limit_ns(uint64_t now) const;
+  // False if another process kept the core: sleep now.
+  bool give_core(uint64_t now);
+  void learn(uint64_t waited_ns) { recent_ns_ = (3 * recent_ns_ + waited_ns) / 4; }
+
+ private:
+  const bool allowed_;
+  uint64_t recent_ns_ = 0;
+  uint64_t again_at_ns_ = 0;
+};
+
 class Bell {
  public:
   static Bell create();
@@ -25,9 +44,9 @@ class Bell {
   // Gives the descriptor back; ringing still works.
   void close_descriptor() { memory_.fd.reset(); }
   void ring();
-  // Returns true as soon as the word differs from `seen`, false after `nanoseconds`. Spins for
-  // `spin_ns` first, and gives its core to others that want it.
-  bool wait(uint32_t seen, uint64_t nanoseconds, uint64_t spin_ns);
+  // Returns true as soon as the word differs from `seen`, false after `nanoseconds`. Spins first,
+  // for as long as `spin` says.
+  bool wait(uint32_t seen, uint64_t nanoseconds, Spin& spin);
 
  private:
   struct State {

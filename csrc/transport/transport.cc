@@ -10,8 +10,6 @@ namespace dpp {
 
 namespace {
 
-constexpr uint64_t kShortestSpinNs = 20'000;
-constexpr uint64_t kLongestSpinNs = 200'000;
 constexpr uint64_t kRoomNapNs = 1'000'000;
 constexpr uint64_t kByeNs = 500'000'000;
 constexpr uint64_t kRestNs = 2'000'000'000;
@@ -243,12 +241,8 @@ bool Transport::wait(uint64_t nanoseconds) {
   check();
   if (bell_.word() != seen_word_) return true;
   const uint64_t start = monotonic_ns();
-  uint64_t spin_ns = 0;
-  if (settings_.spin) {
-    spin_ns = std::clamp(recent_wait_ns_ + recent_wait_ns_ / 2, kShortestSpinNs, kLongestSpinNs);
-  }
-  const bool rung = bell_.wait(seen_word_, nanoseconds, spin_ns);
-  recent_wait_ns_ = (3 * recent_wait_ns_ + (monotonic_ns() - start)) / 4;
+  const bool rung = bell_.wait(seen_word_, nanoseconds, spin_);
+  spin_.learn(monotonic_ns() - start);
   check();
   return rung;
 }

@@ -185,7 +185,7 @@ class Transport {
   // Caller's thread only.
   std::vector<Incoming> incoming_;
   uint32_t seen_word_ = 0;
-  uint64_t recent_wait_ns_ = 0;
+  Spin spin_{settings_.spin};
   bool closed_ = false;
 
   FirstFailure failure_;

@@ -115,8 +115,9 @@ def test_an_interrupt_after_a_put_frees_no_tensor_that_is_still_read() -> None:
 
 YIELDS = """
 #include <atomic>
+#include <unistd.h>
 static std::atomic<int> calls;
-extern "C" int sched_yield() { ++calls; return 0; }
+extern "C" int sched_yield() { ++calls; return KEPT ? usleep(KEPT) : 0; }
 extern "C" int num_yields() { return calls; }
 """
 WAITS = """
@@ -126,30 +127,49 @@ native = importlib.util.module_from_spec(specification)  # without PyTorch, whic
 specification.loader.exec_module(native)
 settings = dict(timeout=1.0, checksum=False, max_pending=2, spin=sys.argv[3] == "spin")
 transport = native.Transport(rank=0, incoming=[], outgoing=[], **settings)
-library, deadline = ctypes.CDLL(sys.argv[2]), time.monotonic() + 30
+library, turns, start = ctypes.CDLL(sys.argv[2]), int(sys.argv[4]), time.monotonic()
 for turn in range(1 << 30):  # a busy machine may take the core away for a whole spin
     transport.poll(0)
-    transport.wait(0.01)
-    if time.monotonic() > deadline or library.num_yields() or (turn == 20 and not settings["spin"]):
+    transport.wait(0.001)
+    enough = library.num_yields() or not settings["spin"]
+    if time.monotonic() > start + 30 or (turn >= turns and enough):
         break
-print(library.num_yields())
+print(library.num_yields(), time.monotonic() - start)
 transport.close()
 """
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the counting call with")
-@pytest.mark.parametrize("how", ["spin", "sleep"])
-def test_a_spin_gives_its_core_to_others(how: str, tmp_path: Path) -> None:
-    library = tmp_path / "yields.so"
-    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
+def yields_while_waiting(folder: Path, how: str, *, kept_us: int, turns: int) -> tuple[int, float]:
+    """Times that waits give their core to another process, which keeps it; and the seconds."""
+    library = folder / "yields.so"
+    command = ["g++", f"-DKEPT={kept_us}", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
     subprocess.run(command, input=YIELDS, text=True, check=True, timeout=PATIENCE)
     done = subprocess.run(
-        [sys.executable, "-c", WAITS, load_native().__file__, str(library), how],
+        [sys.executable, "-c", WAITS, load_native().__file__, str(library), how, str(turns)],
         env=os.environ | {"LD_PRELOAD": str(library)},
         capture_output=True, text=True, timeout=2 * PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert (int(done.stdout) > 0) == (how == "spin")
+    yields, seconds = done.stdout.split()
+    return int(yields), float(seconds)
+
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="no g++ to build the counting call with"
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", ["spin", "sleep"])
+def test_a_spin_gives_its_core_to_others(how: str, tmp_path: Path) -> None:
+    yields, _ = yields_while_waiting(tmp_path, how, kept_us=0, turns=20)
+    assert (yields > 0) == (how == "spin")
+
+
+@needs_compiler
+def test_waits_beside_a_busy_process_sleep_at_once(tmp_path: Path) -> None:
+    yields, seconds = yields_while_waiting(tmp_path, "spin", kept_us=1000, turns=60)
+    assert 1 <= yields <= 1 + seconds / 0.25  # a spin tries again every quarter of a second
 
 
 def test_over_dist_a_rank_that_is_silent_for_long_is_not_gone() -> None:
