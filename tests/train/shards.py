@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 
 from megatron.dpp.mcore import cpu
 from megatron.dpp.mcore.training import writers
@@ -25,16 +26,23 @@ from megatron.dpp.train import checkpointing
 
 
 class _Run:
-    """A process that runs at once."""
+    """A process that runs at once; its errors end it alone."""
 
-    def __init__(self, target: Callable[..., None], kwargs: dict[str, Any]) -> None:
-        self._target, self._kwargs = target, kwargs
+    def __init__(
+        self, target: Callable[..., None], args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._work = partial(target, *args, **kwargs or {})
 
     def start(self) -> None:
-        self._target(**self._kwargs)
+        with suppress(Exception):
+            self._work()
 
     def join(self) -> None:
         pass
+
+    def is_alive(self) -> bool:
+        return False
 
 
 @contextmanager
@@ -51,7 +59,9 @@ def alone() -> Iterator[None]:
 def write_here(patch: pytest.MonkeyPatch) -> None:
     """Let writers run in this process."""
     context = SimpleNamespace(Queue=queue.Queue, JoinableQueue=queue.Queue, Process=_Run)
-    patch.setattr(filesystem_async, "mp", SimpleNamespace(get_context=lambda kind: context))
+    for module in (filesystem_async, async_utils):
+        patch.setattr(module, "mp", SimpleNamespace(get_context=lambda kind: context))
+    patch.setattr(writers, "_results_queue", writers._own_queue)  # no other process writes into it
     patch.setattr(writers, "end_with_parent", lambda: None)
     group = dist.group.WORLD
     patch.setattr(checkpointing.mpu, "get_data_parallel_group", lambda **_: group)

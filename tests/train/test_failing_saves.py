@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 from megatron.dpp.cli import checkpoint_files as files
 from megatron.dpp.cli import checksums
@@ -75,15 +76,18 @@ class Saves:
     """Saves of a run into folders of its own, on a disk that may fail."""
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, form: str, before: str) -> None:
+        form, _, in_background = form.partition(" ")
         iteration, retain = BEFORE[before]
         self.job = Job(
             patch, folder, save_retain_interval=retain, use_distributed_optimizer=True,
             log_progress=True, ckpt_format=form, ckpt_assume_constant_structure=False,
             ckpt_fully_parallel_save=False, dist_ckpt_optim_fully_reshardable=False,
+            async_save=bool(in_background),
         )  # fmt: skip
         made = self.job.made
         del made._write
         made._strategy = None
+        made._queue = AsyncCallsQueue() if in_background else None
         made._models = [Model(self.job)]
         made._trainee.optimizer = Optimizer(self.job)
         made._trainee.scheduler = SimpleNamespace(state_dict=lambda: "scheduler's")
@@ -112,6 +116,7 @@ class Saves:
     def save(self, iteration: int) -> None:
         self.job.run.args.save = str(self.root)
         self.job.save(iteration)
+        self.job.made._finish(blocking=True)
 
     def named(self) -> int | None:
         """Iteration of the checkpoint that a run would start from, which is whole."""
@@ -180,13 +185,14 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Make]:
         yield lambda form, before: Saves(monkeypatch, tmp_path, form, before)
 
 
+QUICK = ("torch_dist", "the first")
 CASES = [
     *(pytest.param("torch", before, False, id=before) for before in BEFORE),
     *(pytest.param("torch", before, True, id=f"{before}, all calls from one on")
       for before in BEFORE),
-    *(pytest.param("torch_dist", before, False, id=f"{before}, torch_dist",
-                   marks=() if before == "the first" else pytest.mark.slow)
-      for before in BEFORE),
+    *(pytest.param(form, before, False, id=f"{before}, {form}",
+                   marks=() if (form, before) == QUICK else pytest.mark.slow)
+      for before in BEFORE for form in ("torch_dist", "torch_dist in the background")),
 ]  # fmt: skip
 
 
