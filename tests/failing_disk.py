@@ -111,9 +111,12 @@ class Disk:
     def _torch_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """PyTorch writes a file that it is given by name without Python's calls."""
 
-        def save(state: Any, path: Any) -> None:
+        def save(state: Any, path: Any, *rest: Any, **options: Any) -> None:
+            if hasattr(path, "write"):
+                original(state, path, *rest, **options)
+                return
             data = io.BytesIO()
-            original(state, data)
+            original(state, data, *rest, **options)
             try:
                 with Path(path).open("wb") as file:
                     file.write(data.getvalue())

@@ -37,11 +37,12 @@ def _flags(reference: Path, data: Path, config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "iterations"), [("s_gpt_pp1", 5), ("s_gpt_pp2_vpp2", 10)], ids=["pp1", "pp2-vpp2"]
+    ("name", "iterations"), [("s_gpt_pp1", 15), ("s_gpt_pp2_vpp2", 10)], ids=["pp1", "pp2-vpp2"]
 )
 def test_losses_rates_and_norms_are_megatron_lms(
     reference: Path, data: Path, name: str, iterations: int
 ) -> None:
+    """Also those of the evaluations: after iteration 10, and of both sets at the end."""
     config = json.loads((reference / "expected.json").read_text())["configs"][name]
     flags = _flags(reference, data, config)
     early = [] if iterations == len(config["iteration"]) else ["--exit-interval", str(iterations)]
@@ -50,10 +51,13 @@ def test_losses_rates_and_norms_are_megatron_lms(
     assert result.column("learning rate") == pytest.approx(config["lr"][:iterations], abs=1e-5)
     norms = config["grad_norm"][:iterations]
     assert result.column("grad norm") == pytest.approx(norms, rel=5e-4)
-    if not early:
-        losses = [row["lm loss"] for row in result.evaluations]
-        expected = [row["lm loss (exact)"] for row in config["eval"]]
-        assert losses == pytest.approx(expected, abs=1e-5)
+    evaluated = [(row["iteration"], row["set"], row["lm loss"]) for row in result.evaluations]
+    expected = [row for row in config["eval"] if row["iteration"] <= iterations]
+    assert [at for at, *_ in evaluated] == [row["iteration"] for row in expected]
+    assert [name for _, name, _ in evaluated] == [row["set"].split()[0] for row in expected]
+    losses = [row["lm loss (exact)"] for row in expected]
+    assert [loss for *_, loss in evaluated] == pytest.approx(losses, abs=1e-5)
+    assert len(evaluated) == (1 if early else 3)
 
 
 # Printed by Megatron-LM on a CPU for the flags of s_gpt_pp1 and these, with two processes. With

@@ -5,6 +5,9 @@ That the numbers drawn are the eager ones is test_equality.py's matter, on GPUs.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,12 @@ import torch
 from megatron.core.tensor_parallel import random as parallel_random
 
 from megatron.dpp.mcore.graphs import rng as captured_rng
-from megatron.dpp.mcore.graphs.rng import RecomputedDraws
+from megatron.dpp.mcore.graphs import slots
+from megatron.dpp.mcore.graphs.block import GraphedBlock
+from megatron.dpp.mcore.graphs.pools import Pools
+from megatron.dpp.mcore.graphs.rng import CapturedRng, RecomputedDraws
+from tests.runtime.rerun import Rerun
+from tests.runtime.test_graphs import SHAPE, Block, Chunk
 
 DEFAULT, PARALLEL = 11, 22
 """Seeds."""
@@ -46,6 +54,7 @@ class Machine:
     def __init__(self) -> None:
         self.default = Generator(DEFAULT, 100)
         self.states_: dict[str, Any] = {"parallel": torch.tensor([PARALLEL, 1000])}
+        self.use_cudagraphable_rng = False
 
     def get_states(self) -> dict[str, Any]:
         return dict(self.states_)
@@ -131,3 +140,149 @@ def test_states_that_are_generators_are_refused(machine: Machine) -> None:
     machine.states_["parallel"] = torch.Generator()
     with pytest.raises(TypeError, match="states that can be saved"):
         RecomputedDraws(machine.forward)
+
+
+# Replays ------------------------------------------------------------------------------------------
+
+
+def drawn(states: dict[str, Any], number: int) -> float:
+    """Draws from the tracker's state, or from the generator in its place; the draws before."""
+    state = states["parallel"]
+    if isinstance(state, Generator):
+        before = state.get_state()
+        state.draw(number)
+    else:
+        before, states["parallel"] = state, state + torch.tensor([0, number])
+    return float(before[1])
+
+
+class Dropped(torch.autograd.Function):
+    """Multiplies by what is drawn. The backward draws it again, as a recomputed part does."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, machine: Machine) -> torch.Tensor:
+        ctx.saved = parallel_random._get_all_rng_states()[2]
+        return hidden * drawn(machine.states_, 4)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return gradient * drawn(ctx.saved, 4), None
+
+
+class Dropping(Block):
+    """A block of two recomputed parts that draw."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.machine = machine
+
+    def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        for _ in range(2):
+            hidden_states = Dropped.apply(hidden_states, self.machine)
+        return hidden_states
+
+
+def replayed(machine: Machine, *, recomputes: bool) -> tuple[Chunk, GraphedBlock]:
+    """A chunk whose block is replayed with the generators that it was captured with."""
+    rng = CapturedRng()
+
+    class Captured(Rerun):
+        def replay(self) -> None:
+            with rng.capturing():
+                super().replay()
+
+    def capture(function: Callable[[], None], pool: Any) -> Captured:
+        with rng.capturing() as generators:
+            assert all(isinstance(each, Generator) for each in generators)
+            assert machine.use_cudagraphable_rng
+        return Captured(function, pool)
+
+    chunk = Chunk()
+    chunk.decoder = Dropping(machine)
+    chunk.config.recompute_granularity = "selective" if recomputes else None
+    block = GraphedBlock(chunk, None, None, capture, rng, print)
+    block.bind(Pools(torch.empty(SHAPE)))
+    return chunk, block
+
+
+STARTS = (40, 7, 7000)
+"""Positions at which three microbatches begin to draw."""
+
+
+def outputs(machine: Machine, chunk: Chunk) -> list[Any]:
+    """Each microbatch's output and its input, and the position in the end."""
+    found = []
+    for start in STARTS:
+        machine.states_["parallel"] = torch.tensor([PARALLEL, start])
+        hidden = torch.ones(SHAPE, requires_grad=True)
+        output = chunk.decoder(hidden_states=hidden)
+        found.append((output, hidden, machine.states_["parallel"].tolist()))
+    return found
+
+
+def test_replays_draw_from_where_the_tracker_is_and_leave_it_where_they_have_come(
+    machine: Machine,
+) -> None:
+    """All microbatches would have one mask otherwise, whatever the seed of their task."""
+    chunk, block = replayed(machine, recomputes=False)
+    for (output, _, after), start in zip(outputs(machine, chunk), STARTS, strict=True):
+        assert torch.equal(output, torch.full(SHAPE, float(start * (start + 4))))
+        assert after == [PARALLEL, start + 8]
+    block.bind(None)
+    assert machine.use_cudagraphable_rng is False, "eager work goes on with states"
+
+
+def test_a_replayed_backward_draws_its_own_forwards_numbers(machine: Machine) -> None:
+    """Other forwards have run meanwhile, in other slots and in its own."""
+    chunk, _ = replayed(machine, recomputes=True)
+    for _ in range(2):
+        for (output, hidden, _), start in zip(outputs(machine, chunk), STARTS, strict=True):
+            output.sum().backward()
+            assert torch.equal(hidden.grad, torch.full(SHAPE, float(start * (start + 4))))
+
+
+def test_a_capture_that_fails_gives_the_tracker_its_states_back(machine: Machine) -> None:
+    before = machine.states_
+    for error in (None, RuntimeError("not permitted")):
+        with contextlib.suppress(RuntimeError), CapturedRng().capturing():
+            assert machine.states_ is not before and machine.use_cudagraphable_rng
+            if error is not None:
+                raise error
+        assert machine.states_ is before and machine.use_cudagraphable_rng is False
+
+
+def test_a_tracker_of_generators_is_captured_as_it_is(machine: Machine) -> None:
+    """``--te-rng-tracker``: its generators are those that the graph registers."""
+    machine.use_cudagraphable_rng, machine.states_ = True, {"parallel": Generator(PARALLEL)}
+    rng = CapturedRng()
+    with rng.capturing() as generators:
+        assert generators == list(machine.states_.values())
+    with rng.replaying():
+        pass
+    assert machine.use_cudagraphable_rng and generators == list(machine.states_.values())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_random_states_are_exchanged_around_replays_of_layers_that_draw(
+    machine: Machine, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "why_not", lambda chunk: None)
+    monkeypatch.setattr(slots, "_WARM_UP_STEPS", 0)
+    monkeypatch.setattr(slots, "cuda_capture", lambda rng: Rerun)
+    exchanged: list[CapturedRng] = []
+
+    def replaying(rng: CapturedRng) -> Any:
+        exchanged.append(rng)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(CapturedRng, "replaying", replaying)
+    chunk = Chunk()
+    chunk.config = SimpleNamespace(
+        hidden_dropout=dropout, attention_dropout=0.0, recompute_granularity=None,
+        moe_input_jitter_eps=None, moe_router_force_load_balancing=False,
+    )  # fmt: skip
+    made = slots.ChunkGraphs([chunk], None, print, lambda chunks: True)
+    with made.bound(torch.empty(SHAPE)):
+        for _ in range(2):
+            chunk.decoder(hidden_states=torch.ones(SHAPE, requires_grad=True)).sum().backward()
+    assert len(exchanged) == (2 if dropout else 0)

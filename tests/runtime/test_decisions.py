@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.direction import Direction
 from megatron.dpp.runtime.decisions import Decisions
-from megatron.dpp.schedule import BUILT_IN, Action, Geometry, Memory, Scheduler, parse_cap
+from megatron.dpp.schedule import (
+    BUILT_IN,
+    UNIT,
+    Action,
+    DecisionRecorder,
+    Geometry,
+    Memory,
+    Scheduler,
+    parse_cap,
+    peak_size,
+    reference_order,
+    replica_path,
+)
+from megatron.dpp.schedule.reference import static_peak
 
 TRAINING = Geometry(2, 0, 1, 4)
 
@@ -39,6 +54,42 @@ def test_an_evaluation_runs_depth_first_whatever_the_policy(policy: str) -> None
     evaluation = Geometry(2, 0, 2, 4, forward_only=True)
     made = decisions(policy=policy).scheduler(evaluation, split=False)
     assert made.policy is BUILT_IN["depth-first"]
+
+
+def test_a_replayed_evaluation_runs_in_the_recorded_order(tmp_path: Path) -> None:
+    path, evaluation = str(tmp_path / "order"), Geometry(2, 0, 2, 2, forward_only=True)
+    order, usual = ["0F0", "1F0", "0F1", "1F1"], ["0F0", "0F1", "1F0", "1F1"]
+    recorder = DecisionRecorder(replica_path(path, 0), evaluation)
+    recorder.write(evaluation, list(map(Action.parse, order)), split_backward=False)
+    recorder.close()
+    for settings, expected in (({"replay": path}, order), ({}, usual)):
+        scheduler = decisions(**settings).scheduler(evaluation, split=False)
+        scheduler.arrived(Direction.FORWARD, 1, 2)
+        found = [scheduler.next() for _ in order]
+        assert list(map(str, found)) == expected
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_the_static_peak_of_the_last_rank_is_that_with_its_head(announced: bool) -> None:
+    """Megatron's order holds the head's logits as well; a cap without them would hold less. Sizes
+    that are not announced are known once they have run.
+    """
+    last = Geometry(4, 3, 2, 16)
+    caps = []
+    for room in (0.0, 20.0):
+        made = decisions(activation_cap="static")
+        made.measured(Memory(activation_bytes=8, deferred_bytes=8, head_room=room, last_layers=1.0))
+        for _ in range(1 if announced else 2):
+            scheduler = made.scheduler(last, split=True, sizes=[UNIT] * 16 if announced else None)
+            cap = scheduler._limits[-1].cap
+            made.ran(scheduler, [], split=True)
+        caps.append(cap)
+        weights = scheduler.weights or (1.0, 1.0)
+        expected = max(
+            static_peak(last, [1] * 16), peak_size(reference_order(last), [1] * 16, weights)
+        )
+        assert cap == expected
+    assert caps[1] > caps[0]
 
 
 def test_a_policy_that_holds_all_waits_only_for_bytes_to_be_measured() -> None:

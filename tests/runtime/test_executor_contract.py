@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from megatron.dpp.errors import PeerDead, ProtocolError, TransferTimeout
 from megatron.dpp.inject import Task
 from megatron.dpp.runtime.agreement import decider_for
-from megatron.dpp.runtime.executor import Executor, Links, Tensors
+from megatron.dpp.runtime.executor import Executor, Links
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Action, Cause, Geometry, Scheduler
@@ -21,8 +20,7 @@ from megatron.dpp.schedule.scheduler import Stall
 from megatron.dpp.trace import NullRecorder
 from megatron.dpp.transport.base import Direction
 from megatron.dpp.transport.fake import Delay, FakeNetwork, FakeTransport, VirtualClock
-from tests.runtime import pipelines
-from tests.runtime.pipelines import Arithmetic, check_values, run_pipeline
+from tests.runtime.pipelines import Arithmetic
 
 
 def rank_of(
@@ -54,42 +52,6 @@ LAST = Geometry(2, 1, 1, 2, forward_only=True)
 
 
 # Tensors ------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Freed(Arithmetic):
-    """Results are every second element of a buffer. An output's storage is replaced when it is
-    freed, as megatron-core does.
-    """
-
-    outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-
-    def spread(self, tensor: torch.Tensor, sizes: Any) -> Tensors:
-        buffer = torch.full((2, 2), float("nan"))
-        buffer[:, 0] = tensor
-        assert not buffer[:, 0].is_contiguous()
-        return buffer[:, 0]
-
-    def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
-        output = super().forward(chunk, microbatch, received)
-        assert isinstance(output, torch.Tensor)
-        self.outputs[chunk, microbatch] = output
-        return output
-
-    def free_output(self, chunk: int, microbatch: int) -> None:
-        self.outputs.pop((chunk, microbatch)).data = torch.full((2,), float("nan"))
-
-
-def test_outputs_are_freed_once_they_are_put_and_may_lie_in_strides(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(pipelines, "Arithmetic", Freed)
-    runners = run_pipeline(3, 2, 5, delay=0.002, sizes=[[8]] * 3, iterations=2)
-    check_values(runners, 5, iterations=2)
-    for runner in runners:
-        assert isinstance(runner, Freed)
-        last = runner.topology.stage(1) == 5
-        assert set(runner.outputs) == ({(1, i) for i in range(5)} if last else set())
 
 
 @pytest.mark.parametrize(

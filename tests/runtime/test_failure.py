@@ -125,6 +125,25 @@ def test_a_rank_tells_the_others_why_it_ends(store: HashStore) -> None:
     assert told(store) == first
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyError("attention_mask"), ["KeyError: 'attention_mask'"]),
+        (SystemExit(1), ["SystemExit: 1"]),
+        (SystemExit(0), []),
+    ],
+)
+def test_the_neighbours_are_told_at_once_why_a_rank_ends(
+    error: BaseException, said: list[str], store: HashStore
+) -> None:
+    """They would wait for its messages until --dpp-timeout."""
+    heard: list[tuple[str, bool]] = []
+    with pytest.raises(type(error)), Opened() as schedule:
+        schedule._transport.abort = lambda why: heard.append((why, schedule.closed))  # type: ignore[method-assign]
+        raise error
+    assert heard == [(text, False) for text in said], "before the links are closed"
+
+
 def test_a_rank_that_gives_up_by_itself_says_so(store: HashStore) -> None:
     with pytest.raises(KeyError), Opened():
         raise KeyError("attention_mask")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
-from megatron.dpp.mcore.memory import saved_bytes
+from megatron.dpp.mcore.memory import room, saved_bytes
 
 
 class Doubled(torch.autograd.Function):
@@ -66,3 +67,13 @@ def test_a_backward_sees_the_parameter_itself() -> None:
     assert saved_bytes([output], model) == 4 * 8 * 4
     output.sum().backward()
     assert seen[0] is model.weight
+
+
+def test_memory_that_pytorch_keeps_unused_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's count lacks it, and the allocator gives it to the next tensors."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 50)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 30)
+    for available, expected in ((True, 100 + 50 - 30), (False, None)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        assert room() == expected

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.inject import Injector, Task
 from megatron.dpp.mcore.boundary import Boundaries
 from megatron.dpp.runtime import dynamic
 from megatron.dpp.runtime.decisions import Decisions
@@ -155,6 +156,21 @@ def test_only_followers_follow_and_leave_the_recording_to_their_leader(
     assert names == (["record.replica3.rank0"] if leads else [])
     own._connect(call_of(), topology, boundaries)
     assert own._decisions is kept, "a recording goes on when links are opened anew"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_slow_rank_is_one_of_its_pipeline(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Of every replica, whose ranks have other numbers in the job; draws are those of the seed."""
+    connected, inject = Connected(monkeypatch, None), "slow-rank:1:2,jitter:0.3"
+    own: Any = schedule_of(inject=inject)
+    own._seed = 5
+    session = own._connect(call_of(), Topology((6, 7), rank, 2), Boundaries(8, (8,), (8,)))
+    assert session.injector is connected.given[-1]
+    task = Task(4, "F", 1, 3, 0.0, 0.5)
+    expected = Injector(inject, rank, 2, 5, num_chunks=2).factor(task)
+    assert session.injector.factor(task) == expected
+    slow = Injector("slow-rank:1:2", rank, 2, 5, num_chunks=2).factor(task)
+    assert slow == (2.0 if rank else 1.0)
 
 
 def test_tasks_are_seeded_by_the_place_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:

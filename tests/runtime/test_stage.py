@@ -128,6 +128,23 @@ def test_gradients_are_finalized_with_what_the_call_asks(
     assert got == ([] if forward_only else [expected])
 
 
+@pytest.mark.parametrize("forward_only", [True, False])
+@pytest.mark.parametrize("offloads", [True, False])
+def test_offloaded_activations_are_forgotten_at_the_end_of_a_step(
+    offloads: bool, forward_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[Any, bool]] = []
+
+    def reset(groups: Any, *, forward_only: bool) -> None:
+        told.append((groups, forward_only))
+
+    monkeypatch.setattr(steps.compat, "reset_offload", reset)
+    config = config_with(fine_grained_activation_offloading=offloads)
+    stage = stage_of([Chunk(config)], forward_only=forward_only)
+    stage.finish()
+    assert told == [(stage.call.pg_collection, forward_only)] * offloads
+
+
 def test_as_many_forwards_as_asked_keep_their_activations_of_each_window() -> None:
     config = config_with(num_microbatches_with_partial_activation_checkpoints=2)
     stage = stage_of([Chunk(config)], window=3)

@@ -11,7 +11,7 @@ import torch
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.inject import Task
+from megatron.dpp.inject import Injector, Task
 from megatron.dpp.mcore.boundary import Boundaries
 from megatron.dpp.mcore.static import Step
 from megatron.dpp.runtime import static
@@ -199,6 +199,29 @@ def test_messages_that_cannot_be_delayed_are_said_once(
     topology = Topology((0, 1), 0, 1)
     assert own._injector_of(topology) is own._injector_of(topology)
     assert len(lines) == said
+
+
+def test_delays_are_those_of_the_dynamic_schedule_with_the_same_seed() -> None:
+    own, inject = schedule_of(inject="jitter:0.3"), "jitter:0.3"
+    injector = own._injector_of(Topology((5, 6, 7), 1, 2))
+    task = Task(4, "F", 1, 3, 0.0, 0.5)
+    usual = [Injector(inject, 1, 3, seed, num_chunks=2).factor(task) for seed in (1, 0)]
+    assert injector.factor(task) == usual[0] != usual[1]
+
+
+def test_tasks_are_timed_although_nothing_is_chosen_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An injected factor is one of the task's own time."""
+    asked: list[tuple[Any, bool]] = []
+
+    def timer(config: DppConfig, *, follow: bool) -> str:
+        asked.append((config, follow))
+        return "timer"
+
+    monkeypatch.setattr(static, "timer_for", timer)
+    own = schedule_of(inject="slow-rank:1:2")
+    assert own._timer == own._timer == "timer" and asked == [(own.config, True)]
 
 
 @pytest.mark.parametrize("setting", ["off", "auto", "on"])

@@ -96,6 +96,23 @@ def test_a_hosts_task_lasts_until_its_call_returns_without_what_was_injected(
     assert timer.injected_seconds == 4.5
 
 
+def test_a_task_that_its_delay_seems_longer_than_took_no_time(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clocks round. A task of less than no time would put decisions after it."""
+
+    def sleep(seconds: float) -> None:
+        device.now += seconds - 0.125
+
+    monkeypatch.setattr("megatron.dpp.runtime.timer.time.sleep", sleep)
+    timer = HostTimer()
+    for _ in range(2):
+        timer.begin()
+        timer.prolong(KEY, 1.0, 0.5)
+        timer.launched(KEY)
+        assert timer.durations == {KEY: 0.0}
+
+
 def test_the_next_task_is_chosen_so_long_before_the_end_of_the_running_one(device: Device) -> None:
     timer = learned(device, 0.25)
     launch(timer)

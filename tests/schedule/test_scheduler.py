@@ -178,6 +178,16 @@ def test_stalls_name_what_is_waited_for():
     assert stall.cause is Cause.COOLDOWN and "gradient 0 of chunk 0" in stall.text
 
 
+def test_a_wait_is_named_by_the_task_that_megatrons_order_has_next():
+    """A rank in the middle waits for both of its neighbours."""
+    scheduler = Scheduler(Geometry(3, 1, 1, 4), split_backward=False)
+    for number, cause in ((1, Cause.WAIT_FORWARD), (2, Cause.WAIT_BACKWARD)):
+        scheduler.arrived(Direction.FORWARD, 0, number)
+        assert drain(scheduler) == f"0F{number - 1}"
+        stall = scheduler.stall()
+        assert stall.cause is cause and len(stall.channels) == 2
+
+
 def test_an_evaluation_waits_for_no_gradient():
     scheduler = Scheduler(Geometry(2, 0, 2, 2, forward_only=True))
     assert drain(scheduler) == "0F0 0F1"

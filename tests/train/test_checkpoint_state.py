@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
 from megatron.dpp.cli import checkpoint_files as files
 from megatron.dpp.cli import checksums
 from megatron.dpp.errors import DataError
-from megatron.dpp.train import checkpointing, random_state, saving
+from megatron.dpp.train import checkpointing, saving
 from megatron.dpp.train.checkpointing import Checkpointer, Wanted
 from tests.harmful import Harmful
 from tests.train.test_checkpointing import Job
@@ -159,6 +157,18 @@ def test_an_optimizer_takes_its_state_and_its_share(
     assert job.events == ["schedule s"], "a rank whose parameters are all frozen"
 
 
+def test_the_state_of_sharded_parameters_is_taken_as_shards(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--use-torch-fsdp2``: PyTorch's optimizers mix no local tensors with sharded parameters."""
+    monkeypatch.setattr(checkpointing, "as_shards", lambda optimizer, state: f"shards of {state}")
+    job.run.args.use_torch_fsdp2 = True
+    job.made._apply_optimizer(
+        {"optimizer": "o", "opt_param_scheduler": "s"}, files.Found(job.folder, 9)
+    )
+    assert job.events == ["take shards of o", "own_steps", "schedule s"]
+
+
 def test_progress_that_an_old_checkpoint_lacks_is_none(job: Job) -> None:
     job.made._trainee.optimizer, job.made._trainee.chunks, job.made._models = None, [], []
     job.run.consumed_train_samples = job.run.skipped_train_samples = 5
@@ -238,12 +248,18 @@ def test_a_request_for_the_optimizers_state_fills_it_first(
     assert "rng_state" not in job.made._sharded_state({}, with_random=False)
 
 
+def group(*, with_context_parallel: bool) -> str:
+    """Of the ranks that hold the same parameters: context-parallel ones are among them."""
+    return "data and context" if with_context_parallel else "data"
+
+
 class Reader:
     """A ``torch_dist`` checkpoint with these arguments; notes each request."""
 
     def __init__(self, job: Job, monkeypatch: pytest.MonkeyPatch, **saved: Any) -> None:
         self.checked: list[str] = []
         self.requests: list[tuple[bool, bool]] = []
+        self.strategies: list[Any] = []
         usual = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
         common = {"args": SimpleNamespace(**usual | saved)}
         core, patch = checkpointing.dist_checkpointing, monkeypatch.setattr
@@ -251,7 +267,8 @@ class Reader:
         patch(core, "load_content_metadata", lambda preloaded_state_dict: None)
         patch(core, "load", self._load)
         patch(checkpointing, "get_default_load_sharded_strategy", lambda path: "plain")
-        patch(checkpointing.mpu, "get_data_parallel_group", lambda with_context_parallel: "g")
+        patch(checkpointing, "FullyParallelLoadStrategyWrapper", lambda *given: given)
+        patch(checkpointing.mpu, "get_data_parallel_group", group)
         for name in ("check_optimizer", "check_model"):
             patch(checkpointing, name, lambda *_, name=name: self.checked.append(name))
         job.run.args.ckpt_fully_parallel_load = False
@@ -261,12 +278,14 @@ class Reader:
         self.error: Exception | None = None
 
     def _note(self, real: Any, metadata: Any, *, with_random: bool, loading: bool) -> Any:
+        assert metadata["dp_cp_group"] == "data and context"
         state = real(metadata, with_random=with_random, loading=loading)
         self.requests.append(("optimizer" in state, "rng_state" in state))
         return state
 
     def _load(self, request: Any, path: str, strategy: Any, strict: str) -> Any:
-        assert (strategy, strict) == ("plain", "strict")
+        self.strategies.append(strategy)
+        assert strict == "strict"
         if self.error is not None:
             raise self.error
         return {"rng_state": "kept", "path": path}
@@ -298,9 +317,35 @@ def test_a_load_asks_for_what_was_saved_and_is_wanted(
     job.made._wanted = Wanted(*wanted)
     state = job.made._read_distributed(files.Found(job.folder, 9))
     assert reader.checked == checked and reader.requests == [request_]
+    assert reader.strategies == ["plain"]
     assert state["path"] == str(job.folder)
     assert ("rng_state" in state) == request_[1]
     assert ("(TP," in job.events) == (wanted[0] and "parallel" in "".join(saved))
+
+
+def test_replicas_read_a_checkpoint_together_where_that_is_asked_for(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = Reader(job, monkeypatch)
+    job.run.args.ckpt_fully_parallel_load = True
+    job.made._read_distributed(files.Found(job.folder, 9))
+    assert reader.strategies == [("plain", "data and context")]
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("constant", [True, False])
+def test_replicas_write_a_checkpoint_together_unless_told_otherwise(
+    job: Job, monkeypatch: pytest.MonkeyPatch, together: bool, constant: bool
+) -> None:
+    plain = SimpleNamespace(use_cached_ckpt_structure=False)
+    monkeypatch.setattr(checkpointing, "get_default_save_sharded_strategy", lambda kind: plain)
+    monkeypatch.setattr(checkpointing, "FullyParallelSaveStrategyWrapper", lambda *given: given)
+    monkeypatch.setattr(checkpointing.mpu, "get_data_parallel_group", group)
+    args = job.run.args
+    args.ckpt_assume_constant_structure, args.ckpt_fully_parallel_save = constant, together
+    made = job.made._save_strategy()
+    assert made == ((plain, "data and context", constant) if together else plain)
+    assert plain.use_cached_ckpt_structure is constant
 
 
 def test_a_state_that_does_not_fit_is_an_error_that_names_the_checkpoint(
@@ -367,9 +412,7 @@ def test_a_save_in_the_background_commits_when_it_is_done(
 def test_a_checkpoint_says_how_its_optimizer_is_divided(
     monkeypatch: pytest.MonkeyPatch, distributed: bool, full: bool
 ) -> None:
-    monkeypatch.setattr(
-        checkpointing.mpu, "get_data_parallel_group", lambda with_context_parallel: "group"
-    )
+    monkeypatch.setattr(checkpointing.mpu, "get_data_parallel_group", group)
     efficient = "distrib_optim_fully_reshardable_mem_efficient"
     args = argparse.Namespace(
         use_distributed_optimizer=distributed, dist_ckpt_optim_fully_reshardable=full,
@@ -377,7 +420,7 @@ def test_a_checkpoint_says_how_its_optimizer_is_divided(
     )  # fmt: skip
     kind = "fully_reshardable" if full else "dp_reshardable"
     expected = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True,
-                "dp_cp_group": "group"}  # fmt: skip
+                "dp_cp_group": "data and context"}  # fmt: skip
     expected |= {"distrib_optim_sharding_type": kind} if distributed else {}
     expected |= {efficient: True} if full else {}
     assert checkpointing._content_metadata(args) == expected
@@ -400,80 +443,6 @@ def test_a_rank_writes_into_a_directory_of_its_own(
     )
     monkeypatch.setattr(checkpointing, "mpu", groups)
     assert checkpointing._rank_directory() == name
-
-
-# Random states ------------------------------------------------------------------------------------
-
-
-class Places:
-    """Ranks of groups: data 1 of 3, with context parallelism 5 of 6, pipeline 2 of 4, tensor 1 of
-    2."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, experts: int = 1) -> None:
-        groups = SimpleNamespace(
-            get_data_parallel_world_size=lambda with_context_parallel=False: (
-                6 if with_context_parallel else 3
-            ),
-            get_data_parallel_rank=lambda with_context_parallel=False: (
-                5 if with_context_parallel else 1
-            ),
-            get_data_parallel_group=lambda: "data",
-            get_pipeline_model_parallel_world_size=lambda: 4,
-            get_pipeline_model_parallel_rank=lambda: 2,
-            get_tensor_model_parallel_world_size=lambda: 2,
-            get_tensor_model_parallel_rank=lambda: 1,
-            get_expert_model_parallel_world_size=lambda: experts,
-        )
-        self.tracker = SimpleNamespace(
-            get_states=lambda: {"a": torch.zeros(1)}, set_states=lambda states: None
-        )
-        patch = monkeypatch.setattr
-        patch(random_state, "mpu", groups)
-        patch(random_state.tensor_parallel, "get_cuda_rng_tracker", lambda: self.tracker)
-        patch(torch.cuda, "get_rng_state", lambda: torch.zeros(1))
-        patch(random_state.dist, "all_gather_object", self._gather)
-
-    def _gather(self, states: list[Any], state: Any, group: str) -> None:
-        assert group == "data"
-        states[:] = ["first", state, "third"]
-
-
-@pytest.mark.parametrize(
-    ("experts", "shape", "place", "replica"), [(1, (4, 2), (2, 1), 5), (2, (4, 2, 6), (2, 1, 5), 0)]
-)
-def test_random_states_have_a_place_in_the_layout(
-    monkeypatch: pytest.MonkeyPatch, experts: int, shape: Any, place: Any, replica: int
-) -> None:
-    """With experts every replica draws numbers of its own."""
-    Places(monkeypatch, experts)
-    args = argparse.Namespace(data_parallel_random_init=False)
-    found = random_state.collect(args, sharded=True)
-    assert (found.global_shape, found.global_offset) == (shape, place)
-    assert found.replica_id == replica and len(found.data) == 1
-
-
-def draw_from_each() -> tuple[float, float, float]:
-    return random.random(), float(numpy.random.rand()), float(torch.rand(()))
-
-
-def test_replicas_that_began_with_other_seeds_keep_their_own_states(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    Places(monkeypatch)
-    args = argparse.Namespace(data_parallel_random_init=True)
-    states = random_state.collect(args, sharded=False)
-    assert states[0] == "first" and states[2] == "third" and isinstance(states[1], dict)
-    own, drawn = states[1], draw_from_each()
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: None)
-    monkeypatch.setattr(
-        random_state.tensor_parallel, "is_graph_safe_cuda_rng_tracker", lambda _: False
-    )
-    monkeypatch.setattr(
-        random_state.tensor_parallel, "convert_cuda_rng_state", lambda one, to_graphable: one
-    )
-    for init, kept in ((True, [None, own, None]), (False, [own, None, None])):
-        random_state.restore(argparse.Namespace(data_parallel_random_init=init), kept)
-        assert draw_from_each() == drawn
 
 
 def test_a_checkpointer_is_that_of_one_or_several_chunks() -> None:

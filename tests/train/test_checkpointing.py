@@ -310,6 +310,25 @@ def test_without_its_optimizer_state_the_main_copy_follows_the_model(
         job.made._apply_optimizer({}, files.Found(Path("x"), 9))
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16", None])
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_main_copy_follows_the_parameters_of_a_hugging_face_model(
+    job: Job, precision: str | None, trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first step would put the random parameters back."""
+    monkeypatch.setattr(checkpointing, "fill", lambda run, models: job.events.append("fill"))
+    job.run.args.load_hf = "folder"
+    if precision:
+        setattr(job.run.args, precision, True)
+    if trains:
+        job.made._trainee.optimizer = SimpleNamespace(
+            reload_model_params=lambda: job.events.append("reload")
+        )
+    job.made.load()
+    copies = ["reload"] if trains and precision else []
+    assert job.events == ["barrier", "fill", *copies, "barrier"]
+
+
 def test_another_learning_rate_schedule_is_refused_with_the_flags(job: Job) -> None:
     def load(_: Any) -> None:
         raise AssertionError("min lr differs")

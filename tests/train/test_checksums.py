@@ -69,6 +69,20 @@ def test_100_checkpoints_with_one_flipped_bit_are_refused_by_name(tmp_path: Path
         assert victim.name in str(refused.value)
 
 
+@pytest.mark.parametrize("torn", ["", '{"__0_0.dist', '{"__0_0.distcp": "\u00e9'])
+def test_a_note_that_its_writer_left_unfinished_is_none(tmp_path: Path, torn: str) -> None:
+    """A background writer reports no error of its note, and the shards are whole."""
+    target = files.begin(tmp_path, 3)
+    for rank in range(2):
+        (target / f"__{rank}_0.distcp").write_text(f"shard {rank}")
+        saving.note_shards(target, rank)
+    (target / ".checksums-0").write_bytes(torn.encode()[: len(torn)])
+    files.commit(tmp_path, 3)
+    path = files.directory(tmp_path, 3)
+    named_and_checked(path)
+    assert set(checksums.read(path) or {}) == {"__0_0.distcp", "__1_0.distcp"}
+
+
 def test_every_block_of_a_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "_BLOCK_BYTES", 4)
     (tmp_path / "long").write_bytes(b"0123456789")

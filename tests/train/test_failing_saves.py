@@ -5,19 +5,26 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 from megatron.dpp.cli import checkpoint_files as files
 from megatron.dpp.cli import checksums
 from megatron.dpp.errors import DataError
 from megatron.dpp.train import checkpointing, diagnostics, saving
+from megatron.dpp.train.checkpointing import Wanted
 from tests.failing_disk import KILLED, Disk, fork
+from tests.train import shards
 from tests.train.test_checkpointing import Job
+
+# megatron-core's loads and saves use PyTorch's former names.
+pytestmark = pytest.mark.filterwarnings("ignore:.*_state_dict. is deprecated:FutureWarning")
 
 
 class Model:
@@ -28,6 +35,9 @@ class Model:
 
     def state_dict_for_save_checkpoint(self) -> dict[str, torch.Tensor]:
         return {"weight": torch.full((9,), float(self._job.run.iteration))}
+
+    def sharded_state_dict(self, metadata: Any) -> dict[str, Any]:
+        return {"weight": shards.sharded("weight", self._job.run.iteration)}
 
 
 class Optimizer:
@@ -42,6 +52,9 @@ class Optimizer:
     def state_dict(self) -> str:
         return "optimizer's"
 
+    def sharded_state_dict(self, state: Any, metadata: Any) -> dict[str, Any]:
+        return {"moment": shards.sharded("moment", self._job.run.iteration)}
+
 
 BEFORE = {
     "the first": (None, None),
@@ -52,7 +65,10 @@ BEFORE = {
 """By name: the iteration of the checkpoint before, and ``--save-retain-interval``."""
 
 
-BY_OTHERS = ("metadata.json", "common.pt", "__0_0.distcp", "distrib_optim.pt")
+BY_OTHERS = (
+    "metadata.json", "common.pt", ".metadata", ".metadata.tmp", "__0_0.distcp", "__0_1.distcp",
+    "distrib_optim.pt",
+)  # fmt: skip
 """Files that megatron-core writes, whose errors do not always name them."""
 
 
@@ -60,23 +76,28 @@ class Saves:
     """Saves of a run into folders of its own, on a disk that may fail."""
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, form: str, before: str) -> None:
+        form, _, in_background = form.partition(" ")
         iteration, retain = BEFORE[before]
         self.job = Job(
             patch, folder, save_retain_interval=retain, use_distributed_optimizer=True,
-            log_progress=True,
+            log_progress=True, ckpt_format=form, ckpt_assume_constant_structure=False,
+            ckpt_fully_parallel_save=False, dist_ckpt_optim_fully_reshardable=False,
+            async_save=bool(in_background),
         )  # fmt: skip
         made = self.job.made
-        made._write = self._write_shard
-        if form == "torch":
-            del made._write
-            made._models = [Model(self.job)]
-            made._trainee.optimizer = Optimizer(self.job)
-            made._trainee.scheduler = SimpleNamespace(state_dict=lambda: "scheduler's")
+        del made._write
+        made._strategy = None
+        made._queue = AsyncCallsQueue() if in_background else None
+        made._models = [Model(self.job)]
+        made._trainee.optimizer = Optimizer(self.job)
+        made._trainee.scheduler = SimpleNamespace(state_dict=lambda: "scheduler's")
+        made._wanted = Wanted(progress=True, optimizer=True, random=True)
         patch.setattr(checkpointing, "_rank_directory", lambda: "mp_rank_00")
         patch.setattr(checkpointing.random_state, "collect", lambda args, *, sharded: [])
         patch.setattr(checkpointing.mpu, "get_expert_data_parallel_rank", lambda: 0)
         patch.setattr(checkpointing, "note_progress", diagnostics.note_progress)
         self._folder, self._count = folder, 0
+        self._known: dict[tuple[Any, ...], set[int]] = {}
         self._template = folder / "template"
         self._template.mkdir()
         self.root = self._template
@@ -84,14 +105,6 @@ class Saves:
         if iteration is not None:
             self.save(iteration)
         self.disk.heal()
-
-    def _write_shard(self, target: Path) -> bool:
-        text = str(self.job.run.iteration)
-        (target / "metadata.json").write_text("{}")
-        (target / "common.pt").write_text(text)
-        (target / "__0_0.distcp").write_text(text)
-        checksums.note(target, [target / "__0_0.distcp"], 0)
-        return False
 
     def again(self) -> None:
         """Begin in a new folder, which has the checkpoint before."""
@@ -103,6 +116,7 @@ class Saves:
     def save(self, iteration: int) -> None:
         self.job.run.args.save = str(self.root)
         self.job.save(iteration)
+        self.job.made._finish(blocking=True)
 
     def named(self) -> int | None:
         """Iteration of the checkpoint that a run would start from, which is whole."""
@@ -119,7 +133,7 @@ class Saves:
         assert sums is not None
         checksums.check(found.path, sums, list(sums))
         if found.is_distributed:
-            held = {int((found.path / name).read_text()) for name in ("common.pt", "__0_0.distcp")}
+            held = self._held(found.path, tuple(sums.items()))
         else:
             files.check_whole(found, 1, 1)
             rank = found.path / "mp_rank_00"
@@ -128,6 +142,12 @@ class Saves:
             held.add(torch.load(rank / "distrib_optim.pt"))
         assert held == {found.iteration}
         return found.iteration
+
+    def _held(self, folder: Path, sums: tuple[Any, ...]) -> set[int]:
+        """The iteration in the files of these checksums; reading one takes longer than a save."""
+        if sums not in self._known:
+            self._known[sums] = shards.held(folder, "weight", "moment")
+        return self._known[sums]
 
     def all_whole(self) -> None:
         """Whatever has the name of a checkpoint is one, or is refused."""
@@ -159,16 +179,24 @@ Make = Callable[[str, str], Saves]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
-    return lambda form, before: Saves(monkeypatch, tmp_path, form, before)
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Make]:
+    with shards.alone():
+        shards.write_here(monkeypatch)
+        yield lambda form, before: Saves(monkeypatch, tmp_path, form, before)
 
 
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize(
-    ("form", "lasts"),
-    [("torch", False), ("shards", False), ("torch", True)],
-    ids=["torch", "shards", "all calls from one on"],
-)
+QUICK = ("torch_dist", "the first")
+CASES = [
+    *(pytest.param("torch", before, False, id=before) for before in BEFORE),
+    *(pytest.param("torch", before, True, id=f"{before}, all calls from one on")
+      for before in BEFORE),
+    *(pytest.param(form, before, False, id=f"{before}, {form}",
+                   marks=() if (form, before) == QUICK else pytest.mark.slow)
+      for before in BEFORE for form in ("torch_dist", "torch_dist in the background")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "before", "lasts"), CASES)
 def test_a_save_whose_calls_fail_names_the_file_and_leaves_a_whole_checkpoint(
     make: Make, form: str, before: str, lasts: bool
 ) -> None:
@@ -200,7 +228,12 @@ def test_a_save_whose_calls_fail_names_the_file_and_leaves_a_whole_checkpoint(
     assert number > 20 and errors > 15
 
 
-@pytest.mark.parametrize("before", ["the same again", "in the place of one"])
+SELDOM = ("the first", "the next")
+
+
+@pytest.mark.parametrize(
+    "before", [pytest.param(b, marks=pytest.mark.slow if b in SELDOM else ()) for b in BEFORE]
+)
 def test_a_save_killed_in_any_call_leaves_a_whole_checkpoint(make: Make, before: str) -> None:
     saves, number = make("torch", before), 0
     while True:

@@ -64,6 +64,30 @@ def test_a_model_with_fewer_layers_is_refused() -> None:
         hf._copy(folder, entry, shard)
 
 
+def test_shards_are_those_of_data_and_context_ranks_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def group(*, with_context_parallel: bool) -> str:
+        return "data and context" if with_context_parallel else "data"
+
+    def state(metadata: dict[str, Any]) -> dict[str, Any]:
+        asked.append(metadata["dp_cp_group"])
+        return {}
+
+    asked: list[str] = []
+    folder = SimpleNamespace(
+        entries=list, path="folder", config=SimpleNamespace(family="llama"), dtype="bf16",
+        close=lambda: None,
+    )  # fmt: skip
+    monkeypatch.setattr(hf, "Folder", lambda path: folder)
+    monkeypatch.setattr(hf.mpu, "get_data_parallel_group", group)
+    monkeypatch.setattr(hf.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(hf.dist, "all_gather_object", lambda every, own: every.__setitem__(0, own))
+    run: Any = SimpleNamespace(args=SimpleNamespace(load_hf="folder"), say=lambda text: None)
+    hf.fill(run, [SimpleNamespace(sharded_state_dict=state)] * 2)
+    assert asked == ["data and context"] * 2
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_takes_its_rows_of_the_vocabulary_and_zeros_behind_them(rank: int) -> None:
     (entry,) = (each for each in entries("llama", _SIZES) if "word_embeddings" in each.key)

@@ -6,6 +6,7 @@ import argparse
 import functools
 import os
 import random
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,6 +112,25 @@ def test_stages_draw_their_own_numbers_and_replicas_only_if_asked(
     assert seeds(monkeypatch, own=False) == seeds(monkeypatch, own=True) == (7,)
     assert seeds(monkeypatch, own=False, **ranks) == (307,)
     assert seeds(monkeypatch, own=True, **ranks) == (327,)
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_collective_may_take_as_many_minutes_as_the_flag_says(
+    launched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(joining.dist, "init_process_group", lambda **options: given.update(options))
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    if not launched:
+        monkeypatch.delenv("MASTER_ADDR")
+    args: Any = argparse.Namespace(
+        distributed_backend="gloo", world_size=2, distributed_timeout_minutes=7, device="cpu"
+    )
+    assert joining._join_process_group(args, 1) == torch.device("cpu")
+    assert given.pop("timeout") == timedelta(seconds=7 * 60)
+    assert ("store" in given) is not launched, "one process finds itself"
+    given.pop("store", None)
+    assert given == {"backend": "gloo", "rank": 1, "world_size": 2}
 
 
 def test_an_empty_setting_of_the_allocator_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,28 @@ def term() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("term")
+@pytest.mark.parametrize("here", [False, True])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_signal_to_any_rank_ends_all_of_them(
+    here: bool, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank alone would wait without end for the others in its save."""
+    asked: list[int] = []
+
+    def over_all_ranks(values: list[int]) -> list[int]:
+        asked.extend(values)
+        return [max(*values, elsewhere)]
+
+    monkeypatch.setattr(exits, "largest", over_all_ranks)
+    args = SimpleNamespace(exit_signal_handler=True, exit_duration_in_mins=None, exit_interval=None)
+    ends = exits.ExitConditions(SimpleNamespace(args=args))  # type: ignore[arg-type]
+    if here:
+        signal.raise_signal(signal.SIGTERM)
+    assert ends.reason(1) == ("a rank received SIGTERM" if here or elsewhere else None)
+    assert asked == [here], "every rank takes part in the collective"
+
+
+@pytest.mark.usefixtures("term")
 def test_a_handler_of_sigterm_is_given_back_once() -> None:
     run: Any = SimpleNamespace(args=SimpleNamespace(exit_signal_handler=True))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -10,12 +10,15 @@ from megatron.dpp.train import metrics
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two data-parallel ranks, which hold experts apart."""
-    for name in ("data", "model", "expert_tensor_model_pipeline"):
-        monkeypatch.setattr(
-            metrics.mpu, f"get_{name}_parallel_group", lambda name=name, **_: name, raising=True
-        )
-    sizes = {"data": 2, "model": 1, "expert_tensor_model_pipeline": 2}
+    """Two context-parallel ranks, which hold experts and shares of the optimizer apart."""
+    for name in ("model", "expert_tensor_model_pipeline"):
+        monkeypatch.setattr(metrics.mpu, f"get_{name}_parallel_group", lambda name=name: name)
+
+    def data(with_context_parallel: bool = False) -> str:
+        return "data and context" if with_context_parallel else "data"
+
+    monkeypatch.setattr(metrics.mpu, "get_data_parallel_group", data)
+    sizes = {"data": 1, "data and context": 2, "model": 1, "expert_tensor_model_pipeline": 2}
     monkeypatch.setattr(metrics.dist, "all_reduce", lambda sums, group: sums.mul_(sizes[group]))
     monkeypatch.setattr(metrics, "param_is_not_tensor_parallel_duplicate", lambda parameter: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megatron.dpp.cli.arguments import parse_args
-from megatron.dpp.train import tasks
+from megatron.dpp.train import data, tasks
 from megatron.dpp.train.losses import LossCheck
 from megatron.dpp.train.sequences import Microbatch
+from tests.train.test_configs import settled
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --num-experts 4 "
@@ -33,6 +34,24 @@ def test_grouped_products_are_asked_of_all_layers(more: str, monkeypatch: Any) -
     args = parse_args(f"{FLAGS} {more}".split())
     tasks.build_gpt(args, None, vp_stage=None, pre_process=True)  # type: ignore[arg-type]
     assert asked == [bool(more)] * 2
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_layers_are_asked_for_the_masks_of_documents(
+    given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that make a causal mask by themselves would let documents see each other."""
+    asked: list[bool] = []
+
+    def spec(*_: Any, own_masks: bool, **__: Any) -> None:
+        asked.append(own_masks)
+
+    monkeypatch.setattr(tasks, "block_spec", spec)
+    monkeypatch.setattr(tasks, "prediction_spec", spec)
+    monkeypatch.setattr(tasks, "GPTModel", lambda **_: None)
+    args: Any = parse_args([*FLAGS.split(), *["--reset-attention-mask"] * given])
+    tasks.build_gpt(args, None, vp_stage=None, pre_process=True)  # type: ignore[arg-type]
+    assert asked == [given] * 2
 
 
 def built(kind: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, Any]:
@@ -66,6 +85,14 @@ def test_positions_and_embeddings_are_those_of_the_flags(monkeypatch: pytest.Mon
     assert built("gpt", monkeypatch)["share_embeddings_and_output_weights"] is True
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_the_cross_entropy_is_computed_in_half_precision_if_asked(
+    half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = built("gpt", monkeypatch, *["--fp16-lm-cross-entropy"] * half)
+    assert given["fp16_lm_cross_entropy"] is half
+
+
 @pytest.mark.parametrize("with_head", [True, False])
 def test_berts_second_head_has_sentence_types(
     with_head: bool, monkeypatch: pytest.MonkeyPatch
@@ -73,6 +100,7 @@ def test_berts_second_head_has_sentence_types(
     given = built("bert", monkeypatch, *([] if with_head else ["--bert-no-binary-head"]))
     assert given["add_binary_head"] is with_head
     assert given["num_tokentypes"] == (2 if with_head else 0)
+    assert given["vp_stage"] == 1, "the number of the chunk"
 
 
 @pytest.mark.parametrize(
@@ -206,6 +234,50 @@ def test_bert_tells_sentences_apart_for_its_second_head(with_head: bool) -> None
         "words": ("text", "padding_mask"), "lm_labels": "labels",
         "tokentype_ids": "types" if with_head else None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_gpt_is_given_its_whole_batch(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prediction of further tokens masks its losses by itself."""
+    monkeypatch.setattr(tasks, "packed_params", lambda *given: given)
+    given: dict[str, Any] = {}
+
+    def model(*words: Any, **options: Any) -> str:
+        given.update(options, words=words)
+        return "output"
+
+    names = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
+    names += ("cu_seqlens", "max_seqlen") * packed
+    run = _run()
+    output, loss = tasks._gpt_forward(run, model, {name: name for name in names})
+    assert given == {
+        "words": ("tokens", "position_ids", "attention_mask"), "labels": "labels",
+        "loss_mask": "loss_mask",
+        "packed_seq_params": ("cu_seqlens", "max_seqlen") if packed else None,
+    }  # fmt: skip
+    assert output == "output" and loss.args == (run, "loss_mask")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "reading"), [("gpt", [True, False, True]), ("bert", [True, True, True])]
+)
+def test_stages_in_the_middle_read_the_masks_of_berts_layers(
+    name: str, reading: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "ends", lambda stage: (stage == 0, stage == 2))
+    assert [data._is_read(tasks.TASKS[name], stage) for stage in range(3)] == reading
+
+
+DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
+@pytest.mark.parametrize("given", [None, *DOCUMENTS])
+def test_documents_of_a_sample_are_told_apart_as_the_flags_say(given: str | None) -> None:
+    flags = "" if given is None else f"--{given.replace('_', '-')}"
+    run: Any = SimpleNamespace(args=settled(flags), tokenizer=SimpleNamespace(vocab_size=100))
+    kind, config = tasks.gpt_datasets(run)
+    assert kind is tasks.MockGPTDataset
+    assert [name for name in DOCUMENTS if getattr(config, name)] == [given] * (given is not None)
 
 
 @pytest.mark.parametrize("masked", [True, False])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.dpp.errors import DppError
 from megatron.dpp.train import loop
 from megatron.dpp.train.logs import StepResult
 from megatron.dpp.train.loop import Trainer, _ForwardHooks
@@ -163,6 +164,60 @@ def test_samples_are_counted_while_the_batch_grows_and_where_one_is_skipped() ->
     assert [size for kind, size in [t for t in told if t[0] == "rate"]] == [4, 4, 6, 6]
 
 
+def test_operations_of_all_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On from those that a checkpoint had."""
+    monkeypatch.setattr(loop, "flops_of_step", lambda args, step: 10.0 * step.batch_size)
+    made = trainer([])
+    made.run.flops_so_far = 7.0
+    made.train()
+    assert made.run.flops_so_far == 7.0 + 10.0 * (4 + 4 + 4 + 6 + 6)
+
+
+def test_losses_that_layers_add_are_means_over_the_steps_microbatches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "mean_losses", lambda reduced: {"lm loss": 2.0})
+    monkeypatch.setattr(loop, "added_losses", lambda args, count: {"balance": 12.0 / count})
+    made = trainer([])
+    for consumed, expected in ((0, 6.0), (12, 4.0)):
+        loop.microbatches.update_num_microbatches(consumed)
+        assert made._step().losses == {"lm loss": 2.0, "balance": expected}
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_the_parameters_norm_is_that_of_the_main_copy_in_bf16(
+    bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def norm(chunks: Any, *, from_main: bool) -> str:
+        return f"{len(chunks)} chunks' {'main copy' if from_main else 'own'}"
+
+    monkeypatch.setattr(loop, "parameters_norm", norm)
+    given = {"log_params_norm": True, "bf16": bf16, "fp16": not bf16}
+    found: Any = trainer([], **given)._step().params_norm
+    assert found == ("2 chunks' main copy" if bf16 else "2 chunks' own")
+    assert trainer([])._step().params_norm is None
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_replicas_are_compared_after_every_so_many_iterations(
+    equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, compared = trainer([], check_weight_hash_across_dp_replicas_interval=2), list[int]()
+
+    def check(chunks: Any, *, cross_check: bool) -> bool:
+        assert chunks is made.trainee.chunks and cross_check
+        compared.append(made.run.iteration)
+        return equal
+
+    monkeypatch.setattr(loop, "check_param_hashes_across_dp_replicas", check)
+    if equal:
+        assert made.train()
+    else:
+        with pytest.raises(DppError, match="parameters differ between data-parallel replicas"):
+            made.train()
+    assert compared == ([2, 4] if equal else [2])
+
+
 def test_a_step_clears_all_gradients_first_and_sets_the_rate_last() -> None:
     told: Told = []
     step = trainer(told)._step()
@@ -188,17 +243,23 @@ def test_the_rate_of_the_log_is_none_of_a_decoupled_group() -> None:
     assert made._learning_rate() == 0.0
 
 
-def test_an_evaluation_counts_its_samples_and_leaves_the_model_in_training() -> None:
+def test_an_evaluation_counts_its_samples_and_leaves_the_model_in_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told: Told = []
     made = trainer(told, micro_batch_size=1, data_parallel_size=2, global_batch_size=8)
     config = made.trainee.config
     config.timers = timers = object()
     seen: list[Any] = []
     made.schedule = lambda **given: (
-        seen.append((given["num_microbatches"], given["forward_only"], config.timers)) or []
+        seen.append((given["num_microbatches"], given["forward_only"], config.timers))
+        or [torch.is_grad_enabled()]
     )
+    graphs: list[bool] = []
+    monkeypatch.setattr(loop, "summed_losses", lambda reduced: graphs.extend(reduced) or {})
     made.evaluate("here", None)
     assert seen == [(4, True, None)] * 2
+    assert graphs == [False] * 2 and torch.is_grad_enabled(), "no graph takes memory"
     assert made.run.consumed_valid_samples == 2 * 8
     assert config.timers is timers
     modes = [call for call in told if call[0] in ("train", "eval")]

@@ -6,6 +6,7 @@ noted. A load compares: a file whose bits changed on disk is refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from collections.abc import Iterable, Sequence
@@ -30,11 +31,14 @@ def note(target: Path, paths: Iterable[Path], rank: int) -> None:
 
 
 def write(target: Path) -> None:
-    """Write the checksums of all files below ``target``; when all ranks are done, on one."""
+    """Write the checksums of all files below ``target``; when all ranks are done, on one.
+
+    A note that is torn counts as none: a background writer may fail in the middle of it.
+    """
     sums: Sums = {}
     for path in target.glob(f"{_NOTES}*"):
-        with durable.naming(path):
-            sums |= json.loads(path.read_text(encoding="utf-8"))
+        with durable.naming(path), contextlib.suppress(ValueError):
+            sums |= json.loads(path.read_bytes())
         path.unlink()
     for path in sorted(each for each in target.rglob("*") if each.is_file()):
         name = str(path.relative_to(target))

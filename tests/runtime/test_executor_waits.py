@@ -1,0 +1,91 @@
+"""The executor's sleeps while nothing can run."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from megatron.dpp.runtime.executor import Executor
+from megatron.dpp.runtime.timer import HostTimer
+from megatron.dpp.schedule import Geometry
+from megatron.dpp.transport.fake import FakeTransport, VirtualClock
+from tests.runtime.test_executor_contract import LAST, network_of, put, rank_of
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bool]]:
+    """Every sleep: the seconds asked for, and whether something ended it."""
+    made: list[tuple[float, bool]] = []
+    wait = FakeTransport.wait
+
+    def noted(own: FakeTransport, seconds: float) -> bool:
+        ended = wait(own, seconds)
+        made.append((seconds, ended))
+        return ended
+
+    monkeypatch.setattr(FakeTransport, "wait", noted)
+    return made
+
+
+class Late(HostTimer):
+    """A device that has the input of the last task at the tenth look."""
+
+    looks = 0
+
+    def waiting(self) -> bool:
+        self.looks += 1
+        return self.looks < 10
+
+
+def test_a_rank_rests_between_looks_at_its_device_whatever_has_arrived(
+    clock: VirtualClock, naps: list[tuple[float, bool]]
+) -> None:
+    """An arrival that nobody looks at would end every later rest at once."""
+    network = network_of(1, delay=lambda *_: 0.5, clock=clock, stepping=True, ahead=True)
+    put(network, 1)
+    timer = Late()
+    rank_of(network, Geometry(2, 1, 1, 1, forward_only=True), timer=timer).run()
+    rests = [ended for seconds, ended in naps if seconds < 1e-4]
+    assert len(rests) == 9 and rests.count(True) <= 1
+
+
+def asleep(executor: Executor) -> None:
+    """Sleeps once, from now on."""
+    executor._links.poll()
+    executor._gap_start = time.monotonic_ns()
+    executor._sleep()
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_rank_that_is_full_looks_for_a_free_slot_more_often(
+    naps: list[tuple[float, bool]], full: bool
+) -> None:
+    """Its receiver frees slots without waking it; an arrival does wake it."""
+    network = network_of(0)
+    executor = rank_of(network, Geometry(2, 0, 1, 3, forward_only=True))
+    executor._is_full = lambda: full  # type: ignore[method-assign]
+    asleep(executor)
+    assert naps == [(0.001 if full else 0.05, False)]
+
+
+def test_a_rank_that_trains_is_woken_by_its_gradients(naps: list[tuple[float, bool]]) -> None:
+    executor = rank_of(network_of(0), Geometry(2, 0, 1, 3))
+    executor._is_full = lambda: True  # type: ignore[method-assign]
+    asleep(executor)
+    assert naps == [(0.05, False)]
+
+
+def test_what_arrives_ends_a_sleep(naps: list[tuple[float, bool]]) -> None:
+    network = network_of(1)
+    executor = rank_of(network, LAST)
+    poll = executor._links.poll
+
+    def then_arrives() -> None:
+        poll()
+        network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=0)
+
+    executor._links.poll = then_arrives  # type: ignore[assignment,method-assign]
+    asleep(executor)
+    assert naps == [(0.05, True)]
