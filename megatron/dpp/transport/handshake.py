@@ -51,7 +51,7 @@ _NOTES = (1, 2, _FAILED)
 
 
 class SentAway(AuthError):
-    """The acceptor has no place for us now; connect again."""
+    """The acceptor has ended the connection before it judged us; connect again."""
 
 
 class PeerEnded(ProtocolError):
@@ -225,8 +225,17 @@ def connect_side(
 
     Raises:
         AuthError: the other side does not know the token, is not ``peer``, or refuses us.
-        SentAway: it has no place for us now.
+        SentAway: it has no place for us now, or has hung up.
     """
+    try:
+        _connect_side(sock, token, rank, peer, purpose, seconds)
+    except ConnectionError as error:  # it hung up before we could send
+        raise SentAway(f"rank {peer} ended the handshake: {error}") from error
+
+
+def _connect_side(
+    sock: socket.socket, token: bytes, rank: int, peer: int, purpose: str, seconds: float
+) -> None:
     sock.settimeout(seconds)
     until = time.monotonic() + seconds
     nonce = secrets.token_hex(16)
@@ -243,11 +252,17 @@ def connect_side(
         raise AuthError(f"rank {rank}: rank {peer} did not let us in")
 
 
-def accept_side(sock: socket.socket, token: bytes, rank: int) -> tuple[int, str]:
+def accept_side(
+    sock: socket.socket, token: bytes, rank: int, may_enter: Callable[[], bool] = lambda: True
+) -> tuple[int, str]:
     """Authenticate a connection; returns its rank and its purpose.
 
+    Args:
+        may_enter: called once the connection has proven itself, before it is told so. False ends
+            the handshake: somebody else has sent it away.
+
     Raises:
-        AuthError: it does not know the token.
+        AuthError: it does not know the token, or was sent away.
         ProtocolError: it sent an invalid message.
     """
     until = time.monotonic() + HELLO_SECONDS
@@ -265,6 +280,8 @@ def accept_side(sock: socket.socket, token: bytes, rank: int) -> tuple[int, str]
         raise AuthError(
             f"rank {rank}: a connection that claims to be rank {peer} has a wrong proof"
         )
+    if not may_enter():
+        raise SentAway(f"rank {rank}: the connection of rank {peer} was sent away")
     send_message(sock, {"welcome": True})
     return peer, purpose
 
@@ -283,6 +300,8 @@ def send_away(sock: socket.socket) -> None:
 def _receive_proof(sock: socket.socket, who: str, until: float) -> dict[str, Any]:
     try:
         message, _ = receive_message(sock, until=until)
+    except PeerEnded as error:
+        raise SentAway(f"{who} ended the handshake: {error}") from error
     except ProtocolError as error:
         raise AuthError(f"{who} ended the handshake: {error}") from error
     if message == _AWAY:

@@ -196,12 +196,17 @@ class Rendezvous:
         return self._deadline - time.monotonic()
 
     def _reach(self, peer: Facts, purpose: str, *, over_tcp: bool) -> Connection:
-        """Connect until the peer's listener has room for us, or time runs out."""
+        """Connect until the peer's listener lets us in, or time runs out.
+
+        Raises:
+            AuthError: what listens there does not know the job's token, or refuses us.
+            SetupError: there is no way to it, or it has let nobody in until the deadline.
+        """
         where = peer.tcp_address if over_tcp else "\0" + peer.unix_address
         while True:
             try:
                 return self._try_to_reach(peer.rank, where, purpose, over_tcp=over_tcp)
-            except (BlockingIOError, ConnectionRefusedError, handshake.SentAway) as error:
+            except (BlockingIOError, ConnectionError, handshake.SentAway) as error:
                 refusal: Exception = error
             except OSError as error:
                 raise self._unreachable(peer, error, over_tcp=over_tcp) from error
@@ -269,7 +274,7 @@ class Rendezvous:
             f"rank {self._rank}: ranks {sorted({rank for rank, _ in missing})} have not "
             f"connected after {self._options.setup_timeout:g} s"
             + (f"; {refused} connections could not prove themselves" if refused else "")
-            + "".join(f"; accepting failed: {shortage} (ulimit -n)" for shortage in shortages)
+            + "".join(f"; accepting failed: {shortage}" for shortage in sorted(shortages))
         )
 
 
