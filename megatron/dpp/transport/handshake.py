@@ -63,7 +63,8 @@ def joining(rank: int, peer: int, sock: socket.socket) -> Iterator[None]:
     """Name both ranks in the errors of a link's set-up.
 
     Raises:
-        SetupError: the peer failed; with its own error, if it has sent it.
+        SetupError: the peer failed; with its own error, if it has sent it. Or this process has no
+            room for descriptors.
         ProtocolError: it sent an invalid message.
     """
     try:
@@ -76,6 +77,10 @@ def joining(rank: int, peer: int, sock: socket.socket) -> Iterator[None]:
         ) from error
     except ProtocolError as error:
         raise ProtocolError(f"rank {rank}: rank {peer} sent {error}") from error
+    except SetupError as error:
+        raise SetupError(
+            f"rank {rank}: the set-up of the links with rank {peer} ended: {error}"
+        ) from error
 
 
 def send_message(
@@ -104,6 +109,7 @@ def receive_message(
     Raises:
         PeerEnded: the other side ended the connection or gave up.
         ProtocolError: the message is invalid.
+        SetupError: this process has no room for its descriptors.
     """
     fds: list[int] = []
     try:
@@ -150,8 +156,16 @@ def _receive_body(sock: socket.socket, fds: list[int], max_fds: int, until: floa
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 whole = len(data) - len(data) % size
                 fds.extend(array.array("i", data[:whole]))
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if flags & socket.MSG_TRUNC:
             raise ValueError("it is too long")
+        # The space for them is rounded up: one more than asked for may have come.
+        if len(fds) > max_fds or (flags & socket.MSG_CTRUNC and len(fds) == max_fds):
+            raise ValueError(f"it has more than {max_fds} descriptors")
+        if flags & socket.MSG_CTRUNC:
+            raise SetupError(
+                f"{max_fds} descriptors may come with a set-up message, and this process had room "
+                f"for {len(fds)} more (ulimit -n)"
+            )
         if not packet:
             raise PeerEnded("its connection was closed; its own message says why")
         (length,) = _LENGTH.unpack_from(packet)

@@ -135,7 +135,7 @@ class PeerLink:
         """Receive a message with ``count`` descriptors.
 
         Raises:
-            ProtocolError: there are fewer.
+            ProtocolError: there are fewer, or more.
         """
         _, fds = self.receive(count)
         self.require_fds(fds, count)
