@@ -135,7 +135,7 @@ class _Proof(threading.Thread):
         self._verdict = threading.Lock()  # taken once, for ever: by the welcome or by end()
 
     def run(self) -> None:
-        with contextlib.suppress(OSError, AuthError, ProtocolError):
+        with contextlib.suppress(AuthError, ProtocolError):
             connection = self.connection
             connection.peer, connection.purpose = handshake.accept_side(
                 connection.sock,

@@ -277,8 +277,17 @@ def accept_side(
 
     Raises:
         AuthError: it does not know the token, or was sent away.
-        ProtocolError: it sent an invalid message.
+        ProtocolError: it sent an invalid message, or ended.
     """
+    try:
+        return _accept_side(sock, token, rank, may_enter)
+    except OSError as error:
+        raise PeerEnded(f"its connection ended: {error}") from error
+
+
+def _accept_side(
+    sock: socket.socket, token: bytes, rank: int, may_enter: Callable[[], bool]
+) -> tuple[int, str]:
     until = time.monotonic() + HELLO_SECONDS
     hello, _ = receive_message(sock, until=until)
     peer = hello.get("rank")
