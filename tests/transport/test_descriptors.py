@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from megatron.dpp.errors import ProtocolError, SetupError
-from megatron.dpp.transport import handshake, opening
+from megatron.dpp.transport import handshake, open_transport, opening
 from megatron.dpp.transport.joining import PeerLink
+from tests.transport.kinds import of_rank, pair
 from tests.transport.test_setup import errors_of
 
 Ends = tuple[PeerLink, socket.socket]
@@ -90,3 +92,12 @@ def test_a_link_that_gets_no_descriptor_names_the_limit(monkeypatch: pytest.Monk
     assert any("Too many open files (ulimit -n)" in str(error) for error in errors.values()), errors
     del errors
     assert num_open() <= before
+
+
+def test_a_store_that_is_gone_is_a_typed_error() -> None:
+    class Gone(HashStore):
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("Broken pipe: the store is gone")
+
+    with pytest.raises(SetupError, match=r"rank 0: the set-up of the links ended: .*store is gone"):
+        open_transport(of_rank(pair(), 0), rank=0, store=Gone(), kind="shm")

@@ -172,7 +172,7 @@ def test_more_descriptors_than_expected_are_refused_and_closed(
     descriptor = os.open("/dev/null", os.O_RDONLY)
     before = len(os.listdir("/proc/self/fd"))
     handshake.send_message(ends[1], {}, [descriptor] * 5)
-    with pytest.raises(ProtocolError, match="it is too long"):
+    with pytest.raises(ProtocolError, match="more than 1 descriptors"):
         handshake.receive_message(ends[0], 1)
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(descriptor)

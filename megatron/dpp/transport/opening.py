@@ -34,13 +34,13 @@ def open_native(request: Request, kind: str) -> NativeTransport:
     """Open a transport with links of ``kind`` (``auto``: of suitable kinds).
 
     Raises:
-        SetupError: the system refused a descriptor, a thread or a socket.
+        SetupError: the system refused a descriptor, a thread or a socket, or the store is gone.
         TransportError: see ``errors.py``.
     """
     try:
         return _Opening(request, kind).run(request.store)
-    except OSError as error:
-        is_full = error.errno in (errno.EMFILE, errno.ENFILE)
+    except (OSError, RuntimeError) as error:  # RuntimeError: of a thread, or of the store
+        is_full = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
         raise SetupError(
             f"rank {request.rank}: the set-up of the links ended: {error}"
             + (" (ulimit -n)" if is_full else "")
