@@ -97,7 +97,7 @@ std::string mutated(TcpFrame frame, Random& random) {
 }
 
 Count attack_tcp(Random& random) {
-  const bool striped = random.one_in(200);
+  const bool striped = random.one_in(1000);
   Victim victim(striped ? dpp::kStripeBytes : 4096, false);
   Transport& transport = *victim.transport;
   transport.start();

@@ -6,7 +6,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <cstring>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -37,7 +39,10 @@ class Random {
   }
   std::string bytes(size_t count) {
     std::string made(count, '\0');
-    for (char& byte : made) byte = static_cast<char>(engine_());
+    for (size_t at = 0; at < count; at += 8) {
+      const uint64_t word = engine_();
+      std::memcpy(made.data() + at, &word, std::min<size_t>(8, count - at));
+    }
     return made;
   }
   void flip(void* data, size_t count) {
@@ -92,8 +97,10 @@ struct Victim {
     for (size_t sent = 0; sent < bytes.size();) {
       const ssize_t more =
           ::send(to.get(), bytes.data() + sent, bytes.size() - sent, MSG_DONTWAIT | MSG_NOSIGNAL);
+      const int error = errno;
       if (more > 0) sent += static_cast<size_t>(more);
-      if (more <= 0 && (errno != EAGAIN || !transport->failure().empty())) return;
+      if (more <= 0) ::usleep(20);
+      if (more <= 0 && (error != EAGAIN || !transport->failure().empty())) return;
     }
   }
 

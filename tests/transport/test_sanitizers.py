@@ -17,7 +17,7 @@ PATIENCE = 300.0
 DEVICES = ["fake0", "fake0", "2"]
 MANY = "25000"  # on each of four channels
 RDMA = ["rdma", "2000", "65536", *DEVICES]
-HOSTILE = "25000"
+HOSTILE = "20000"  # inputs of each sort
 LARGE_TCP = ["tcp", "10", str(5 << 20)]  # striped, and memory is given away
 LARGE_RDMA = ["rdma", "10", str(6 << 20), *DEVICES]
 
