@@ -34,6 +34,7 @@ struct Options {
   uint64_t count = 200;
   uint64_t slot_bytes = 1 << 16;
   bool checksum = true;
+  uint64_t timeout_ns = kPatience;
   RdmaPlace places[2];
 };
 
@@ -58,7 +59,7 @@ inline std::unique_ptr<Transport> make(int rank, const Options& options) {
   };
   Settings settings;
   settings.rank = rank;
-  settings.timeout_ns = kPatience;
+  settings.timeout_ns = options.timeout_ns;
   settings.checksum = options.checksum;
   settings.max_pending = 8;
   return std::make_unique<Transport>(

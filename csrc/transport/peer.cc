@@ -17,6 +17,7 @@ namespace {
 constexpr size_t kMaxOutbox = 1 << 20;
 constexpr size_t kFrameHead = 3;
 constexpr int kLookMs = 1;
+constexpr int kMostReads = 64;  // at a time: a peer that never stops must not keep its reader
 
 // Errors of send() after which the same bytes may be sent later.
 bool is_for_now(int error) {
@@ -81,7 +82,7 @@ void Peer::flush() {
 bool Peer::receive(const OnNote& on_note) {
   std::array<char, 4096> buffer;
   bool reset = false;
-  while (true) {
+  for (int reads = 0; reads < kMostReads; ++reads) {
     const ssize_t got = ::recv(socket_.get(), buffer.data(), buffer.size(), MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EINTR) && !reset) return true;
     if (got < 0 && errno == ECONNRESET && !reset) {
@@ -99,6 +100,7 @@ bool Peer::receive(const OnNote& on_note) {
     inbox_.append(buffer.data(), static_cast<size_t>(got));
     parse(on_note);
   }
+  return true;
 }
 
 void Peer::parse(const OnNote& on_note) {
@@ -114,9 +116,11 @@ void Peer::parse(const OnNote& on_note) {
     }
     if (inbox_.size() < kFrameHead + length) return;
     if (note == Note::kBye) {
-      if (length != sizeof(num_sent_)) {
-        throw Error(Fault::kProtocol,
-                    description_ + " sent a goodbye of " + std::to_string(length) + " bytes");
+      // Once it has departed, any thread may read how much it had sent.
+      if (length != sizeof(num_sent_) || departed()) {
+        throw Error(Fault::kProtocol, description_ + " sent " +
+                                          (departed() ? "a second goodbye" : "a goodbye") + " of " +
+                                          std::to_string(length) + " bytes");
       }
       std::memcpy(&num_sent_, inbox_.data() + kFrameHead, length);
       departed_.store(true, std::memory_order_release);

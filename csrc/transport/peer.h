@@ -61,8 +61,9 @@ class Peer {
   }
   void send_note(Note note, std::string_view body);
 
-  // Progress thread. Reads what is there; throws kPeerDead or kProtocol. False when the peer has
-  // left in good order and the socket needs no more watching.
+  // Progress thread. Reads what is there, or a part of much: the socket then stays readable. Throws
+  // kPeerDead or kProtocol. False when the peer has left in good order and the socket needs no more
+  // watching.
   bool receive(const OnNote& on_note);
   void flush();  // sends what did not fit before
   bool has_unsent() const { return unsent_.load(std::memory_order_acquire); }

@@ -74,8 +74,10 @@ RdmaOutbox::RdmaOutbox(RdmaLink& link, uint32_t channel, const ChannelSpec& spec
     : link_(link), channel_(channel), spec_(spec), begun_parcels_(spec.depth) {}
 
 bool RdmaOutbox::has_credit() const {
-  return begun_.load(std::memory_order_relaxed) - released_.load(std::memory_order_acquire) <
-         spec_.depth;
+  const uint64_t begun = begun_.load(std::memory_order_relaxed);
+  // A receiver can give credit for a message that it does not have yet, whose parcel is needed.
+  return begun - released_.load(std::memory_order_acquire) < spec_.depth &&
+         begun - num_finished_ < spec_.depth;
 }
 
 void RdmaOutbox::begin(const Parcel& parcel) {

@@ -62,8 +62,10 @@ Part part_of(uint64_t bytes, uint64_t parts, uint64_t index) {
 // ---------------------------------------------------------------------------------------------------
 
 bool TcpSender::has_credit() {
-  return begun_.load(std::memory_order_relaxed) - released_.load(std::memory_order_acquire) <
-         unwritten_.size();
+  const uint64_t begun = begun_.load(std::memory_order_relaxed);
+  // A receiver can give credit for a message that it does not have yet, whose entry is needed.
+  return begun - released_.load(std::memory_order_acquire) < unwritten_.size() &&
+         begun - finished_ < unwritten_.size();
 }
 
 void TcpSender::begin(Parcel& parcel) {
@@ -406,6 +408,8 @@ void TcpLink::on_credit(std::string_view body) {
   TcpSender& sender = *senders_[note.channel];
   if (note.released > sender.begun_.load(std::memory_order_acquire))
     refuse("credit for messages never sent");
+  if (note.released < sender.released_.load(std::memory_order_relaxed))
+    refuse("credit that it had given before");
   sender.released_.store(note.released, std::memory_order_release);
 }
 

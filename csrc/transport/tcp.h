@@ -52,8 +52,7 @@ class TcpSender : public Sender {
   std::atomic<uint64_t> begun_{
       0};  // written by the owner; the progress thread checks credit against it
   // Segments of each message under way that the kernel has not taken yet. A message's entry is used
-  // again only when the receiver has released the message, that is, after its segments were all
-  // sent.
+  // again only when the receiver has released the message and finished() has said that it was sent.
   std::vector<std::atomic<uint32_t>> unwritten_;
   std::atomic<uint64_t> released_{0};  // by the receiver; written by the progress thread
 };

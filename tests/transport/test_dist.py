@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.errors import PeerDead, ProtocolError, TransportUnavailable
-from megatron.dpp.transport import ChannelSpec, Direction
+from megatron.dpp.errors import PeerDead, ProtocolError, SetupError, TransportUnavailable
+from megatron.dpp.transport import ChannelSpec, Direction, TransportOptions
 from megatron.dpp.transport.kinds import dist
 from megatron.dpp.transport.kinds.dist import DistTransport
 from tests.transport.kinds import PATIENCE, close_and_wait, opened, pair, take_next
@@ -123,6 +123,10 @@ def test_a_broken_link_is_its_peers_and_the_first_one_counts() -> None:
     with pytest.raises(PeerDead) as caught:
         rank._check()
     assert str(caught.value) == f"rank 1: rank 0 is gone ({OUT}): reset"
+    silent = alone(IN)
+    silent.fail_link(IN, RuntimeError())
+    with pytest.raises(PeerDead, match="rank 0 is gone"):
+        silent._check()
     closing = alone(IN)
     closing._closed = True
     closing.fail_link(IN, RuntimeError("reset"))
@@ -150,6 +154,24 @@ def test_every_channel_of_a_pair_has_a_tag_of_its_own() -> None:
         b'{"labels": [0, 0, 0, 1, 0], "dtype": "pigeon", "shape": [1]}',
         b'{"labels": [0, 0, 0, 1, 0], "dtype": "float32", "shape": "x"}',
         b'{"labels": [0, 0, 0, 1, 0], "dtype": "float32", "shape": [1000]}',
+        b'{"labels": [0], "dtype": "float32", "shape": [1]}',
+        b'{"labels": 7, "dtype": "float32", "shape": [1]}',
+        b'{"labels": {"a": 0}, "dtype": "float32", "shape": [1]}',
+        b'{"labels": [0, 0, 0, 1, 0.5], "dtype": "float32", "shape": [1]}',
+        b'{"labels": [0, 0, 0, 1, null], "dtype": "float32", "shape": [1]}',
+        b'{"labels": [0, 0, 1, 1, 0], "dtype": "float32", "shape": [1]}',
+        b'{"labels": [0, 9223372036854775808, 0, 1, 0], "dtype": "float32", "shape": [1]}',
+        b'{"labels": [0, 0, 0, 1, 0], "dtype": "float32", "shape": 1}',
+        b'{"labels": [0, 0, 0, 1, 0], "dtype": "float32", "shape": [true]}',
+        b'{"labels": [0, 0, 0, 1, 0], "dtype": "float32", "shape": [-1]}',
+        b'{"labels": [0, 0, 0, 1, 0], "dtype": "float32", "shape": [68719476736]}',
+        b'{"labels": [0, 0, 0, 1, 0], "dtype": "nn", "shape": [1]}',
+        b'{"labels": [0, 0, 0, 1, 0], "dtype": "qint8", "shape": [1]}',
+        b'{"labels": [0, 0, 0, 1, 0], "dtype": {"a": 1}, "shape": [1]}',
+        b'{"labels": [0, 0, 0, 1, 0], "dtype": "\\ud800", "shape": [1]}',
+        b"[" * 512,
+        b"[1]",
+        b"\xff",
     ],
 )
 def test_a_broken_header_is_a_failure_that_stays(header: bytes) -> None:
@@ -165,6 +187,15 @@ def test_a_broken_header_is_a_failure_that_stays(header: bytes) -> None:
         with pytest.raises(ProtocolError, match="rank 1: broken header on forward of chunk 0"):
             call()
     assert source.credit.acquire(blocking=False), "its place is free"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("gone"), ValueError("stoll")])
+def test_a_store_that_does_not_count_is_named(error: Exception) -> None:
+    def add(*_: Any) -> int:
+        raise error
+
+    with pytest.raises(SetupError, match=f"rank 1: the store does not count.*{error}"):
+        alone()._connect(SimpleNamespace(add=add), TransportOptions())
 
 
 def test_a_wait_ends_at_once_with_a_change_since_the_last_poll() -> None:

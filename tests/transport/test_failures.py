@@ -29,7 +29,8 @@ from megatron.dpp.errors import (
     VersionMismatch,
 )
 from megatron.dpp.transport import ChannelSpec, TransportOptions, handshake, open_transport
-from megatron.dpp.transport.rendezvous import Rendezvous, read_token
+from megatron.dpp.transport.job_token import read_token
+from megatron.dpp.transport.rendezvous import Rendezvous
 from tests.shared_memory import none_left
 from tests.transport.kinds import (
     GPU_KINDS,

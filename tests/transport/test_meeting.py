@@ -27,10 +27,12 @@ from megatron.dpp.errors import (
 )
 from megatron.dpp.transport import TransportOptions, admission, handshake, rendezvous
 from megatron.dpp.transport.admission import Admission, Connection
+from megatron.dpp.transport.job_token import read_token
 from megatron.dpp.transport.joining import PeerLink, check_links
-from megatron.dpp.transport.rendezvous import Rendezvous, read_token
+from megatron.dpp.transport.rendezvous import Rendezvous
 from tests.transport.kinds import PATIENCE
 from tests.transport.test_choice import facts
+from tests.transport.test_token import until_empty
 
 TOKEN = b"0123456789abcdef"
 
@@ -170,7 +172,7 @@ def test_more_descriptors_than_expected_are_refused_and_closed(
     descriptor = os.open("/dev/null", os.O_RDONLY)
     before = len(os.listdir("/proc/self/fd"))
     handshake.send_message(ends[1], {}, [descriptor] * 5)
-    with pytest.raises(ProtocolError, match="it is too long"):
+    with pytest.raises(ProtocolError, match="more than 1 descriptors"):
         handshake.receive_message(ends[0], 1)
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(descriptor)
@@ -347,7 +349,7 @@ def met(store: Any, rank: int, **options: Any) -> Rendezvous:
     return Rendezvous(store, rank, TransportOptions(setup_timeout=PATIENCE, **options))
 
 
-def test_the_last_rank_of_a_node_removes_the_token(
+def test_the_token_of_a_node_goes_when_all_ranks_have_read_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -359,7 +361,8 @@ def test_the_last_rank_of_a_node_removes_the_token(
         with met(store, rank) as one:
             tokens.add(one._token)
         left.append(len(list(tmp_path.iterdir())))
-    assert left == [1, 1, 0] and len(tokens) == 1
+    assert left[:2] == [1, 1] and len(tokens) == 1
+    until_empty(tmp_path)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with met(store, 0, name="other") as one, met(store, 1, name="other") as two:
         assert one._token == two._token == store.get("dpp/other/1/token")
@@ -423,7 +426,7 @@ def test_what_is_not_there_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> 
             one._check_patience(missing, counts)  # type: ignore[arg-type]
         said = str(caught.value)
         assert "rank 4: ranks [2, 7] have not connected after 30 s; 3 connections could" in said
-        assert "; accepting failed: x (ulimit -n)" in said
+        assert "; accepting failed: x" in said
         with pytest.raises(SetupError, match=r"rank 4: rank 9 has not opened its .* after 30 s"):
             one._get("facts/9", "rank 9")
         one._deadline = time.monotonic() + 700.0

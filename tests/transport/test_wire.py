@@ -166,6 +166,8 @@ FAULTS = """
 #include <unistd.h>
 
 static int milliseconds, shortages;
+static volatile int endless;
+extern "C" void endless_notes(int value) { endless = value; }
 extern "C" void slow_large_sends(int value) { milliseconds = value; }
 extern "C" void short_of_buffers(int value) { shortages = value; }
 extern "C" int shortages_left() { return shortages; }
@@ -176,6 +178,13 @@ extern "C" ssize_t sendmsg(int fd, const msghdr* message, int flags) {
   for (size_t i = 0; i < message->msg_iovlen; ++i) bytes += message->msg_iov[i].iov_len;
   if (bytes > 256 << 10) usleep(1000 * milliseconds);
   return real(fd, message, flags);
+}
+
+extern "C" ssize_t recv(int fd, void* to, size_t bytes, int flags) {
+  static const auto real = (ssize_t (*)(int, void*, size_t, int))dlsym(RTLD_NEXT, "recv");
+  if (!endless || bytes != 4096) return real(fd, to, bytes, flags);
+  for (int i = 0; i < 4095; ++i) static_cast<char*>(to)[i] = i % 3 == 2;  // credit for nothing
+  return 4095;
 }
 
 extern "C" ssize_t send(int fd, const void* data, size_t bytes, int flags) {
@@ -220,3 +229,7 @@ def test_a_thread_that_sends_for_the_other_wakes_it(found: dict[str, Any]) -> No
 
 def test_a_credit_that_finds_no_buffer_is_sent_later(found: dict[str, Any]) -> None:
     assert found["arrived"] == 2 and found["shortages left"] == 0
+
+
+def test_a_peer_whose_notes_never_end_does_not_keep_a_transport_open(found: dict[str, Any]) -> None:
+    assert found["closes"]

@@ -73,6 +73,21 @@ def arrived_despite_shortages(library: Any, faults: ctypes.CDLL) -> int:
     return int(arrived)
 
 
+def closes_while_notes_come(library: Any, faults: ctypes.CDLL) -> bool:
+    """True if a transport closes although its peer's notes never end."""
+    with raw.alone(library, 0, [raw.channel(0, 64)]) as sender:
+        faults.endless_notes(1)
+        sender.control.sendall(raw.credit(0, 0))
+        time.sleep(0.1)
+        closing = threading.Thread(target=sender.native.close)
+        closing.start()
+        closing.join(10.0)
+        closed = not closing.is_alive()
+        faults.endless_notes(0)
+        closing.join()
+    return closed
+
+
 def main() -> None:
     library, faults = raw.load(sys.argv[1]), ctypes.CDLL(sys.argv[2])
     found = {
@@ -80,6 +95,7 @@ def main() -> None:
         "pending": pending_after_a_send_for_the_other(library, faults),
         "arrived": arrived_despite_shortages(library, faults),
         "shortages left": faults.shortages_left(),
+        "closes": closes_while_notes_come(library, faults),
     }
     print(json.dumps(found))
 

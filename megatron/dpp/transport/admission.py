@@ -73,17 +73,21 @@ class Admission:
             except OSError as error:
                 if error.errno not in _SHORTAGES:
                     raise
-                self.shortage = str(error)
-                self._make_room()
-                return
+                self.shortage = f"{error} (ulimit -n)"
+                break
             connection = Connection(-1, "", sock)
             try:
                 identify(connection, self._rank)
                 proof = _Proof(connection, self._token, self._rank)
                 proof.start()
-            except (AuthError, OSError, RuntimeError):  # another user; it has gone; no thread
+            except (AuthError, OSError):  # another user; it has gone
                 connection.close()
                 self.refused += 1
+            except RuntimeError as error:  # no thread
+                handshake.send_away(sock)
+                connection.close()
+                self.shortage = f"{error} (ulimit -u)"
+                break
             else:
                 self._proofs.append(proof)
         self._make_room()
@@ -128,18 +132,23 @@ class _Proof(threading.Thread):
         self.proven = False
         self.since = time.monotonic()
         self._token, self._rank = token, rank
+        self._verdict = threading.Lock()  # taken once, for ever: by the welcome or by end()
 
     def run(self) -> None:
-        with contextlib.suppress(OSError, AuthError, ProtocolError):
+        with contextlib.suppress(AuthError, ProtocolError):
             connection = self.connection
             connection.peer, connection.purpose = handshake.accept_side(
-                connection.sock, self._token, self._rank
+                connection.sock,
+                self._token,
+                self._rank,
+                lambda: self._verdict.acquire(blocking=False),
             )
             self.proven = True
 
     def end(self) -> None:
-        """Ask a true peer to connect again, and end the thread."""
-        handshake.send_away(self.connection.sock)
+        """Ask a true peer to connect again, and end the thread; nothing once it is let in."""
+        if self._verdict.acquire(blocking=False):
+            handshake.send_away(self.connection.sock)
 
 
 def identify(connection: Connection, rank: int) -> None:

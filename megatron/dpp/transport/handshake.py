@@ -51,7 +51,7 @@ _NOTES = (1, 2, _FAILED)
 
 
 class SentAway(AuthError):
-    """The acceptor has no place for us now; connect again."""
+    """The acceptor has ended the connection before it judged us; connect again."""
 
 
 class PeerEnded(ProtocolError):
@@ -63,7 +63,8 @@ def joining(rank: int, peer: int, sock: socket.socket) -> Iterator[None]:
     """Name both ranks in the errors of a link's set-up.
 
     Raises:
-        SetupError: the peer failed; with its own error, if it has sent it.
+        SetupError: the peer failed; with its own error, if it has sent it. Or this process has no
+            room for descriptors.
         ProtocolError: it sent an invalid message.
     """
     try:
@@ -76,6 +77,10 @@ def joining(rank: int, peer: int, sock: socket.socket) -> Iterator[None]:
         ) from error
     except ProtocolError as error:
         raise ProtocolError(f"rank {rank}: rank {peer} sent {error}") from error
+    except SetupError as error:
+        raise SetupError(
+            f"rank {rank}: the set-up of the links with rank {peer} ended: {error}"
+        ) from error
 
 
 def send_message(
@@ -104,6 +109,7 @@ def receive_message(
     Raises:
         PeerEnded: the other side ended the connection or gave up.
         ProtocolError: the message is invalid.
+        SetupError: this process has no room for its descriptors.
     """
     fds: list[int] = []
     try:
@@ -150,8 +156,16 @@ def _receive_body(sock: socket.socket, fds: list[int], max_fds: int, until: floa
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 whole = len(data) - len(data) % size
                 fds.extend(array.array("i", data[:whole]))
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if flags & socket.MSG_TRUNC:
             raise ValueError("it is too long")
+        # The space for them is rounded up: one more than asked for may have come.
+        if len(fds) > max_fds or (flags & socket.MSG_CTRUNC and len(fds) == max_fds):
+            raise ValueError(f"it has more than {max_fds} descriptors")
+        if flags & socket.MSG_CTRUNC:
+            raise SetupError(
+                f"{max_fds} descriptors may come with a set-up message, and this process had room "
+                f"for {len(fds)} more (ulimit -n)"
+            )
         if not packet:
             raise PeerEnded("its connection was closed; its own message says why")
         (length,) = _LENGTH.unpack_from(packet)
@@ -225,8 +239,17 @@ def connect_side(
 
     Raises:
         AuthError: the other side does not know the token, is not ``peer``, or refuses us.
-        SentAway: it has no place for us now.
+        SentAway: it has no place for us now, or has hung up.
     """
+    try:
+        _connect_side(sock, token, rank, peer, purpose, seconds)
+    except ConnectionError as error:  # it hung up before we could send
+        raise SentAway(f"rank {peer} ended the handshake: {error}") from error
+
+
+def _connect_side(
+    sock: socket.socket, token: bytes, rank: int, peer: int, purpose: str, seconds: float
+) -> None:
     sock.settimeout(seconds)
     until = time.monotonic() + seconds
     nonce = secrets.token_hex(16)
@@ -243,13 +266,28 @@ def connect_side(
         raise AuthError(f"rank {rank}: rank {peer} did not let us in")
 
 
-def accept_side(sock: socket.socket, token: bytes, rank: int) -> tuple[int, str]:
+def accept_side(
+    sock: socket.socket, token: bytes, rank: int, may_enter: Callable[[], bool] = lambda: True
+) -> tuple[int, str]:
     """Authenticate a connection; returns its rank and its purpose.
 
+    Args:
+        may_enter: called once the connection has proven itself, before it is told so. False ends
+            the handshake: somebody else has sent it away.
+
     Raises:
-        AuthError: it does not know the token.
-        ProtocolError: it sent an invalid message.
+        AuthError: it does not know the token, or was sent away.
+        ProtocolError: it sent an invalid message, or ended.
     """
+    try:
+        return _accept_side(sock, token, rank, may_enter)
+    except OSError as error:
+        raise PeerEnded(f"its connection ended: {error}") from error
+
+
+def _accept_side(
+    sock: socket.socket, token: bytes, rank: int, may_enter: Callable[[], bool]
+) -> tuple[int, str]:
     until = time.monotonic() + HELLO_SECONDS
     hello, _ = receive_message(sock, until=until)
     peer = hello.get("rank")
@@ -265,6 +303,8 @@ def accept_side(sock: socket.socket, token: bytes, rank: int) -> tuple[int, str]
         raise AuthError(
             f"rank {rank}: a connection that claims to be rank {peer} has a wrong proof"
         )
+    if not may_enter():
+        raise SentAway(f"rank {rank}: the connection of rank {peer} was sent away")
     send_message(sock, {"welcome": True})
     return peer, purpose
 
@@ -283,6 +323,8 @@ def send_away(sock: socket.socket) -> None:
 def _receive_proof(sock: socket.socket, who: str, until: float) -> dict[str, Any]:
     try:
         message, _ = receive_message(sock, until=until)
+    except PeerEnded as error:
+        raise SentAway(f"{who} ended the handshake: {error}") from error
     except ProtocolError as error:
         raise AuthError(f"{who} ended the handshake: {error}") from error
     if message == _AWAY:

@@ -27,6 +27,8 @@ from megatron.dpp.transport.options import TransportOptions
 _LONGEST_FAULT = 400
 """Characters of a fault that a set-up message has room for, also where each takes 6 bytes."""
 
+_SEED_BITS = 63
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -135,7 +137,7 @@ class PeerLink:
         """Receive a message with ``count`` descriptors.
 
         Raises:
-            ProtocolError: there are fewer.
+            ProtocolError: there are fewer, or more.
         """
         _, fds = self.receive(count)
         self.require_fds(fds, count)
@@ -169,7 +171,7 @@ def link_faults(
         By peer, what a link that does not deliver does instead; equal on both ends.
     """
     for link in links:
-        seed, unwritten = secrets.randbits(63), ""
+        seed, unwritten = secrets.randbits(_SEED_BITS), ""
         try:
             write(link, seed)
         except TransportError as error:
@@ -178,7 +180,7 @@ def link_faults(
     faults: dict[int, str] = {}
     for link in links:
         message, _ = link.receive()
-        fault = str(message.get("unwritten", "")) or fault_of(link, int(message.get("seed", 0)))
+        fault = str(message.get("unwritten", "")) or fault_of(link, _seed(link, message))
         faults[link.peer] = fault[:_LONGEST_FAULT]
         link.send({"fault": faults[link.peer]})
     for link in links:
@@ -187,6 +189,16 @@ def link_faults(
         said = (faults[link.peer], other) if link.rank < link.peer else (other, faults[link.peer])
         faults[link.peer] = said[0] or said[1]
     return {peer: fault for peer, fault in faults.items() if fault}
+
+
+def _seed(link: PeerLink, message: dict[str, Any]) -> int:
+    seed = message.get("seed")
+    if type(seed) is not int or not 0 <= seed < 1 << _SEED_BITS:
+        raise ProtocolError(
+            f"rank {link.rank}: rank {link.peer} sent {str(seed)[:80]!r} as the seed of a pattern, "
+            f"expected a number of {_SEED_BITS} bits"
+        )
+    return seed
 
 
 def undelivered(link: PeerLink, name: str, fault: str) -> str:

@@ -8,6 +8,7 @@ joins its links, and C++ takes the connections over.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import platform
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from megatron.dpp.errors import ConfigError, VersionMismatch
+from megatron.dpp.errors import ConfigError, SetupError, VersionMismatch
 from megatron.dpp.transport.admission import Connection
 from megatron.dpp.transport.base import ChannelSpec, LinkInfo
 from megatron.dpp.transport.board_hosts import BoardHosts, hosts_of
@@ -30,8 +31,20 @@ _LOOPBACK = "127.0.0.1"
 
 
 def open_native(request: Request, kind: str) -> NativeTransport:
-    """Open a transport with links of ``kind`` (``auto``: of suitable kinds)."""
-    return _Opening(request, kind).run(request.store)
+    """Open a transport with links of ``kind`` (``auto``: of suitable kinds).
+
+    Raises:
+        SetupError: the system refused a descriptor, a thread or a socket, or the store is gone.
+        TransportError: see ``errors.py``.
+    """
+    try:
+        return _Opening(request, kind).run(request.store)
+    except (OSError, RuntimeError) as error:  # RuntimeError: of a thread, or of the store
+        is_full = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+        raise SetupError(
+            f"rank {request.rank}: the set-up of the links ended: {error}"
+            + (" (ulimit -n)" if is_full else "")
+        ) from error
 
 
 class _Opening:
@@ -185,10 +198,8 @@ class _Opening:
             between_hosts = self._choices[peer].kind.between_hosts
             link.send({}, () if between_hosts else [native.bell_fd()])
         for peer, link in links.items():
-            _, fds = link.receive(1)
-            if not self._choices[peer].kind.between_hosts:
-                link.require_fds(fds, 1)
-            self._add_peer(native, connections[peer, CONTROL], fds)
+            count = 0 if self._choices[peer].kind.between_hosts else 1
+            self._add_peer(native, connections[peer, CONTROL], link.receive_fds(count))
         board_fd = -1
         board = self._board
         if board is not None and board.is_head:
@@ -238,7 +249,12 @@ class _Opening:
 
     def _add_peer(self, native: Any, control: Connection, fds: list[int]) -> None:
         peer = control.peer
-        socket_fd = os.dup(control.sock.fileno())
+        try:
+            socket_fd = os.dup(control.sock.fileno())
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
         pidfd, control.pidfd = control.pidfd, -1
         bell_fd = fds[0] if fds else -1
         native.add_peer(peer, self._description(peer), socket_fd, pidfd, bell_fd)
@@ -258,11 +274,12 @@ class _Opening:
         link.send(message, fds)
 
     def _receive_offer(self, native: Any, link: PeerLink) -> None:
-        message, fds = link.receive(1)
+        board = self._board
+        follows = board is not None and not board.is_head and link.peer == board.upstream
+        message, fds = link.receive(int(follows))
         try:
             self._compare_offer(message, link)
-            board = self._board
-            if board is not None and not board.is_head and link.peer == board.upstream:
+            if board is not None and follows:
                 link.require_fds(fds, 1)
                 index, lines = board.members.index(self._rank), board.num_lines
                 native.use_board(

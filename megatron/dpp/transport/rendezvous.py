@@ -6,7 +6,6 @@ hosts.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import hashlib
@@ -16,22 +15,20 @@ import os
 import secrets
 import selectors
 import socket
-import stat
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 from torch._C._distributed_c10d import Store
 
-from megatron.dpp.errors import ConfigError, ProtocolError, SetupError, VersionMismatch
+from megatron.dpp.errors import ProtocolError, SetupError, VersionMismatch, one_line
 from megatron.dpp.hosts import family_of, with_port
 from megatron.dpp.transport import handshake
 from megatron.dpp.transport.admission import Admission, Connection, identify
+from megatron.dpp.transport.job_token import TokenFile, read_shared_token, read_token
 from megatron.dpp.transport.joining import Facts
 from megatron.dpp.transport.options import TransportOptions
 from megatron.dpp.transport.rdma_ports import Place
@@ -40,7 +37,6 @@ CONTROL = "control"
 """Purpose of a link's first connection, whose end means that the peer is gone."""
 
 _BACKLOG = 128
-_SHORTEST_TOKEN = 16
 _ACCEPT_SLICE = 0.02  # seconds; also how late a finished proof may be noticed
 _RETRY_SECONDS = 0.02
 
@@ -60,8 +56,8 @@ class Rendezvous:
         self._store = store
         self._rank = rank
         self._options = options
-        opened = store.add(f"dpp/{options.name}/opened/{rank}", 1)
-        self._prefix = f"dpp/{options.name}/{opened}"
+        self._prefix = f"dpp/{options.name}"
+        self._prefix += f"/{self._count(f'opened/{rank}')}"
         self._deadline = time.monotonic() + options.setup_timeout
         self._token = self._agree_on_token()
         self._listeners: list[socket.socket] = []
@@ -157,40 +153,39 @@ class Rendezvous:
             return read_token(Path(named))
         ranks = os.environ.get("WORLD_SIZE", "")
         private = ranks.isdecimal() and os.environ.get("LOCAL_WORLD_SIZE") == ranks
-        if self._store.add(f"{self._prefix}/token/claimed", 1) == 1:
-            secret = secrets.token_hex(32)
-            self._store.set(f"{self._prefix}/token", self._to_file(secret) if private else secret)
+        if self._count("token/claimed") == 1:
+            self._store.set(
+                f"{self._prefix}/token",
+                self._share_file(int(ranks)) if private else secrets.token_hex(32),
+            )
         found = self._get("token", "the first rank")
         if not private:
             return found.encode()
-        path = Path(os.fsdecode(unquote_to_bytes(found)))
-        token = read_token(path)
-        if self._store.add(f"{self._prefix}/token/read", 1) == int(ranks):
-            path.unlink(missing_ok=True)
+        token = read_shared_token(self._rank, found)
+        self._count("token/read")
         return token
 
-    def _to_file(self, secret: str) -> str:
-        """Write a secret to a new file for this user alone, which goes with this process.
+    def _share_file(self, num_ranks: int) -> str:
+        """Make the file with the token, which goes when all ranks have read it; its name."""
+        file = TokenFile(self._rank)
+        read = f"{self._prefix}/token/read"
+        file.delete_when(lambda: self._store.add(read, 0) >= num_ranks, self._options.setup_timeout)
+        return file.name
 
-        Returns its path, quoted: the store holds no bytes that cannot be decoded.
-        """
+    def _count(self, key: str) -> int:
+        """Add 1 to a counter of the store; returns its value."""
         try:
-            fd, path = tempfile.mkstemp(prefix="dpp-token-")
-            atexit.register(Path(path).unlink, missing_ok=True)
-            with os.fdopen(fd, "w") as file:
-                file.write(secret)
-        except OSError as error:
+            return self._store.add(f"{self._prefix}/{key}", 1)
+        except (RuntimeError, ValueError) as error:  # ValueError: others wrote something else there
             raise SetupError(
-                f"rank {self._rank}: cannot write the job's token into the temporary directory "
-                f"(TMPDIR): {error}"
+                f"rank {self._rank}: the store does not count {key}: {one_line(error, 200)}"
             ) from error
-        return quote_from_bytes(os.fsencode(path))
 
     def _get(self, key: str, whose: str) -> str:
         key = f"{self._prefix}/{key}"
         try:
             self._store.wait([key], timedelta(seconds=max(0.001, self._remaining())))
-            return self._store.get(key).decode()
+            return self._store.get(key).decode(errors="replace")  # from anybody
         except RuntimeError as error:
             raise SetupError(
                 f"rank {self._rank}: {whose} has not opened its transport after "
@@ -201,12 +196,17 @@ class Rendezvous:
         return self._deadline - time.monotonic()
 
     def _reach(self, peer: Facts, purpose: str, *, over_tcp: bool) -> Connection:
-        """Connect until the peer's listener has room for us, or time runs out."""
+        """Connect until the peer's listener lets us in, or time runs out.
+
+        Raises:
+            AuthError: what listens there does not know the job's token, or refuses us.
+            SetupError: there is no way to it, or it has let nobody in until the deadline.
+        """
         where = peer.tcp_address if over_tcp else "\0" + peer.unix_address
         while True:
             try:
                 return self._try_to_reach(peer.rank, where, purpose, over_tcp=over_tcp)
-            except (BlockingIOError, ConnectionRefusedError, handshake.SentAway) as error:
+            except (BlockingIOError, ConnectionError, handshake.SentAway) as error:
                 refusal: Exception = error
             except OSError as error:
                 raise self._unreachable(peer, error, over_tcp=over_tcp) from error
@@ -274,7 +274,7 @@ class Rendezvous:
             f"rank {self._rank}: ranks {sorted({rank for rank, _ in missing})} have not "
             f"connected after {self._options.setup_timeout:g} s"
             + (f"; {refused} connections could not prove themselves" if refused else "")
-            + "".join(f"; accepting failed: {shortage} (ulimit -n)" for shortage in shortages)
+            + "".join(f"; accepting failed: {shortage}" for shortage in sorted(shortages))
         )
 
 
@@ -315,26 +315,6 @@ def _end_when_unanswered(sock: socket.socket, seconds: float) -> None:
     """
     most = seconds + 2 * _probe_interval(seconds)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(most * 1000))
-
-
-def read_token(path: Path) -> bytes:
-    """The job's secret from a file that only its owner may read, and that is ours."""
-    try:
-        with path.open("rb") as file:
-            facts = os.fstat(file.fileno())
-            secret = file.read().strip()
-        mode = stat.S_IMODE(facts.st_mode)
-    except (OSError, ValueError) as error:  # a path with a zero byte
-        raise ConfigError(f"token file {path}: {getattr(error, 'strerror', error)}") from error
-    if facts.st_uid != os.getuid():
-        raise ConfigError(
-            f"token file {path} belongs to user {facts.st_uid}; it must be ours ({os.getuid()})"
-        )
-    if mode & 0o077:
-        raise ConfigError(f"token file {path} has mode {mode:o}; chmod 600 it")
-    if len(secret) < _SHORTEST_TOKEN:
-        raise ConfigError(f"token file {path} holds {len(secret)} bytes; 16 are the least")
-    return secret
 
 
 def _read_facts(text: str, peer: int, own: Facts) -> Facts:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import queue
 import threading
 import time
@@ -27,7 +28,9 @@ from megatron.dpp.errors import (
     PeerDead,
     ProtocolError,
     SetupError,
+    one_line,
 )
+from megatron.dpp.transport import handshake
 from megatron.dpp.transport.base import ChannelSpec, LinkInfo, Message, check_payload
 from megatron.dpp.transport.joining import Request
 from megatron.dpp.transport.kinds import AUTO, TransportKind, register
@@ -35,6 +38,7 @@ from megatron.dpp.transport.options import TransportOptions
 from megatron.dpp.transport.threaded import ThreadedTransport
 
 _HEADER_BYTES = 512
+_NUM_LABELS = 5
 _CLOSE_SECONDS = 5.0
 _SILENCE = timedelta(days=365)
 """A channel may be silent for long: the caller of ``wait`` has a deadline of its own."""
@@ -131,7 +135,12 @@ class DistTransport(ThreadedTransport):
         ]
 
     def _connect(self, store: Store, options: TransportOptions) -> dict[int, Any]:
-        opened = store.add(f"dpp/{options.name}/dist/opened/{self.rank}", 1)
+        try:
+            opened = store.add(f"dpp/{options.name}/dist/opened/{self.rank}", 1)
+        except (RuntimeError, ValueError) as error:  # ValueError: others wrote something else there
+            raise SetupError(
+                f"rank {self.rank}: the store does not count transports: {one_line(error, 200)}"
+            ) from error
         peers = {spec.source for spec in self.incoming} | {s.destination for s in self.outgoing}
         groups = {}
         for peer in sorted(peers):
@@ -174,7 +183,7 @@ class DistTransport(ThreadedTransport):
             if any(ended.source == peer for ended in self._ended):
                 self._ended.add(spec)
             elif not self._closed and self._failure is None:
-                text = str(error).splitlines()[0]
+                text = one_line(RuntimeError(str(error).partition("\n")[0]))
                 self._failure = PeerDead(f"rank {self.rank}: rank {peer} is gone ({spec}): {text}")
         self.ring()
 
@@ -202,12 +211,14 @@ class DistTransport(ThreadedTransport):
             buffer, arrived_ns = source.messages.popleft()
         source.credit.release()
         try:
-            header = json.loads(bytes(buffer[:_HEADER_BYTES].tolist()))
-            payload, labels = _payload(buffer, header), header["labels"]
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            self._failure = ProtocolError(f"rank {self.rank}: broken header on {source.spec}")
+            header = handshake.read_object(bytes(buffer[:_HEADER_BYTES].tolist()))
+            iteration, microbatch, part, num_parts, sent_ns = _labels(header)
+            payload = _payload(buffer, header, source.spec.slot_bytes)
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:  # RecursionError, too
+            self._failure = ProtocolError(
+                f"rank {self.rank}: broken header on {source.spec}: {one_line(error, 200)}"
+            )
             raise self._failure from error
-        iteration, microbatch, part, num_parts, sent_ns = labels
         tensor = payload.to(self._device)
         return Message(tensor, iteration, microbatch, part, num_parts, sent_ns, arrived_ns)
 
@@ -255,13 +266,33 @@ class DistTransport(ThreadedTransport):
             self._bell.close()
 
 
-def _payload(buffer: torch.Tensor, header: dict[str, Any]) -> torch.Tensor:
-    dtype: torch.dtype = getattr(torch, header["dtype"])
-    result = torch.empty(header["shape"], dtype=dtype)
-    if result.nbytes:
-        body = buffer[_HEADER_BYTES : _HEADER_BYTES + result.nbytes]
-        result.view(-1).view(torch.uint8).copy_(body)
-    return result
+def _labels(header: dict[str, Any]) -> list[int]:
+    """Iteration, microbatch, part, number of parts and sending time of a header from a peer."""
+    labels = header["labels"]
+    if not isinstance(labels, list) or len(labels) != _NUM_LABELS or not _are_int64(labels):
+        raise ValueError(f"labels are {str(labels)[:80]}")
+    if not 0 <= labels[2] < labels[3]:
+        raise ValueError(f"part {labels[2]} of {labels[3]}")
+    return labels
+
+
+def _payload(buffer: torch.Tensor, header: dict[str, Any], most_bytes: int) -> torch.Tensor:
+    """The tensor behind a header from a peer."""
+    name, shape = str(header["dtype"]), header["shape"]
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or name.startswith("q"):  # quantized: not only bytes
+        raise ValueError(f"dtype is {name[:80]!r}")
+    if not isinstance(shape, list) or not _are_int64(shape) or min(shape, default=0) < 0:
+        raise ValueError(f"shape is {str(shape)[:80]}")
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes > most_bytes:  # before memory is asked for
+        raise ValueError(f"shape {shape} needs more than a slot's {most_bytes} bytes")
+    body = buffer[_HEADER_BYTES : _HEADER_BYTES + num_bytes].clone()
+    return body.view(dtype).view(shape)
+
+
+def _are_int64(values: list[Any]) -> bool:
+    return all(type(value) is int and -(1 << 63) <= value < 1 << 63 for value in values)
 
 
 register(TransportKind(name="dist", open=DistTransport, between_hosts=True))
