@@ -12,12 +12,16 @@
 //   fail-post N          the next N sends are refused with ENOMEM
 //   error-status S       the next send completes with status S, and what follows is flushed
 //   lose-receives 1      posted receives vanish: the peer's immediates find none
+//   lose-writes N        the next N sends, and what follows them on their queue pairs, neither
+//                        arrive nor complete, as behind a firewall
+//   spare-writes N       lose-writes counts only those after the next N sends
 //   drop-completions 1   nothing completes any more, although the bytes arrive
 //   port-down 1          the port reports an error, and every send runs out of retries
 //   peermem 1            memory of fake_cuda.cc's GPU can be registered by its address, else EFAULT
 //   no-dmabuf 1          dma-bufs cannot be registered
 //   late-gpu-writes 1    writes to the GPU's memory are seen after fake_verbs_flush(), not before
 //   lose-gpu-writes 1    or never
+//   lose-host-writes 1   writes to the host's memory complete, but are never seen
 //   max-message N        the port carries N bytes in one write, 2^30 otherwise
 //   other-device 1       there is fake1 as well, before fake0, and it cannot be opened
 //   reset 0              all is well again

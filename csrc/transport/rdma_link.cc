@@ -28,8 +28,6 @@ constexpr uint8_t kHopLimit = 64;
 constexpr uint32_t kPacketMask = 0xffffff;
 
 // Identifiers of requests: how many complete with it, the rail, and a buffer or none.
-constexpr uint64_t kNoBuffer = UINT32_MAX;
-constexpr uint64_t kMore = kNoBuffer - 1;
 constexpr int kRailBits = 8;
 uint64_t request_id(size_t rail, uint64_t buffer, uint64_t count = 0) {
   return count << (32 + kRailBits) | rail << 32 | buffer;

@@ -10,6 +10,7 @@ import secrets
 import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,23 +159,23 @@ def link_faults(
     links: Sequence[PeerLink],
     write: Callable[[PeerLink, int], object],
     fault_of: Callable[[PeerLink, int], str],
+    settle: Callable[[PeerLink], object] = lambda link: None,
 ) -> dict[int, str]:
     """Write a pattern through each link and compare it at the receiver.
 
     Args:
-        write: writes the pattern of a seed into the peer's slots.
+        write: writes the pattern of a seed into the peer's slots, or begins to.
         fault_of: compares our slots with the pattern of a seed; returns the difference or "".
+        settle: waits until what was begun is there, once all links have begun.
 
     Returns:
         By peer, what a link that does not deliver does instead; equal on both ends.
     """
+    seeds = {link.peer: secrets.randbits(63) for link in links}
+    begun = {link.peer: _fault_in(partial(write, link, seeds[link.peer])) for link in links}
     for link in links:
-        seed, unwritten = secrets.randbits(63), ""
-        try:
-            write(link, seed)
-        except TransportError as error:
-            unwritten = one_line(error, _LONGEST_FAULT)
-        link.send({"seed": seed, "unwritten": unwritten})
+        unwritten = begun[link.peer] or _fault_in(partial(settle, link))
+        link.send({"seed": seeds[link.peer], "unwritten": unwritten})
     faults: dict[int, str] = {}
     for link in links:
         message, _ = link.receive()
@@ -187,6 +188,15 @@ def link_faults(
         said = (faults[link.peer], other) if link.rank < link.peer else (other, faults[link.peer])
         faults[link.peer] = said[0] or said[1]
     return {peer: fault for peer, fault in faults.items() if fault}
+
+
+def _fault_in(call: Callable[[], object]) -> str:
+    """The error that a call raises, as one line, or ""."""
+    try:
+        call()
+    except TransportError as error:
+        return one_line(error, _LONGEST_FAULT)
+    return ""
 
 
 def undelivered(link: PeerLink, name: str, fault: str) -> str:

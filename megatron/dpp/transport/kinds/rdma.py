@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from megatron.dpp.errors import ProtocolError, SetupError, TransportUnavailable, one_line
+from megatron.dpp.errors import (
+    ProtocolError,
+    SetupError,
+    TransportError,
+    TransportUnavailable,
+    one_line,
+)
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup, link_faults, undelivered
 from megatron.dpp.transport.kinds import TransportKind, register, tcp
-from megatron.dpp.transport.options import RdmaOptions
+from megatron.dpp.transport.options import RdmaOptions, TransportOptions
 from megatron.dpp.transport.rdma_ports import Place, find_place
 
 _NAME = "rdma"
@@ -25,6 +33,11 @@ _ELEMENT_BYTES = 4
 """Bytes of the widest usual element; --workload counts elements."""
 _LONGEST_FAULT = 800
 """Encoded bytes of a fault that a set-up message has room for."""
+_PATTERN_SECONDS = 5.0
+_LOST_PACKETS = 2
+"""Packets of a test pattern that may be lost."""
+_TIMEOUT_UNIT = 4.096e-6
+"""Seconds after which a packet is lost with ``--dpp-rdma-timeout 0``."""
 
 
 def look(
@@ -51,18 +64,19 @@ def obstacle(one: Facts, other: Facts) -> str | None:
 
 
 def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
-    """Make our slots and queue pairs, and connect them with the peers'.
+    """Make our slots and queue pairs, connect them with the peers', and test the links.
 
-    With a GPU, tensors on it are sent and received in place. Each side decides for itself whether
-    the card reads and writes its GPU's memory; links where one does are tested. One that fails the
-    test is set up again with buffers in the host's memory.
+    Queue pairs connect without a packet, so each link has to deliver a pattern. With a GPU, tensors
+    on it are sent and received in place. Each side decides for itself whether the card reads and
+    writes its GPU's memory. A link where that does not deliver is set up again with buffers in the
+    host's memory.
 
     A link that cannot be set up is left in ``setup.failed`` where it has another kind to go to.
 
     Raises:
         SetupError: memory cannot be registered, or the ports do not reach each other.
-        TransportUnavailable: GPUDirect is asked for and not possible, or does not deliver the data
-            that was written.
+        TransportUnavailable: a link does not deliver and has no other kind to go to. Or GPUDirect
+            is asked for and not possible, or does not deliver the data that was written.
     """
     if setup.gpu < 0 and setup.options.gpudirect == "on":
         raise TransportUnavailable(
@@ -89,7 +103,7 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
 def _set_up(
     setup: Setup, links: Sequence[PeerLink], faults: _Faults, gpudirect: str
 ) -> dict[int, Any]:
-    """Make and connect links; returns our sides of those that work, by peer.
+    """Make, connect and test links; returns our sides of those that work, by peer.
 
     After the second round every queue pair of both sides can receive.
     """
@@ -111,7 +125,68 @@ def _set_up(
         if faults.text(link):
             ours.pop(link.peer, None)
             setup.native.drop_link(link.peer)
+    _keep_those_that_deliver(setup, links, faults, ours)
     return ours
+
+
+def _keep_those_that_deliver(
+    setup: Setup, links: Sequence[PeerLink], faults: _Faults, ours: dict[int, Any]
+) -> None:
+    """Test the memory of the host on all links, and drop those that do not deliver."""
+    for test in ("path", "slots"):
+        tested = [link for link in links if link.peer in ours]
+        if test == "slots":
+            tested = [link for link in tested if ours[link.peer].in_host_memory]
+        found = _undelivered(setup, tested, ours, test)
+        for link in tested:
+            if link.peer in found:
+                faults.agree(link, found[link.peer])
+                del ours[link.peer]
+                setup.native.drop_link(link.peer)
+
+
+def _undelivered(
+    setup: Setup, links: Sequence[PeerLink], ours: Mapping[int, Any], test: str
+) -> dict[int, str]:
+    """By peer, what a link does with the pattern of a test instead of delivering it; equal on both
+    ends.
+    """
+    patience, port = _patience(setup.options), _port(setup)
+    deadline = time.monotonic() + patience
+
+    def post(link: PeerLink, seed: int) -> None:
+        with _by(link.rank):
+            ours[link.peer].post_pattern(test, seed)
+
+    def settle(link: PeerLink) -> None:
+        with _by(link.rank):
+            if not ours[link.peer].await_pattern(max(0.0, deadline - time.monotonic())):
+                raise SetupError(
+                    f"a write to rank {link.peer} over {port} has not completed after "
+                    f"{patience:.1f} s"
+                )
+
+    def fault_of(link: PeerLink, seed: int) -> str:
+        fault = ours[link.peer].pattern_fault(test, seed)
+        return f"rank {link.rank}: {fault} over {port}" if fault else ""
+
+    return link_faults(links, post, fault_of, settle)
+
+
+@contextlib.contextmanager
+def _by(rank: int) -> Iterator[None]:
+    """Name the rank in the errors of the transport."""
+    try:
+        yield
+    except TransportError as error:
+        raise SetupError(f"rank {rank}: {one_line(error)}") from error
+
+
+def _patience(options: TransportOptions) -> float:
+    """Seconds that a link has for a pattern: some packets may be lost and are then sent again."""
+    num_lost = min(options.rdma.retries, _LOST_PACKETS)
+    again = num_lost * math.ldexp(_TIMEOUT_UNIT, options.rdma.timeout)
+    return min(_PATTERN_SECONDS + again, options.setup_timeout / 4)
 
 
 def _untrue(setup: Setup, links: Sequence[PeerLink], ours: Mapping[int, Any]) -> dict[int, str]:
@@ -120,12 +195,8 @@ def _untrue(setup: Setup, links: Sequence[PeerLink], ours: Mapping[int, Any]) ->
     Raises:
         TransportUnavailable: it was asked for.
     """
-    tested = [link for link in links if ours[link.peer].needs_test]
-    faults = link_faults(
-        tested,
-        lambda link, seed: ours[link.peer].write_pattern(seed),
-        lambda link, seed: str(ours[link.peer].pattern_fault(seed)),
-    )
+    tested = [link for link in links if not ours[link.peer].in_host_memory]
+    faults = _undelivered(setup, tested, ours, "slots")
     found = {
         link.peer: undelivered(link, "GPUDirect", faults[link.peer])
         for link in tested
@@ -172,6 +243,25 @@ class _Faults:
             raise SetupError(f"rank {link.rank}: RDMA with rank {link.peer} failed there: {failed}")
         self.found.setdefault(link.peer, failed)
 
+    def agree(self, link: PeerLink, fault: str) -> None:
+        """Note what a link does not deliver, which both ends know; raise it as ``of`` does."""
+        asked_for = self._setup.options.gpudirect == "on"
+        if link.peer in self._setup.has_other_kind and not asked_for:
+            self.found[link.peer] = fault
+            return
+        flag = "--dpp-gpudirect on" if asked_for else "--dpp-transport rdma"
+        place = _place(self._setup)
+        check = (
+            "check the subnet manager and --dpp-rdma-pkey-index"
+            if place.infiniband
+            else "open UDP port 4791 (RoCE v2) between the hosts, check the MTU of the switches"
+        )
+        raise TransportUnavailable(
+            f"rank {link.rank}: {flag}: {fault}. An RDMA link has to deliver a test pattern at the "
+            f"start: {check}, name ports of one network with --dpp-rdma-devices or --node-ips, or "
+            "use --dpp-transport tcp"
+        )
+
 
 def _fitting(fault: str) -> str:
     """The beginning of a fault, as one line of at most ``_LONGEST_FAULT`` bytes of JSON."""
@@ -193,6 +283,11 @@ def _connect(made: Any, link: PeerLink, message: Mapping[str, Any]) -> None:
 
 def _place(setup: Setup) -> Place:
     return Place(**setup.facts.found[_NAME]["place"])
+
+
+def _port(setup: Setup) -> str:
+    place = _place(setup)
+    return f"{place.device} port {place.port}"
 
 
 def _settings(made: Any) -> str:
