@@ -88,6 +88,7 @@ class Fabric {
   std::vector<Late> late;
   std::map<std::string, long> faults, seen;
   std::vector<Opened*> contexts;
+  Path last_path = {};
   uint32_t next_number = 17, next_key = kFirstKey;
 
   void opened(Opened* context) {

@@ -295,6 +295,7 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
   void describe();  // fills in our offer
   void make_rail(uint32_t num_receives);
   void connect_rail(size_t rail, const RdmaOffer& peer);
+  verbs::Path path_to(const RdmaOffer& peer) const;
   void post_receive(size_t rail);
   void modify(size_t rail, verbs::QueuePairAttributes& attributes, int mask, const char* what);
 

@@ -20,6 +20,7 @@ NEAREST = "nearest"
 
 _MAPPED = "00000000000000000000ffff"  # an IPv4 address as a GID begins so
 _LINK_LOCAL = "fe80"
+_FLID, _NO_FLID = slice(8, 12), "0000"
 _ROCE = "RoCE v2"
 
 Port = Mapping[str, Any]
@@ -97,7 +98,7 @@ def choose_place(
     for port in ports:
         if port["infiniband"]:
             behind = (port["device"], port["port"]) in infiniband
-            found = 0 if behind and port["addresses"] else None
+            found = _best_address(port, wanted) if behind and port["addresses"] else None
         else:
             indices = {kind: index for index, gid, kind in port["addresses"] if gid == wanted}
             found = indices.get(_ROCE)
@@ -181,9 +182,11 @@ def pci_distance(one: Path, other: Path) -> tuple[int, int]:
 
 
 def _best_address(port: Port, wanted: str) -> int:
-    """Index of the host's own address, else of a routable one of its family, else of any.
+    """Index of the address of a port that a link uses.
 
-    Both ends of a link then take addresses of one family, as RoCE requires.
+    On RoCE the host's own address, else a routable one of its family, else any. Both ends of a link
+    then take addresses of one family, as RoCE requires. On InfiniBand the first one with a LID for
+    routers (FLID), else the first one.
     """
 
     def worth(entry: tuple[int, str, str]) -> tuple[bool, ...]:
@@ -194,7 +197,8 @@ def _best_address(port: Port, wanted: str) -> int:
         return (roce, gid == wanted, routable and related, routable)
 
     if port["infiniband"]:
-        return int(port["addresses"][0][0])
+        routable = (entry for entry in port["addresses"] if entry[1][_FLID] != _NO_FLID)
+        return int(next(routable, port["addresses"][0])[0])
     return int(max(port["addresses"], key=worth)[0])
 
 
