@@ -92,6 +92,7 @@ def test_a_roce_path_has_the_gid_of_the_hosts_family(
     with opened("rdma", pair(), node_ips=address) as (a, b):
         a.put(0, torch.ones(3), iteration=0, microbatch=0)
         assert take_next(b, 0, 0).microbatch == 0
-        assert "RoCE v2, GID index 2, traffic class 106" in a.links()[0].reason
+        network = "RoCE v2 over IPv6" if family == "ipv6" else "RoCE v2"
+        assert f"{network}, GID index 2, traffic class 106" in a.links()[0].reason
     expected = {"has_route": 1, "lid": 0, "gid_index": 2, "hop_limit": HOPS, "gid": gid}
     assert path() == {**expected, "traffic_class": 106}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -89,6 +89,7 @@ class Setup:
         extension: the C++ extension module.
         native: its ``Transport``, not started yet.
         gpu: number of the GPU whose tensors links may carry; -1 without one.
+        peer_facts: by rank, at least of the peers.
         has_other_kind: peers whose link gets another kind if its set-up fails.
         failed: by such a peer, the reason for which the set-up has failed; equal on both ends.
     """
@@ -98,6 +99,7 @@ class Setup:
     options: TransportOptions
     facts: Facts
     gpu: int
+    peer_facts: Mapping[int, Facts] = field(default_factory=dict)
     has_other_kind: Collection[int] = ()
     failed: dict[int, str] = field(default_factory=dict)
 
