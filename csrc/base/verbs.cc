@@ -165,6 +165,14 @@ Gid gid_from(const std::string& text) {
   return gid;
 }
 
+bool same_subnet(const Gid& one, const Gid& other) {
+  return std::memcmp(one.raw, other.raw, 4) == 0 && std::memcmp(one.raw + 6, other.raw + 6, 2) == 0;
+}
+
+uint16_t forwarding_lid(const Gid& gid) {
+  return static_cast<uint16_t>(gid.raw[4] << 8 | gid.raw[5]);
+}
+
 Owner<Context> open_device(const Api& api, const std::string& name) {
   for (Device* device : DeviceList(api)) {
     if (name == api.get_device_name(device)) return open(api, device);

@@ -281,6 +281,10 @@ Ports list_ports(const Api& api);  // throws kSetup
 
 std::string gid_text(const Gid& gid);
 Gid gid_from(const std::string& text);  // throws kProtocol
+// Of InfiniBand: a GID begins with 32 bits of prefix, 16 of a LID for routers or 0, and 16 of
+// prefix.
+bool same_subnet(const Gid& one, const Gid& other);
+uint16_t forwarding_lid(const Gid& gid);
 
 // Owners. Each knows the library; a null pointer owns nothing. In a forked child nothing is given
 // back: the kernel knows these objects by the descriptor that the child shares with its parent.

@@ -39,6 +39,10 @@ GpuDirectUse use_of(const std::string& word) {
   return word == "on" ? GpuDirectUse::kOn : GpuDirectUse::kAuto;
 }
 
+RdmaLink::Test test_of(const std::string& word) {
+  return word == "path" ? RdmaLink::Test::kPath : RdmaLink::Test::kSlots;
+}
+
 // A link, and how it serves the GPU: null without one.
 struct MadeLink {
   std::shared_ptr<RdmaLink> link;
@@ -149,14 +153,26 @@ void bind_rdma(py::module_& module) {
       .def("offer", &offer)
       .def("connect", &connect)
       .def("attributes", &attributes, "Settings of a connected queue pair, as the device has them.")
-      .def_property_readonly("needs_test",
-                             [](const MadeLink& self) { return self.link->needs_test(); })
+      .def_property_readonly(
+          "in_host_memory", [](const MadeLink& self) { return self.link->side_by_side(); },
+          "Whether neither side's payloads lie in a GPU's memory.")
       .def(
-          "write_pattern",
-          [](const MadeLink& self, uint64_t seed) { self.link->write_pattern(seed); }, no_gil)
+          "post_pattern",
+          [](const MadeLink& self, const std::string& test, uint64_t seed) {
+            self.link->post_pattern(test_of(test), seed);
+          },
+          no_gil)
+      .def(
+          "await_pattern",
+          [](const MadeLink& self, double seconds) {
+            return self.link->await_pattern(monotonic_ns() + static_cast<uint64_t>(seconds * 1e9));
+          },
+          no_gil)
       .def(
           "pattern_fault",
-          [](const MadeLink& self, uint64_t seed) { return self.link->pattern_fault(seed); },
+          [](const MadeLink& self, const std::string& test, uint64_t seed) {
+            return self.link->pattern_fault(test_of(test), seed);
+          },
           no_gil);
 }
 

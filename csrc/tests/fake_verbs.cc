@@ -12,13 +12,21 @@
 //   fail-post N          the next N sends are refused with ENOMEM
 //   error-status S       the next send completes with status S, and what follows is flushed
 //   lose-receives 1      posted receives vanish: the peer's immediates find none
+//   lose-writes N        the next N sends, and what follows them on their queue pairs, neither
+//                        arrive nor complete, as behind a firewall
+//   spare-writes N       lose-writes counts only those after the next N sends
 //   drop-completions 1   nothing completes any more, although the bytes arrive
 //   port-down 1          the port reports an error, and every send runs out of retries
 //   peermem 1            memory of fake_cuda.cc's GPU can be registered by its address, else EFAULT
 //   no-dmabuf 1          dma-bufs cannot be registered
 //   late-gpu-writes 1    writes to the GPU's memory are seen after fake_verbs_flush(), not before
 //   lose-gpu-writes 1    or never
+//   lose-host-writes 1   writes to the host's memory complete, but are never seen
 //   max-message N        the port carries N bytes in one write, 2^30 otherwise
+//   infiniband 1         the port is an InfiniBand port: its LID is 7, or `lid N`; GID 0 is in the
+//                        subnet 0xfe80 << 48, plus N with `subnet N`; with `needs-route 1` the port
+//                        takes no path without a GID, and with `flid N` GID 1 has a LID for routers
+//   ipv6 1               the port's RoCE v2 address is ::1
 //   other-device 1       there is fake1 as well, before fake0, and it cannot be opened
 //   reset 0              all is well again
 #include "fake_verbs.h"
@@ -27,6 +35,7 @@
 #include <sys/stat.h>
 
 #include <cerrno>
+#include <iterator>
 
 namespace {
 
@@ -75,6 +84,27 @@ int post_receive(QueuePair* to, ReceiveRequest* request, ReceiveRequest** bad) {
   return 0;
 }
 
+// Mutex held. GID 0, and with `flid` GID 1; the table's other entries are unused.
+int infiniband_gid(uint32_t index, GidEntry* entry) {
+  const long lid = index == 1 ? fabric().faults["flid"] : 0;
+  if (index > 1 || (index == 1 && lid == 0)) return ENODATA;
+  const auto subnet = static_cast<uint8_t>(fabric().faults["subnet"]);
+  const auto high = static_cast<uint8_t>(lid >> 8), low = static_cast<uint8_t>(lid);
+  const uint8_t gid[16] = {0xfe, 0x80, 0, 0, high, low, 0, subnet, 2, 0, 0, 0, 0, 0, 0, 1};
+  *entry = {};
+  entry->index = index;
+  entry->port = 1;
+  entry->type = kGidInfiniband;
+  std::memcpy(entry->gid.raw, gid, sizeof(gid));
+  return 0;
+}
+
+// Mutex held. Whether the port can send along a path.
+bool possible(const Path& path) {
+  const bool by_lid = fabric().faults["infiniband"] != 0 && fabric().faults["needs-route"] == 0;
+  return path.has_route != 0 || (by_lid && path.lid != 0);
+}
+
 bool waits(int fd) {
   uint64_t count = 0;
   return read(fd, &count, sizeof(count)) == sizeof(count);
@@ -88,6 +118,16 @@ extern "C" {
 __attribute__((visibility("default"))) long fake_verbs_seen(const char* name) {
   const std::lock_guard<std::mutex> lock(fabric().mutex);
   return fabric().seen[name];
+}
+// The path of the last queue pair that was connected: whether it has a route, LID, index of the own
+// GID, hop limit, traffic class, then the 16 bytes of the peer's GID.
+__attribute__((visibility("default"))) void fake_verbs_path(long* to) {
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  const Path& path = fabric().last_path;
+  const long numbers[] = {path.has_route, path.lid, path.route.source_gid_index,
+                          path.route.hop_limit, path.route.traffic_class};
+  to = std::copy(std::begin(numbers), std::end(numbers), to);
+  std::copy(std::begin(path.route.gid.raw), std::end(path.route.gid.raw), to);
 }
 __attribute__((visibility("default"))) void fake_verbs_set(const char* name, long value) {
   const std::lock_guard<std::mutex> lock(fabric().mutex);
@@ -165,18 +205,28 @@ int ibv_query_port(Context*, uint8_t port, PortAttributes* found) {
   found->num_gids = 3;
   found->link_layer = kLinkEthernet;
   found->max_message_bytes = fabric().max_message_bytes();
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  if (fabric().faults["infiniband"] == 0) return 0;
+  const long lid = fabric().faults["lid"];
+  found->link_layer = kLinkInfiniband;
+  found->lid = static_cast<uint16_t>(lid != 0 ? lid : 7);
+  found->flags = fabric().faults["needs-route"] != 0 ? kNeedsRoute : 0;
   static_assert(kRoce == 128 << 5);
   return 0;
 }
 int _ibv_query_gid_ex(Context*, uint32_t port, uint32_t index, GidEntry* entry, uint32_t, size_t) {
   if (port != 1 || index > 2) return EINVAL;
   *entry = {};
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  if (fabric().faults["infiniband"] != 0) return infiniband_gid(index, entry);
   entry->index = index;
   entry->port = port;
   entry->type = index == 2 ? kGidRoceV2 : kGidRoceV1;
   const uint8_t local[16] = {0xfe, 0x80, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
   const uint8_t mapped[16] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 127, 0, 0, 1};
-  std::memcpy(entry->gid.raw, index == 0 ? local : mapped, sizeof(entry->gid.raw));
+  const uint8_t loopback[16] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
+  const uint8_t* routable = fabric().faults["ipv6"] != 0 ? loopback : mapped;
+  std::memcpy(entry->gid.raw, index == 0 ? local : routable, sizeof(entry->gid.raw));
   return 0;
 }
 
@@ -270,7 +320,8 @@ int ibv_modify_qp(QueuePair* of, QueuePairAttributes* to, int mask) {
   if (to->state == kStateReadyToReceive) {
     if (fabric().take("fail-connection")) return ETIMEDOUT;
     const int needed = kHasPath | kHasMtu | kHasPeer | kHasReceivePsn;
-    if ((mask & needed) != needed || to->path.has_route == 0) return EINVAL;
+    if ((mask & needed) != needed || !possible(to->path)) return EINVAL;
+    fabric().last_path = to->path;
     pair->peer = to->peer_number;
     pair->given.path = to->path;
   }

@@ -49,6 +49,7 @@ struct Pair : QueuePair {
   uint32_t most_sends = 0, most_receives = 0;
   QueuePairAttributes given = {};  // by modify
   bool broken = false;
+  bool cut_off = false;  // nothing that it sends arrives or completes any more
 };
 struct Opened : Context {
   std::deque<AsyncEvent> events;
@@ -87,6 +88,7 @@ class Fabric {
   std::vector<Late> late;
   std::map<std::string, long> faults, seen;
   std::vector<Opened*> contexts;
+  Path last_path = {};
   uint32_t next_number = 17, next_key = kFirstKey;
 
   void opened(Opened* context) {
@@ -163,6 +165,8 @@ class Fabric {
   void carry_out(Pair& pair) {
     const auto [request, piece] = pair.sends.front();
     pair.sends.pop_front();
+    if (!take("spare-writes")) pair.cut_off = pair.cut_off || take("lose-writes");
+    if (pair.cut_off) return;
     Completion completion = {};
     completion.id = request.id;
     completion.queue_pair = pair.number;
@@ -217,7 +221,7 @@ class Fabric {
     };
     const std::byte* source = place(from, piece.address);
     std::byte* target = place(into, address);
-    if (into.gpu && faults["lose-gpu-writes"] != 0) return;
+    if (faults[into.gpu ? "lose-gpu-writes" : "lose-host-writes"] != 0) return;
     if (into.gpu && faults["late-gpu-writes"] != 0) {
       late.push_back({target, {source, source + piece.bytes}});
     } else {

@@ -80,6 +80,18 @@ inline std::shared_ptr<RdmaLink> add_rdma(Transport& transport, int peer, const 
   return link;
 }
 
+// The tests of a new link, both ways.
+inline void require_delivery(RdmaLink& a, RdmaLink& b) {
+  for (const auto test : {RdmaLink::Test::kPath, RdmaLink::Test::kSlots}) {
+    a.post_pattern(test, 1);
+    b.post_pattern(test, 2);
+    const uint64_t deadline = monotonic_ns() + kPatience;
+    if (!a.await_pattern(deadline) || !b.await_pattern(deadline)) give_up("a write is lost");
+    const std::string fault = a.pattern_fault(test, 2) + b.pattern_fault(test, 1);
+    if (!fault.empty()) give_up(fault.c_str());
+  }
+}
+
 inline void join(Transport& a, Transport& b, const Options& options) {
   const bool shm = options.kind == "shm";
   auto [control_a, control_b] = connected(shm ? SOCK_SEQPACKET : SOCK_STREAM);
@@ -89,6 +101,7 @@ inline void join(Transport& a, Transport& b, const Options& options) {
     const auto of_a = add_rdma(a, 1, options.places[0]), of_b = add_rdma(b, 0, options.places[1]);
     of_a->connect(of_b->offer());
     of_b->connect(of_a->offer());
+    require_delivery(*of_a, *of_b);
     return;
   }
   if (shm) {

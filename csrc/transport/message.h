@@ -6,7 +6,7 @@
 
 namespace dpp {
 
-constexpr uint32_t kAbiVersion = 5;  // raise with every change of what two processes share
+constexpr uint32_t kAbiVersion = 6;  // raise with every change of what two processes share
 constexpr int kMaxDims = 8;
 
 // One channel as both sides know it; transport/base.py has the same fields.

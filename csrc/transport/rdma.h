@@ -244,12 +244,17 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
   void connect(const RdmaOffer& peer);
   // Of the first queue pair, as the device has them. Throws kSetup.
   verbs::QueuePairAttributes attributes() const;
-  // The test of a connected link, before start(): whether one is due, which both sides know; the
-  // sender's half, which returns once the pattern is there or throws; the receiver's, empty or what
-  // differs.
-  bool needs_test() const { return !side_by_side(); }
-  void write_pattern(uint64_t seed);
-  std::string pattern_fault(uint64_t seed);
+  // The two tests of a connected link, before start(). kPath writes into the host's memory of the
+  // peer over every queue pair, kSlots into the payloads of its slots, wherever these lie. The
+  // sender posts, and waits until all is acknowledged: false after the deadline, throws when the
+  // device gives up. The receiver's half returns what differs, or nothing.
+  enum class Test { kPath, kSlots };
+  void post_pattern(Test test, uint64_t seed);
+  bool await_pattern(uint64_t deadline_ns);
+  std::string pattern_fault(Test test, uint64_t seed);
+  // Headers and payloads, in our buffers as in the peer's slots, in the host's memory. Both sides
+  // know.
+  bool side_by_side() const { return !payloads_ && !peer_slots_.apart(); }
   // Channels by their index in the vectors given above, each once.
   RdmaOutbox* outbox(uint32_t channel) { return outboxes_.at(channel).get(); }
   std::unique_ptr<Sender> make_sender(uint32_t channel);
@@ -281,13 +286,16 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
     uint64_t sequence, bytes;
   };
   static std::vector<TestSlot> test_slots(const std::vector<ChannelSpec>& channels);
-  // Headers and payloads, in our buffers as in the peer's slots.
-  bool side_by_side() const { return !payloads_ && !peer_slots_.apart(); }
+  void post_to_path(uint64_t seed);
+  void post_to_slots(uint64_t seed);
+  std::string slots_fault(uint64_t seed);
+  bool all_acknowledged();
   void make_payloads();
   void make_completions(int count);
   void describe();  // fills in our offer
   void make_rail(uint32_t num_receives);
   void connect_rail(size_t rail, const RdmaOffer& peer);
+  verbs::Path path_to(const RdmaOffer& peer) const;
   void post_receive(size_t rail);
   void modify(size_t rail, verbs::QueuePairAttributes& attributes, int mask, const char* what);
 
@@ -303,6 +311,7 @@ class RdmaLink : public Link, public std::enable_shared_from_this<RdmaLink> {
     uint64_t address;
     uint32_t rkey;
   };
+  static constexpr uint64_t kNoBuffer = UINT32_MAX, kMore = kNoBuffer - 1;
   // mutex_ held. `done`: the buffer that is free again afterwards, or kNoBuffer; or kMore for a
   // write whose completion the next one reports.
   void post(size_t rail, uint64_t done, verbs::Piece* from, const Target& to,

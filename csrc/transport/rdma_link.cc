@@ -28,8 +28,6 @@ constexpr uint8_t kHopLimit = 64;
 constexpr uint32_t kPacketMask = 0xffffff;
 
 // Identifiers of requests: how many complete with it, the rail, and a buffer or none.
-constexpr uint64_t kNoBuffer = UINT32_MAX;
-constexpr uint64_t kMore = kNoBuffer - 1;
 constexpr int kRailBits = 8;
 uint64_t request_id(size_t rail, uint64_t buffer, uint64_t count = 0) {
   return count << (32 + kRailBits) | rail << 32 | buffer;
@@ -205,6 +203,27 @@ void RdmaLink::connect(const RdmaOffer& peer) {
   for (size_t rail = 0; rail < kRdmaRails; ++rail) connect_rail(rail, peer);
 }
 
+// Within one InfiniBand subnet the LID is enough unless the port asks for more; RoCE and other
+// subnets need the GID. A router between subnets that gives ports a LID to forward to (FLID) has it
+// in their GIDs.
+verbs::Path RdmaLink::path_to(const RdmaOffer& peer) const {
+  const verbs::Gid own_gid = verbs::gid_from(offer_.gid), peer_gid = verbs::gid_from(peer.gid);
+  const bool one_subnet = verbs::same_subnet(own_gid, peer_gid);
+  const uint16_t forwarded = one_subnet ? 0 : verbs::forwarding_lid(peer_gid);
+  verbs::Path path = {};
+  path.port = place_.port;
+  path.service_level = place_.service_level;
+  path.route.gid = peer_gid;
+  path.route.source_gid_index = static_cast<uint8_t>(place_.gid_index);
+  path.route.hop_limit = kHopLimit;
+  path.route.traffic_class = place_.traffic_class;
+  path.has_route = 1;
+  if (port_.link_layer == verbs::kLinkEthernet) return path;
+  path.lid = forwarded != 0 ? forwarded : peer.lid;
+  path.has_route = (port_.flags & verbs::kNeedsRoute) != 0 || !one_subnet || peer.lid == 0;
+  return path;
+}
+
 void RdmaLink::connect_rail(size_t rail, const RdmaOffer& peer) {
   using namespace verbs;
   QueuePairAttributes attributes = {};
@@ -214,18 +233,7 @@ void RdmaLink::connect_rail(size_t rail, const RdmaOffer& peer) {
   attributes.receive_psn = peer.first_packets[rail] & kPacketMask;
   attributes.max_peer_reads = 1;
   attributes.min_rnr_timer = kMinRnrTimer;
-  attributes.path.port = place_.port;
-  attributes.path.lid = peer.lid;
-  attributes.path.service_level = place_.service_level;
-  // Within one InfiniBand subnet the LID is enough unless the port asks for more; RoCE and other
-  // subnets need the GID.
-  const bool one_subnet = peer.gid.substr(0, 16) == offer_.gid.substr(0, 16);
-  attributes.path.has_route = port_.link_layer == kLinkEthernet ||
-                              (port_.flags & kNeedsRoute) != 0 || !one_subnet || peer.lid == 0;
-  attributes.path.route.gid = gid_from(peer.gid);
-  attributes.path.route.source_gid_index = static_cast<uint8_t>(place_.gid_index);
-  attributes.path.route.hop_limit = kHopLimit;
-  attributes.path.route.traffic_class = place_.traffic_class;
+  attributes.path = path_to(peer);
   modify(rail, attributes,
          kHasState | kHasPath | kHasMtu | kHasPeer | kHasReceivePsn | kHasMaxPeerReads |
              kHasMinRnrTimer,

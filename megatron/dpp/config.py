@@ -120,7 +120,8 @@ class DppConfig:
     rdma_devices: str | None = _option(
         None,
         "over rdma: ports to use, like mlx5_0,mlx5_3:1, or nearest for all of them; a GPU takes "
-        "the nearest one on the PCI bus. By default the port with this host's address",
+        "the nearest one on the PCI bus. By default all, unless --node-ips has an address per "
+        "rank; without a GPU, or with one card, the port with this host's address",
         needs="links",
     )
     rdma_traffic_class: int = _option(

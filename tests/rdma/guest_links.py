@@ -33,7 +33,7 @@ MESSAGE = torch.arange(1 << 18, dtype=torch.int32)
 
 
 def on_both_hosts(
-    folder: Path, body: Callable[[int, Transport, Any], None], **settings: Any
+    folder: Path, body: Callable[[int, Transport, Any], None], kind: str = "rdma", **settings: Any
 ) -> Iterator[Any]:
     """The results that ``body(rank, transport, results)`` puts, in their order.
 
@@ -45,7 +45,7 @@ def on_both_hosts(
         os.environ["LOCAL_RANK"] = str(rank)
         options = {"node_ips": HOSTS.addresses[rank], "rdma": RdmaOptions(**settings)}
         channels = pair(MESSAGE.nbytes)[1:]
-        with open_from_file("rdma", channels, rank, path, **options) as transport:
+        with open_from_file(kind, channels, rank, path, **options) as transport:
             body(rank, transport, results)
 
     with forked(2, run, folder) as (_, results):
@@ -137,6 +137,26 @@ def until_an_error(rank: int, transport: Transport, results: Any, number: int = 
                 results.put((rank, "flows"))
     except TransportError as error:
         results.put((rank, str(error)))
+
+
+def test_a_link_whose_packets_are_lost_from_the_start_is_tcp(tmp_path: Path) -> None:
+    """As behind a firewall: queue pairs connect, and nothing arrives."""
+
+    def body(rank: int, transport: Transport, results: Any) -> None:
+        swap(transport)
+        transport.flush(kinds.PATIENCE)
+        link = transport.links()[0]
+        results.put((rank, link.kind, link.reason))
+
+    HOSTS.lose_rdma()
+    try:
+        both = on_both_hosts(tmp_path, body, "auto")
+        found = [next(both), next(both)]
+    finally:
+        HOSTS.restore()
+    assert {kind for _, kind, _ in found} == {"tcp"}, found
+    assert len({reason for _, _, reason in found}) == 1, found
+    assert found[0][2].endswith(" port 1 has not completed after 13.6 s]"), found
 
 
 def test_a_path_is_given_up_after_the_retries_of_the_flags(tmp_path: Path) -> None:

@@ -207,6 +207,23 @@ def test_a_host_of_several_has_the_address_that_it_is_given_or_that_the_master_s
     assert own_address(DppConfig(node_ips=ips)) == expected
 
 
+@pytest.mark.parametrize(
+    ("ips", "address_of"),
+    [(None, "route"), ("10.0.0.1,10.0.0.2", "node"), ("10.0.0.1,10.0.0.2,10.0.0.3,::4", "rank")],
+)
+def test_the_transport_knows_what_its_address_stands_for(
+    monkeypatch: pytest.MonkeyPatch, ips: str | None, address_of: str
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr(opening, "open_transport", lambda specs, **rest: given.update(rest))
+    open_links([], DppConfig(node_ips=ips))
+    assert given["options"].address_of == address_of
+
+
 # Links --------------------------------------------------------------------------------------------
 
 

@@ -5,10 +5,10 @@ Run by test_cuda_fake.py with that driver in LD_LIBRARY_PATH. Each line of stand
 than a case. Its output ends with a line ``exit STATUS``.
 
 A case is one string, ``KIND [checksum] [gpudirect=ONE,OTHER] [direct=ABILITY+...]
-[FAULT ...]``; abilities are the fake GPU's, faults the fake network card's. A word of ``SCENARIOS``
-stands for what is done instead of a random exchange. Prints for each case its name, the links'
-reasons or the errors, and "ok" or "refused". CPU tensors play CUDA tensors: the fake driver's
-device memory is host memory.
+[FAULT[=NUMBER] ...]``; abilities are the fake GPU's, faults the fake network card's. A word of
+``SCENARIOS`` stands for what is done instead of a random exchange. Prints for each case its name,
+the links' reasons or the errors, and "ok" or "refused". CPU tensors play CUDA tensors: the fake
+driver's device memory is host memory.
 """
 
 from __future__ import annotations
@@ -219,10 +219,10 @@ def run_case(case: str) -> None:
         elif name == "direct":
             os.environ["FAKE_CUDA_DIRECT"] = value
         elif word != "checksum" and word not in SCENARIOS:
-            faults.append(word)
+            faults.append((name, int(value or 1)))
     card = ctypes.CDLL("libibverbs.so.1")
-    for word in ("reset", *faults):
-        card.fake_verbs_set(word.encode(), ctypes.c_long(1))
+    for name, number in (("reset", 0), *faults):
+        card.fake_verbs_set(name.encode(), ctypes.c_long(number))
     chunks = MANY if "close-stuck" in words else CHUNKS
     both = open_both(kind, gpudirect, chunks, checksum="checksum" in words)
     if both is None:

@@ -22,6 +22,7 @@ from megatron.dpp.transport import (
     gpu,
     open_transport,
     opening,
+    pci,
     rdma_ports,
 )
 from megatron.dpp.transport.board_hosts import BoardHosts, hosts_of
@@ -410,19 +411,18 @@ def test_an_interface_names_its_infiniband_port(
 
 
 def test_a_rank_without_an_address_looks_for_no_port() -> None:
-    options = TransportOptions().rdma
-    place, why = rdma_ports.find_place(None, None, options, torch.device("cpu"))
-    assert place is None and "--node-ips" in why
+    places, why = rdma_ports.find_places(None, None, TransportOptions(), torch.device("cpu"))
+    assert places == [] and "--node-ips" in why
     ports = [{"device": "d", "port": 1, "infiniband": True, "active": True, "addresses": []}]
-    found = rdma_ports.choose_place(ports, "10.0.0.5", [("d", 1)])
+    found = rdma_ports.choose_place(ports, "10.0.0.5", rdma_ports.Node(infiniband=[("d", 1)]))
     assert found[0] is None and "no RDMA port has the address" in found[1]
 
 
 def test_a_gpu_is_found_by_its_address_in_hexadecimal(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x1B, pci_device_id=0x0C)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    path = rdma_ports._gpu_path(torch.device("cuda", 0))
+    path = pci.gpu_path(torch.device("cuda", 0))
     assert path is not None and path.name == "0001:1b:0c.0"
-    assert rdma_ports._gpu_path(torch.device("cpu")) is None
+    assert pci.gpu_path(torch.device("cpu")) is None
     del facts.pci_bus_id
-    assert rdma_ports._gpu_path(torch.device("cuda", 0)) is None, "an older PyTorch"
+    assert pci.gpu_path(torch.device("cuda", 0)) is None, "an older PyTorch"

@@ -174,6 +174,24 @@ def test_gpu_memory_that_does_not_show_what_was_written_is_left_to_the_host(work
         assert "arrived wrong" in said and "--dpp-gpudirect off" in said
 
 
+def test_a_path_that_carries_nothing_is_not_blamed_on_gpudirect(worker):
+    words = ("", " gpudirect=on,on")
+    for said in run(worker, *(f"rdma direct=dmabuf+ordered lose-writes{more}" for more in words)):
+        flag = "--dpp-gpudirect on" if "on,on" in said else "--dpp-transport rdma"
+        assert said.count(f"{flag}: rank ") == 2 and said.endswith("\nrefused\n"), said
+        assert "over fake0 port 1 has not completed after 5.0 s" in said and "UDP" in said, said
+        assert "IOMMU" not in said
+
+
+def test_the_hosts_memory_in_the_place_of_gpudirect_is_tested_too(worker):
+    # Each end writes four pages and two payloads; then the links are set up again.
+    (said,) = run(
+        worker, "rdma direct=dmabuf+ordered lose-gpu-writes spare-writes=12 lose-writes=1000"
+    )
+    assert said.endswith("\nrefused\n"), said
+    assert said.count("--dpp-transport rdma: rank ") == 2 and "not completed" in said, said
+
+
 @pytest.mark.parametrize(
     ("gpu", "state", "text"),
     [

@@ -26,17 +26,11 @@ from megatron.dpp.errors import (
     TransportUnavailable,
 )
 from megatron.dpp.transport import TransportOptions
-from megatron.dpp.transport.choose import choose
-from megatron.dpp.transport.joining import Facts, PeerLink
-from megatron.dpp.transport.kinds import kinds_of_links, rdma
+from megatron.dpp.transport.joining import PeerLink
+from megatron.dpp.transport.kinds import rdma
 from megatron.dpp.transport.native import load_native
 from megatron.dpp.transport.options import RdmaOptions
-from megatron.dpp.transport.rdma_ports import (
-    choose_named,
-    choose_place,
-    find_place,
-    pci_distance,
-)
+from megatron.dpp.transport.rdma_ports import Node, choose_place, find_places
 from tests.transport.kinds import PATIENCE, REPOSITORY, fake_verbs, opened, pair, take_next
 
 Trouble = Callable[[str, int], None]
@@ -350,149 +344,13 @@ def test_the_declarations_are_those_of_the_header() -> None:
     assert compiled.returncode == 0, compiled.stderr
 
 
-def port(device: str, *gids: tuple[int, str, str], **changes: object) -> dict[str, object]:
-    facts = {"device": device, "port": 1, "active": True, "infiniband": False, "lid": 0}
-    return {**facts, "addresses": list(gids), **changes}
-
-
-MAPPED = "00000000000000000000ffff0a000005"  # 10.0.0.5
-LOCAL = "fe800000000000000000000000000001"
-ROUTABLE = "20010db8" + "0" * 24
-
-
-def test_the_port_is_the_one_with_the_address_and_roce_v2() -> None:
-    ports = [
-        port("mlx5_0", (0, LOCAL, "RoCE v2")),
-        port("mlx5_1", (0, LOCAL, "RoCE v1"), (2, MAPPED, "RoCE v1"), (3, MAPPED, "RoCE v2")),
-    ]
-    place, _ = choose_place(ports, "10.0.0.5")
-    assert place is not None
-    assert (place.device, place.gid_index, place.network) == ("mlx5_1", 3, "RoCE v2")
-    six = port("mlx5_2", (0, LOCAL, "RoCE v2"), (5, ROUTABLE, "RoCE v1"), (6, ROUTABLE, "RoCE v2"))
-    place, _ = choose_place([*ports, six], "2001:db8::")
-    assert place is not None and (place.device, place.gid_index) == ("mlx5_2", 6)
-    place, why = choose_place(ports, "10.0.0.6")
-    assert place is None
-    assert "no RDMA port has the address 10.0.0.6 (there are mlx5_0 port 1, mlx5_1 port 1)" in why
-    _, why = choose_place([port("mlx5_1", (3, MAPPED, "RoCE v2"), active=False)], "10.0.0.5")
-    assert "mlx5_1 port 1, which has 10.0.0.5, is not active" in why
-    assert choose_place([], "10.0.0.5") == (None, "no RDMA device")
-
-
 def test_a_device_that_cannot_be_opened_does_not_hide_the_others(trouble: Trouble) -> None:
     trouble("other-device", 1)
     with opened("rdma", pair()) as (a, b):
         a.put(0, torch.ones(3), iteration=0, microbatch=0)
         assert take_next(b, 0, 0).microbatch == 0
-    place, why = find_place(load_native(), "10.0.0.5", RdmaOptions(), torch.device("cpu"))
-    assert place is None
+    places, why = find_places(load_native(), "10.0.0.5", TransportOptions(), torch.device("cpu"))
+    assert places == []
     assert "no RDMA port has the address 10.0.0.5 (there are fake0 port 1; opening RDMA" in why
     assert "opening RDMA device fake1: Operation not permitted" in why
-    assert choose_place([], "10.0.0.5", refused=[why]) == (None, why)
-
-
-def test_infiniband_is_found_by_its_ip_interface() -> None:
-    ports = [port("mlx5_2", (0, LOCAL, "InfiniBand"), infiniband=True, lid=7)]
-    assert choose_place(ports, "10.0.0.5")[0] is None
-    place, _ = choose_place(ports, "10.0.0.5", [("mlx5_2", 1)])
-    assert place is not None and place.network == "InfiniBand"
-
-
-ROOT = Path("/sys/devices")
-SWITCH = ROOT / "pci0000:15/0000:15:01.0/0000:16:00.0"
-GPU = SWITCH / "0000:17:00.0/0000:18:00.0"
-
-
-def test_pci_distance_orders_as_nccl_does() -> None:
-    below_one_switch = SWITCH / "0000:17:01.0/0000:19:00.0"
-    below_one_port = ROOT / "pci0000:15/0000:15:01.0/0000:1a:00.0/0000:1b:00.0/0000:1c:00.0"
-    below_one_bridge = ROOT / "pci0000:15/0000:15:02.0/0000:20:00.0"
-    further = ROOT / "pci0000:97/0000:97:01.0/0000:98:00.0"
-    distances = [
-        pci_distance(GPU, card)
-        for card in (below_one_switch, below_one_port, below_one_bridge, further)
-    ]
-    assert distances == sorted(set(distances))
-    assert [kind for kind, _ in distances] == [0, 0, 1, 2]
-    assert pci_distance(GPU, further) == pci_distance(further, GPU)
-
-
-def test_a_gpu_takes_the_nearest_named_port_and_ranks_share_equal_ones() -> None:
-    ports = [port(f"mlx5_{i}", (0, LOCAL, "RoCE v1"), (3, MAPPED, "RoCE v2")) for i in range(3)]
-    cards = {
-        "mlx5_0": ROOT / "pci0000:97/0000:98:00.0",
-        "mlx5_1": SWITCH / "0000:17:01.0/0000:19:00.0",
-        "mlx5_2": SWITCH / "0000:17:02.0/0000:1a:00.0",
-    }
-
-    def chosen(devices: str, gpu: Path | None, local_rank: int) -> str:
-        options = RdmaOptions(devices=devices)
-        place, why = choose_named(ports, options, "10.0.0.5", gpu, cards, local_rank)
-        return why if place is None else f"{place.device}:{place.gid_index}"
-
-    assert [chosen("nearest", GPU, rank) for rank in range(3)] == [
-        "mlx5_1:3",
-        "mlx5_2:3",
-        "mlx5_1:3",
-    ]
-    assert [chosen("mlx5_0,mlx5_2:1", None, rank) for rank in range(2)] == ["mlx5_0:3", "mlx5_2:3"]
-    assert chosen("mlx5_0,mlx5_2:1", GPU, 0) == "mlx5_2:3"
-    missing = chosen("mlx5_2:2,mlx5_9", GPU, 0)
-    assert missing.startswith(
-        "--dpp-rdma-devices mlx5_2:2,mlx5_9: no such active port (there are mlx5_0"
-    )
-
-
-@pytest.mark.parametrize(
-    ("gids", "index"),
-    [
-        ([(0, LOCAL, "RoCE v2"), (1, "20010db8" + "0" * 24, "RoCE v2")], 1),
-        ([(0, LOCAL, "RoCE v1"), (1, LOCAL, "RoCE v2")], 1),
-        ([(2, MAPPED[:-2] + "09", "RoCE v2"), (3, MAPPED, "RoCE v2"), (4, MAPPED, "RoCE v1")], 3),
-    ],
-)
-def test_the_best_address_of_a_port(gids: list[tuple[int, str, str]], index: int) -> None:
-    named = RdmaOptions(devices="mlx5_0")
-    place, _ = choose_named([port("mlx5_0", *gids)], named, "10.0.0.5", None, {}, 0)
-    assert place is not None and place.gid_index == index
-
-
-def test_the_address_of_a_port_is_of_the_hosts_family() -> None:
-    both = [(0, LOCAL, "RoCE v2"), (1, MAPPED, "RoCE v2"), (2, ROUTABLE, "RoCE v2")]
-    for address, index in (("10.0.0.9", 1), ("2001:db8::9", 2)):
-        named = RdmaOptions(devices="mlx5_0")
-        place, _ = choose_named([port("mlx5_0", *both)], named, address, None, {}, 0)
-        assert place is not None and place.gid_index == index
-
-
-def test_an_index_that_the_port_lacks_is_refused() -> None:
-    ports = [port("mlx5_0", (0, LOCAL, "RoCE v1"), (3, MAPPED, "RoCE v2"))]
-    for index in (0, 7):
-        options = RdmaOptions(devices="mlx5_0", gid_index=index)
-        place, why = choose_named(ports, options, "10.0.0.5", None, {}, 0)
-        assert place is None and f"no RoCE v2 address with index {index}" in why
-        assert "--dpp-rdma-gid-index" in why
-
-
-def test_an_infiniband_port_needs_no_ip_address() -> None:
-    ports = [port("mlx5_2", (0, LOCAL, "InfiniBand"), infiniband=True, lid=7)]
-    place, _ = choose_named(ports, RdmaOptions(devices="mlx5_2"), "10.0.0.5", None, {}, 0)
-    assert place is not None and place.network == "InfiniBand"
-
-
-def facts(rank: int, network: str, missing: str = "") -> Facts:
-    place = {"device": "", "port": 1, "gid_index": 0, "infiniband": network == "InfiniBand"}
-    found = {"missing": missing} if missing else {"place": place}
-    return Facts(
-        rank=rank, abi=1, host=f"h{rank}", hostname=f"node{rank}", uid=0, pid=1, device="cpu",
-        unix_address="", tcp_address=("10.0.0.1", 1), settings={}, found={"rdma": found},
-    )  # fmt: skip
-
-
-def test_hosts_with_rdma_use_it_and_others_say_why_not() -> None:
-    assert choose(facts(0, "RoCE v2"), facts(1, "RoCE v2"), kinds_of_links()).kind.name == "rdma"
-    choice = choose(facts(0, "RoCE v2"), facts(1, "", "no RDMA device"), kinds_of_links())
-    assert choice.kind.name == "tcp"
-    assert "rdma: rank 1 on node1: no RDMA device" in choice.reason
-    with pytest.raises(TransportUnavailable, match="rank 0 is on RoCE v2, rank 1 on InfiniBand"):
-        choose(facts(0, "RoCE v2"), facts(1, "InfiniBand"), kinds_of_links("rdma"), "rdma")
+    assert choose_place([], "10.0.0.5", Node(refused=[why])) == (None, why)

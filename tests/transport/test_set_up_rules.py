@@ -22,7 +22,7 @@ from megatron.dpp.transport.admission import Connection
 from megatron.dpp.transport.joining import PeerLink, link_faults
 from megatron.dpp.transport.kinds import cuda_ipc, rdma
 from megatron.dpp.transport.options import RdmaOptions
-from megatron.dpp.transport.rdma_ports import choose_named, choose_place
+from megatron.dpp.transport.rdma_ports import Node, choose_place, choose_places
 from tests.transport.kinds import PATIENCE
 from tests.transport.test_choice import facts
 
@@ -220,7 +220,7 @@ def test_connections_of_a_meeting_that_fails_are_closed(
 def test_what_a_peer_says_first_counts(ends: tuple[socket.socket, socket.socket]) -> None:
     setup: Any = SimpleNamespace(options=TransportOptions(), has_other_kind={1}, failed={})
     link = PeerLink(rank=0, peer=1, sock=ends[0], incoming=[], outgoing=[0])
-    faults = rdma._Faults(setup)
+    faults = rdma._Faults(setup, {})
     for said in ("first", "", "later"):
         faults.hear(link, {"failed": said})
     assert faults.text(link) == "first"
@@ -231,7 +231,7 @@ def test_gpudirect_can_be_asked_for_with_any_gpu(gpu: int, possible: bool) -> No
     place = {"device": "mlx5_0", "port": 1, "gid_index": 3, "infiniband": False}
     setup: Any = SimpleNamespace(
         options=TransportOptions(gpudirect="on"), has_other_kind=set(), failed={}, gpu=gpu,
-        facts=facts(0, found={"rdma": {"place": place}}),
+        facts=facts(0, found={"rdma": {"places": [place]}}),
     )  # fmt: skip
     if possible:
         assert rdma.join(setup, []) == {}
@@ -250,7 +250,7 @@ def test_a_fault_of_rdma_ends_the_set_up_unless_the_link_may_be_of_another_kind(
     options = TransportOptions(gpudirect=gpudirect)
     setup: Any = SimpleNamespace(options=options, has_other_kind={1}, failed={})
     link = PeerLink(rank=0, peer=peer, sock=ends[0], incoming=[], outgoing=[0])
-    faults = rdma._Faults(setup)
+    faults = rdma._Faults(setup, {})
     if falls_back:
         with faults.of(link):
             raise SetupError("the card\nsays no")
@@ -273,7 +273,7 @@ def test_the_first_index_of_an_address_can_be_asked_for() -> None:
     other = ADDRESS[:-1] + "6"
     port = port_with((0, other, "RoCE v2"), (3, ADDRESS, "RoCE v2"))
     for asked, taken in ((-1, 3), (0, 0), (3, 3)):
-        place, _ = choose_place([port], "10.0.0.5", gid_index=asked)
+        place, _ = choose_place([port], "10.0.0.5", Node(), gid_index=asked)
         assert place is not None and place.gid_index == taken
 
 
@@ -281,6 +281,6 @@ def test_a_named_port_without_an_address_is_not_taken() -> None:
     bare, whole = port_with(), {**port_with((2, ADDRESS, "RoCE v2")), "device": "mlx5_1"}
     for ports, device in (([bare, whole], "mlx5_1"), ([bare], None)):
         options = RdmaOptions(devices="mlx5_0,mlx5_1")
-        place, why = choose_named(ports, options, "10.0.0.5", None, {}, 0)
-        assert (place.device if place else None) == device
-        assert place or "no such active port (there are mlx5_0 port 1)" in why
+        places, why = choose_places(ports, options, "10.0.0.5", Node(), "node")
+        assert [place.device for place in places] == ([device] if device else [])
+        assert places or "no such active port (there are mlx5_0 port 1)" in why

@@ -194,9 +194,10 @@ def test_facts_of_wrong_types_are_named(field: str, value: Any) -> None:
         ("tcp_address", ["h\0", 80], "host 'h"),
         ("tcp_address", [5, 80], "host '5'"),
         ("found", {"rdma": 5}, "found rdma is '5'"),
-        ("found", {"rdma": {}}, "'place'"),
-        ("found", {"rdma": {"place": {}}}, "missing 4 required"),
-        ("found", {"rdma": {"place": 5}}, "must be a mapping"),
+        ("found", {"rdma": {}}, "'places'"),
+        ("found", {"rdma": {"places": [{}]}}, "missing 4 required"),
+        ("found", {"rdma": {"places": [5]}}, "must be a mapping"),
+        ("found", {"rdma": {"places": 5}}, "not iterable"),
     ],
 )
 def test_facts_with_wrong_contents_are_named(field: str, value: Any, text: str) -> None:

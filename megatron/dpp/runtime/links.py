@@ -73,6 +73,14 @@ def own_address(config: DppConfig) -> str | None:
     return given
 
 
+def _address_of(config: DppConfig) -> str:
+    """The owner of ``own_address``, for ``TransportOptions.address_of``."""
+    if not config.node_ips:
+        return "route"
+    per_rank = len(config.node_ips.split(",")) == torch.distributed.get_world_size()
+    return "rank" if per_rank else "node"
+
+
 def open_links(
     specs: Sequence[ChannelSpec], config: DppConfig, stage_ranks: Sequence[int] = ()
 ) -> Transport:
@@ -101,6 +109,7 @@ def open_links(
                 **{f.name: getattr(config, f"rdma_{f.name}") for f in fields(RdmaOptions)}
             ),
             node_ips=own_address(config),
+            address_of=_address_of(config),
             listen_ports=config.port_range(),
             tcp_connections=config.tcp_connections,
             token_file=config.token_file,

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ class Setup:
         extension: the C++ extension module.
         native: its ``Transport``, not started yet.
         gpu: number of the GPU whose tensors links may carry; -1 without one.
+        peer_facts: by rank, at least of the peers.
         has_other_kind: peers whose link gets another kind if its set-up fails.
         failed: by such a peer, the reason for which the set-up has failed; equal on both ends.
     """
@@ -99,6 +101,7 @@ class Setup:
     options: TransportOptions
     facts: Facts
     gpu: int
+    peer_facts: Mapping[int, Facts] = field(default_factory=dict)
     has_other_kind: Collection[int] = ()
     failed: dict[int, str] = field(default_factory=dict)
 
@@ -160,23 +163,23 @@ def link_faults(
     links: Sequence[PeerLink],
     write: Callable[[PeerLink, int], object],
     fault_of: Callable[[PeerLink, int], str],
+    settle: Callable[[PeerLink], object] = lambda link: None,
 ) -> dict[int, str]:
     """Write a pattern through each link and compare it at the receiver.
 
     Args:
-        write: writes the pattern of a seed into the peer's slots.
+        write: writes the pattern of a seed into the peer's slots, or begins to.
         fault_of: compares our slots with the pattern of a seed; returns the difference or "".
+        settle: waits until what was begun is there, once all links have begun.
 
     Returns:
         By peer, what a link that does not deliver does instead; equal on both ends.
     """
+    seeds = {link.peer: secrets.randbits(_SEED_BITS) for link in links}
+    begun = {link.peer: _fault_in(partial(write, link, seeds[link.peer])) for link in links}
     for link in links:
-        seed, unwritten = secrets.randbits(_SEED_BITS), ""
-        try:
-            write(link, seed)
-        except TransportError as error:
-            unwritten = one_line(error, _LONGEST_FAULT)
-        link.send({"seed": seed, "unwritten": unwritten})
+        unwritten = begun[link.peer] or _fault_in(partial(settle, link))
+        link.send({"seed": seeds[link.peer], "unwritten": unwritten})
     faults: dict[int, str] = {}
     for link in links:
         message, _ = link.receive()
@@ -199,6 +202,15 @@ def _seed(link: PeerLink, message: dict[str, Any]) -> int:
             f"expected a number of {_SEED_BITS} bits"
         )
     return seed
+
+
+def _fault_in(call: Callable[[], object]) -> str:
+    """The error that a call raises, as one line, or ""."""
+    try:
+        call()
+    except TransportError as error:
+        return one_line(error, _LONGEST_FAULT)
+    return ""
 
 
 def undelivered(link: PeerLink, name: str, fault: str) -> str:

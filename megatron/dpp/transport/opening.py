@@ -153,9 +153,7 @@ class _Opening:
             gpu=gpu,
             gpu_access=gpu_access,
             found={
-                kind.name: kind.look(
-                    self._library, self._tcp_host(), self._options.rdma, self._device
-                )
+                kind.name: kind.look(self._library, self._tcp_host(), self._options, self._device)
                 for kind in kinds_of_links(self._kind)
                 if kind.look
             },
@@ -212,6 +210,7 @@ class _Opening:
         gpu = device_index(self._device) if own.gpu else -1
         setup = Setup(
             extension=self._library, native=native, options=self._options, facts=own, gpu=gpu,
+            peer_facts=self._facts,
             has_other_kind={peer for peer, choice in self._choices.items() if choice.instead},
         )  # fmt: skip
         self._join_kinds(setup, list(links.values()))

@@ -16,7 +16,7 @@ class RdmaOptions:
     Args:
         devices: ports that may be used, as ``device`` or ``device:port`` with commas between, or
             ``nearest`` for all; a GPU takes the one that is nearest to it on the PCI bus. None
-            takes the port with this host's address.
+            allows those that the host's address leaves (``TransportOptions.address_of``).
         traffic_class: byte that switches choose a queue by; 106 is UCX's value for RoCE v2.
         service_level: InfiniBand service level, Ethernet priority.
         pkey_index: index of the partition key in the port's table.
@@ -52,6 +52,8 @@ class TransportOptions:
         rdma: settings of RDMA ports and queue pairs.
         node_ips: this host's address that links to other hosts are bound to; None lets no other
             host in.
+        address_of: what ``node_ips`` is: ``rank`` (the address of this rank alone, whose RDMA port
+            it names), ``node`` (that of the node, given by the user), ``route`` (found).
         listen_ports: first and last port that a rank may listen on for other hosts; None takes any.
         tcp_connections: connections of a tcp link that carry payloads, 1 to 16.
         name: distinguishes the transports that one job opens over one store.
@@ -72,6 +74,7 @@ class TransportOptions:
     gpudirect: str = "auto"
     rdma: RdmaOptions = RdmaOptions()
     node_ips: str | None = None
+    address_of: str = "rank"
     listen_ports: tuple[int, int] | None = None
     tcp_connections: int = 4
     name: str = "main"

@@ -1,103 +1,132 @@
-"""Chooses a rank's RDMA port and the address to use there."""
+"""Finds the RDMA ports that a rank may use, the nearest first, and the address of each."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.dpp.errors import TransportError
-from megatron.dpp.hosts import addresses, family_of
-from megatron.dpp.transport.options import RdmaOptions
+from megatron.dpp.hosts import addresses, family_of, subnets
+from megatron.dpp.transport.options import RdmaOptions, TransportOptions
+from megatron.dpp.transport.pci import gpus_of_ranks, pci_distance, pci_path
+from megatron.dpp.transport.rdma_places import Place
 
 NEAREST = "nearest"
 """Value of ``--dpp-rdma-devices`` that allows every port."""
 
 _MAPPED = "00000000000000000000ffff"  # an IPv4 address as a GID begins so
 _LINK_LOCAL = "fe80"
+_FLID, _NO_FLID = slice(8, 12), "0000"
 _ROCE = "RoCE v2"
 
 Port = Mapping[str, Any]
 """An entry of ``rdma_ports`` of the C++ extension."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """A port of an RDMA device, and the index of this host's address there."""
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """The facts of a node beside its ports.
 
-    device: str
-    port: int
-    gid_index: int
-    infiniband: bool
+    Args:
+        gpus: paths of the GPUs of the node's ranks up to this one, which is last, in the tree of
+            PCI devices; None for a rank without one.
+        cards: such a path for each device.
+        subnets: subnet by address of the host, IPv4 or IPv6.
+        infiniband: (device, port) pairs behind the interface with the node's address, where it is
+            an IP-over-InfiniBand interface.
+        refused: reasons why some devices could not be opened.
+    """
 
-    @property
-    def network(self) -> str:
-        """Name of the network; a port reaches only ports of an equal network."""
-        return "InfiniBand" if self.infiniband else _ROCE
-
-    @property
-    def text(self) -> str:
-        """Port and network, for log lines."""
-        return f"{self.device} port {self.port}, {self.network}"
+    gpus: Sequence[Path | None] = (None,)
+    cards: Mapping[str, Path] = field(default_factory=dict)
+    subnets: Mapping[str, str] = field(default_factory=dict)
+    infiniband: Sequence[tuple[str, int]] = ()
+    refused: Sequence[str] = ()
 
 
-def find_place(
-    library: Any, address: str | None, options: RdmaOptions, device: torch.device
-) -> tuple[Place | None, str]:
-    """The port of this rank, or None and the reason.
+def find_places(
+    library: Any, address: str | None, options: TransportOptions, device: torch.device
+) -> tuple[list[Place], str]:
+    """The ports that this rank may use, the best first; the reason if there is none.
 
     Args:
         library: the C++ extension.
         address: address of this host for links to other hosts; None if it is not known.
-        options: the ports that may be used, and the index of the address.
+        options: the ports that may be used, and what the address stands for.
         device: of the rank's tensors.
     """
     if address is None:
-        return None, "this host's address is not known (--node-ips)"
+        return [], "this host's address is not known (--node-ips)"
     try:
         ports, refused = library.rdma_ports()
     except TransportError as error:
-        return None, str(error)
-    if options.devices is None:
-        behind = _infiniband_interfaces(addresses().get(address, ""))
-        return choose_place(ports, address, behind, refused, gid_index=options.gid_index)
-    gpu = _gpu_path(device)
+        return [], str(error)
     names = {port["device"] for port in ports}
-    cards = {name: _pci_path(f"class/infiniband/{name}/device") for name in names}
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    return choose_named(ports, options, address, gpu, cards, local_rank)
+    node = Node(
+        gpus=gpus_of_ranks(device, int(os.environ.get("LOCAL_RANK", "0"))),
+        cards={name: pci_path(f"class/infiniband/{name}/device") for name in names},
+        subnets=subnets(),
+        infiniband=_infiniband_interfaces(addresses().get(address, "")),
+        refused=refused,
+    )
+    return choose_places(ports, options.rdma, address, node, options.address_of)
+
+
+def choose_places(
+    ports: Sequence[Port], options: RdmaOptions, address: str, node: Node, address_of: str
+) -> tuple[list[Place], str]:
+    """The ports that a rank may use, the best first; the reason if there is none.
+
+    A rank with a GPU takes the ports by their PCI distance from it, unless an address names its
+    port. Another rank takes the port with the node's address.
+
+    Args:
+        ports: every port of this host.
+        options: ports that may be used, and the index of the address.
+        address: address of this host; preferred among a port's addresses.
+        address_of: as in ``TransportOptions``.
+    """
+    if options.devices is not None:
+        usable, why = _named(ports, options.devices), _unnamed(ports, options.devices)
+        if not usable:
+            return [], why
+    else:
+        own, why = choose_place(ports, address, node, gid_index=options.gid_index)
+        usable = [] if address_of == "rank" else _by_path(ports, own, node, address_of)
+        if not usable:
+            return ([] if own is None else [own]), why
+    places, wanted = [], _gid_of(address)
+    for distance, port in _dealt(usable, node):
+        index = _best_address(port, wanted) if options.gid_index < 0 else options.gid_index
+        place, lacking = _place_on(port, index, node, distance)
+        places += [] if place is None else [place]
+        why = lacking or why
+    return places, why
 
 
 def choose_place(
-    ports: Sequence[Port],
-    address: str,
-    infiniband: Sequence[tuple[str, int]] = (),
-    refused: Sequence[str] = (),
-    *,
-    gid_index: int = -1,
+    ports: Sequence[Port], address: str, node: Node, *, gid_index: int = -1
 ) -> tuple[Place | None, str]:
     """The port that has ``address``, or None and the reason.
 
     Args:
         ports: every port of this host.
         address: address of this host for links to other hosts.
-        infiniband: (device, port) pairs behind the interface that has ``address``, where it is an
-            IP-over-InfiniBand interface.
-        refused: reasons why some devices could not be opened.
         gid_index: index of the address to use; -1 takes the one that is ``address``.
     """
     if not ports:
-        return None, "; ".join(refused) or "no RDMA device"
+        return None, "; ".join(node.refused) or "no RDMA device"
     wanted = _gid_of(address)
     for port in ports:
         if port["infiniband"]:
-            behind = (port["device"], port["port"]) in infiniband
-            found = 0 if behind and port["addresses"] else None
+            behind = (port["device"], port["port"]) in node.infiniband
+            found = _best_address(port, wanted) if behind and port["addresses"] else None
         else:
             indices = {kind: index for index, gid, kind in port["addresses"] if gid == wanted}
             found = indices.get(_ROCE)
@@ -107,37 +136,18 @@ def choose_place(
                     f"{_name(port)}, which has {address}, is not active (cable, switch, "
                     "ibv_devinfo)"
                 )
-            return _place_on(port, found if gid_index < 0 else gid_index)
-    there = "; ".join([", ".join(map(_name, ports)), *refused])
+            return _place_on(port, found if gid_index < 0 else gid_index, node)
+    there = "; ".join([", ".join(map(_name, ports)), *node.refused])
     return None, (
         f"no RDMA port has the address {address} (there are {there}): name the address of the "
         "RDMA interface with --node-ips, or its device with --dpp-rdma-devices"
     )
 
 
-def choose_named(
-    ports: Sequence[Port],
-    options: RdmaOptions,
-    address: str,
-    gpu: Path | None,
-    cards: Mapping[str, Path],
-    local_rank: int,
-) -> tuple[Place | None, str]:
-    """A port that ``--dpp-rdma-devices`` names, or None and the reason.
-
-    A rank with a GPU takes a port that is nearest to it; ranks share equal ports in turn.
-
-    Args:
-        ports: every port of this host.
-        options: ports that may be used, and the index of the address.
-        address: address of this host; preferred among a port's addresses.
-        gpu: path of the rank's GPU in the tree of PCI devices; None without one.
-        cards: such a path for each device.
-        local_rank: number of the rank on its node.
-    """
-    wanted = options.devices or NEAREST
+def _named(ports: Sequence[Port], wanted: str) -> list[Port]:
+    """The active ports that ``--dpp-rdma-devices`` names."""
     names = wanted.split(",")
-    usable = [
+    return [
         port
         for port in ports
         if wanted == NEAREST
@@ -145,45 +155,63 @@ def choose_named(
         or f"{port['device']}:{port['port']}" in names
         if port["active"] and port["addresses"]
     ]
-    if not usable:
-        there = [_name(port) + ("" if port["active"] else " (not active)") for port in ports]
-        return None, (
-            f"--dpp-rdma-devices {wanted}: no such active port (there are "
-            f"{', '.join(there) or 'none'})"
-        )
-    if gpu is not None:
-        steps = [pci_distance(gpu, cards[port["device"]]) for port in usable]
-        usable = [port for port, far in zip(usable, steps, strict=True) if far == min(steps)]
-    port = usable[local_rank % len(usable)]
-    if options.gid_index >= 0:
-        return _place_on(port, options.gid_index)
-    return _place_on(port, _best_address(port, _gid_of(address)))
 
 
-def pci_distance(one: Path, other: Path) -> tuple[int, int]:
-    """Distance between two PCI devices: the kind of connection, then the number of bridges.
+def _unnamed(ports: Sequence[Port], wanted: str) -> str:
+    there = [_name(port) + ("" if port["active"] else " (not active)") for port in ports]
+    return (
+        f"--dpp-rdma-devices {wanted}: no such active port (there are {', '.join(there) or 'none'})"
+    )
 
-    0 is below one port of a host bridge (PCI switches only), 1 below one host bridge, 2 further.
-    The order of these is that of NCCL's PIX and PXB, PHB, and SYS.
+
+def _by_path(ports: Sequence[Port], own: Place | None, node: Node, address_of: str) -> list[Port]:
+    """The ports among which PCI distance decides; empty where the address does.
 
     Args:
-        one: path of a device under ``/sys/devices``, links resolved.
-        other: likewise.
+        own: the port with the node's address. Where ``--node-ips`` names it, it says which of
+            InfiniBand and RoCE is meant.
     """
-    ours, theirs = one.parts, other.parts
-    shared = next(
-        (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
-        min(len(ours), len(theirs)),
+    usable = [port for port in ports if port["active"] and _is_addressed(port)]
+    if own is not None and address_of == "node":
+        usable = [port for port in usable if port["infiniband"] == own.infiniband]
+    if node.gpus[-1] is not None and len(usable) > 1:
+        return usable
+    # InfiniBand needs no IP address.
+    return [port for port in usable if port["infiniband"] and own is None]
+
+
+def _is_addressed(port: Port) -> bool:
+    """True for a port with an address that is known beyond its own wire."""
+    if port["infiniband"]:
+        return bool(port["addresses"])
+    return any(
+        kind == _ROCE and not gid.startswith(_LINK_LOCAL) for _, gid, kind in port["addresses"]
     )
-    bridges = len(ours) + len(theirs) - 2 * shared
-    root = next((at for at, part in enumerate(ours) if part.startswith("pci")), len(ours))
-    return (0 if shared > root + 1 else 1 if shared > root else 2), bridges
+
+
+def _dealt(usable: Sequence[Port], node: Node) -> list[tuple[int, Port]]:
+    """Ports with their distances, in the order in which this rank prefers them.
+
+    The node's ranks choose one after the other. Each takes a nearest port, of several the one that
+    the fewest have taken before it.
+    """
+    takers = [0] * len(usable)
+    order: list[tuple[tuple[int, int], int, int]] = []
+    for gpu in node.gpus:
+        order = sorted(
+            ((0, 0) if gpu is None else pci_distance(gpu, node.cards[port["device"]]), taken, at)
+            for at, (port, taken) in enumerate(zip(usable, takers, strict=True))
+        )
+        takers[order[0][2]] += 1
+    return [(distance, usable[at]) for (distance, _), _, at in order]
 
 
 def _best_address(port: Port, wanted: str) -> int:
-    """Index of the host's own address, else of a routable one of its family, else of any.
+    """Index of the address of a port that a link uses.
 
-    Both ends of a link then take addresses of one family, as RoCE requires.
+    On RoCE the host's own address, else a routable one of its family, else any. Both ends of a link
+    then take addresses of one family, as RoCE requires. On InfiniBand the first one with a LID for
+    routers (FLID), else the first one.
     """
 
     def worth(entry: tuple[int, str, str]) -> tuple[bool, ...]:
@@ -194,7 +222,8 @@ def _best_address(port: Port, wanted: str) -> int:
         return (roce, gid == wanted, routable and related, routable)
 
     if port["infiniband"]:
-        return int(port["addresses"][0][0])
+        routable = (entry for entry in port["addresses"] if entry[1][_FLID] != _NO_FLID)
+        return int(next(routable, port["addresses"][0])[0])
     return int(max(port["addresses"], key=worth)[0])
 
 
@@ -205,32 +234,42 @@ def _gid_of(address: str) -> str:
     return digits if family == socket.AF_INET6 else _MAPPED + digits
 
 
-def _place_on(port: Port, gid_index: int) -> tuple[Place | None, str]:
+def _place_on(
+    port: Port, gid_index: int, node: Node, distance: int = 0
+) -> tuple[Place | None, str]:
+    gids = {index: gid for index, gid, _ in port["addresses"]}
     kinds = {index: kind for index, _, kind in port["addresses"]}
-    if gid_index not in kinds or not (port["infiniband"] or kinds[gid_index] == _ROCE):
+    infiniband = port["infiniband"]
+    if gid_index not in kinds or not (infiniband or kinds[gid_index] == _ROCE):
         there = ", ".join(f"{index} ({kind})" for index, kind in kinds.items())
         return None, (
-            f"{_name(port)} has no {'address' if port['infiniband'] else _ROCE + ' address'} with "
+            f"{_name(port)} has no {'address' if infiniband else _ROCE + ' address'} with "
             f"index {gid_index}; there are {there or 'none'} (--dpp-rdma-gid-index)"
         )
-    return Place(port["device"], port["port"], gid_index, port["infiniband"]), ""
+    gid = gids[gid_index]
+    place = Place(
+        device=port["device"],
+        port=port["port"],
+        gid_index=gid_index,
+        infiniband=infiniband,
+        ipv6=not infiniband and not gid.startswith(_MAPPED),
+        subnet=_subnet_of(gid, node, infiniband=infiniband),
+        distance=distance,
+    )
+    return place, ""
+
+
+def _subnet_of(gid: str, node: Node, *, infiniband: bool) -> str:
+    """The subnet of an address of a port; "" if it is not known."""
+    if infiniband:
+        return gid[: _FLID.start] + gid[_FLID.stop : 16]
+    family = socket.AF_INET if gid.startswith(_MAPPED) else socket.AF_INET6
+    digits = bytes.fromhex(gid)[-4 if family == socket.AF_INET else 0 :]
+    return node.subnets.get(socket.inet_ntop(family, digits), "")
 
 
 def _name(port: Port) -> str:
     return f"{port['device']} port {port['port']}"
-
-
-def _gpu_path(device: torch.device) -> Path | None:
-    """Path of a GPU in the tree of PCI devices; None on a CPU, and where PyTorch does not say."""
-    facts: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    if not hasattr(facts, "pci_bus_id"):
-        return None
-    address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-    return _pci_path(f"bus/pci/devices/{address}")
-
-
-def _pci_path(entry: str) -> Path:
-    return (Path("/sys") / entry).resolve()
 
 
 def _infiniband_interfaces(interface: str) -> list[tuple[str, int]]:

@@ -31,7 +31,7 @@ from megatron.dpp.transport.admission import Admission, Connection, identify
 from megatron.dpp.transport.job_token import TokenFile, read_shared_token, read_token
 from megatron.dpp.transport.joining import Facts
 from megatron.dpp.transport.options import TransportOptions
-from megatron.dpp.transport.rdma_ports import Place
+from megatron.dpp.transport.rdma_places import read_places
 
 CONTROL = "control"
 """Purpose of a link's first connection, whose end means that the peer is gone."""
@@ -333,7 +333,7 @@ def _read_facts(text: str, peer: int, own: Facts) -> Facts:
             if not isinstance(result, dict):
                 raise TypeError(f"found {kind} is {str(result)[:80]!r}")
             if "missing" not in result:
-                Place(**result["place"])
+                read_places(result["places"])
         if facts.rank != peer:
             raise ValueError(f"they are of rank {facts.rank}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -18,7 +18,7 @@ from megatron.dpp.config import TRANSPORT_KINDS
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.transport.base import Transport
 from megatron.dpp.transport.joining import Facts, PeerLink, Request, Setup
-from megatron.dpp.transport.options import RdmaOptions, TransportOptions
+from megatron.dpp.transport.options import TransportOptions
 
 AUTO = TRANSPORT_KINDS[0]
 
@@ -36,8 +36,8 @@ class TransportKind:
         reason: text that explains why ``auto`` took it.
         obstacle: reason why two ranks cannot have such a link, or None. A pure function: both
             ranks call it with equal arguments, the lower rank's facts first.
-        look: takes the C++ extension, this host's address for other hosts (or None), the settings
-            of RDMA and the device of the rank's tensors; returns what ``obstacle`` and ``join``
+        look: takes the C++ extension, this host's address for other hosts (or None), the
+            settings and the device of the rank's tensors; returns what ``obstacle`` and ``join``
             need to know, as JSON (``Facts.found``).
         join: makes the slots of all such links of this rank and opens the peers'; returns, by
             peer, a text to append to the link's reason.
@@ -57,7 +57,7 @@ class TransportKind:
     preference: int = 0
     reason: str = ""
     obstacle: Callable[[Facts, Facts], str | None] | None = None
-    look: Callable[[Any, str | None, RdmaOptions, torch.device], dict[str, Any]] | None = None
+    look: Callable[[Any, str | None, TransportOptions, torch.device], dict[str, Any]] | None = None
     join: Callable[[Setup, Sequence[PeerLink]], Mapping[int, str]] | None = None
     open: Callable[[Request], Transport] | None = None
     between_hosts: bool = False

@@ -8,31 +8,45 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from megatron.dpp.errors import ProtocolError, SetupError, TransportUnavailable, one_line
+from megatron.dpp.errors import (
+    ProtocolError,
+    SetupError,
+    TransportError,
+    TransportUnavailable,
+    one_line,
+)
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup, link_faults, undelivered
 from megatron.dpp.transport.kinds import TransportKind, register, tcp
-from megatron.dpp.transport.options import RdmaOptions
-from megatron.dpp.transport.rdma_ports import Place, find_place
+from megatron.dpp.transport.options import TransportOptions
+from megatron.dpp.transport.rdma_places import Place, read_places, ways
+from megatron.dpp.transport.rdma_ports import find_places
 
 _NAME = "rdma"
 _ELEMENT_BYTES = 4
 """Bytes of the widest usual element; --workload counts elements."""
 _LONGEST_FAULT = 800
 """Encoded bytes of a fault that a set-up message has room for."""
+_PATTERN_SECONDS = 5.0
+_LOST_PACKETS = 2
+"""Packets of a test pattern that may be lost."""
+_TIMEOUT_UNIT = 4.096e-6
+"""Seconds after which a packet is lost with ``--dpp-rdma-timeout 0``."""
 
 
 def look(
-    library: Any, address: str | None, options: RdmaOptions, device: torch.device
+    library: Any, address: str | None, options: TransportOptions, device: torch.device
 ) -> dict[str, Any]:
-    """This rank's port, or the reason why there is none."""
-    place, missing = find_place(library, address, options, device)
-    return {"missing": missing} if place is None else {"place": asdict(place)}
+    """The ports that this rank may use, or the reason why there is none."""
+    places, missing = find_places(library, address, options, device)
+    return {"places": [asdict(place) for place in places]} if places else {"missing": missing}
 
 
 def obstacle(one: Facts, other: Facts) -> str | None:
@@ -42,108 +56,199 @@ def obstacle(one: Facts, other: Facts) -> str | None:
         found = side.found.get(_NAME, {"missing": "no RDMA device was looked for"})
         if "missing" in found:
             return f"rank {side.rank} on {side.hostname}: {found['missing']}"
-        places.append(Place(**found["place"]))
-    if places[0].network != places[1].network:
-        return (
-            f"rank {one.rank} is on {places[0].network}, rank {other.rank} on {places[1].network}"
-        )
+        places.append(read_places(found["places"]))
+    if not ways(*places):
+        networks = [" and ".join(sorted({place.network for place in side})) for side in places]
+        return f"rank {one.rank} is on {networks[0]}, rank {other.rank} on {networks[1]}"
     return tcp.obstacle(one, other)  # the control connection's
 
 
 def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
-    """Make our slots and queue pairs, and connect them with the peers'.
+    """Make our slots and queue pairs, connect them with the peers', and test the links.
 
-    With a GPU, tensors on it are sent and received in place. Each side decides for itself whether
-    the card reads and writes its GPU's memory; links where one does are tested. One that fails the
-    test is set up again with buffers in the host's memory.
+    Queue pairs connect without a packet, so each link has to deliver a pattern. With a GPU, tensors
+    on it are sent and received in place. Each side decides for itself whether the card reads and
+    writes its GPU's memory. A link where that does not deliver is set up again with buffers in the
+    host's memory. One that does not deliver at all is set up again over other ports, where there
+    are others of one subnet.
 
     A link that cannot be set up is left in ``setup.failed`` where it has another kind to go to.
 
     Raises:
         SetupError: memory cannot be registered, or the ports do not reach each other.
-        TransportUnavailable: GPUDirect is asked for and not possible, or does not deliver the data
-            that was written.
+        TransportUnavailable: a link does not deliver and has no other kind to go to. Or GPUDirect
+            is asked for and not possible, or does not deliver the data that was written.
     """
     if setup.gpu < 0 and setup.options.gpudirect == "on":
         raise TransportUnavailable(
             f"--dpp-gpudirect on: rank {setup.facts.rank} has no GPU of NVIDIA "
             f"(device {setup.facts.device})"
         )
-    faults = _Faults(setup)
-    ours = _set_up(setup, links, faults, setup.options.gpudirect)
-    untrue = _untrue(setup, [link for link in links if link.peer in ours], ours)
-    again = [link for link in links if link.peer in untrue]
-    for link in again:
-        del ours[link.peer]
-        setup.native.drop_link(link.peer)
-    ours |= _set_up(setup, again, faults, "off")
-    port = f"; {_place(setup).text}"
-    routing = ", adaptive routing" if _is_adaptive(setup) else ""
-    said = {}
-    for peer, made in ours.items():
-        way = untrue.get(peer) or made.gpu_way
-        said[peer] = f"{port}, {_settings(made)}{routing}" + (f"; {way}" if way else "")
-    return said
-
-
-def _set_up(
-    setup: Setup, links: Sequence[PeerLink], faults: _Faults, gpudirect: str
-) -> dict[int, Any]:
-    """Make and connect links; returns our sides of those that work, by peer.
-
-    After the second round every queue pair of both sides can receive.
-    """
-    ours: dict[int, Any] = {}
-    for link in links:
-        with faults.of(link):
-            ours[link.peer] = _make(setup, link, gpudirect)
-        made = ours.get(link.peer)
-        link.send({"failed": faults.text(link)} if made is None else {"rdma": made.offer()})
-    for link in links:
-        message, _ = link.receive()
-        faults.hear(link, message)
-        if not faults.text(link):
-            with faults.of(link):
-                _connect(ours[link.peer], link, message)
-        link.send({"failed": faults.text(link)})
-    for link in links:
-        faults.hear(link, link.receive()[0])
-        if faults.text(link):
-            ours.pop(link.peer, None)
-            setup.native.drop_link(link.peer)
-    return ours
-
-
-def _untrue(setup: Setup, links: Sequence[PeerLink], ours: Mapping[int, Any]) -> dict[int, str]:
-    """By peer, why its link must not use GPUDirect although both ends could set it up.
-
-    Raises:
-        TransportUnavailable: it was asked for.
-    """
-    tested = [link for link in links if ours[link.peer].needs_test]
-    faults = link_faults(
-        tested,
-        lambda link, seed: ours[link.peer].write_pattern(seed),
-        lambda link, seed: str(ours[link.peer].pattern_fault(seed)),
-    )
-    found = {
-        link.peer: undelivered(link, "GPUDirect", faults[link.peer])
-        for link in tested
-        if link.peer in faults
+    places = {link.peer: _own_places(setup, link.peer) for link in links}
+    said: dict[int, str] = {}
+    given_up: dict[int, str] = {}  # by peer, why the first ports were
+    for number in range(max(map(len, places.values()), default=0)):
+        trying = [link for link in links if number < len(places[link.peer])]
+        trying = [link for link in trying if link.peer not in said]
+        more = {peer for peer, ours in places.items() if len(ours) > number + 1}
+        ports = {link.peer: places[link.peer][number] for link in trying}
+        said |= _Try(setup, ports, _Faults(setup, ports, more)).join(trying)
+        given_up |= {peer: setup.failed.pop(peer) for peer in more & set(setup.failed)}
+    return {
+        peer: text + (f" [{given_up[peer]}]" if peer in given_up else "")
+        for peer, text in said.items()
     }
-    if found and setup.options.gpudirect == "on":
-        raise TransportUnavailable(
-            f"--dpp-gpudirect on: rank {setup.facts.rank}: {next(iter(found.values()))}: turn it "
-            "off in the firmware, or use --dpp-gpudirect off"
-        )
-    return {peer: f"staged in the host's memory: {why}" for peer, why in found.items()}
+
+
+def _own_places(setup: Setup, peer: int) -> list[Place]:
+    """Our ends of the ways to a peer, the best first."""
+    sides = sorted((setup.facts, setup.peer_facts[peer]), key=lambda facts: facts.rank)
+    pairs = ways(*(read_places(side.found[_NAME]["places"]) for side in sides))
+    return [pair[setup.facts.rank > peer] for pair in pairs]
+
+
+@dataclass(frozen=True)
+class _Try:
+    """One try at setting links up, each over one port.
+
+    Args:
+        places: our port by peer.
+    """
+
+    setup: Setup
+    places: Mapping[int, Place]
+    faults: _Faults
+
+    def join(self, links: Sequence[PeerLink]) -> dict[int, str]:
+        """Set links up; returns by peer the text about those that work."""
+        setup = self.setup
+        ours = self._set_up(links, setup.options.gpudirect)
+        untrue = self._untrue([link for link in links if link.peer in ours], ours)
+        again = [link for link in links if link.peer in untrue]
+        for link in again:
+            del ours[link.peer]
+            setup.native.drop_link(link.peer)
+        ours |= self._set_up(again, "off")
+        said = {}
+        for peer, made in ours.items():
+            place, way = self.places[peer], untrue.get(peer) or made.gpu_way
+            routing = ", adaptive routing" if _is_adaptive(setup, place) else ""
+            said[peer] = f"; {place.name}, {place.network}, {_settings(made)}{routing}"
+            said[peer] += f"; {way}" if way else ""
+        return said
+
+    def _set_up(self, links: Sequence[PeerLink], gpudirect: str) -> dict[int, Any]:
+        """Make, connect and test links; returns our sides of those that work, by peer.
+
+        After the second round every queue pair of both sides can receive.
+        """
+        ours: dict[int, Any] = {}
+        faults = self.faults
+        for link in links:
+            with faults.of(link):
+                ours[link.peer] = _make(self.setup, link, self.places[link.peer], gpudirect)
+            made = ours.get(link.peer)
+            link.send({"failed": faults.text(link)} if made is None else {"rdma": made.offer()})
+        for link in links:
+            message, _ = link.receive()
+            faults.hear(link, message)
+            if not faults.text(link):
+                with faults.of(link):
+                    _connect(ours[link.peer], link, message)
+            link.send({"failed": faults.text(link)})
+        for link in links:
+            faults.hear(link, link.receive()[0])
+            if faults.text(link):
+                ours.pop(link.peer, None)
+                self.setup.native.drop_link(link.peer)
+        self._keep_those_that_deliver(links, ours)
+        return ours
+
+    def _keep_those_that_deliver(self, links: Sequence[PeerLink], ours: dict[int, Any]) -> None:
+        """Test the memory of the host on all links, and drop those that do not deliver."""
+        for test in ("path", "slots"):
+            tested = [link for link in links if link.peer in ours]
+            if test == "slots":
+                tested = [link for link in tested if ours[link.peer].in_host_memory]
+            found = self._undelivered(tested, ours, test)
+            for link in tested:
+                if link.peer in found:
+                    self.faults.agree(link, found[link.peer])
+                    del ours[link.peer]
+                    self.setup.native.drop_link(link.peer)
+
+    def _undelivered(
+        self, links: Sequence[PeerLink], ours: Mapping[int, Any], test: str
+    ) -> dict[int, str]:
+        """By peer, what a link does with the pattern of a test instead of delivering it; equal on
+        both ends.
+        """
+        patience = _patience(self.setup.options)
+        deadline = time.monotonic() + patience
+
+        def post(link: PeerLink, seed: int) -> None:
+            with _by(link.rank):
+                ours[link.peer].post_pattern(test, seed)
+
+        def settle(link: PeerLink) -> None:
+            with _by(link.rank):
+                if not ours[link.peer].await_pattern(max(0.0, deadline - time.monotonic())):
+                    raise SetupError(
+                        f"a write to rank {link.peer} over {self.places[link.peer].name} has not "
+                        f"completed after {patience:.1f} s"
+                    )
+
+        def fault_of(link: PeerLink, seed: int) -> str:
+            fault = ours[link.peer].pattern_fault(test, seed)
+            return f"rank {link.rank}: {fault} over {self.places[link.peer].name}" if fault else ""
+
+        return link_faults(links, post, fault_of, settle)
+
+    def _untrue(self, links: Sequence[PeerLink], ours: Mapping[int, Any]) -> dict[int, str]:
+        """By peer, why its link must not use GPUDirect although both ends could set it up.
+
+        Raises:
+            TransportUnavailable: it was asked for.
+        """
+        tested = [link for link in links if not ours[link.peer].in_host_memory]
+        faults = self._undelivered(tested, ours, "slots")
+        found = {
+            link.peer: undelivered(link, "GPUDirect", faults[link.peer])
+            for link in tested
+            if link.peer in faults
+        }
+        if found and self.setup.options.gpudirect == "on":
+            raise TransportUnavailable(
+                f"--dpp-gpudirect on: rank {self.setup.facts.rank}: {next(iter(found.values()))}: "
+                "turn it off in the firmware, or use --dpp-gpudirect off"
+            )
+        return {peer: f"staged in the host's memory: {why}" for peer, why in found.items()}
+
+
+@contextlib.contextmanager
+def _by(rank: int) -> Iterator[None]:
+    """Name the rank in the errors of the transport."""
+    try:
+        yield
+    except TransportError as error:
+        raise SetupError(f"rank {rank}: {one_line(error)}") from error
+
+
+def _patience(options: TransportOptions) -> float:
+    """Seconds that a link has for a pattern: some packets may be lost and are then sent again."""
+    num_lost = min(options.rdma.retries, _LOST_PACKETS)
+    again = num_lost * math.ldexp(_TIMEOUT_UNIT, options.rdma.timeout)
+    return min(_PATTERN_SECONDS + again, options.setup_timeout / 4)
 
 
 class _Faults:
     """The links that cannot be set up, as both ends see them: each hears of the other's faults."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+    def __init__(
+        self, setup: Setup, places: Mapping[int, Place], more: Collection[int] = ()
+    ) -> None:
+        """``places``: our port by peer; ``more``: peers whose links have other ports to go to."""
+        self._setup, self._places, self._more = setup, places, more
         self.found = setup.failed
 
     def text(self, link: PeerLink) -> str:
@@ -152,14 +257,13 @@ class _Faults:
 
     @contextlib.contextmanager
     def of(self, link: PeerLink) -> Iterator[None]:
-        """Note a fault of our end; raise it where the link has no other kind to go to, or where
-        GPUDirect was asked for.
+        """Note a fault of our end; raise it where the link has no other port and no other kind to
+        go to, or where GPUDirect was asked for.
         """
         try:
             yield
         except (SetupError, TransportUnavailable) as error:
-            asked_for = self._setup.options.gpudirect == "on"
-            if link.peer not in self._setup.has_other_kind or asked_for:
+            if not self._may_fail(link):
                 raise
             self.found[link.peer] = _fitting(f"rank {link.rank}: {one_line(error)}")
 
@@ -168,9 +272,35 @@ class _Faults:
         if not message.get("failed"):
             return
         failed = _fitting(str(message["failed"])) or "no reason given"
-        if link.peer not in self._setup.has_other_kind:
+        if link.peer not in self._more and link.peer not in self._setup.has_other_kind:
             raise SetupError(f"rank {link.rank}: RDMA with rank {link.peer} failed there: {failed}")
         self.found.setdefault(link.peer, failed)
+
+    def agree(self, link: PeerLink, fault: str) -> None:
+        """Note what a link does not deliver, which both ends know; raise it as ``of`` does."""
+        if self._may_fail(link):
+            self.found[link.peer] = fault
+            return
+        flag = "--dpp-gpudirect on" if self._gpudirect_is_asked_for() else "--dpp-transport rdma"
+        place = self._places[link.peer]
+        check = (
+            "check the subnet manager and --dpp-rdma-pkey-index"
+            if place.infiniband
+            else "open UDP port 4791 (RoCE v2) between the hosts, check the MTU of the switches"
+        )
+        raise TransportUnavailable(
+            f"rank {link.rank}: {flag}: {fault}. An RDMA link has to deliver a test pattern at the "
+            f"start: {check}, name ports of one network with --dpp-rdma-devices or --node-ips, or "
+            "use --dpp-transport tcp"
+        )
+
+    def _may_fail(self, link: PeerLink) -> bool:
+        if link.peer in self._more:
+            return True
+        return link.peer in self._setup.has_other_kind and not self._gpudirect_is_asked_for()
+
+    def _gpudirect_is_asked_for(self) -> bool:
+        return self._setup.options.gpudirect == "on"
 
 
 def _fitting(fault: str) -> str:
@@ -191,10 +321,6 @@ def _connect(made: Any, link: PeerLink, message: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _place(setup: Setup) -> Place:
-    return Place(**setup.facts.found[_NAME]["place"])
-
-
 def _settings(made: Any) -> str:
     """The settings of a link's queue pairs as the card has them, for log lines."""
     try:
@@ -208,14 +334,14 @@ def _settings(made: Any) -> str:
     )
 
 
-def _is_adaptive(setup: Setup) -> bool:
+def _is_adaptive(setup: Setup, place: Place) -> bool:
     asked = setup.options.rdma.adaptive_routing
-    return asked == "on" or (asked == "auto" and _place(setup).infiniband)
+    return asked == "on" or (asked == "auto" and place.infiniband)
 
 
-def _make(setup: Setup, link: PeerLink, gpudirect: str) -> Any:
+def _make(setup: Setup, link: PeerLink, place: Place, gpudirect: str) -> Any:
     """Our side of a link."""
-    place, options = _place(setup), setup.options.rdma
+    options = setup.options.rdma
     return setup.extension.RdmaLink(
         setup.native,
         link.peer,
@@ -229,7 +355,7 @@ def _make(setup: Setup, link: PeerLink, gpudirect: str) -> Any:
         pkey_index=options.pkey_index,
         timeout=options.timeout,
         retries=options.retries,
-        adaptive_routing=_is_adaptive(setup),
+        adaptive_routing=_is_adaptive(setup, place),
         piece_bytes=setup.options.workload * _ELEMENT_BYTES,
         gpu=setup.gpu,
         gpudirect=gpudirect,
