@@ -102,7 +102,7 @@ def connects(rng: random.Random) -> None:
 def reads_facts(rng: random.Random) -> None:
     place = {"device": "mlx5_0", "port": 1, "gid_index": 3, "infiniband": False}
     settings = {"checksum": False, "workload": 1 << 20, "tcp_connections": 4}
-    own = facts(0, settings=settings, gpu_access={"x": True}, found={"rdma": {"place": place}})
+    own = facts(0, settings=settings, gpu_access={"x": True}, found={"rdma": {"places": [place]}})
     theirs = dataclasses.asdict(dataclasses.replace(own, rank=1))
     text = text_of(rng, theirs).decode(errors="replace")
     found = rendezvous._read_facts(text, 1, own)
@@ -169,7 +169,7 @@ def opens_gpu_memory(rng: random.Random) -> None:
 
 def hears_of_rdma(rng: random.Random) -> None:
     setup: Any = SimpleNamespace(options=TransportOptions(), has_other_kind={1}, failed={})
-    faults = rdma._Faults(setup)
+    faults = rdma._Faults(setup, {})
     with said(rng, {"failed": "no room"}) as ours:
         link = PeerLink(rank=0, peer=1, sock=ours, incoming=[], outgoing=[0])
         faults.hear(link, link.receive()[0])
