@@ -90,7 +90,7 @@ CONTENDED_GATES = (
     Gate("shm", "copies", 1 / 1.3, 1 << 20, ANY),
     Gate("tcp", "gloo", 1.0, 4 << 10, ANY),
 )
-CONTENDED_SIZES = (4 << 10, 1 << 20, 16 << 20, 64 << 20)
+CONTENDED_SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 SMALL_BYTES = 4 << 10
 SMALL_SECONDS = 3e-6
 """The one gate in seconds: what ``shm seen`` may take at sizes up to ``SMALL_BYTES``."""
