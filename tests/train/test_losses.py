@@ -193,6 +193,10 @@ def test_losses_that_layers_add_are_means_over_microbatches(
         "moe_layer_freq": [0, 1, 0, 1, 0, 1], "mtp_num_layers": 2,
         "track_names": ["seq_load_balancing_loss", "global_load_balancing_loss", "z_loss"],
     }  # fmt: skip
+    for coefficient, kept in ((0.0, True), (None, False)):
+        args.moe_z_loss_coeff = coefficient
+        losses.added_losses(args, 8)
+        assert ("z_loss" in told["track_names"]) is kept
     SHARED.zero_()  # megatron-core clears its tensors for the next step
     assert found["load_balancing_loss"].item() == 3.0
     args = argparse.Namespace(num_experts=None, mtp_num_layers=None)

@@ -114,3 +114,45 @@ def test_the_state_of_a_rank_is_its_weights_gradients_moments_and_copies() -> No
     plain = optimizer(fp32_from_float16_groups=[[torch.zeros(4)]])
     shared = optimizer(shard_fp32_from_float16_groups=[[torch.zeros(2), None]])
     assert total(chunk, plain) == 96 + 16 and total(chunk, shared) == 96 + 8
+
+
+@pytest.mark.parametrize(("device", "on_gpu"), [("cuda", True), ("cpu", False)])
+@pytest.mark.parametrize(("per_node", "expected"), [("2", 2), (None, 3)])
+def test_a_run_is_estimated_for_its_devices_and_ranks_of_a_node(
+    device: str, on_gpu: bool, per_node: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(measure, "shape_of", lambda args, **given: asked.append(given))
+    monkeypatch.setattr(measure, "estimate", lambda shape, device: None)
+    monkeypatch.setattr(measure, "lines", lambda found: ["an estimate"])
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if per_node:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", per_node)
+    args = argparse.Namespace(estimate=True, train_iters=5, world_size=3, device=device)
+    said: list[str] = []
+    run: Any = SimpleNamespace(args=args, iteration=0, device=torch.device("cpu"), say=said.append)
+    Comparison(run, SimpleNamespace(), "bert")  # type: ignore[arg-type]
+    assert asked == [{"on_gpu": on_gpu, "arch": "bert", "per_node": expected}]
+    assert "an estimate" in said[0]
+
+
+def test_the_peak_is_that_of_one_step_with_the_memory_of_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyTorch counts what a graph holds as free."""
+    segments = [
+        {"segment_pool_id": (0, 0), "total_size": 1000, "allocated_size": 1},
+        {"segment_pool_id": (0, 7), "total_size": 50, "allocated_size": 10},
+        {"total_size": 2000, "allocated_size": 1},
+    ]
+    told: list[str] = []
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: told.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 600)
+    made: Any = comparison()
+    made._run.device = torch.device("cuda")
+    for made._run.iteration in range(4):
+        with made.memory():
+            told.append(f"step {made._run.iteration}")
+    assert told == ["step 0", "step 1", "reset", "step 2", "step 3"]
+    assert made._peak == 600 + 40

@@ -45,9 +45,15 @@ BY_SAMPLE = {
 
 @pytest.mark.parametrize("given", [BY_ITERATION, BY_SAMPLE], ids=["iterations", "samples"])
 def test_rates_are_counted_in_samples_whatever_flags_count_in(given: dict[str, int]) -> None:
-    made = scheduler(**given, lr_decay_style="cosine")
+    made = scheduler(**given, lr_decay_style="cosine", lr_wsd_decay_style="minus_sqrt")
+    assert made.lr_wsd_decay_style == "minus_sqrt"
     assert (made.lr_decay_style, made.wd_incr_style) == ("cosine", "linear")
     assert (made.lr_warmup_steps, made.lr_decay_steps) == (80, 400)
+    assert (made.use_checkpoint_opt_param_scheduler, made.override_opt_param_scheduler) == (
+        False, False,
+    )  # fmt: skip
+    for name in ("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler"):
+        assert getattr(scheduler(**given, **{name: True}), name)
     assert (made.wd_incr_steps, made.wsd_decay_steps) == (800, 160)
 
 
@@ -191,3 +197,66 @@ def test_a_trainee_has_what_its_run_needs(
     else:
         assert made.chunks == (wrapped, 6)  # type: ignore[comparison-overlap]
         assert (made.optimizer, made.scheduler) == ("optimizer", "scheduler")
+
+
+@pytest.mark.parametrize("gloo", [True, False])
+def test_an_optimizer_has_the_runs_timers_groups_and_overrides(
+    gloo: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters have learning rates and decays of their own by the flags' overrides."""
+    given: list[Any] = []
+    monkeypatch.setattr(model, "optimizer_config", lambda args: SimpleNamespace(of=args))
+    monkeypatch.setattr(
+        model, "get_megatron_optimizer", lambda *words, **options: given.append((words, options))
+    )
+    monkeypatch.setattr(model, "get_standard_config_overrides", lambda config: ("by", config))
+    args = argparse.Namespace(enable_gloo_process_groups=gloo)
+    run: Any = SimpleNamespace(args=args, timers="timers")
+    model._optimizer(run, ["chunk"])
+    (((settings, chunks), options),) = given
+    assert (settings.of, settings.timers, chunks) == (args, "timers", ["chunk"])
+    assert options == {"config_overrides": ("by", settings), "use_gloo_process_groups": gloo}
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_one_replica_tells_the_number_of_parameters(
+    replica: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Context-parallel ranks hold the same ones."""
+
+    def rank(*, with_context_parallel: bool = False) -> int:
+        return replica if with_context_parallel else 0
+
+    monkeypatch.setattr(model, "_delay_weight_gradients", lambda run, config: None)
+    monkeypatch.setattr(model, "bare_chunks", lambda *given: [torch.nn.Linear(2, 2)])
+    places = {"get_data_parallel_rank": rank, "get_tensor_model_parallel_rank": lambda: 3,
+              "get_pipeline_model_parallel_rank": lambda: 4}  # fmt: skip
+    monkeypatch.setattr(model, "mpu", SimpleNamespace(**places))
+    args = argparse.Namespace(fp16=False, bf16=False, skip_train=True)
+    run: Any = SimpleNamespace(args=args, device="cpu")
+    model.build_trainee(run, SimpleNamespace(), None)  # type: ignore[arg-type]
+    line = " > number of parameters on (tensor, pipeline) model parallel rank (3, 4): 6\n"
+    assert capsys.readouterr().out == (line if replica == 0 else "")
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_sharded_chunks_are_gathered_again_for_the_backward_if_asked_to(
+    reshard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are moved to the device before."""
+    from megatron.dpp.mcore.training import fsdp
+
+    moved: list[str] = []
+    chunk: Any = SimpleNamespace(parameters=list, to=moved.append)
+    monkeypatch.setattr(model, "_delay_weight_gradients", lambda run, config: None)
+    monkeypatch.setattr(model, "bare_chunks", lambda *given: [chunk])
+    monkeypatch.setattr(model.mpu, "get_data_parallel_rank", lambda **_: 1)
+    monkeypatch.setattr(model, "_optimizer", lambda run, chunks: "optimizer")
+    monkeypatch.setattr(model, "build_scheduler", lambda args, optimizer: "scheduler")
+    monkeypatch.setattr(fsdp, "fully_sharded", lambda config, chunk, **given: (chunk, given))
+    args = argparse.Namespace(
+        fp16=False, bf16=False, skip_train=False, deepspeed_zero_stage=None, use_torch_fsdp2=True,
+        torch_fsdp2_reshard_after_forward=reshard,
+    )  # fmt: skip
+    made = model.build_trainee(SimpleNamespace(args=args, device="here"), "c", None)  # type: ignore[arg-type]
+    assert made.chunks == [(chunk, {"reshard_after_forward": reshard})] and moved == ["here"]

@@ -279,8 +279,9 @@ def test_only_megatrons_interleaved_schedule_needs_multiples(
 
 @pytest.mark.parametrize(
     ("dynamic", "cap", "told"),
-    [(True, "1.0", "1.0"), (True, "8GB", "auto"), (True, "3p", "3p"), (False, "3p", "auto")],
-)
+    [(True, "1.0", "1.0"), (True, "8GB", "auto"), (True, "8gb", "auto"), (True, "3p", "3p"),
+     (False, "3p", "auto")],
+)  # fmt: skip
 def test_the_planner_simulates_the_pipeline_of_the_run(
     dynamic: bool, cap: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,7 +294,10 @@ def test_the_planner_simulates_the_pipeline_of_the_run(
     )  # fmt: skip
     made = sequences.pipeline_model(args)
     assert (made.num_ranks, made.num_chunks, made.longest, made.cap) == (4, 1, 192, told)
-    assert made.policy == ("a policy" if dynamic else None)
+    assert made.policy == ("a policy" if dynamic else None) and made.split_backward
+    args.virtual_pipeline_model_parallel_size, args.dpp_split_backward = 2, False
+    made = sequences.pipeline_model(args)
+    assert made.num_chunks == 2 and not made.split_backward
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -123,8 +123,6 @@ class Trainer:
     def _connect(self) -> None:
         """Sets the schedule's hooks as Megatron-LM does."""
         args, config, chunks = self.run.args, self.trainee.config, self.trainee.chunks
-        for chunk in chunks:
-            chunk.train()
         config.grad_scale_func = self.trainee.optimizer.scale_loss
         config.timers = self.run.timers
         config.finalize_model_grads_func = finalize_model_grads
