@@ -64,6 +64,37 @@ def test_a_model_with_fewer_layers_is_refused() -> None:
         hf._copy(folder, entry, shard)
 
 
+def test_what_any_rank_uses_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is closed after it was read."""
+    closed, checked = list[bool](), list[Any]()
+    folder = SimpleNamespace(
+        entries=list, path="folder", config=SimpleNamespace(family="llama"), dtype="bf16",
+        close=lambda: closed.append(True),
+    )  # fmt: skip
+    monkeypatch.setattr(hf, "Folder", lambda path: folder)
+    monkeypatch.setattr(hf.mpu, "get_data_parallel_group", lambda **_: None)
+    monkeypatch.setattr(hf.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(
+        hf.dist, "all_gather_object", lambda every, own: every.__setitem__(slice(2), [{1}, {2}])
+    )
+    monkeypatch.setattr(hf, "check_all_used", lambda path, left, used: checked.append(used))
+    run: Any = SimpleNamespace(args=SimpleNamespace(load_hf="folder"), say=lambda text: None)
+    hf.fill(run, [])
+    assert checked == [{1, 2}] and closed == [True]
+
+
+def test_a_vocabulary_is_not_cut() -> None:
+    """A run's may be longer, as it is padded."""
+    (entry,) = (each for each in entries("llama", _SIZES) if "word_embeddings" in each.key)
+    shape = (entry.shape[0] - 1, *entry.shape[1:])
+    shard: Any = SimpleNamespace(
+        key=entry.key, data=torch.zeros(shape), global_shape=shape, global_offset=(0, 0),
+        local_shape=shape,
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"is \[96, 32\], the run's model has \[95, 32\]"):
+        hf._copy(SimpleNamespace(path="folder"), entry, shard)  # type: ignore[arg-type]
+
+
 def test_shards_are_those_of_data_and_context_ranks_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

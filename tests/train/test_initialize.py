@@ -133,6 +133,50 @@ def test_a_collective_may_take_as_many_minutes_as_the_flag_says(
     assert given == {"backend": "gloo", "rank": 1, "world_size": 2}
 
 
+def test_a_rank_prepares_pytorch_as_its_flags_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.dpp.mcore.wgrad import fused
+
+    told: list[Any] = []
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: told.append(("same", on)))
+    monkeypatch.setattr(
+        torch.backends.cuda, "enable_cudnn_sdp", lambda on: told.append(("cudnn", on))
+    )
+    monkeypatch.setattr(fused, "provide", lambda: told.append("fused"))
+    monkeypatch.setattr(joining, "expand_segments", lambda: told.append("segments"))
+    assert "safe" in join(monkeypatch) and not told
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    join(
+        monkeypatch, gradient_accumulation_fusion=True, variable_lengths=True,
+        deterministic_mode=True,
+    )  # fmt: skip
+    assert told == ["fused", ("cudnn", False), "segments", ("same", True)]
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_a_rank_takes_the_gpu_of_its_place_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(joining.dist, "init_process_group", lambda **_: None)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    args: Any = argparse.Namespace(
+        distributed_backend="nccl", world_size=8, distributed_timeout_minutes=7, device="cuda",
+        local_rank=None,
+    )  # fmt: skip
+    assert joining._join_process_group(args, 7) == torch.device("cuda", 3)
+    assert taken == [torch.device("cuda", 3)]
+
+
+def test_expanded_segments_are_not_registered_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_GRAPH_REGISTER"):
+        monkeypatch.setenv(name, "")  # restored at the end
+        monkeypatch.delenv(name)
+    joining.expand_segments()
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
+
+
 def test_an_empty_setting_of_the_allocator_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
