@@ -324,3 +324,50 @@ def test_a_resumed_host_goes_on_with_its_own_step_numbers(
     run(**keywords())
     run(**keywords(forward_only=True))
     assert numbers == [0, 40, 40]
+
+
+def test_an_unknown_policy_is_refused_when_it_is_installed() -> None:
+    with pytest.raises(ConfigError, match="policy"):
+        plugin.install(DppConfig(policy="no such policy"))
+    plugin.install()
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", 1), ("3", 0)])
+def test_one_rank_says_a_line_once(
+    rank: str, told: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the schedule warns of, too."""
+    monkeypatch.setenv("RANK", rank)
+    warned: list[Any] = []
+
+    class Schedule:
+        def __init__(self, config: Any, *, warn: Any) -> None:
+            warned.append(warn)
+
+        def check(self, **_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(plugin, "DppSchedule", Schedule)
+    made: Any = plugin.Plugin(DppConfig(), strict=False, trace=None)
+    try:
+        assert made._why_not(keywords()) is None
+        for _ in range(2):
+            warned[0]("slow links")
+        assert [each.getMessage() for each in caplog.records] == ["slow links"] * told
+    finally:
+        made.remove()
+
+
+def test_a_host_that_is_only_traced_gets_its_schedule_for_its_own_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        plugin.compat, "lookup", lambda name: lambda **given: asked.append(given) or "own"
+    )
+    monkeypatch.setattr(plugin.compat, "importers", lambda function: [])
+    monkeypatch.setattr(plugin.compat, "is_multimodule", lambda groups: False)
+    made = plugin.Plugin(DppConfig(), strict=False, trace=SimpleNamespace(only=True))  # type: ignore[arg-type]
+    made.get(pp_size=2, schedule_pg_collection="groups")
+    made.get(pp_size=2)
+    assert asked == [{"pp_size": 2, "schedule_pg_collection": "groups"}, {"pp_size": 2}]

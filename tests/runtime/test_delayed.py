@@ -107,3 +107,22 @@ def test_a_sender_has_left_whatever_another_one_has_under_way(
     assert late.transport.departed(0) and not late.transport.departed(2)
     late.now += 5 * 10**7
     assert late.transport.departed(2)
+
+
+def test_a_sender_on_another_host_has_another_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its delay begins when the message was seen."""
+    for kind, due in (("shm", 10**9 + 2 * 10**9), ("tcp", 4 * 10**9 + 2 * 10**9)):
+        monkeypatch.setattr(Inner, "links", lambda self, kind=kind: [LinkInfo(0, kind, "")])
+        late = Late(monkeypatch, {0: 2.0})
+        late.arrive(0, sent=10**9, arrived=4 * 10**9)
+        late.now = 10**12
+        late.transport.poll()
+        assert late.transport.take(0).arrived_ns == max(due, 4 * 10**9)
+
+
+def test_peers_learn_why_this_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    late, told = Late(monkeypatch, {}), list[str]()
+    inner: Any = late.inner
+    inner.abort = told.append
+    late.transport.abort("no memory")
+    assert told == ["no memory"]

@@ -244,6 +244,7 @@ def test_links_are_opened_as_the_configuration_says(
     config = DppConfig(
         transport="tcp", timeout=7.0, checksum=True, workload=9, gpudirect="off",
         rdma_traffic_class=5, token_file="secret", peer_timeout=3.0,
+        tcp_connections=2, listen_ports="5000-5009",
     )  # fmt: skip
     forward = [ChannelSpec(0, 1, chunk, Direction.FORWARD, 8) for chunk in range(3)]
     specs = [*forward, ChannelSpec(1, 0, 0, Direction.BACKWARD, 8)]
@@ -256,6 +257,7 @@ def test_links_are_opened_as_the_configuration_says(
     assert (options.gpudirect, options.rdma.traffic_class) == ("off", 5)
     assert (options.node_ips, options.token_file) == ("10.0.0.7", "secret")
     assert (options.peer_timeout, options.abandon_after) == (3.0, 3.0)
+    assert (options.tcp_connections, options.listen_ports) == (2, config.port_range())
     open_links(specs, config)
     assert given["board_ranks"] is None
     open_links([], config, (own, 2))
@@ -290,3 +292,29 @@ def test_an_evaluation_counts_no_gradients_as_consumed(forward_only: bool) -> No
         (Direction.FORWARD, 1): 10, (Direction.BACKWARD, 0): gradients,
         (Direction.BACKWARD, 1): gradients,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ahead", "kind", "connections", "told"),
+    [(True, "cuda_ipc", "1", True), (False, "cuda_ipc", "1", False), (True, "shm", "1", False),
+     (True, "cuda_ipc", "8", False)],
+)  # fmt: skip
+def test_what_hinders_a_launch_ahead_is_told_where_it_was_asked_for(
+    ahead: bool, kind: str, connections: str, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    transport: Any = SimpleNamespace(links=lambda: [SimpleNamespace(kind=kind)])
+    reason = opening.why_not_ahead(DppConfig(launch_ahead=ahead), transport)
+    assert (reason is not None) is told
+
+
+def test_replicas_include_the_context_ranks_of_megatrons_own_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def default(with_context_parallel: bool = False) -> str:
+        return "with context" if with_context_parallel else "without"
+
+    monkeypatch.setattr(stage_group.parallel_state, "get_tensor_and_data_parallel_group", default)
+    for given, expected in (({}, "with context"), ({"tp_dp_cp": "the call's"}, "the call's")):
+        call: Any = SimpleNamespace(pg_collection=SimpleNamespace(**given))
+        assert stage_group._all_replicas(call) == expected
