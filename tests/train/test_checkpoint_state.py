@@ -246,6 +246,8 @@ def test_a_request_for_the_optimizers_state_fills_it_first(
     asked = ["fill", "teach", "shards ['is_loading']"] if loading else ["shards []"]
     assert job.events == (asked if wanted else [])
     assert "rng_state" not in job.made._sharded_state({}, with_random=False)
+    job.made._trainee.optimizer = None  # of a run that only evaluates
+    assert "optimizer" not in job.made._sharded_state({}, with_random=True, loading=loading)
 
 
 def group(*, with_context_parallel: bool) -> str:

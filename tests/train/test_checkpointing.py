@@ -146,6 +146,15 @@ def test_the_checkpoint_before_goes_unless_it_is_to_be_kept(
     assert job.there() == [f"iter_{iteration:07d}" for iteration in kept]
 
 
+def test_a_release_is_never_removed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no iteration, which is a multiple of any interval."""
+    job.run.args.save_retain_interval = 10
+    for iteration, goes in ((0, False), (10, False), (15, True), (20, False)):
+        found = files.Found(job.folder, iteration)
+        monkeypatch.setattr(files, "find", lambda root, found=found: found)
+        assert job.made._to_remove(20) == (job.folder if goes else None)
+
+
 def test_the_checkpoint_before_goes_after_the_commit(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,3 +431,18 @@ def test_a_saved_run_tells_its_progress_where_megatron_looks(job: Job) -> None:
     assert (saved.skipped_train_samples, saved.consumed_valid_samples) == (4, 8)
     assert (saved.rank, saved.local_rank) == (0, 0), "the same on all ranks"
     assert job.run.args.rank == 5
+    job.run.flops_so_far = 7.5
+    assert job.made._common_state(None)["num_floating_point_operations_so_far"] == 7.5
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_one_process_writes_in_the_background_if_it_is_to_stay(
+    job: Job, persistent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "AsyncCallsQueue", lambda stays: f"queue, {stays}")
+    monkeypatch.setattr(checkpointing, "unwrap_model", lambda chunks: chunks)
+    job.run.args.use_persistent_ckpt_worker = persistent
+    for background, expected in ((True, f"queue, {persistent}"), (False, None)):
+        job.run.args.async_save = background
+        made: Any = Checkpointer(job.run, job.made._trainee)  # type: ignore[arg-type]
+        assert made._queue == expected

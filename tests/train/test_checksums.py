@@ -8,8 +8,10 @@ import shutil
 import zlib
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from megatron.dpp.cli import checkpoint_files as files
 from megatron.dpp.cli import checksums
@@ -167,3 +169,38 @@ def test_a_run_refuses_a_damaged_checkpoint_and_loads_one_without_checksums(
     older = run(f"--exit-interval 2 --load {tmp_path}")
     assert older.returncode == 0, older.output[-3000:]
     assert older.output.count("saved without checksums (checksums.json), loaded unverified") == 1
+
+
+def test_damage_that_all_ranks_find_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(errors: list[str], own: str) -> None:
+        errors[:] = [own, own, "", "another"]
+
+    (tmp_path / checksums.NAME).write_text("no checksums")
+    monkeypatch.setattr(saving.dist, "all_gather_object", gather)
+    run: Any = Namespace(rank=0, args=Namespace(world_size=4))
+    with pytest.raises(DataError) as told:
+        saving.verify(run, files.Found(tmp_path, 1))
+    one, other = str(told.value).rsplit("; ", 1)
+    assert one.count(checksums.NAME) == 1 and other == "another"
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_background_write_notes_its_sums_and_reports_the_disk_by_its_shards(
+    tmp_path: Path, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+
+    def note(target: Path, rank: int) -> None:
+        told.append((target, rank))
+        if full:
+            raise OSError("no room")
+
+    monkeypatch.setattr(saving, "note_shards", note)
+    request = AsyncRequest(lambda *given: told.append(given), (1, 2), [])
+    made = saving.noting(request, tmp_path, 3)
+    made.async_fn(*made.async_fn_args)
+    assert told == [(1, 2), (tmp_path, 3)]
+    nothing = AsyncRequest(None, (), [])
+    assert saving.noting(nothing, tmp_path, 3) is nothing

@@ -62,7 +62,7 @@ class Engine:
 ARGS = {
     "global_batch_size": 24, "micro_batch_size": 2, "data_parallel_size": 3, "clip_grad": 0.5,
     "deepspeed_zero_stage": 2, "bf16": False, "fp16": False, "loss_scale": None,
-    "initial_loss_scale": 2.0**20, "loss_scale_window": 7, "hysteresis": 2, "min_loss_scale": 1.5,
+    "initial_loss_scale": 2.0**20, "loss_scale_window": 7, "hysteresis": 3, "min_loss_scale": 1.5,
 }  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def test_the_engine_scales_losses_as_the_flags_say() -> None:
     made = settings_of(fp16=True)["fp16"]
     assert made == {
         "enabled": True, "loss_scale": 0, "initial_scale_power": 20, "loss_scale_window": 7,
-        "hysteresis": 2, "min_loss_scale": 1.5,
+        "hysteresis": 3, "min_loss_scale": 1.5,
     }  # fmt: skip
     assert settings_of(fp16=True, loss_scale=128.0)["fp16"]["loss_scale"] == 128.0
 
