@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import random as parallel_random
 from megatron.dpp.mcore.graphs import rng as captured_rng
 from megatron.dpp.mcore.graphs import slots
 from megatron.dpp.mcore.graphs.block import GraphedBlock
+from megatron.dpp.mcore.graphs.capture import CudaGraph
 from megatron.dpp.mcore.graphs.pools import Pools
 from megatron.dpp.mcore.graphs.rng import CapturedRng, RecomputedDraws
 from tests.runtime.rerun import Rerun
@@ -286,3 +287,36 @@ def test_random_states_are_exchanged_around_replays_of_layers_that_draw(
         for _ in range(2):
             chunk.decoder(hidden_states=torch.ones(SHAPE, requires_grad=True)).sum().backward()
     assert len(exchanged) == (2 if dropout else 0)
+
+
+def test_a_capture_knows_its_generators_and_no_stream_overtakes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Any] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Any) -> None:
+            told.append(f"{self.name} waits for {other.name}")
+
+    class Graph:
+        def register_generator_state(self, generator: Any) -> None:
+            told.append(generator)
+
+        def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
+            told.append(("begin", pool, capture_error_mode))
+
+        def capture_end(self) -> None:
+            told.append("end")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("the current"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    rng: Any = SimpleNamespace(capturing=lambda: contextlib.nullcontext(["one", "other"]))
+    own: Any = Stream("our own")
+    CudaGraph(lambda: told.append("work"), "pool", own, rng)
+    expected = ["our own waits for the current", "one", "other", ("begin", "pool", "thread_local"),
+                "work", "end", "the current waits for our own"]  # fmt: skip
+    assert told == expected

@@ -128,6 +128,13 @@ def test_other_arguments_than_the_first_run_eagerly_and_are_named_once(chunk: Ch
     assert len([line for line in said if "unlike" in line]) == 1
 
 
+def test_an_argument_of_another_shape_runs_eagerly(chunk: Chunk) -> None:
+    made, said = graphs_of(chunk)
+    step(made, chunk, scale=torch.ones(1))
+    step(made, chunk, scale=torch.ones(4))
+    assert len([line for line in said if "unlike" in line]) == 1
+
+
 def test_repeated_draws_are_those_of_the_inputs_shape(
     chunk: Chunk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
