@@ -134,7 +134,7 @@ class Checkpointer:
             before = files.find(args.save)
         except DataError:  # it was removed already
             return None
-        if before is None or before.iteration in (0, iteration) or not before.iteration % keep:
+        if before is None or before.iteration == iteration or not before.iteration % keep:
             return None
         return before.path
 
