@@ -336,7 +336,7 @@ def test_an_unknown_policy_is_refused_when_it_is_installed() -> None:
 def test_one_rank_says_a_line_once(
     rank: str, told: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the schedule warns of, too."""
+    """Warnings of the schedule, too."""
     monkeypatch.setenv("RANK", rank)
     warned: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""What the training loop does around each iteration: saves, hooks, checks, measurement."""
+"""The training loop around each iteration: saves, hooks, checks, measurement."""
 
 from __future__ import annotations
 
