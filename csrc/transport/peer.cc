@@ -17,7 +17,6 @@ namespace {
 constexpr size_t kMaxOutbox = 1 << 20;
 constexpr size_t kFrameHead = 3;
 constexpr int kLookMs = 1;
-constexpr int kMostReads = 64;  // at a time: a peer that never stops must not keep its reader
 
 // Errors of send() after which the same bytes may be sent later.
 bool is_for_now(int error) {
@@ -79,10 +78,10 @@ void Peer::flush() {
   unsent_.store(!outbox_.empty(), std::memory_order_release);
 }
 
-bool Peer::receive(const OnNote& on_note) {
+bool Peer::receive(const OnNote& on_note, int most_reads) {
   std::array<char, 4096> buffer;
   bool reset = false;
-  for (int reads = 0; reads < kMostReads; ++reads) {
+  for (int reads = 0; reads < most_reads; ++reads) {
     const ssize_t got = ::recv(socket_.get(), buffer.data(), buffer.size(), MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EINTR) && !reset) return true;
     if (got < 0 && errno == ECONNRESET && !reset) {

@@ -61,10 +61,13 @@ class Peer {
   }
   void send_note(Note note, std::string_view body);
 
+  // Reads at a time: a peer that never stops must not keep its reader. One that has ended left no
+  // more than its socket holds.
+  static constexpr int kMostReads = 64, kReadsOfTheEnd = 1 << 16;
   // Progress thread. Reads what is there, or a part of much: the socket then stays readable. Throws
   // kPeerDead or kProtocol. False when the peer has left in good order and the socket needs no more
   // watching.
-  bool receive(const OnNote& on_note);
+  bool receive(const OnNote& on_note, int most_reads);
   void flush();  // sends what did not fit before
   bool has_unsent() const { return unsent_.load(std::memory_order_acquire); }
 

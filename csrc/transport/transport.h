@@ -166,7 +166,7 @@ class Transport {
   bool flush_notes();
   bool links_in_doubt();
   void handle(const Watch::Ready& ready);
-  void read_notes(Peer& peer);
+  void read_notes(Peer& peer, int most_reads);
   void on_note(const Peer& peer, Peer::Note note, std::string_view body);
 
   // Constant after start().

@@ -106,17 +106,18 @@ void Transport::handle(const Watch::Ready& ready) {
     return;
   }
   Peer& peer = *peers_[ready.owner];
-  read_notes(peer);
-  if (ready.source != Watch::Source::kProcess) return;
+  const bool has_ended = ready.source == Watch::Source::kProcess;
+  read_notes(peer, has_ended ? Peer::kReadsOfTheEnd : Peer::kMostReads);
+  if (!has_ended) return;
   watch_.remove(peer.pidfd());
   // What it said before it ended has just been read: a clean goodbye is not a death.
   if (!peer.departed())
     throw Error(Fault::kPeerDead, peer.description() + " died: its process ended");
 }
 
-void Transport::read_notes(Peer& peer) {
-  const bool open =
-      peer.receive([&](Peer::Note note, std::string_view body) { on_note(peer, note, body); });
+void Transport::read_notes(Peer& peer, int most_reads) {
+  const auto react = [&](Peer::Note note, std::string_view body) { on_note(peer, note, body); };
+  const bool open = peer.receive(react, most_reads);
   if (!open) watch_.remove(peer.socket());
 }
 

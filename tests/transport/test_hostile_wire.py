@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import os
 import random
+import select
 import socket
 import struct
+import subprocess
 import termios
 import time
 from collections.abc import Iterator
@@ -213,3 +216,25 @@ def test_a_peer_says_goodbye_once() -> None:
         receiver.control.sendall(raw.note(raw.BYE, bytes(8)) + raw.note(raw.BYE, b"\1" + bytes(7)))
         error = until_error(receiver)
     assert type(error) is ProtocolError and "a second goodbye" in str(error)
+
+
+def test_a_goodbye_behind_many_notes_is_no_death() -> None:
+    """A rank that was stopped reads what its peer said before it ended to the last note."""
+    native = load_native().Transport(
+        rank=1, incoming=[], outgoing=[], timeout=raw.PATIENCE, checksum=False, max_pending=2,
+        spin=False,
+    )  # fmt: skip
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, subprocess.Popen(["true"]) as peer:
+        pidfd = os.pidfd_open(peer.pid)  # not reaped before it has ended
+        for _ in range(200):
+            theirs.sendall(raw.credit(0, 0))
+        theirs.sendall(raw.note(raw.BYE, bytes(8)))
+        native.add_peer(0, "rank 0 (pid 1 on test, shm)", ours.detach(), pidfd, -1)
+        assert select.select([pidfd], [], [], raw.PATIENCE)[0]
+        native.start()
+        deadline = time.monotonic() + 0.3
+        while time.monotonic() < deadline:
+            native.poll(0)
+            native.wait(0.05)
+        native.close()
