@@ -160,14 +160,4 @@ bool fails(const Act& act) {
   }
 }
 
-inline void put(Transport& transport, size_t index, std::vector<unsigned char>& payload) {
-  dpp::Parcel parcel;
-  parcel.data = payload.data();
-  parcel.header.bytes = parcel.header.shape[0] = payload.size();
-  parcel.header.dtype = 4;  // uint8
-  parcel.header.num_dims = 1;
-  parcel.header.num_parts = 1;
-  transport.put(index, parcel);
-}
-
 }  // namespace dpp::tests

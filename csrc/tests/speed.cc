@@ -19,13 +19,7 @@ void send(Transport& transport, const std::vector<unsigned char>& payload, uint6
       transport.poll(arrived);
       if (transport.pending() > 2) transport.wait(kPatience);
     }
-    dpp::Parcel parcel;
-    parcel.data = payload.data();
-    parcel.header.bytes = parcel.header.shape[0] = payload.size();
-    parcel.header.dtype = 4;  // uint8
-    parcel.header.num_dims = 1;
-    parcel.header.num_parts = 1;
-    transport.put(1, parcel);
+    dpp::tests::put(transport, 1, payload);
   }
 }
 

@@ -119,4 +119,15 @@ inline void join(Transport& a, Transport& b, const Options& options) {
   b.add_tcp_link(0, {0, 1}, {0, 1}, std::move(of_b));
 }
 
+// Puts bytes, which stay valid until they are sent.
+inline void put(Transport& transport, size_t index, const std::vector<unsigned char>& payload) {
+  dpp::Parcel parcel;
+  parcel.data = payload.data();
+  parcel.header.bytes = parcel.header.shape[0] = payload.size();
+  parcel.header.dtype = 4;  // uint8
+  parcel.header.num_dims = 1;
+  parcel.header.num_parts = 1;
+  transport.put(index, parcel);
+}
+
 }  // namespace dpp::tests

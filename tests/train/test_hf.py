@@ -12,7 +12,7 @@ import torch
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.models import Sizes, entries
-from megatron.dpp.train import hf, job
+from megatron.dpp.train import hf
 
 _SIZES = Sizes(
     layers=4,
@@ -154,19 +154,3 @@ def test_only_a_complete_training_is_exported(
     hf.export(run)
     assert calls == [Path("new")] * written
     assert ("not written" in said[0]) is not written
-
-
-def test_no_rank_waits_for_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process groups are gone before the export, which may take longer than their deadline."""
-    calls: list[str] = []
-    for name in ("_leave", "export", "_train", "note_progress", "_save_settings", "_link_trace"):
-        monkeypatch.setattr(job, name, lambda *_, name=name: calls.append(name))
-    args = SimpleNamespace(save_hf="new", trace=False, dpp_plan=None, trace_dir=".")
-    run: Any = SimpleNamespace(args=args, is_first=True, say=lambda _: None)
-    monkeypatch.setattr(job, "initialize", lambda *_: run)
-    monkeypatch.setattr(job.settings, "summary", lambda *_: "")
-    monkeypatch.setattr(job, "trace_layout", lambda *_: SimpleNamespace(path=Path))
-    for name in ("data", "pipeline_model", "tensor_model"):
-        monkeypatch.setattr(job.mpu, f"get_{name}_parallel_rank", lambda: 0)
-    job.run_job(args, "gpt", 0, None)  # type: ignore[arg-type]
-    assert calls[-2:] == ["_leave", "export"]

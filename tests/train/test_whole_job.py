@@ -152,6 +152,7 @@ def test_ranks_leave_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_one_rank_notes_the_start_and_exports(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process groups are gone before the export, which may take longer than their deadline."""
     told: list[Any] = []
     for name in ("_leave", "export", "_train", "_save_settings", "_link_trace"):
         monkeypatch.setattr(job, name, lambda *_, name=name: told.append(name))

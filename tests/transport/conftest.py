@@ -1,12 +1,15 @@
-"""No test of this folder meets a real network card."""
+"""No test of this folder meets a real network card: a double of libibverbs fails on demand."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.transport.kinds import fake_verbs
+
+Trouble = Callable[[str, int], None]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,3 +19,15 @@ def double_of_libibverbs() -> None:
     """
     if shutil.which("g++") is not None:
         fake_verbs()
+
+
+@pytest.fixture
+def trouble() -> Iterator[Trouble]:
+    """Asks the double for a fault."""
+    fake = fake_verbs()
+
+    def ask(name: str, value: int) -> None:
+        fake.fake_verbs_set(name.encode(), value)
+
+    yield ask
+    ask("reset", 0)

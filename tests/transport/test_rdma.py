@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +31,10 @@ from megatron.dpp.transport.kinds import rdma
 from megatron.dpp.transport.native import load_native
 from megatron.dpp.transport.options import RdmaOptions
 from megatron.dpp.transport.rdma_ports import Node, choose_place, find_places
+from tests.transport.conftest import Trouble
 from tests.transport.kinds import PATIENCE, REPOSITORY, fake_verbs, opened, pair, take_next
 
-Trouble = Callable[[str, int], None]
 MIB = 1 << 20
-
-
-@pytest.fixture
-def trouble() -> Iterator[Trouble]:
-    """Asks the double for a fault."""
-    fake = fake_verbs()
-
-    def ask(name: str, value: int) -> None:
-        fake.fake_verbs_set(name.encode(), value)
-
-    yield ask
-    ask("reset", 0)
 
 
 def until_failure(transport: object, seconds: float = PATIENCE) -> TransportError:

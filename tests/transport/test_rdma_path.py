@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,25 +11,13 @@ import torch
 from megatron.dpp.errors import TransportUnavailable
 from megatron.dpp.transport.kinds import rdma
 from megatron.dpp.transport.options import RdmaOptions
-from tests.transport.kinds import fake_verbs, opened, pair, take_next
-from tests.transport.test_rdma import Trouble
+from tests.transport.conftest import Trouble
+from tests.transport.kinds import opened, pair, take_next
 
 SOON = {"setup_timeout": 6.0}
 """A link is given a quarter of it to deliver the test pattern."""
 LOST = r"rank [01]: a write to rank [01] over fake0 port 1 has not completed after 1\.5 s"
 WRONG = r"rank [01]: byte 0 of 4096 arrived wrong over fake0 port 1"
-
-
-@pytest.fixture
-def trouble() -> Iterator[Trouble]:
-    """Asks the double for a fault."""
-    fake = fake_verbs()
-
-    def ask(name: str, value: int) -> None:
-        fake.fake_verbs_set(name.encode(), value)
-
-    yield ask
-    ask("reset", 0)
 
 
 @pytest.mark.parametrize(

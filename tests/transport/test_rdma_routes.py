@@ -11,11 +11,9 @@ import torch
 
 from megatron.dpp.transport.joining import PeerLink
 from megatron.dpp.transport.options import RdmaOptions
+from tests.transport.conftest import Trouble
 from tests.transport.kinds import fake_verbs, opened, pair, take_next
-from tests.transport.test_rdma import Trouble
-from tests.transport.test_rdma_path import trouble
 
-__all__ = ["trouble"]
 HOPS = 64
 
 
