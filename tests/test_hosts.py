@@ -17,13 +17,6 @@ def test_the_route_decides_without_an_address() -> None:
     assert hosts.addresses()["127.0.0.1"] == "lo"
 
 
-def test_addresses_have_their_subnets() -> None:
-    found = hosts.subnets()
-    assert found["127.0.0.1"] == "127.0.0.0/8"
-    assert found.get("::1", "::1/128") == "::1/128"
-    assert list(found) == list(hosts.addresses())
-
-
 def test_an_address_that_is_not_ours_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"NODE_IPS gives 192\.0\.2\.1 to this node, which has"):
         hosts.own_interface("127.0.0.1", ["192.0.2.1"])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron.dpp.errors import ConfigError
 
-_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+_SIOCGIFADDR = 0x8915
 _ANY_PORT = 9
 _LINK_LOCAL = 0x20
 _RESOLVE_SECONDS = 20.0  # a cluster may publish the name of a node a little after its start
@@ -33,33 +33,11 @@ def addresses() -> dict[str, str]:
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
                 found[socket.inet_ntoa(answer[20:24])] = name
-    found |= {address: name for address, (name, _) in _ipv6().items()}
-    return found
-
-
-def subnets() -> dict[str, str]:
-    """The subnet of each address of ``addresses``, like ``10.0.0.0/16``."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for address, name in addresses().items():
-            if ":" not in address:
-                with contextlib.suppress(OSError):  # gone meanwhile
-                    request = struct.pack("256s", name.encode())
-                    mask = fcntl.ioctl(probe, _SIOCGIFNETMASK, request)[20:24]
-                    found[address] = f"{address}/{socket.inet_ntoa(mask)}"
-    found |= {address: f"{address}/{length}" for address, (_, length) in _ipv6().items()}
-    return {one: str(ipaddress.ip_network(net, strict=False)) for one, net in found.items()}
-
-
-def _ipv6() -> dict[str, tuple[str, int]]:
-    """Interface and length of the prefix by IPv6 address, without link-local ones."""
-    found = {}
     with contextlib.suppress(OSError):  # a kernel without IPv6
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, _, length, scope, _, name = line.split()
+            digits, _, _, scope, _, name = line.split()
             if int(scope, 16) != _LINK_LOCAL:
-                address = str(ipaddress.IPv6Address(bytes.fromhex(digits)))
-                found[address] = name, int(length, 16)
+                found[str(ipaddress.IPv6Address(bytes.fromhex(digits)))] = name
     return found
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from megatron.dpp.errors import TransportUnavailable
-from megatron.dpp.transport import pci
+from megatron.dpp.hosts import addresses
+from megatron.dpp.transport import pci, rdma_ports
 from megatron.dpp.transport.choose import choose
 from megatron.dpp.transport.joining import Facts
 from megatron.dpp.transport.kinds import kinds_of_links
@@ -357,3 +358,10 @@ def test_a_rank_knows_the_gpus_of_the_ranks_before_it(
         assert of("cuda:0", local_rank, seen=1) == ["01", "03", "05", "06"]
     assert of("cuda:1", 7) == ["01", "03"]
     assert of("cpu", 2) == ["", "", ""]
+
+
+def test_addresses_of_this_host_have_their_subnets() -> None:
+    found = rdma_ports._subnets()
+    assert found["127.0.0.1"] == "127.0.0.0/8"
+    assert found.get("::1", "::1/128") == "::1/128"
+    assert set(addresses()) <= set(found)

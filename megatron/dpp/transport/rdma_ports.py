@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -9,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from megatron.dpp.errors import TransportError
-from megatron.dpp.hosts import addresses, family_of, subnets
+from megatron.dpp.hosts import addresses, family_of
 from megatron.dpp.transport.options import RdmaOptions, TransportOptions
 from megatron.dpp.transport.pci import gpus_of_ranks, pci_distance, pci_path
 from megatron.dpp.transport.rdma_places import Place
@@ -71,7 +73,7 @@ def find_places(
     node = Node(
         gpus=gpus_of_ranks(device, int(os.environ.get("LOCAL_RANK", "0"))),
         cards={name: pci_path(f"class/infiniband/{name}/device") for name in names},
-        subnets=subnets(),
+        subnets=_subnets(),
         infiniband=_infiniband_interfaces(addresses().get(address, "")),
         refused=refused,
     )
@@ -257,6 +259,18 @@ def _place_on(
         distance=distance,
     )
     return place, ""
+
+
+def _subnets() -> dict[str, str]:
+    """The subnet of each address of this host, like ``10.0.0.0/16``."""
+    found = {}
+    for entries in psutil.net_if_addrs().values():
+        for entry in entries:
+            if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.netmask:
+                length = int(ipaddress.ip_address(entry.netmask)).bit_count()
+                address = ipaddress.ip_interface(f"{entry.address}/{length}")
+                found[str(address.ip)] = str(address.network)
+    return found
 
 
 def _subnet_of(gid: str, node: Node, *, infiniband: bool) -> str:
