@@ -11,7 +11,7 @@ import torch
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore import steps
+from megatron.dpp.mcore import boundary, steps
 from megatron.dpp.mcore.steps import Stage, StepCall
 from megatron.dpp.runtime import dynamic
 from tests.runtime.test_stage import Chunk, config_with
@@ -53,6 +53,13 @@ def test_a_sequence_is_shared_out_over_context_and_tensor_ranks(
     assert tokens.count(call.boundary_example()) == tokens.largest
 
 
+def test_a_rank_counts_its_own_part_of_a_microbatchs_tokens() -> None:
+    """At least one, as a nominal length of 1 is shared out as well and sizes divide by it."""
+    call = call_of(tensor=2, context=4, sequence_parallel=True)
+    assert call.tokens(64).of_rank([64 * 3, 80]) == [8 * 3, 10]
+    assert dataclasses.replace(call, seq_length=1).tokens(1).largest == 1
+
+
 @pytest.mark.parametrize(("varies", "rows"), [(True, 96), (False, 16)])
 def test_the_most_tokens_are_those_of_the_longest_sequence_where_lengths_vary(
     varies: bool, rows: int
@@ -90,6 +97,22 @@ def test_lengths_above_the_longest_that_is_known_are_not_captured(
     buckets: str, rows: list[int]
 ) -> None:
     assert call_of(context=4).captured_rows(DppConfig(length_buckets=buckets)) == rows
+
+
+@pytest.mark.parametrize("buckets", ["geometric", "66"])
+def test_captured_lengths_are_shared_out_without_a_remainder(buckets: str) -> None:
+    call = dataclasses.replace(call_of(context=3), seq_length=3 * 640)
+    rows = call.captured_rows(DppConfig(length_buckets=buckets))
+    lengths = DppConfig(length_buckets=buckets).buckets(3 * 640, 3)
+    assert [3 * row for row in rows] == list(lengths)
+    with pytest.raises(ConfigError, match="64 is no multiple of 3"):
+        call.captured_rows(DppConfig(length_buckets="64"))
+
+
+@pytest.mark.parametrize("given", [([], [(4,)]), ([(4,)], []), ([], [])])
+def test_a_boundary_has_a_tensor_also_where_the_pipeline_begins_or_ends(given: Any) -> None:
+    with pytest.raises(ConfigError, match="each list needs one shape or more"):
+        boundary.boundaries((2, 3, 4), 2, lambda receives, sends: given)
 
 
 def test_tensors_of_other_shapes_are_not_counted_as_tokens() -> None:
@@ -132,6 +155,8 @@ def test_losses_scaled_by_one_tensor_need_one_tensor(name: str, flag: str) -> No
     several = {"adjust_tensor_shapes_fn": lambda receives, sends: (receives, [*sends, (3,)])}
     dataclasses.replace(call_of(), **several).boundaries(64)
     call_of(**{name: 4}).boundaries(64)
+    with pytest.raises(ConfigError, match="exchange one tensor"):  # megatron-core asks for None
+        dataclasses.replace(call_of(**{name: 0}), **several).boundaries(64)
     with pytest.raises(ConfigError, match=f"{flag}.* exchange one tensor, not 2"):
         dataclasses.replace(call_of(**{name: 4}), **several).boundaries(64)
 

@@ -285,6 +285,18 @@ def test_a_stage_holds_reductions_back_from_its_beginning_to_its_end() -> None:
         assert timers.told == ["start forward-backward", "stop forward-backward"]
 
 
+@pytest.mark.parametrize("barrier", [True, False])
+def test_the_timer_of_a_step_begins_at_a_barrier_where_the_config_asks(barrier: bool) -> None:
+    started: list[dict[str, Any]] = []
+
+    def timers(name: str, log_level: int) -> Any:
+        return SimpleNamespace(start=lambda **given: started.append(given))
+
+    config = config_with(timers=timers, barrier_with_L1_time=barrier, no_sync_func=[])
+    stage_of([Chunk(config)]).open()
+    assert started == [{"barrier": barrier}]
+
+
 @pytest.mark.parametrize("deallocate", [True, False])
 def test_only_an_output_of_one_tensor_is_freed_and_as_the_config_says(
     monkeypatch: pytest.MonkeyPatch, deallocate: bool
@@ -330,6 +342,31 @@ def test_a_stage_keeps_its_inputs_for_its_backward_alone(
     assert seen[1]["is_first_microbatch"] is False and seen[1]["current_microbatch"] == 2
     assert stage._num_tokens == 6 and stage._num_forwards == 2
     assert len(stage._kept) == (0 if forward_only else 2)
+
+
+def test_only_the_last_chunk_of_the_last_rank_computes_the_loss() -> None:
+    call = stage_of([Chunk(config_with()), Chunk(config_with())]).call
+    stages = [Stage(call, rank, 2, 1, None) for rank in range(2)]
+    last = [[stage.is_last(chunk) for chunk in range(2)] for stage in stages]
+    assert last == [[False, False], [False, True]]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_forward_collects_what_the_call_asks(
+    monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    """Whatever a model returns is no loss then; only an evaluation's first step is a first one."""
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        steps.schedules, "forward_step", lambda *_, **more: seen.append(more) or (torch.zeros(1), 0)
+    )
+    stage = stage_of(
+        [Chunk(config_with())], collect_non_loss_data=asked, first_val_step=asked, forward_only=True
+    )
+    stage.call.pg_collection.cp = SimpleNamespace(size=lambda: 1)
+    stage.forward(0, 0, None)
+    assert seen[0]["collect_non_loss_data"] is seen[0]["is_first_microbatch"] is asked
+    assert seen[0]["vp_stage"] is None, "a single chunk has no number"
 
 
 class TestBoundaryBackward:
