@@ -11,9 +11,12 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore import layers, packed
+from megatron.dpp.mcore.experts import GroupedExperts
 from megatron.dpp.mcore.layers import SdpaAttention, TorchNorm
 
 
@@ -86,15 +89,64 @@ def test_ranks_that_hold_parts_of_a_sequence_draw_from_the_default_state(
     assert attention(q, k, v, None).shape == (6, 1, 4)
 
 
+def test_a_call_may_ask_for_another_mask_than_the_layers() -> None:
+    """megatron-core's layers pass a type with each call."""
+    q, k, v = torch.randn(3, 6, 1, 2, 4, generator=torch.Generator().manual_seed(1))
+    causal, full = (
+        SdpaAttention(config_with(attention_dropout=0.0), 1, kind, "self")
+        for kind in (AttnMaskType.causal, AttnMaskType.no_mask)
+    )
+    for one, other in ((causal, full), (full, causal)):
+        expected = other(q, k, v, None)
+        assert torch.equal(one(q, k, v, None, attn_mask_type=other.attn_mask_type), expected)
+        assert not torch.allclose(one(q, k, v, None), expected)
+
+
+@pytest.mark.parametrize(
+    ("asked", "flag"),
+    [({"window_size": (0, 4)}, "--window-size"), ({"softmax_type": "learnable"}, "--softmax-type")],
+)
+def test_what_our_attention_cannot_do_is_refused(asked: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} is not possible with --transformer-impl local"):
+        SdpaAttention(config_with(**asked), 1, AttnMaskType.causal, "self")
+
+
+@pytest.mark.parametrize("experts", [None, 4])
+def test_a_block_is_made_from_the_specs_of_its_own_stage(
+    experts: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers compare with a kernel's name, which exists with Transformer Engine alone."""
+    asked: list[dict[str, Any]] = []
+    named: list[int] = []
+    layer = get_gpt_layer_local_spec()
+
+    def specs(config: Any, **given: Any) -> Any:
+        asked.append(given)
+        return SimpleNamespace(layer_specs=[layer, layer], layer_norm="another")
+
+    monkeypatch.setattr(layers, "get_gpt_decoder_block_spec", specs)
+    monkeypatch.setattr(layers, "_name_missing_kernel", lambda: named.append(1))
+    sizes = {"num_moe_experts": experts, "moe_ffn_hidden_size": experts and 8}
+    config = config_with(normalization="RMSNorm", qk_l2_norm=True, **sizes)
+    block = layers.block_spec(config, vp_stage=1)
+    assert asked == [{
+        "use_transformer_engine": False, "normalization": "RMSNorm", "qk_l2_norm": True,
+        "vp_stage": 1,
+    }]  # fmt: skip
+    assert len(block.layer_specs) == 2 and block.layer_norm is TorchNorm
+    assert len(named) == (experts is not None)
+
+
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("cut", [True, False])
 def test_norms_tell_that_their_gradients_are_sums_over_tensor_ranks(kind: str, cut: bool) -> None:
     config = config_with(
         normalization=kind, sequence_parallel=cut, tensor_model_parallel_size=2,
-        use_cpu_initialization=True, layernorm_epsilon=1e-3,
+        use_cpu_initialization=True, layernorm_epsilon=1e-3, params_dtype=torch.bfloat16,
     )  # fmt: skip
     norm: Any = TorchNorm(config, 8, eps=1e-3)
     assert type(norm).__name__ == kind and norm.eps == 1e-3
+    assert {parameter.dtype for parameter in norm.parameters()} == {torch.bfloat16}
     marks = {name: p.sequence_parallel for name, p in norm.named_parameters()}
     assert set(marks.values()) == {cut} and len(marks) == (2 if kind == "LayerNorm" else 1)
 
@@ -124,6 +176,71 @@ def test_layers_are_made_from_the_attention_that_can_do_it(
     assert (attention.module is packed.PackedSelfAttention) is packs
     norms = (parts.input_layernorm, parts.pre_mlp_layernorm, attention.submodules.q_layernorm)
     assert set(norms) == {TorchNorm}
+
+
+@pytest.mark.parametrize(
+    ("latent", "names"), [(False, ("q_layernorm", "k_layernorm")), (True, ("kv_layernorm",))]
+)
+def test_norms_of_queries_and_keys_are_ours_where_the_layer_has_them(
+    latent: bool, names: tuple[str, ...]
+) -> None:
+    for normed in (True, False):
+        layer = get_gpt_layer_local_spec(qk_layernorm=normed, multi_latent_attention=latent)
+        made = layers._LocalLayers(config_with(), "torch").made_from(layer)
+        attention = made.submodules.self_attention.submodules
+        assert {getattr(attention, name) is TorchNorm for name in names} == {normed}
+
+
+@pytest.mark.parametrize("stage", [0, 1, None])
+def test_a_bert_stage_builds_the_layers_of_its_own_chunk(
+    stage: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = {None: 5, 0: 2, 1: 3}
+    monkeypatch.setattr(
+        layers, "get_num_layers_to_build", lambda config, vp_stage=None: numbers[vp_stage]
+    )
+    block = layers.block_spec(config_with(), arch="bert", vp_stage=stage)
+    assert len(block.layer_specs) == numbers[stage] and block.layer_norm is TorchNorm
+    attention = block.layer_specs[0].submodules.self_attention
+    assert attention.module is not packed.PackedSelfAttention
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_experts_are_grouped_where_asked_in_layers_of_further_tokens_too(
+    grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_with(num_moe_experts=2, moe_ffn_hidden_size=8, mtp_num_layers=1)
+    layer = get_gpt_layer_local_spec(num_experts=2)
+    parts: Any = SimpleNamespace(**{layers.compat.field_name(layers.compat.MTP_LAYER): layer})
+    further = SimpleNamespace(layer_specs=[SimpleNamespace(submodules=parts)])
+    block = SimpleNamespace(layer_specs=[layer])
+    monkeypatch.setattr(layers, "get_gpt_decoder_block_spec", lambda *_, **__: block)
+    monkeypatch.setattr(layers, "get_gpt_mtp_block_spec", lambda *_, **__: further)
+    predicted: Any = layers.prediction_spec(config, grouped_experts=grouped)
+    made = [
+        *layers.block_spec(config, grouped_experts=grouped).layer_specs,  # type: ignore[list-item]
+        getattr(
+            predicted.layer_specs[0].submodules, layers.compat.field_name(layers.compat.MTP_LAYER)
+        ),
+    ]
+    expected = GroupedExperts if grouped else SequentialMLP
+    assert [one.submodules.mlp.submodules.experts.module for one in made] == [expected] * 2
+    assert layer.submodules.mlp.submodules.experts.module is SequentialMLP, "it is megatron-core's"
+
+
+def test_further_tokens_are_predicted_around_the_last_layer_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first ones of a model with experts may be dense."""
+    given: list[Any] = []
+    monkeypatch.setattr(layers, "get_gpt_decoder_layer_specs", lambda *_, **__: ["dense", "last"])
+    monkeypatch.setattr(
+        layers, "get_gpt_mtp_block_spec",
+        lambda config, layer, engine, vp_stage: given.append((layer, vp_stage)),
+    )  # fmt: skip
+    config = config_with(mtp_num_layers=1)
+    assert layers.prediction_spec(config, vp_stage=3) is None
+    assert given == [("last", 3)]
 
 
 @pytest.mark.parametrize("implementation", ["torch", "megatron"])
