@@ -117,6 +117,31 @@ def test_no_gradient_is_added_within_a_product() -> None:
     assert not any(layer.gradient_accumulation_fusion for layer in fused)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_only_products_that_are_grouped_leave_the_fusion(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single expert runs as megatron-core's, whose product may add its gradient in place."""
+
+    def expert() -> Any:
+        made = torch.nn.Module()
+        made.linear_fc1, made.linear_fc2 = layers()[:2]
+        made.linear_fc1.gradient_accumulation_fusion = True  # type: ignore[assignment]
+        made.linear_fc2.gradient_accumulation_fusion = True  # type: ignore[assignment]
+        return made
+
+    def build(self: Any) -> None:
+        torch.nn.Module.__init__(self)
+        self.config = SimpleNamespace(add_bias_linear=False)
+        self.local_experts = torch.nn.ModuleList(expert() for _ in range(number))
+
+    monkeypatch.setattr(experts.SequentialMLP, "__init__", build)
+    built = GroupedExperts()
+    assert len(list(built.parameters())) == 2 * number, "each is registered once"
+    fused = {layer.gradient_accumulation_fusion for one in built.linears for layer in one.layers}
+    assert fused == {number == 1}
+
+
 def test_what_cannot_be_grouped_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     built = GroupedExperts.__new__(GroupedExperts)
     torch.nn.Module.__init__(built)
@@ -126,6 +151,12 @@ def test_what_cannot_be_grouped_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     )
     built.linears = (SimpleNamespace(weights=[weight]),)
     with pytest.raises(ConfigError, match=r"experts of \[24, 12\] in torch.bfloat16"):
+        built._check()
+    weight.shape, weight.dtype = (24, 16), torch.float16
+    with pytest.raises(ConfigError, match=r"experts of \[24, 16\] in torch.float16"):
+        built._check()
+    weight.shape, weight.dtype = (12, 24), torch.bfloat16
+    with pytest.raises(ConfigError, match=r"experts of \[12, 24\]"):
         built._check()
     weight.shape = (24, 16)
     built._check()
@@ -222,3 +253,5 @@ def test_probabilities_on_the_input_are_not_applied_twice() -> None:
     assert given[0].tolist() == [[0.5, 0.5], [0.25, 0.25], [1.0, 1.0]]
     assert given[1].tolist() == [1.0, 1.0, 1.0]
     assert ends == [[1, 3]], "the first expert's tokens are first"
+    built.forward(tokens.bfloat16(), torch.tensor([1, 2]), probs)
+    assert given[2].dtype == torch.bfloat16, "weights of fp32 would widen the product"

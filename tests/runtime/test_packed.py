@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +120,35 @@ def test_every_kernel_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch, fun
     )
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_kernel_is_told_the_mask_and_flash_attention_the_dropout(
+    monkeypatch: pytest.MonkeyPatch, causal: bool
+) -> None:
+    given: list[dict[str, Any]] = []
+
+    def old(q: Any, *_: Any, is_causal: bool) -> Any:
+        given.append({"is_causal": is_causal})
+        return q
+
+    def new(q: Any, *_: Any, scale: float, window_size: tuple[int, int]) -> Any:
+        given.append({"window_size": window_size})
+        return q
+
+    def flash(q: Any, *_: Any, **options: Any) -> Any:
+        given.append(options)
+        return q
+
+    q = torch.zeros(TOKENS, 4, 8)
+    for function in (old, new, flash):
+        monkeypatch.setattr(packed, "_imported", lambda *_, function=function: function)
+        call = packed._by_flash_attention if function is flash else packed._by_torch
+        dropout = 0.25 if function is flash else 0.0
+        call(q, q, q, Documents(STARTS, 5), causal=causal, scale=0.5, dropout=dropout)
+    window = (-1, 0) if causal else (-1, -1)
+    of_flash = {"dropout_p": 0.25, "softmax_scale": 0.5, "causal": causal}
+    assert given == [{"is_causal": causal}, {"window_size": window}, of_flash]
+
+
 @pytest.mark.parametrize(
     ("there", "dtype", "dropout", "expected"),
     [
@@ -147,6 +177,8 @@ def test_the_first_kernel_that_is_there(
         assert packed._kernel(query, dropout) is None, "no head size of theirs"
     query.shape = (9, 1, 4, 256)
     assert packed._kernel(query, dropout) is found
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert packed._kernel(query, dropout) is found
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert packed._kernel(query, dropout) is None
 
@@ -158,6 +190,32 @@ def test_all_layers_share_the_documents() -> None:
     assert documents_of(params) is documents_of(params)
     assert documents_of(params).bounds(TOKENS) == [(0, 3), (3, 4), (4, 4), (4, 9)]
     assert documents_of(packed_params(STARTS, 5)) is not documents_of(params)
+    given = Documents(STARTS, 7)
+    assert documents_of(packed_params(STARTS, 7, given)) is given
+    assert documents_of(copy.copy(params)) is documents_of(params), "each layer has a copy"
+
+
+def test_megatron_cores_attention_gets_each_document_without_the_mask_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[list[float], Any]] = []
+
+    def forward(_: Any, q: torch.Tensor, k: Any, v: Any, mask: Any, *rest: Any) -> torch.Tensor:
+        assert torch.equal(q, k) and torch.equal(k, v) and rest == ("type",)
+        seen.append((q.flatten().tolist(), mask))
+        return 2 * q
+
+    monkeypatch.setattr(packed.DotProductAttention, "forward", forward)
+    attention = packed.PackedDotProductAttention.__new__(packed.PackedDotProductAttention)
+    torch.nn.Module.__init__(attention)
+    tokens, mask = torch.arange(float(TOKENS)).view(TOKENS, 1, 1), torch.ones(1)
+    given = (tokens, tokens, tokens, mask, "type")
+    found = attention.forward(*given, packed_seq_params=packed_params(STARTS, 5))
+    assert torch.equal(found, 2 * tokens[:, None])
+    assert seen == [([0.0, 1.0, 2.0], None), ([3.0], None), ([4.0, 5.0, 6.0, 7.0, 8.0], None)]
+    seen.clear()
+    attention.forward(*given)
+    assert len(seen) == 1 and seen[0][1] is mask
 
 
 @pytest.mark.parametrize(
