@@ -20,6 +20,8 @@ from megatron.dpp.mcore.wgrad.te import (
     _has_trained_weight,
     adding,
     delay_weight_gradients,
+    is_delayed,
+    refuse_delayed,
     why_fused,
 )
 from tests.runtime import te_double
@@ -197,6 +199,62 @@ def test_every_gradient_waits_for_its_own_microbatch(return_bias: bool) -> None:
         assert torch.equal(one.grad, other.main_grad)
 
 
+def test_a_module_outside_of_the_layers_computes_its_gradient_after_a_backward() -> None:
+    """A backward that does not come to it has left nothing there."""
+    layer, head = (layer_of(te_double, return_bias=False, delay=True) for _ in range(2))
+    chunk = torch.nn.ModuleList([layer, head])
+    with_hooks(head)
+    delayed = DelayedModules(chunk, [layer], with_hooks(layer))
+    backward(layer, 1.0)
+    delayed.after_backward(0)
+    assert not head.fc.weight.main_grad.any()
+    backward(layer, 1.0)
+    backward(head, 1.0)
+    delayed.after_backward(1)
+    once = head.fc.weight.main_grad
+    assert once.any() and not layer.fc.weight.main_grad.any()
+    assert not delayed.knows(head.fc.weight) and delayed.knows(layer.fc.weight)
+    for microbatch in range(2):
+        delayed.run(0, microbatch)
+    assert torch.equal(layer.fc.weight.main_grad, 2 * once)
+
+
+def test_a_captured_entry_is_the_newest_and_is_computed_before_those_that_wait() -> None:
+    """Graphs are captured while eager microbatches wait for their W."""
+    layer, alone = (layer_of(te_double, return_bias=True, delay=True) for _ in range(2))
+    delayed, expected = (DelayedModules(each, [each], with_hooks(each)) for each in (layer, alone))
+    parameters = list(layer.fc.parameters())
+    backward(layer, 1.0)
+    delayed.after_backward(0)
+    backward(layer, 2.0)  # captured
+    ((number, entry),) = delayed.take({parameter: parameter.grad for parameter in parameters})
+    layer.zero_grad()
+    entry.compute()
+    backward(alone, 2.0)
+    expected.after_backward(0)
+    expected.run(0, 0)
+    assert number == 0 and entry.num_bytes() == 0
+    for one, other in zip(layer.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(one.main_grad, other.main_grad)
+    delayed.run(0, 0)
+    backward(alone, 1.0)
+    expected.after_backward(1)
+    expected.run(0, 1)
+    delayed.check_empty()
+    for one, other in zip(layer.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(one.main_grad, other.main_grad)
+
+
+def test_a_module_that_was_built_without_the_delay_is_left_alone() -> None:
+    layer = layer_of(te_double, return_bias=False, delay=False)
+    delayed = DelayedModules(layer, [layer], None)
+    assert not delayed and not is_delayed(layer.fc)
+    delayed.after_backward(0)
+    refuse_delayed([layer], "no W")
+    with pytest.raises(ConfigError, match=r"chunk 1: .* would be lost: no W"):
+        refuse_delayed([layer, layer_of(te_double, return_bias=False, delay=True)], "no W")
+
+
 def test_memory_that_a_weight_has_yet_to_get_is_not_kept() -> None:
     """A grouped layer leaves it in ``grad``, without numbers."""
     layer = layer_of(te_double, return_bias=False, delay=True)
@@ -241,6 +299,9 @@ def test_without_transformer_engine_the_reason_says_so(monkeypatch: pytest.Monke
             "2.8.0",
             [
                 ({"fp8": "hybrid"}, "8- and 4-bit layers"),
+                ({"fp4": "nvfp4"}, "8- and 4-bit layers"),
+                ({"cpu_offloading": True}, "activations are offloaded"),
+                ({"fine_grained_activation_offloading": True}, "activations are offloaded"),
                 ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
                 ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap"),
                 ({"use_cpu_initialization": True}, "--use-cpu-initialization"),

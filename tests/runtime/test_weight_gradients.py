@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,6 +143,57 @@ def test_a_layer_behind_frozen_ones_computes_its_gradient_within_b(bias: bool) -
         assert bool(deferred) is bias, "a trained bias leads the backward here"
 
 
+def test_a_bias_gets_the_sum_over_all_rows_of_an_input_of_any_rank() -> None:
+    """Experts take [tokens, h], attention [s, b, h]."""
+    chunk = Chunk(Linear(bias=True))
+    store = WeightGradients([chunk])
+    for shape in ((6, 2), (3, 2, 2)):
+        chunk.zero_grad()
+        with store.bound():
+            chunk(torch.ones(shape, requires_grad=True)).sum().backward()
+        rows = float(math.prod(shape[:-1]))
+        assert chunk.decoder.layers[0].bias.grad.tolist() == [rows, rows]  # type: ignore[union-attr]
+
+
+def test_a_product_of_another_dtype_is_the_layers_own() -> None:
+    """Its weight gradient is computed within B, unless no gradient is wanted at all."""
+    chunk = Chunk(Linear(output_dtype=torch.float64))
+    store = WeightGradients([chunk])
+    with store.bound(), store.divert() as deferred:
+        chunk(inputs(1)[0]).sum().backward()
+    assert not deferred and chunk.decoder.layers[0].weight.grad is not None  # type: ignore[union-attr]
+
+
+def test_a_fused_product_is_told_to_the_wrapper_after_it_was_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DistributedDataParallel counts a weight by its hook, and reads no ``grad`` of it then."""
+    told: list[str] = []
+
+    class Fused(Linear):
+        gradient_accumulation_fusion = True
+
+    class Wrapper(Chunk):
+        def _make_backward_post_hook(self, weight: Any) -> Any:
+            return lambda: told.append(f"hook {list(weight.grad.shape)}")
+
+    def add(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> None:
+        assert weight.grad is None and total_input.shape == grad_output.shape == (3, 2)
+        told.append("added")
+
+    monkeypatch.setattr(linear, "DistributedDataParallel", Wrapper)
+    monkeypatch.setattr(linear.fused_wgrad, "accumulate", add)
+    chunk = Wrapper(Fused())
+    store = WeightGradients([chunk])
+    with store.bound():
+        output = chunk(inputs(1)[0]).sum()
+        with store.collect(0, 0):
+            output.backward()
+        assert not told
+        store.run(0, 0, 0)
+    assert told == ["added", "hook [2, 2]"]
+
+
 @pytest.mark.parametrize("frozen", ["weight", "absent"])
 def test_layers_without_a_trained_weight_defer_nothing(frozen: str) -> None:
     layer = Linear()
@@ -150,6 +202,12 @@ def test_layers_without_a_trained_weight_defer_nothing(frozen: str) -> None:
     else:
         layer.weight = None  # type: ignore[assignment]
     assert WeightGradients([Chunk(layer), Chunk(torch.nn.Identity())]).num_pieces == (0, 0)
+
+
+def test_each_chunk_counts_its_own_layers_that_defer() -> None:
+    chunks: list[torch.nn.Module] = [Chunk(Linear(), Linear()), Chunk(torch.nn.Identity())]
+    assert WeightGradients(chunks).num_pieces == (2, 0)
+    assert WeightGradients(chunks[::-1]).num_pieces == (0, 2)
 
 
 def test_a_chunk_without_a_block_defers_nothing() -> None:
@@ -243,7 +301,8 @@ def test_tensor_parallel_inputs_are_gathered_and_their_gradients_reduced(
     )
     chunk = Chunk(layer)
     store = WeightGradients([chunk])
-    (value,) = inputs(1)
+    value = inputs(1)[0].detach().repeat_interleave(2, dim=2)[..., ::2].requires_grad_()
+    assert not value.is_contiguous(), "collectives take no other tensors"
     with store.bound():
         output = chunk(value)
         assert len(output) == (6 if way == "sequence" else 3)
@@ -333,6 +392,23 @@ def test_experts_with_a_frozen_weight_defer_nothing() -> None:
     assert not store._groups
 
 
+def test_each_product_of_experts_defers_to_its_own_weights() -> None:
+    chunk = torch.nn.Module()
+    linears: list[Any] = [
+        SimpleNamespace(weights=[torch.nn.Parameter(torch.zeros(2, 2))]) for _ in range(2)
+    ]
+    store = WeightGradients([Chunk(Linear())])
+    store._add_group(SimpleNamespace(linears=linears), 0, chunk)  # type: ignore[arg-type]
+    with store.divert() as deferred:
+        for _, defer in store._groups:
+            defer(torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(1))
+    first, second = deferred[0]
+    first.accumulate[0](torch.ones(2, 2))  # type: ignore[attr-defined]
+    assert linears[0].weights[0].grad is not None and linears[1].weights[0].grad is None
+    second.accumulate[0](torch.ones(2, 2))  # type: ignore[attr-defined]
+    assert torch.equal(linears[0].weights[0].grad, linears[1].weights[0].grad)
+
+
 def test_work_goes_to_the_innermost_collection_and_then_again_to_the_one_around_it() -> None:
     store, work = WeightGradients([Chunk(Linear())]), [Any, Any]
     waiting: Any = [SimpleNamespace(num_bytes=lambda: 0) for _ in work]
@@ -341,6 +417,50 @@ def test_work_goes_to_the_innermost_collection_and_then_again_to_the_one_around_
             store.defer(0, waiting[0])
         store.defer(0, waiting[1])
     assert (inner, outer) == ({0: [waiting[0]]}, {0: [waiting[1]]})
+
+
+class Modules:
+    """Modules of a chunk that delay their weight gradients; they note what they are told."""
+
+    def __init__(self, chunk: Any, layers: Any, ddp: Any) -> None:
+        self.told: list[Any] = []
+
+    def restart(self) -> None:
+        self.told.append("restart")
+
+    def check_empty(self) -> None:
+        self.told.append("check")
+
+    def run(self, layer: int, microbatch: int) -> None:
+        self.told.append((layer, microbatch))
+
+    def after_backward(self, microbatch: int) -> None:
+        self.told.append(microbatch)
+
+    def num_bytes(self) -> int:
+        return 5
+
+
+def test_modules_that_delay_alone_make_pieces_of_their_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step begins and ends with their queues empty, and what they hold counts."""
+    monkeypatch.setattr(linear, "DelayedModules", Modules)
+    chunks: list[torch.nn.Module] = [
+        Chunk(*(torch.nn.Identity() for _ in range(n))) for n in (3, 2)
+    ]
+    store = WeightGradients(chunks)
+    assert store.num_pieces == (3, 2) and store.held_bytes == 10
+    with store.bound():
+        with store.collect(0, 4):
+            pass
+        for piece in range(3):
+            store.run(0, 4, piece)
+    told = [store.delayed_by_modules(chunk).told for chunk in range(2)]  # type: ignore[union-attr]
+    assert told == [["restart", 4, (2, 4), (1, 4), (0, 4), "check"], ["restart", "check"]]
+    with pytest.raises(ValueError, match="of the step"), store.bound():
+        raise ValueError("of the step")
+    assert told[1] == ["restart", "check", "restart"], "the step's own error is told"
 
 
 def test_the_modules_of_a_chunk_hear_of_its_own_backwards() -> None:
