@@ -16,6 +16,8 @@ from megatron.core.optimizer import optimizer as core
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
 from megatron.dpp.mcore.training.fused_step import (
+    _is_on_gpus,
+    _one_kernel,
     clipping,
     copy,
     divisor,
@@ -84,19 +86,45 @@ def test_gradients_within_the_norm_and_of_no_known_norm_are_not_clipped() -> Non
 @pytest.mark.parametrize("norm", [4.0, torch.tensor(4.0, dtype=torch.float64)])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_clipping_divides(kind: Any, norm: Any) -> None:
-    """In Adam's own step too, with and without a norm that was read."""
+    """In Adam's own step too, with and without a norm that was read. One has no gradient."""
     parameters = [torch.nn.Parameter(t) for t in tensors(5)]
+    unused = torch.nn.Parameter(torch.ones(2))
     for parameter, grad in zip(parameters, tensors(6), strict=True):
         parameter.grad = grad
     inner = kind(parameters, lr=0.1)
     expected = 0.5 if kind is torch.optim.SGD else 1.0
     with clipping([inner]):
-        core.clip_grad_by_total_norm_fp32(parameters, 2.0, norm)
+        core.clip_grad_by_total_norm_fp32([*parameters, unused], 2.0, norm)
         if kind is torch.optim.AdamW:
             assert inner.grad_scale.item() == pytest.approx(2.0, rel=1e-6)
     assert not hasattr(inner, "grad_scale")
     for parameter, grad in zip(parameters, tensors(6), strict=True):
         torch.testing.assert_close(parameter.grad, grad * expected)
+
+
+def test_sharded_gradients_are_clipped_and_measured_as_megatron_core_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A norm of local shards would be another on each rank."""
+    asked: list[Any] = []
+
+    def clip(
+        parameters: Any, max_norm: Any, total_norm: Any, use_decoupled_grad: bool = False
+    ) -> None:
+        asked.append((parameters, max_norm, total_norm, use_decoupled_grad))
+
+    path = "megatron.dpp.mcore.training.fused_step._sharded"
+    monkeypatch.setattr(path, lambda grads: True)
+    monkeypatch.setattr(core, "clip_grad_by_total_norm_fp32", clip)
+    parameters = [torch.nn.Parameter(t) for t in tensors(5)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    inner = torch.optim.AdamW(parameters, lr=0.1)
+    with clipping([inner]):
+        core.clip_grad_by_total_norm_fp32(parameters, 2.0, 4.0, use_decoupled_grad=True)
+        assert not hasattr(inner, "grad_scale")
+    assert asked == [(parameters, 2.0, 4.0, True)]
+    assert grad_norm(lambda grads, norm_type, group: (norm_type, group), [], 2, "g") == (2, "g")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -156,6 +184,36 @@ def test_nothing_changes_on_a_cpu() -> None:
     with fused_step(optimizer), fused_step(SimpleNamespace(optimizer=None)), fused_step(empty):
         assert clip_grads.l2_norm_impl is before
         assert not optimizer.chained_optimizers[0].optimizer.param_groups[0]["fused"]
+
+
+def test_adam_is_fused_for_one_step_from_any_loaded_state() -> None:
+    """A fused kernel wants counts of fp32 where the parameters are, and saves no setting."""
+    stepped, elsewhere, fresh = (
+        torch.nn.Parameter(torch.ones(2, device=device)) for device in ("cpu", "meta", "cpu")
+    )
+    adam = torch.optim.AdamW([stepped, elsewhere], lr=0.1, foreach=True)
+    adam.add_param_group({"params": [fresh], "foreach": None})
+    count = torch.tensor(3.0, dtype=torch.float64)
+    adam.state[stepped]["step"], adam.state[elsewhere]["step"] = count, count
+    with pytest.raises(ValueError, match="of the step"), _one_kernel(adam):
+        assert [(each["fused"], each["foreach"]) for each in adam.param_groups] == [
+            (True, False)
+        ] * 2
+        assert adam.state[stepped]["step"].dtype == torch.float32
+        assert adam.state[stepped]["step"].item() == 3.0
+        assert adam.state[elsewhere]["step"].is_meta
+        raise ValueError("of the step")
+    assert [(each["fused"], each["foreach"]) for each in adam.param_groups] == [
+        (None, True), (None, None)
+    ]  # fmt: skip
+    assert fresh not in adam.state, "a first step would take it for its own"
+
+
+def test_an_optimizer_with_a_parameter_on_the_host_is_not_fused() -> None:
+    on_gpu, on_host = (SimpleNamespace(is_cuda=is_cuda) for is_cuda in (True, False))
+    for parameters, fused in (([on_gpu], True), ([on_gpu, on_host], False), ([], False)):
+        groups = [{"params": [each]} for each in parameters]
+        assert _is_on_gpus(SimpleNamespace(param_groups=groups)) is fused
 
 
 @pytest.mark.gpu
