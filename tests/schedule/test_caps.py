@@ -198,6 +198,7 @@ def of_the_last_chunk(view):
 def test_what_the_head_takes_is_told_from_the_other_chunks():
     assert LastRank.of([100, 100, 250], (2, 2, 2)) == (100, 1.0, 3.0)
     assert LastRank.of([100, 150, 200], (2, 3, 0)) == (150, 0.0, pytest.approx(400 / 150))
+    assert LastRank.of([40, 100, 250], (0, 2, 2)) == (100, 1.0, 3.0), "an embedding alone"
     assert LastRank.of([100, 110], (2, 2)) == (100, 1.0, pytest.approx(0.2))
     assert LastRank.of([100, 260], (1, 1)) == (100, 1.0, 3.2)
     assert LastRank.of([500], (4,)) == LastRank.of([0, 500], (0, 4)) == (500, 1.0, 1.0)
