@@ -22,7 +22,7 @@ from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Action, Geometry, Scheduler, View
 from megatron.dpp.trace import NullRecorder
 from megatron.dpp.transport.base import Direction, LinkInfo
-from megatron.dpp.transport.fake import FakeNetwork, FakeTransport
+from megatron.dpp.transport.fake import FakeNetwork, FakeTransport, VirtualClock
 from tests.runtime.pipelines import Arithmetic, check_values, run_pipeline
 
 
@@ -132,15 +132,6 @@ def test_an_evaluation_keeps_few_outputs(
     assert max(pending) <= (8 + 1 if v == 1 else p * (8 + 1) + v) < 60
 
 
-def test_a_backlog_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timeout applies only to sends that make no progress."""
-    monkeypatch.setattr("megatron.dpp.runtime.executor._MOST_PENDING", 1000)
-    runners = run_pipeline(
-        2, 1, 30, policy="depth-first", split=False, forward_only=True, late=0.05, timeout=1.0
-    )
-    assert len(runners[1].log) == 30
-
-
 @pytest.mark.parametrize("policy", ["dynamic", "megatron"])
 def test_a_first_rank_notices_that_its_receiver_left(policy: str) -> None:
     """Also with Megatron's order, where a forward may run but the next task is a backward."""
@@ -159,15 +150,14 @@ def test_a_first_rank_notices_that_its_receiver_left(policy: str) -> None:
 
 
 def test_policies_that_wait_for_each_other_are_named() -> None:
-    """Rank 1 runs no backward, so rank 0 waits for a gradient and rank 1 for the input after it."""
-    timid = f"{__name__}:_one_at_a_time"
+    """Rank 1 runs no backward, and waits for the input that rank 0 sends after its gradient."""
+    timid = Scheduler(Geometry(2, 1, 1, 2), policy=_forwards_alone, split_backward=False)
     with pytest.raises(TransferTimeout, match="or --dpp-policy waits for messages"):
-        run_pipeline(2, 1, 2, policy=timid, timeout=0.3)
+        last_rank(on_its_way(0.0), timid, HostTimer(), timeout=0.05).run()
+    assert timid.held == 1.0
 
 
-def _one_at_a_time(view: View) -> Action | None:
-    if view.geometry.rank == 0 and view.held:
-        return view.first_backward()
+def _forwards_alone(view: View) -> Action | None:
     return view.first_forward()
 
 
@@ -202,9 +192,10 @@ def test_both_ends_of_a_boundary_mean_the_same_channels() -> None:
 
 
 def test_an_undeclared_tensor_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arithmetic, "spread", lambda own, t, _: [t, t] if own.topology.rank else t)
+    monkeypatch.setattr(Arithmetic, "spread", lambda _, tensor, sizes: [tensor, tensor])
+    scheduler = Scheduler(Geometry(2, 1, 1, 2), split_backward=False)
     with pytest.raises(TypeError, match="returned Tensor, Tensor to its neighbour; 1 Tensor decl"):
-        run_pipeline(2, 1, 2, timeout=0.3)
+        last_rank(on_its_way(0.0), scheduler, HostTimer(), timeout=20.0).run()
 
 
 def test_shapes_that_are_no_shapes_are_refused() -> None:
@@ -296,10 +287,10 @@ class NeverStarts(HostTimer):
         return True
 
 
-def on_its_way(seconds: float) -> FakeNetwork:
+def on_its_way(seconds: float, **more: Any) -> FakeNetwork:
     """A network with the last rank's first input."""
     specs = list(LAST.channels([64], [64], 2).specs)
-    network = FakeNetwork(specs, delay=lambda *_: seconds, ahead=True)
+    network = FakeNetwork(specs, delay=lambda *_: seconds, ahead=True, **more)
     network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=0)
     return network
 
@@ -315,11 +306,11 @@ def test_an_input_is_ahead_of_its_task_in_later_iterations_too() -> None:
         assert (executor._awaited is not None) == ahead
 
 
-def test_a_device_that_waits_is_not_waited_for_longer_than_the_timeout() -> None:
-    """Also when the iteration has no other task left. The input arrives long after the test."""
+def test_a_device_that_waits_is_not_waited_for_longer_than_the_timeout(clock: VirtualClock) -> None:
+    """Also when the iteration has no other task left."""
     scheduler = Scheduler(Geometry(2, 1, 1, 1, forward_only=True))
-    executor = last_rank(on_its_way(100.0), scheduler, NeverStarts(), timeout=0.5)
-    executor._take = lambda *_: torch.zeros(1)  # type: ignore[method-assign]
+    network = on_its_way(0.2, clock=clock, stepping=True)
+    executor = last_rank(network, scheduler, NeverStarts(), timeout=0.5)
     with pytest.raises(TransferTimeout, match=r"microbatch 0 of iteration 0 .*rank 0 -> 1"):
         executor.run()
     assert scheduler.done

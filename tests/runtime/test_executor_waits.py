@@ -89,3 +89,20 @@ def test_what_arrives_ends_a_sleep(naps: list[tuple[float, bool]]) -> None:
     executor._links.poll = then_arrives  # type: ignore[assignment,method-assign]
     asleep(executor)
     assert naps == [(0.05, True)]
+
+
+def test_a_backlog_may_take_longer_than_the_timeout(
+    clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The timeout applies only to sends that make no progress."""
+    network = network_of(0, clock=clock, stepping=True)
+    receiver = network.transport(1)
+
+    def takes_one(own: FakeTransport, seconds: float) -> bool:
+        clock.advance_to(clock.now() + 0.9 * seconds)
+        return receiver.take(0).iteration == 0
+
+    monkeypatch.setattr("megatron.dpp.runtime.executor._MOST_PENDING", 1000)
+    monkeypatch.setattr(FakeTransport, "wait", takes_one)
+    rank_of(network, Geometry(2, 0, 1, 30, forward_only=True), timeout=1.0).run()
+    assert clock.now() > 1020.0

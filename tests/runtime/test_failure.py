@@ -44,6 +44,7 @@ class Opened(PipelineSchedule):
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.dpp.transport.base._EXPLAIN_SECONDS", 0.01)
     monkeypatch.setattr(failure, "_ASK_SECONDS", 0.1)
+    monkeypatch.setattr(failure, "_REPORT_SECONDS", 60.0)  # the store of a test answers
 
 
 @pytest.fixture
@@ -78,7 +79,10 @@ def test_an_error_that_no_link_explains_is_kept() -> None:
     assert schedule.closed
 
 
-def test_a_rank_of_another_replica_is_named_by_its_neighbour(store: HashStore) -> None:
+def test_a_rank_of_another_replica_is_named_by_its_neighbour(
+    store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure, "_ASK_SECONDS", 60.0)
     store.set("dpp/failure", "rank 3 (pid 7, shm) died: its socket was closed (says rank 1)")
     told = (
         r"rank 0: rank 3 \(pid 7, shm\) died: its socket was closed \(says rank 1\); "
@@ -186,13 +190,14 @@ def test_an_error_of_our_own_is_not_replaced() -> None:
 
 
 def test_a_store_that_never_answers_keeps_no_process_alive() -> None:
-    answered = threading.Event()
+    answered, before = threading.Event(), set(threading.enumerate())
     rank = threading.Thread(target=failure._within, args=(0.01, answered.wait), daemon=True)
     rank.start()
     try:
         rank.join(20)
         assert not rank.is_alive(), "it waits for the store no longer than it was told"
-        (asking,) = (each for each in threading.enumerate() if each.name == "dpp-failure")
+        (asking,) = set(threading.enumerate()) - before
+        assert asking.name == "dpp-failure"
         assert asking.daemon
     finally:
         answered.set()
