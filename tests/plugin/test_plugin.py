@@ -326,6 +326,25 @@ def test_a_resumed_host_goes_on_with_its_own_step_numbers(
     assert numbers == [0, 40, 40]
 
 
+def test_no_two_calls_of_a_host_without_a_count_have_one_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Random states and messages of an evaluation are not those of a training step."""
+    numbers: list[int] = []
+
+    def call(self: DppSchedule, **_: Any) -> None:
+        numbers.append(self.iteration)
+        self.iteration += 1
+
+    monkeypatch.setattr(DppSchedule, "check", lambda self, **given: None)
+    monkeypatch.setattr(DppSchedule, "__call__", call)
+    plugin.install()
+    run = schedules.get_forward_backward_func()
+    for evaluates in (False, True, False):
+        run(**keywords(forward_only=evaluates))
+    assert numbers == [0, 1, 2]
+
+
 def test_an_unknown_policy_is_refused_when_it_is_installed() -> None:
     with pytest.raises(ConfigError, match="policy"):
         plugin.install(DppConfig(policy="no such policy"))

@@ -147,10 +147,12 @@ def test_a_limit_may_count_microbatches_whatever_their_size(counts, order):
     assert drain(scheduler) == order
 
 
-@pytest.mark.parametrize(("deferred", "then"), [(True, "0W0"), (False, "0F2")])
-def test_what_weight_gradients_keep_counts_under_a_limit(deferred, then):
+@pytest.mark.parametrize(
+    ("deferred", "beta", "then"), [(True, 0.0, "0W0"), (True, 1.0, "0F2"), (False, 0.0, "0F2")]
+)
+def test_what_weight_gradients_keep_counts_under_a_limit(deferred, beta, then):
     limit = MemoryLimit(2.0, deferred=deferred)
-    scheduler = Scheduler(Geometry(2, 0, 1, 4), cap=4, limits=[limit])
+    scheduler = Scheduler(Geometry(2, 0, 1, 4), cap=4, beta=beta, limits=[limit])
     assert drain(scheduler) == "0F0 0F1"
     scheduler.arrived(Direction.BACKWARD, 0, 1)
     assert [str(scheduler.next()) for _ in range(2)] == ["0B0", then]
@@ -208,6 +210,15 @@ def test_messages_that_would_allow_a_task_at_once_are_told():
     assert evaluation.wanted() == [(Direction.FORWARD, 0)]
     evaluation.arrived(Direction.FORWARD, 0, 2)
     assert drain(evaluation) == "0F0 0F1" and evaluation.wanted() == []
+
+
+def test_a_message_that_is_here_and_that_the_policy_waits_with_is_not_wanted_again():
+    scheduler = Scheduler(Geometry(2, 0, 2, 4), policy="megatron", split_backward=False)
+    for direction, chunk, total in ((0, 1, 2), (1, 1, 2), (1, 0, 1)):
+        scheduler.arrived(direction, chunk, total)
+    assert drain(scheduler) == "0F0 0F1 1F0 1F1 0F2 1B0 0F3 1B1"
+    assert list(map(str, scheduler.ready())) == ["0B0"]
+    assert scheduler.wanted() == [(Direction.FORWARD, 1)]
 
 
 @pytest.mark.parametrize(
