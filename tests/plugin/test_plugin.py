@@ -309,6 +309,36 @@ def test_groups_of_several_modules_pass_through(
     assert "those of several modules" in caplog.text
 
 
+def test_a_host_of_several_modules_gets_the_schedule_of_its_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        schedules, "get_forward_backward_func", lambda *sizes, **more: (sizes, more)
+    )
+    monkeypatch.setattr(plugin.compat, "importers", lambda function: [])
+    made = plugin.Plugin(DppConfig(), strict=False, trace=None)
+    groups = MultiModuleProcessGroupCollection()
+    found = made.get(2, vp_size=3, schedule_pg_collection=groups)
+    assert found == ((2,), {"vp_size": 3, "schedule_pg_collection": groups})
+
+
+@pytest.mark.parametrize("error", [None, KeyError("a key of the host")])
+def test_the_trace_ends_with_the_installation(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """Before the links close, whose failure may end the process."""
+    ended: list[str] = []
+    monkeypatch.setattr(plugin.StepTrace, "close", lambda self: ended.append("trace"))
+    monkeypatch.setattr(DppSchedule, "__exit__", lambda self, kind, *_: ended.append(str(kind)))
+    monkeypatch.setattr(DppSchedule, "check", lambda self, **given: None)
+    monkeypatch.setattr(DppSchedule, "__call__", lambda self, **given: [])
+    with contextlib.suppress(KeyError), plugin.installed():
+        schedules.get_forward_backward_func()(**keywords())
+        if error is not None:
+            raise error
+    assert ended == ["trace", str(type(error) if error else None)]
+
+
 def test_a_resumed_host_goes_on_with_its_own_step_numbers(
     dynamic_calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

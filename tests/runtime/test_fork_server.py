@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.runtime.launcher import start, wait
 
 _RANK = """
-import atexit, threading, time
+import atexit, threading
 
 class Ends:
     def __del__(self):
@@ -16,7 +16,7 @@ class Ends:
 kept = Ends()
 kept.itself = kept
 atexit.register(print, "registered")
-threading.Thread(target=lambda: (time.sleep(0.05), print("awaited"))).start()
+threading.Thread(target=lambda: (threading.main_thread().join(), print("awaited"))).start()
 raise RuntimeError("the rank's own")
 """
 

@@ -317,6 +317,13 @@ def test_a_policy_that_waits_for_nothing_is_an_error_and_no_hang():
     assert drained(forgets_weights, 2) == ["0F0", "0B0"]
     with pytest.raises(ScheduleError, match=r"nothing more will arrive.*0W0 may run"):
         forgets_weights.next()
+    evaluation = Scheduler(
+        Geometry(2, 0, 1, 2, forward_only=True),
+        policy=lambda view: None if view.forwards_run[0] else view.first_forward(),
+    )
+    assert str(evaluation.next()) == "0F0"
+    with pytest.raises(ScheduleError, match=r"nothing more will arrive.*0F1 may run"):
+        evaluation.next()  # no gradient comes
 
 
 def test_waiting_is_allowed_as_long_as_a_message_may_come():
