@@ -129,6 +129,19 @@ def test_a_rank_tells_the_others_why_it_ends(store: HashStore) -> None:
     assert told(store) == first
 
 
+def test_an_error_of_nccl_has_a_cause_and_is_none(
+    store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = DistError("NCCL error: remote process exited")
+    with pytest.raises(DistError), Opened():
+        raise error
+    assert not told(store)
+    monkeypatch.setattr(failure, "_ASK_SECONDS", 60.0)
+    store.set("dpp/failure", "rank 3 died (says rank 1)")
+    with pytest.raises(PeerDead, match=r"rank 3 died .*; met here as DistError: NCCL"), Opened():
+        raise error
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
