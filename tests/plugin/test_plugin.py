@@ -18,7 +18,7 @@ pipeline_parallel = pytest.importorskip("megatron.core.pipeline_parallel")
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 
 from megatron.dpp import DppConfig, plugin  # noqa: E402
-from megatron.dpp.errors import ConfigError  # noqa: E402
+from megatron.dpp.errors import ConfigError, PeerDead  # noqa: E402
 from megatron.dpp.runtime.dynamic import DppSchedule  # noqa: E402
 from tests.runtime.test_step_call import FakeGroup  # noqa: E402
 
@@ -137,6 +137,18 @@ def test_the_context_manager_uninstalls_after_an_error(host: ModuleType) -> None
     assert host.get_forward_backward_func is ORIGINAL
     with plugin.installed():
         pass
+
+
+def test_what_explains_an_error_leaves_nothing_installed(
+    host: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explains(own: plugin.Plugin, error: BaseException) -> None:
+        raise PeerDead("rank 1 died") from error
+
+    monkeypatch.setattr(plugin.Plugin, "leave", explains)
+    with pytest.raises(PeerDead, match="rank 1 died"), plugin.installed():
+        raise RuntimeError("Connection reset by peer")
+    assert host.get_forward_backward_func is ORIGINAL
 
 
 def test_a_pipeline_runs_dynamically(

@@ -385,6 +385,18 @@ def test_only_a_leader_of_several_hosts_decides_ahead_and_once(
     assert leader.next([0]) is None
 
 
+def test_a_leader_tells_what_it_has_beside_a_task_that_was_decided_ahead() -> None:
+    """The task after it is decided by what all have told until then."""
+    boards = Stage([0, 1], 2)
+    scheduler = Scheduler(Geometry(2, 0, 1, 3), policy="megatron", split_backward=False)
+    leader = decider_for(scheduler, [(Direction.BACKWARD, 0)], HostedBoard(boards, 0))
+    leader.start([0])
+    assert str(leader.next([0])) == "0F0"
+    leader.look_ahead()
+    assert str(leader.next([1])) == "0F1"
+    assert boards.posted[0] == [1, 1]
+
+
 def test_a_task_that_was_decided_ahead_is_still_to_be_run() -> None:
     """The last decision is made before the task before it has run."""
     scheduler = Scheduler(Geometry(1, 0, 1, 1), split_backward=False)

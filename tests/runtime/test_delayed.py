@@ -126,3 +126,23 @@ def test_peers_learn_why_this_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None
     inner.abort = told.append
     late.transport.abort("no memory")
     assert told == ["no memory"]
+
+
+def test_sends_boards_and_ends_are_those_of_the_inner_transport(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only what comes in is delayed."""
+    done: list[Any] = []
+    monkeypatch.setattr(Inner, "board", "a board of its stage")
+    late = Late(monkeypatch, {})
+    inner: Any = late.inner
+    inner.put = lambda *given, **labels: done.append((given, labels))
+    inner.pending, inner.pending_bytes = lambda: 2, lambda: 640
+    inner.flush, inner.close = done.append, lambda: done.append("closed")
+    labels = {"iteration": 5, "microbatch": 3, "part": 1, "num_parts": 2}
+    late.transport.put(4, torch.ones(1), **labels)
+    late.transport.flush(7.0)
+    late.transport.close()
+    assert done == [((4, torch.ones(1)), labels), 7.0, "closed"]
+    assert (late.transport.pending(), late.transport.pending_bytes()) == (2, 640)
+    assert late.transport.board == "a board of its stage"

@@ -191,6 +191,13 @@ def test_both_ends_of_a_boundary_mean_the_same_channels() -> None:
             assert (spec.slot_bytes, spec.depth) == (max(tensors), 3 * len(tensors))
 
 
+def test_a_rank_that_is_its_own_neighbour_sends_what_it_would_receive() -> None:
+    assert not Topology((3,), 0, 1).channels([4], [8], 2).specs, "one stage has no neighbour"
+    assert len(Topology((3,), 0, 2).channels([4], [4], 2).specs) == 2
+    with pytest.raises(ConfigError, match=r"rank 3 is its own .* \(8,\) bytes and would receive"):
+        Topology((3,), 0, 2).channels([4], [8], 2)
+
+
 def test_an_undeclared_tensor_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Arithmetic, "spread", lambda _, tensor, sizes: [tensor, tensor])
     scheduler = Scheduler(Geometry(2, 1, 1, 2), split_backward=False)

@@ -13,10 +13,12 @@ from megatron.dpp.inject import Injector, Task
 from megatron.dpp.mcore.boundary import Boundaries
 from megatron.dpp.runtime import dynamic
 from megatron.dpp.runtime.decisions import Decisions
+from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.runtime.stage_group import StageGroup
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Memory
+from megatron.dpp.transport.fake import FakeNetwork
 from tests.runtime.test_dynamic import call_of, schedule_of
 
 
@@ -97,6 +99,7 @@ def test_a_schedule_closes_twice_and_keeps_what_it_was_delayed_by(
     session = opened.call(8)
     assert own._links() is session.links.transport
     own._decisions = Decisions(own.config, lambda line: None)
+    monkeypatch.setattr(Decisions, "close", lambda self: opened.closed.append("the recording"))
     own._decisions.measured(Memory(activation_bytes=1, deferred_bytes=0))
     assert own.injected_seconds == 1.5
     opened.call(9)
@@ -105,7 +108,27 @@ def test_a_schedule_closes_twice_and_keeps_what_it_was_delayed_by(
     for _ in range(2):
         own.close()
         assert own.injected_seconds == 3.0 and own._links() is None and own._decisions is None
-    assert opened.closed == ["links"] * 2
+    assert opened.closed == ["links", "links", "the recording"]
+
+
+@pytest.mark.parametrize(
+    ("inject", "late"), [(None, False), ("jitter:0.1", False), ("slow-link:0-1:5ms", True)]
+)
+def test_links_have_as_many_slots_as_the_config_says_and_are_late_where_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, inject: str | None, late: bool
+) -> None:
+    asked: list[Any] = []
+
+    def opened(specs: Any, config: DppConfig, stage_ranks: Any) -> Any:
+        asked.append(stage_ranks)
+        return FakeNetwork(list(specs)).transport(4)
+
+    monkeypatch.setattr(dynamic, "open_links", opened)
+    injector = Injector(inject, 0, 2) if inject else None
+    place, boundaries = Topology((4, 6), 0, 1), Boundaries(8, (8,), (8,))
+    links = dynamic._open_links(place, boundaries, (4, 5), DppConfig(slots=5), injector)
+    assert [spec.depth for spec in links.channels.specs] == [5, 5] and asked == [(4, 5)]
+    assert isinstance(links.transport, DelayedTransport) is late
 
 
 class Connected:
