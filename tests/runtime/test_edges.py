@@ -86,9 +86,13 @@ def test_tasks_are_seeded_where_a_forward_draws(
 def test_a_single_stage_keeps_megatrons_random_states(
     monkeypatch: pytest.MonkeyPatch, num_ranks: int, asked: bool, wanted: bool
 ) -> None:
-    monkeypatch.setattr("megatron.dpp.runtime.base.needs_task_rng", lambda *_, **__: True)
+    def needs(chunks: object, *, forward_only: bool = False) -> bool:
+        return not forward_only
+
+    monkeypatch.setattr("megatron.dpp.runtime.base.needs_task_rng", needs)
     schedule = DppSchedule(DppConfig(task_rng=asked))
     assert schedule._wants_rng([], num_ranks, forward_only=False) is wanted
+    assert not schedule._wants_rng([], num_ranks, forward_only=True), "nothing drops out"
 
 
 def decisions(said: list[str]) -> Decisions:

@@ -51,6 +51,26 @@ def test_a_rank_rests_between_looks_at_its_device_whatever_has_arrived(
     assert len(rests) == 9 and rests.count(True) <= 1
 
 
+class NotesBegins(Late):
+    """Keeps how often it was looked at before each task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begins: list[int] = []
+
+    def begin(self, *, ahead: bool = False) -> None:
+        super().begin(ahead=ahead)
+        self.begins.append(self.looks)
+
+
+def test_no_task_is_chosen_while_the_device_waits_for_an_input(clock: VirtualClock) -> None:
+    network = network_of(1, delay=lambda *_: 0.5, clock=clock, stepping=True, ahead=True)
+    put(network, 2)
+    timer = NotesBegins()
+    rank_of(network, LAST, timer=timer).run()
+    assert timer.begins == [0, 10]
+
+
 def asleep(executor: Executor) -> None:
     """Sleeps once, from now on."""
     executor._links.poll()

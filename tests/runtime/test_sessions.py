@@ -105,10 +105,11 @@ def test_a_schedule_closes_twice_and_keeps_what_it_was_delayed_by(
     opened.call(9)
     assert own._decisions.wants_measuring, "longer sequences are measured anew"
     assert own.injected_seconds == 3.0
+    own._graphs = SimpleNamespace(close=lambda: opened.closed.append("graphs"))
     for _ in range(2):
         own.close()
         assert own.injected_seconds == 3.0 and own._links() is None and own._decisions is None
-    assert opened.closed == ["links", "links", "the recording"]
+    assert opened.closed == ["links", "links", "the recording", "graphs"]
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,14 @@ def test_what_the_static_schedule_held_is_a_limit_beside_the_others() -> None:
     assert (found.chunks, found.limits) == (3.0, (heads, worst))
 
 
+def test_microbatches_are_unlike_where_those_of_the_last_batch_were() -> None:
+    sizes, found = StaticSizes(), list[bool]()
+    for batch in ([5, 5], [5, 6], [6, 6]):
+        found.append(sizes.unlike)
+        sizes.add(Geometry(2, 0, 1, 2), batch, ())
+    assert [*found, sizes.unlike] == [True, False, True, False]
+
+
 def test_a_microbatch_of_unknown_size_has_the_assumed_one_until_it_is_learnt() -> None:
     geometry = Geometry(2, 0, 1, 3)
     budget = Budget(Reference(geometry), cap=2.0, largest=10, assumed=4)
