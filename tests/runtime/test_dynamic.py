@@ -101,6 +101,8 @@ def test_a_model_is_prepared_once_and_another_one_anew(prepared: list[Weights]) 
     assert own._prepare(second) is True
     assert len(prepared) == 2 and own._weight_gradients is prepared[1]
     assert own._decisions.wants_measuring and closed == ["graphs"] and own._graphs is None
+    second.model[0] = call_of(2).model[0]
+    assert own._prepare(second) is True and len(prepared) == 3, "the host wraps it in its own list"
 
 
 def test_a_model_without_anything_to_defer_has_a_fused_backward(
@@ -405,7 +407,9 @@ def test_announced_sizes_serve_one_call_where_all_that_run_it_have_them(
     own: Any = schedule_of(timeout=7.0)
     own.policy = "megatron"
     if announced:
-        own.announce(announced)
+        told = list(announced)
+        own.announce(told)
+        told.clear()  # the host's own list
     geometry = Geometry(2, 0, 1, 4)
     stage: Any = SimpleNamespace(call=call_of())
     for sizes in (known, None):

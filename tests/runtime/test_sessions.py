@@ -58,15 +58,17 @@ def test_links_are_kept_until_a_longer_sequence_or_another_pipeline(
     assert opened.lengths == [8, 16] and opened.closed == ["links"]
     opened.call(16)
     assert opened.lengths == [8, 16]
-    opened.call(40)
-    assert opened.lengths == [8, 16, 40]
+    opened.call(17)
+    assert opened.lengths == [8, 16, 32], "twice what the links had room for"
+    opened.call(80)
+    assert opened.lengths == [8, 16, 32, 80]
     opened.topology = Topology((0, 2), 0, 1)
     opened.call(8)
-    assert opened.lengths == [8, 16, 40, 8], "another pipeline's lengths are no measure"
+    assert opened.lengths[4:] == [8], "another pipeline's lengths are no measure"
     opened.topology = Topology((0, 2), 0, 2)
     opened.call(8)
-    assert opened.lengths == [8, 16, 40, 8, 8], "another chunk has channels of its own"
-    assert opened.closed == ["links"] * 4
+    assert opened.lengths[4:] == [8, 8], "another chunk has channels of its own"
+    assert opened.closed == ["links"] * 5
 
 
 def test_a_shape_that_the_kept_links_have_no_room_for_is_refused(

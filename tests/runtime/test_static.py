@@ -267,9 +267,11 @@ def test_graphs_are_those_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = (SimpleNamespace(model=[torch.nn.Identity()], **usual) for _ in range(2))
     assert own._graphs_of(one) is own._graphs_of(one) is made[0]
     assert own._graphs_of(other) is made[1] and closed == [0]
+    other.model[0] = torch.nn.Identity()
+    assert own._graphs_of(other) is made[2], "the host wraps it in its own list"
     own.close()
     own.close()
-    assert closed == [0, 1] and not own._graphed, "the model may be freed"
+    assert closed == [0, 1, 2] and not own._graphed, "the model may be freed"
 
 
 @pytest.mark.parametrize(
