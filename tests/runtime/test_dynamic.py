@@ -194,6 +194,8 @@ def test_graphs_are_judged_by_the_largest_values_of_the_stage(
     assert own._graphs_pay(call, [0]) is True
     call.config.recompute_granularity = "full"
     assert own._graphs_pay(call, [0]) is False and "recompute-granularity full" in said[1]
+    monkeypatch.setattr(dynamic, "room", lambda: 0)
+    assert own._filled_by_graphs() > 1.0, "nothing is left"
     monkeypatch.setattr(dynamic, "room", lambda: None)
     assert own._filled_by_graphs() == 0.0, "the room is not known"
 
