@@ -202,7 +202,7 @@ class DppSchedule(PipelineSchedule):
         self.peak_held = max(self.peak_held, scheduler.peak_held)
         self.num_out_of_order = scheduler.num_out_of_order
         self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
-        return tokens.largest, max(executor.first_size or tokens.largest, 1)
+        return tokens.largest, executor.first_size or tokens.largest
 
     def _account(
         self, call: StepCall, longest: float, decisions: Decisions, measured: Stage | None
