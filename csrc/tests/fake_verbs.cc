@@ -114,7 +114,8 @@ bool waits(int fd) {
 
 extern "C" {
 
-// "most-with-immediate": bytes of the largest write that had an immediate value.
+// "most-with-immediate": bytes of the largest write that had an immediate value. "events": reports
+// about ports to all who have opened the device; "events-read": those that were acknowledged.
 __attribute__((visibility("default"))) long fake_verbs_seen(const char* name) {
   const std::lock_guard<std::mutex> lock(fabric().mutex);
   return fabric().seen[name];
@@ -143,6 +144,7 @@ __attribute__((visibility("default"))) void fake_verbs_set(const char* name, lon
     event.element.port = 1;
     event.type = value != 0 ? kPortErrorEvent : kPortActiveEvent;
     context->events.push_back(event);
+    fabric().seen["events"] += 1;
     Fabric::ring(context->async_fd);
   }
 }
@@ -351,7 +353,10 @@ int ibv_get_async_event(Context* context, AsyncEvent* event) {
   events.pop_front();
   return 0;
 }
-void ibv_ack_async_event(AsyncEvent*) {}
+void ibv_ack_async_event(AsyncEvent*) {
+  const std::lock_guard<std::mutex> lock(fabric().mutex);
+  fabric().seen["events-read"] += 1;
+}
 const char* ibv_wc_status_str(int status) {
   switch (status) {
     case kFlushed: return "Work Request Flushed Error";

@@ -250,6 +250,30 @@ def test_a_request_for_the_optimizers_state_fills_it_first(
     assert "optimizer" not in job.made._sharded_state({}, with_random=True, loading=loading)
 
 
+def test_a_shard_is_one_object_while_an_optimizer_looks_for_its_state(job: Job) -> None:
+    """By the identity of its shard, of which ``to_local`` makes a new one at each call."""
+    from megatron.core.dist_checkpointing import optimizer as core
+
+    class Sharded(torch.Tensor):
+        _local_tensor = torch.ones(2)
+
+        def to_local(self) -> torch.Tensor:
+            return self._local_tensor.view(2)
+
+    parameter = torch.ones(4).as_subclass(Sharded)
+    asked: list[bool] = []
+
+    def shards(state: Any, metadata: Any) -> str:
+        local = core.to_local_if_dtensor
+        asked.append(local(parameter) is local(parameter) is Sharded._local_tensor)
+        return "optimizer's shards"
+
+    job.made._trainee.optimizer.sharded_state_dict = shards
+    before = core.to_local_if_dtensor
+    job.made._sharded_state({}, with_random=True)
+    assert asked == [True] and core.to_local_if_dtensor is before
+
+
 def group(*, with_context_parallel: bool) -> str:
     """Of the ranks that hold the same parameters: context-parallel ones are among them."""
     return "data and context" if with_context_parallel else "data"

@@ -118,6 +118,15 @@ def test_a_full_validation_begins_anew_after_all_of_its_iterations(loader_type: 
     assert list(itertools.islice(found, 9)) == [0, 1, 2, 3, 0, 1, 2, 3, 0]
 
 
+def test_a_full_validation_leaves_the_training_set_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation of one batch that begins anew, and a training set of two."""
+    sizes = {"global_batch_size": 2, "micro_batch_size": 2, "data_parallel_size": 1}
+    iterators, _ = build(monkeypatch, full_validation=True, **sizes)
+    assert iterators.eval_iters == 1
+    read = [batch.tolist() for batch in itertools.islice(iterators.train, 3)]
+    assert read == [[10, 11], [12, 13]]
+
+
 def test_a_full_validation_without_its_set_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "largest", lambda values: values)
     args = argparse.Namespace(full_validation=True, skip_train=False, eval_iters=0)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing.util
 import os
 import subprocess
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -57,6 +60,33 @@ def test_a_worker_collects_nothing_that_it_inherits() -> None:
         gc.enable()
     gc.collect()
     assert collected, "this process still collects it"
+
+
+class Folders(Collecting):
+    """A set whose item says whether its reader gets a folder of its own that is there."""
+
+    def __getitem__(self, index: int) -> int:
+        return int(os.path.isdir(multiprocessing.util.get_temp_dir()))
+
+
+@pytest.mark.parametrize("inherits", [False, True])
+def test_a_worker_that_needs_a_folder_gets_a_new_one_and_ends_in_silence(
+    inherits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """The folder of the socket is gone by then, and an end in good order leaves none."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    rank: Any = multiprocessing.current_process()
+    monkeypatch.setattr(rank, "_config", dict(rank._config))
+    rank._config.pop("tempdir", None)
+    if inherits:
+        (tmp_path / "rank's").mkdir()
+        rank._config["tempdir"] = str(tmp_path / "rank's")
+    loader = torch.utils.data.DataLoader(
+        Folders(), num_workers=1, worker_init_fn=partial(prepare_worker, outlives_sigterm=False)
+    )
+    assert [int(item) for item in loader] == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["rank's"] * inherits
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("own", [[], ["own folder"]], ids=["no folder", "own folder"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -62,22 +63,30 @@ def test_puts_beyond_the_depth_stay_pending_and_lose_nothing(kind: str) -> None:
         assert a.pending() == a.pending_bytes() == 0
 
 
-def test_a_flush_may_take_longer_than_its_timeout_as_long_as_messages_leave(kind: str) -> None:
+def test_a_flush_may_take_longer_than_its_timeout_as_long_as_messages_leave(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with opened(kind, pair(depth=1)) as (a, b):
         for index in range(6):
             a.put(0, torch.full((100,), float(index)), iteration=0, microbatch=index)
 
-        def take_slowly() -> None:
-            for index in range(6):
-                time.sleep(0.2)
-                take_next(b, 0, index)
+        now, taken, wait = [0.0], itertools.count(), a.wait
 
-        taking = threading.Thread(target=take_slowly)
-        taking.start()
-        try:
-            a.flush(0.7)
-        finally:
-            taking.join()
+        def take_slowly(seconds: float) -> bool:
+            """Half a second, in which one message is taken and the next one leaves."""
+            now[0] += 0.5
+            left, deadline = a.pending(), time.monotonic() + PATIENCE
+            take_next(b, 0, next(taken))
+            while a.pending() >= left:
+                assert time.monotonic() < deadline
+                a.poll()
+                wait(0.01)
+            return True
+
+        monkeypatch.setattr(a, "_now", lambda: now[0])
+        monkeypatch.setattr(a, "wait", take_slowly)
+        a.flush(0.7)
+        assert now[0] > 0.7 and a.pending() == 0
         assert a.pending() == 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 import torch
@@ -61,12 +60,10 @@ def test_a_link_that_was_asked_for_and_carries_nothing_is_an_error(
 def test_the_test_waits_for_packets_that_are_sent_again(trouble: Trouble) -> None:
     """Two losses of 4.3 s each, or of what the flag says, and no longer."""
     trouble("lose-writes", 1000)
-    start = time.monotonic()
     options = RdmaOptions(timeout=18)  # 1.07 s
     with opened("auto", pair(), rdma=options, setup_timeout=40.0) as (a, _):
         reason = a.links()[0].reason
     assert "has not completed after 7.1 s" in reason, reason
-    assert time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize("kind", ["auto", "rdma"])
