@@ -104,15 +104,16 @@ def test_every_bit_of_the_checksums_themselves_counts(tmp_path: Path) -> None:
             named_and_checked(tmp_path)
 
 
-def test_the_files_that_are_read_first_are_compared_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["load", "pretrained_checkpoint"])
+def test_the_files_that_are_read_first_are_compared_before(source: str, tmp_path: Path) -> None:
     target = files.begin(tmp_path, 3)
     (target / "common.pt").write_bytes(bytes(100))
     files.commit(tmp_path, 3)
     flip(files.directory(tmp_path, 3) / "common.pt", 77)
     wanted = Namespace(
-        load=str(tmp_path), ckpt_step=None, pretrained_checkpoint=None,
-        exit_on_missing_checkpoint=False,
-    )  # fmt: skip
+        load=None, ckpt_step=None, pretrained_checkpoint=None, exit_on_missing_checkpoint=False
+    )
+    setattr(wanted, source, str(tmp_path))
     with pytest.raises(DataError, match=r"iter_0000003/common.pt: damaged since it was saved"):
         files.find_start(wanted)
 

@@ -167,8 +167,8 @@ def find_start(args: argparse.Namespace) -> Found | None:
             raise DataError(
                 f"--pretrained-checkpoint {args.pretrained_checkpoint}: no checkpoint there"
             )
-        return dataclasses.replace(found, pretrained=True)
-    if found is None and args.load and args.exit_on_missing_checkpoint:
+        found = dataclasses.replace(found, pretrained=True)
+    elif found is None and args.load and args.exit_on_missing_checkpoint:
         raise DataError(f"--load {args.load}: no checkpoint there (--exit-on-missing-checkpoint)")
     if found is not None:
         _check_heads(found.path)
