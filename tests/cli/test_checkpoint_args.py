@@ -195,6 +195,10 @@ def test_arguments_of_a_checkpoint_that_is_not_there_are_refused(tmp_path: Path)
     files.commit(tmp_path, 3)
     with pytest.raises(DataError, match=r"common\.pt: holds no arguments"):
         take_checkpoint_args(args)
+    for file in folder.with_suffix("").iterdir():
+        file.unlink()
+    with pytest.raises(DataError, match=r"iter_0000003/common\.pt: unreadable"):
+        take_checkpoint_args(args)
 
 
 def test_a_pretrained_model_may_be_of_another_run(tmp_path: Path) -> None:

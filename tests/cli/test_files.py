@@ -191,6 +191,28 @@ def test_a_save_killed_between_its_two_renames_is_undone(tmp_path: Path) -> None
     assert (tmp_path / "iter_0000003" / "state").read_text() == "3"
 
 
+def test_what_killed_jobs_left_beside_a_whole_checkpoint_goes(tmp_path: Path) -> None:
+    """One died before it deleted what it had replaced, another while it deleted an old one."""
+    _save(tmp_path, 3)
+    left = [tmp_path / f"iter_000000{name}" for name in ("3.replaced", "1.removed", "3.removed")]
+    for path in left:
+        path.mkdir()
+        (path / "state").write_text("old")
+    assert files.tidy(tmp_path) == []
+    assert not any(path.exists() for path in left)
+    assert (tmp_path / "iter_0000003" / "state").read_text() == "3"
+
+
+def test_a_save_again_passes_over_what_the_one_before_could_not_delete(tmp_path: Path) -> None:
+    _save(tmp_path, 3)
+    left = tmp_path / "iter_0000003.replaced"
+    left.mkdir()
+    (left / "state").write_text("old")
+    _save(tmp_path, 3)
+    assert not left.exists()
+    assert (tmp_path / "iter_0000003" / "state").read_text() == "3"
+
+
 def test_a_reader_of_the_tracker_sees_one_whole_number(tmp_path: Path) -> None:
     """The tracker is replaced, since a file written in place is empty for a moment."""
     _save(tmp_path, 3)
@@ -313,6 +335,9 @@ def test_a_torch_checkpoint_with_expert_parallelism_is_read(tmp_path: Path) -> N
     files.check_whole(found, tensor=2, pipeline=1, expert=1, expert_tensor=4)  # no experts
     found = _torch_checkpoint(tmp_path / "b", "mp_rank_00_000", "mp_rank_01_001")
     files.check_whole(found, tensor=2, pipeline=1, expert=2, expert_tensor=1)
+    whole = [f"mp_rank_0{t}_00{e}" for t in (0, 1) for e in (0, 1)]
+    found = _torch_checkpoint(tmp_path / "wide", *whole)  # experts cut finer than the rest
+    files.check_whole(found, tensor=2, pipeline=1, expert=2, expert_tensor=4)
     names = [f"mp_rank_0{t}_00{p}_00{e}" for t in (0, 1) for p in (0, 1) for e in (0, 1)]
     found = _torch_checkpoint(tmp_path / "c", *names)
     files.check_whole(found, tensor=2, pipeline=2, expert=2, expert_tensor=2)
