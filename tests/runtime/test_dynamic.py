@@ -287,6 +287,7 @@ class Step:
         self.accounts: list[tuple[float, bool]] = []
         self.wrapped: list[int] = []
         self.wants_measuring = True
+        self.span, self.reduced_in = "", list[str]()
         own: Any = schedule_of(**config)
         self.schedule = own
         own._checked = lambda **_: call
@@ -298,6 +299,7 @@ class Step:
         own._wants_rng = lambda model, ranks, *, forward_only: not forward_only and ranks == 3
         own._decisions = SimpleNamespace(wants_measuring=True)
         own._execute = self._execute
+        own.recorder = SimpleNamespace(span=self._span, enabled=False)
         own._account = lambda _, longest, __, stage: self.accounts.append(
             (longest, stage is not None)
         )
@@ -316,9 +318,19 @@ class Step:
         self.stages.append((call.forward_step_func, rank, num_ranks, window, weights))
         note = self.events.append
         return SimpleNamespace(
-            measure=lambda: note("measure"), open=lambda: note("open"),
-            finish=lambda: note("finish") or ["loss"],
-        )  # fmt: skip
+            measure=lambda: note("measure"), open=lambda: note("open"), finish=self._finish
+        )
+
+    @contextlib.contextmanager
+    def _span(self, name: str) -> Iterator[None]:
+        self.span = name
+        yield
+        self.span = ""
+
+    def _finish(self) -> list[str]:
+        self.events.append("finish")
+        self.reduced_in.append(self.span)
+        return ["loss"]
 
     def _execute(self, *given: Any) -> tuple[int, int]:
         self.events.append(f"run {given[-1]} {given[-2]}")
@@ -342,6 +354,7 @@ def test_a_training_step_is_measured_run_accounted_and_finished_in_this_order(
     own()
     assert step.events == ["open", "run 8 True", "finish"]
     assert step.wrapped == [7, 8] and step.accounts[1:] == [(1.5, False)]
+    assert step.reduced_in == ["grad-sync"] * 2, "the trace tells it from the tasks"
 
 
 def test_an_evaluation_measures_nothing_and_takes_no_weight_gradients(

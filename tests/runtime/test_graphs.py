@@ -195,6 +195,26 @@ def test_a_capture_that_fails_leaves_the_block_eager_and_says_why(chunk: Chunk) 
     ]
 
 
+def test_a_chunk_whose_capture_fails_leaves_the_slots_of_others_to_them(
+    chunk: Chunk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each of its forwards would cost the others an activation's memory for ever."""
+    other = Chunk()
+
+    def capture(function: Any, pool: Any) -> Rerun:
+        if function.__self__._owner.chunk is other:
+            raise RuntimeError("not permitted")
+        return Rerun(function, pool)
+
+    made = graphs.ChunkGraphs([chunk, other], None, [].append, lambda chunks: True, capture)
+    with made.bound(torch.empty(SHAPE)):
+        for each in (chunk, other, chunk):
+            hidden = torch.arange(24.0).reshape(SHAPE).requires_grad_()
+            each.decoder(hidden_states=hidden).sum().backward()
+    assert (chunk.decoder.num_eager, other.decoder.num_eager) == (2, 1)
+    assert made._pools is not None and made._pools.num_made == 1
+
+
 def test_parameters_that_moved_are_captured_anew(chunk: Chunk) -> None:
     captured: list[Any] = []
 

@@ -201,6 +201,30 @@ def test_messages_that_cannot_be_delayed_are_said_once(
     assert len(lines) == said
 
 
+@pytest.mark.parametrize(("inject", "delayed"), [("slow-link:0-1:5ms", True), ("delay:5ms", False)])
+def test_messages_are_delayed_by_the_places_of_their_ranks(
+    inject: str, delayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipeline of the ranks 5, 6 and 7."""
+    call = SimpleNamespace(length=0, boundaries=lambda length: Boundaries(0, (8,), (8,)))
+    monkeypatch.setattr(static.StepCall, "checked", lambda **_: call)
+    incoming = [SimpleNamespace(source=source, destination=6) for source in (5, 7)]
+    inner = SimpleNamespace(
+        rank=6, board=None, incoming=incoming, outgoing=[], close=lambda: None,
+        links=lambda: [SimpleNamespace(peer=5, kind="shm", reason="same host")],
+    )  # fmt: skip
+    monkeypatch.setattr(static, "ring_channels", lambda *_: [])
+    monkeypatch.setattr(static, "open_links", lambda *_: inner)
+    monkeypatch.setattr(static, "ChannelExchange", lambda *_: "exchange")
+    own = schedule_of(inject=inject, transport="shm")
+    own._open({}, Topology((5, 6, 7), 1, 1))
+    assert (own._transport is inner) is not delayed
+    if delayed:
+        assert own._transport._pairs == [(0, 1), (2, 1)]
+        seconds = [own._transport._injector.message_seconds(*pair, 0) for pair in ((0, 1), (2, 1))]
+        assert seconds == [0.005, 0.0]
+
+
 def test_delays_are_those_of_the_dynamic_schedule_with_the_same_seed() -> None:
     own, inject = schedule_of(inject="jitter:0.3"), "jitter:0.3"
     injector = own._injector_of(Topology((5, 6, 7), 1, 2))
