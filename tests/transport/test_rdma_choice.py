@@ -221,6 +221,8 @@ def test_the_address_of_a_port_is_of_the_hosts_family() -> None:
     for address, index in (("10.0.0.9", 1), ("2001:db8::9", 2)):
         place, _ = chosen([port("mlx5_0", *both)], address, devices="mlx5_0")
         assert place is not None and place.gid_index == index
+    place, _ = chosen([port("mlx5_0", *both[:2])], "2001:db8::9", devices="mlx5_0")
+    assert place is not None and place.gid_index == 1, "one of the wire alone is of no use"
 
 
 def test_an_index_that_the_port_lacks_is_refused() -> None:
