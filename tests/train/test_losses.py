@@ -122,6 +122,14 @@ def test_losses_are_means_over_microbatches_and_replicas(monkeypatch: pytest.Mon
     assert sums == {"mean": [10.0, 4.0], "by token": [16.0, 16.0]}
 
 
+def test_losses_are_summed_in_fp32_whatever_their_dtype() -> None:
+    """bf16 has no 257."""
+    ones = torch.ones(1, 257, dtype=torch.bfloat16)
+    total, count = losses.masked_sum(ones, ones)
+    assert (total.item(), total.dtype) == (257.0, torch.float32)
+    assert (count.item(), count.dtype) == (257, torch.int32)
+
+
 def test_a_norm_that_is_not_finite_ends_every_replica() -> None:
     check_norm(RUN, None)  # a skipped iteration's
     check_norm(RUN, 1.0)

@@ -312,6 +312,12 @@ def test_a_checkpoint_of_the_last_iteration_is_written_once() -> None:
         assert [t[1] for t in told if t[0] == "save"] == expected
 
 
+def test_a_run_without_an_iteration_writes_no_checkpoint() -> None:
+    told: Told = []
+    assert trainer(told, save="x", train_iters=0).train()
+    assert told == []
+
+
 def test_a_run_that_continues_with_another_batch_size_saves_nothing_before_its_first_step() -> None:
     told: Told = []
     made = trainer(told, save="x")
