@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -29,15 +30,14 @@ def test_a_blocked_rank_is_ended_with_the_reason() -> None:
 
 
 def test_a_rank_that_notices_goes_on() -> None:
-    asked = []
+    asked = threading.Event()
 
     def failure() -> str:
-        asked.append(watch)
+        asked.set()
         return "lost"
 
     watch = Abandon(failure, 0, grace=60.0)
-    while not asked:
-        pass
+    assert asked.wait(60.0)
     watch.stop()
     watch.stop()
 
@@ -45,12 +45,15 @@ def test_a_rank_that_notices_goes_on() -> None:
 def test_a_watch_may_end_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(abandon, "_LOOK_SECONDS", 0.01)
     ended: list[bool] = []
+    made = threading.Event()
 
     def failure() -> str:
+        assert made.wait(60.0)
         watch.stop()
         ended.append(True)
         return ""
 
     watch = Abandon(failure, 0, 60.0)
+    made.set()
     watch._thread.join(60.0)
     assert ended == [True]
