@@ -33,9 +33,11 @@ class Optimizer:
         self.events.append(f"save {Path(path).name}")
 
     def load_parameter_state(self, path: str) -> None:
+        assert not torch.is_grad_enabled(), "in fp32 it copies into views of parameters"
         self.events.append(f"load {Path(path).name}")
 
     def load_state_dict(self, state: Any) -> None:
+        assert not torch.is_grad_enabled(), "in fp32 it copies into views of parameters"
         self.events.append(f"take {state}")
 
     def state_dict(self) -> str:
