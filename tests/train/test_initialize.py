@@ -199,3 +199,26 @@ def test_a_long_line_for_the_other_node_is_cut_in_bytes(
     run.say_ends("é" * 1000)
     assert bytes(sent[0].tolist()).decode() == "é" * 512
     assert capsys.readouterr().out == "é" * 1000 + "\n"
+
+
+@pytest.mark.parametrize(("local", "crosses"), [(None, False), ("4", False), ("2", True)])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_last_line_is_printed_once_on_each_end_of_a_job(
+    local: str | None, crosses: bool, rank: int, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """On one node, as without a launcher that says otherwise, once in all."""
+    sent: list[int] = []
+
+    def broadcast(line: torch.Tensor, src: int) -> None:
+        sent.append(src)
+        line[:4] = torch.tensor(list(b"last"))
+
+    monkeypatch.setattr(joining.dist, "broadcast", broadcast)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    args: Any = argparse.Namespace(world_size=4)
+    joining.Run(args=args, rank=rank, device=torch.device("cpu"), timers=None).say_ends("last")
+    assert sent == [3] * crosses
+    assert capsys.readouterr().out == "last\n" * (rank == 3 or crosses)
