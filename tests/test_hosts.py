@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,20 @@ def test_the_route_decides_without_an_address() -> None:
 def test_an_address_that_is_not_ours_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"NODE_IPS gives 192\.0\.2\.1 to this node, which has"):
         hosts.own_interface("127.0.0.1", ["192.0.2.1"])
+
+
+def test_a_further_address_of_an_interface_is_ours_without_its_name() -> None:
+    assert "127.0.0.2" not in hosts.addresses()
+    assert hosts.own_interface("127.0.0.1", ["127.0.0.2"]) == ("127.0.0.2", "")
+
+
+def test_addresses_of_one_link_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [("0" * 31 + "1", "10", "lo"), ("fe80" + "0" * 27 + "1", "20", "eth0"),
+            ("fd00" + "0" * 27 + "2", "00", "eth0")]  # fmt: skip
+    lines = "".join(f"{digits} 01 40 {scope} 80 {name:>8}\n" for digits, scope, name in rows)
+    monkeypatch.setattr(hosts, "Path", lambda _: SimpleNamespace(read_text=lambda: lines))
+    monkeypatch.setattr(socket, "if_nameindex", list)
+    assert hosts.addresses() == {"::1": "lo", "fd00::2": "eth0"}
 
 
 def test_a_name_that_is_not_known_is_refused() -> None:
