@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch.distributed import HashStore
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.errors import ConfigError, TransportUnavailable
+from megatron.dpp.errors import ConfigError, SetupError, TransportUnavailable
 from megatron.dpp.transport import (
     ChannelSpec,
     Direction,
@@ -299,6 +300,43 @@ def test_a_link_that_could_not_be_joined_goes_to_the_next_kind() -> None:
     assert made._choices[3].kind.name == "fast"
     assert made._choices[5].reason == "slow fits [fast: the cable]"
     assert setup.failed == {}
+
+
+@pytest.mark.parametrize("fails", ["_join", "start", None])
+def test_a_set_up_that_fails_leaves_nothing_behind(
+    fails: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peers learn why before the connections end."""
+    told: list[str] = []
+
+    class Meeting(contextlib.nullcontext[None]):
+        exchange = staticmethod(lambda own, peers: {})
+        connect = staticmethod(lambda wanted: {(3, "control"): connection})
+
+        def __enter__(self) -> Any:
+            return self
+
+    def step(name: str) -> None:
+        told.append(name)
+        if name == fails:
+            raise SetupError("no room")
+
+    connection = SimpleNamespace(close=lambda: told.append("hang up"))
+    native = SimpleNamespace(
+        start=lambda: step("start"), abort=told.append, close=lambda: told.append("close")
+    )
+    made: Any = opening_of()
+    monkeypatch.setattr(opening, "Rendezvous", lambda *_: Meeting())
+    made._own_facts, made._choose = lambda _: facts(4), lambda *_: Choice(kind("shm"), "")
+    made._facts = {peer: facts(peer) for peer in (2, 3, 5)}
+    made._wanted_connections, made._make_native = list, lambda _: native
+    made._join, made._wrap = lambda *_: step("_join"), lambda *_: "transport"
+    if fails is None:
+        assert made.run(None) == "transport" and told == ["_join", "start", "hang up"]
+        return
+    with pytest.raises(SetupError, match="no room"):
+        made.run(None)
+    assert told[told.index(fails) + 1 :] == ["SetupError: no room", "close", "hang up"]
 
 
 # Options, and the rest of what a rank looks up ----------------------------------------------------
