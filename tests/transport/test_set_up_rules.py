@@ -226,6 +226,37 @@ def test_what_a_peer_says_first_counts(ends: tuple[socket.socket, socket.socket]
     assert faults.text(link) == "first"
 
 
+def test_only_links_that_do_not_work_are_tried_over_their_next_ports(
+    monkeypatch: pytest.MonkeyPatch, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    """Rank 1 is reached at once, rank 2 over its second port, and rank 3 has no second one."""
+    tried: list[dict[int, str]] = []
+    places: dict[int, list[Any]] = {1: ["a", "b"], 2: ["a", "b"], 3: ["a"]}
+
+    class Try:
+        def __init__(self, setup: Any, ports: dict[int, str], faults: Any) -> None:
+            self.ports = ports
+            tried.append(ports)
+
+        def join(self, links: list[PeerLink]) -> dict[int, str]:
+            assert [link.peer for link in links] == list(self.ports)
+            works = {peer: f"; port {port}" for peer, port in self.ports.items() if peer != 3}
+            if len(tried) == 1:
+                del works[2]
+                setup.failed.update({2: "no cable", 3: "no switch"})
+            return works
+
+    monkeypatch.setattr(rdma, "_own_places", lambda setup, peer: places[peer])
+    monkeypatch.setattr(rdma, "_Try", Try)
+    setup: Any = SimpleNamespace(options=TransportOptions(), gpu=-1, failed={}, has_other_kind={3})
+    links = [
+        PeerLink(rank=0, peer=peer, sock=ends[0], incoming=[], outgoing=[]) for peer in (1, 2, 3)
+    ]
+    assert rdma.join(setup, links) == {1: "; port a", 2: "; port b [no cable]"}
+    assert tried == [{1: "a", 2: "a", 3: "a"}, {2: "b"}]
+    assert setup.failed == {3: "no switch"}, "it goes to another kind"
+
+
 @pytest.mark.parametrize(("gpu", "possible"), [(0, True), (-1, False)])
 def test_gpudirect_can_be_asked_for_with_any_gpu(gpu: int, possible: bool) -> None:
     place = {"device": "mlx5_0", "port": 1, "gid_index": 3, "infiniband": False}
