@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron.dpp.cli import checkpoint_files as files
 from megatron.dpp.cli.arguments import parse_args
@@ -224,3 +226,15 @@ def test_an_optimizer_of_an_unknown_kind_passes() -> None:
     for distributed in (False, True):
         args = argparse.Namespace(**RUN | {"use_distributed_optimizer": distributed})
         check_optimizer(args, saved, Path("x"))
+
+
+def test_the_ends_of_files_are_read_from_pytorchs_metadata(tmp_path: Path) -> None:
+    stored = {MetadataIndex("weight"): _StorageInfo("a", 20, 10)}
+    written = pickle.dumps(Metadata({}, storage_data=stored))
+    for name, content in {"metadata.json": b"{}", "common.pt": b"x", ".metadata": written}.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "a").write_bytes(bytes(30))
+    files.check_whole(Found(tmp_path, 3), tensor=1, pipeline=1)
+    (tmp_path / "a").write_bytes(bytes(29))
+    with pytest.raises(DataError, match="/a: 29 bytes, expected at least 30"):
+        files.check_whole(Found(tmp_path, 3), tensor=1, pipeline=1)
