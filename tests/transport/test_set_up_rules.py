@@ -117,6 +117,21 @@ def test_both_ends_say_what_the_lower_rank_says_where_both_fail(
     assert found == {0: {1: "of rank 0"}, 1: {0: "of rank 0"}}
 
 
+def test_a_pattern_that_was_not_begun_is_not_waited_for(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise SetupError("the card says no")
+
+    for message in ({"seed": 1, "unwritten": ""}, {"fault": "the card says no"}):
+        handshake.send_message(ends[1], message)
+    link = PeerLink(rank=0, peer=1, sock=ends[0], incoming=[0], outgoing=[1])
+    waited: list[PeerLink] = []
+    found = link_faults([link], refuse, lambda *given: "", waited.append)
+    assert handshake.receive_message(ends[1])[0]["unwritten"] == "the card says no"
+    assert found == {1: "the card says no"} and waited == []
+
+
 def test_a_long_fault_is_cut_alike_on_both_ends(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
