@@ -272,6 +272,27 @@ def test_only_links_that_do_not_work_are_tried_over_their_next_ports(
     assert setup.failed == {3: "no switch"}, "it goes to another kind"
 
 
+def test_slots_on_a_gpu_are_not_tested_with_those_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    """A link whose slots on a GPU get nothing is staged, not dropped."""
+    tested: list[tuple[str, list[int]]] = []
+    told: list[Any] = []
+
+    def undelivered(own: Any, links: Any, ours: Any, test: str) -> dict[int, str]:
+        tested.append((test, [link.peer for link in links]))
+        return {2: "zeros"} if test == "path" else {}
+
+    monkeypatch.setattr(rdma._Try, "_undelivered", undelivered)
+    setup: Any = SimpleNamespace(native=SimpleNamespace(drop_link=told.append))
+    faults: Any = SimpleNamespace(agree=lambda link, fault: told.append((link.peer, fault)))
+    ours = {peer: SimpleNamespace(in_host_memory=peer < 3) for peer in (1, 2, 3)}
+    links = [PeerLink(rank=0, peer=peer, sock=ends[0], incoming=[], outgoing=[]) for peer in ours]
+    rdma._Try(setup, {}, faults)._keep_those_that_deliver(links, ours)
+    assert tested == [("path", [1, 2, 3]), ("slots", [1])]
+    assert told == [(2, "zeros"), 2] and set(ours) == {1, 3}
+
+
 @pytest.mark.parametrize(("gpu", "possible"), [(0, True), (-1, False)])
 def test_gpudirect_can_be_asked_for_with_any_gpu(gpu: int, possible: bool) -> None:
     place = {"device": "mlx5_0", "port": 1, "gid_index": 3, "infiniband": False}
