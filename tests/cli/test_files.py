@@ -251,6 +251,22 @@ def test_a_run_starts_from_its_own_checkpoint_and_else_from_a_pretrained_one(
     assert files.find_start(args) == files.Found(own / "iter_0000006", 6)
 
 
+def test_the_step_to_load_may_be_a_pretrained_checkpoints(tmp_path: Path) -> None:
+    """As in Megatron-LM: of ``--load`` once that has a checkpoint, else of the pretrained one."""
+    own, pretrained = tmp_path / "own", tmp_path / "pretrained"
+    _save(pretrained, 3)
+    _save(pretrained, 6)
+    for load in (None, str(own)):
+        args = _start(load=load, pretrained_checkpoint=str(pretrained), ckpt_step=3)
+        found = files.find_start(args)
+        assert found == files.Found(pretrained / "iter_0000003", 3, pretrained=True)
+    _save(own, 3)
+    assert files.find_start(args) == files.Found(own / "iter_0000003", 3)
+    args.ckpt_step = 6
+    with pytest.raises(DataError, match=r"iter_0000006: no such checkpoint; .*: iter_0000003"):
+        files.find_start(args)
+
+
 def test_a_missing_checkpoint_is_refused_where_asked(tmp_path: Path) -> None:
     assert files.find_start(_start(load=str(tmp_path))) is None
     assert files.find_start(_start(exit_on_missing_checkpoint=True)) is None

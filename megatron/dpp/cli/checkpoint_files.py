@@ -155,21 +155,26 @@ def find_named(path: Path, step: int | None = None) -> Found | None:
 
 def find_start(args: argparse.Namespace) -> Found | None:
     """The checkpoint that a run starts from; needs no process group. ``args.start``, where a
-    program sets it, is that checkpoint.
+    program sets it, is that checkpoint. ``--ckpt-step`` is of the directory that is read.
 
     Raises:
         DataError: there is none although the flags demand one, or it is broken.
     """
-    found = getattr(args, "start", None) or find(args.load, args.ckpt_step)
-    if found is None and args.pretrained_checkpoint:
-        found = find(args.pretrained_checkpoint)
+    found = getattr(args, "start", None)
+    own = args.load and (Path(args.load) / TRACKER).is_file()
+    if found is None and args.pretrained_checkpoint and not own:
+        found = find(args.pretrained_checkpoint, args.ckpt_step)
         if found is None:
             raise DataError(
                 f"--pretrained-checkpoint {args.pretrained_checkpoint}: no checkpoint there"
             )
         found = dataclasses.replace(found, pretrained=True)
-    elif found is None and args.load and args.exit_on_missing_checkpoint:
-        raise DataError(f"--load {args.load}: no checkpoint there (--exit-on-missing-checkpoint)")
+    elif found is None:
+        found = find(args.load, args.ckpt_step)
+        if found is None and args.load and args.exit_on_missing_checkpoint:
+            raise DataError(
+                f"--load {args.load}: no checkpoint there (--exit-on-missing-checkpoint)"
+            )
     if found is not None:
         _check_heads(found.path)
     return found
