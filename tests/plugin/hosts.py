@@ -17,8 +17,8 @@ from tests.runtime.launcher import REPOSITORY, free_port, shared_gpus, wait
 
 SOURCES = Path(os.environ.get("DPP_MEGATRON_SOURCES", REPOSITORY.parent / "shared" / "megatron-lm"))
 """Archives ``NAME.tar.xz`` of Megatron-LM's sources, each with one folder ``NAME``."""
-NEWEST = ("core_v0.19.0", "main-2026-08-22")
-VERSIONS = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", *NEWEST)
+NEWEST = "main-2026-08-22"
+VERSIONS = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0", NEWEST)
 PACKAGES = ("six", "pydantic", "einops", "triton", "pybind11")
 """Packages that Megatron-LM's training code imports, and that its helpers are compiled with."""
 
