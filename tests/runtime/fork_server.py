@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import faulthandler
 import gc
 import importlib
 import json
@@ -21,8 +20,9 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 MAX_REQUEST = 1 << 20
 _CLONE_NEWNET = 0x40000000
@@ -107,14 +107,33 @@ def enter_network(name: str) -> None:
             raise OSError(ctypes.get_errno(), "setns")
 
 
-def _hide_leaks() -> None:
-    """Called last by a rank's ``atexit``. To free what it has inherited takes longer than most runs
-    do, so that stays, which nanobind then reports as leaked: to the C library's stderr alone.
+def run(script: str) -> NoReturn:
+    """Runs a script as the main one, and ends as Python does, but for one thing: the system frees
+    what this process has inherited, because Python takes longer for that than most runs do.
     """
+    status = 0
+    left: object = None
+    try:
+        left = runpy.run_path(script, run_name="__main__")
+    except SystemExit as asked:
+        left, status = asked, _status_of(asked)
+    except Exception as error:
+        left, status = error, 1
+        sys.excepthook(type(error), error, error.__traceback__)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    del left
+    gc.collect()
+    sys.stdout.flush()
     sys.stderr.flush()
-    sys.stderr = sys.__stderr__ = open(os.dup(2), "w", buffering=1, closefd=False)  # noqa: SIM115
-    faulthandler.enable(sys.stderr)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os._exit(status)
+
+
+def _status_of(asked: SystemExit) -> int:
+    if asked.code is None or isinstance(asked.code, int):
+        return asked.code or 0
+    print(asked.code, file=sys.stderr)
+    return 1
 
 
 def become(request: dict[str, Any]) -> None:
@@ -126,13 +145,12 @@ def become(request: dict[str, Any]) -> None:
     if request["fresh"]:
         words = [sys.executable, "-X", "faulthandler", script, *arguments]
         os.execve(sys.executable, words, request["environment"])
-    atexit.register(_hide_leaks)
     os.environ.clear()
     os.environ.update(request["environment"])
     tempfile.tempdir = None  # where the environment says
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).parent)
-    runpy.run_path(script, run_name="__main__")
+    run(script)
 
 
 if __name__ == "__main__":
