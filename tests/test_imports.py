@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -98,9 +100,14 @@ PUBLIC = {
 }  # fmt: skip
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
     """Line and full dotted name of everything that a file imports, wherever in the file."""
-    yield from imports_of_nodes(ast.walk(ast.parse(path.read_text(encoding="utf-8"))), path)
+    yield from imports_of_nodes(ast.walk(tree_of(path)), path)
 
 
 def imports_of_nodes(nodes: Iterable[ast.AST], path: Path) -> Iterator[tuple[int, str]]:
@@ -146,7 +153,7 @@ def arrows() -> dict[str, set[str]]:
     known = modules()
     found: dict[str, set[str]] = {}
     for module, path in known.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         names = [name for _, name in imports_of_nodes(top_level(tree), path)]
         below = [name.removeprefix("megatron.dpp.") for name in names if "megatron.dpp." in name]
         found[module] = {
@@ -200,7 +207,7 @@ def test_schedules_and_simulator_do_without_torch(room: str) -> None:
 
 def private_names_of_core(path: Path) -> Iterator[tuple[int, str]]:
     """Line and name of each private name of megatron-core that a file imports or reads."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     core = {
         alias.asname or alias.name
         for node in ast.walk(tree)
@@ -211,10 +218,9 @@ def private_names_of_core(path: Path) -> Iterator[tuple[int, str]]:
         if name.startswith("megatron.core") and any(p.startswith("_") for p in name.split(".")):
             yield line, name
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+        if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
             owner = ast.unparse(node.value)
-            known = owner in core or owner.startswith("megatron.core")
-            if known and not node.attr.startswith("__"):
+            if owner in core or owner.startswith("megatron.core"):
                 yield node.lineno, f"{owner}.{node.attr}"
 
 

@@ -29,13 +29,25 @@ def best_for(words: str, setting: Setting = H200) -> list[auto.Candidate]:
     return auto.candidates(options, flags, setting, _plain(options, flags, setting))
 
 
-def test_auto_takes_data_parallel_while_the_model_fits() -> None:
-    best = best_for("--mode auto --model medium")
+@pytest.fixture(scope="module")
+def for_medium() -> list[auto.Candidate]:
+    return best_for("--mode auto --model medium")
+
+
+def test_auto_takes_data_parallel_while_the_model_fits(for_medium: list[auto.Candidate]) -> None:
+    best = for_medium
     assert best[0].command().startswith(("--mode simple", "--mode zero --zero-stage 1"))
     assert any("why" in line for line in auto.report(best[:3], H200))
 
 
-@pytest.mark.parametrize("model", ["medium", "large", "large --no-dpp --batch-size 2"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "medium",
+        pytest.param("large", marks=pytest.mark.slow),
+        "large --no-dpp --batch-size 2",
+    ],
+)
 def test_what_auto_estimates_is_what_its_command_runs(model: str) -> None:
     """Planned pipelines, even pipelines and replicas: one layout of each."""
     words = f"--model {model} --gpu H200 --gpus 8 --dry-run --mock-data "
@@ -65,9 +77,8 @@ def test_auto_leaves_out_only_what_cannot_be_among_the_best(
     assert all(each.least_seconds <= each.estimate.seconds for each in every)
 
 
-def test_auto_says_which_layouts_are_planned() -> None:
-    best = best_for("--mode auto --model medium")
-    text = auto.report([each for each in best if each.planned][:1], H200)
+def test_auto_says_which_layouts_are_planned(for_medium: list[auto.Candidate]) -> None:
+    text = auto.report([each for each in for_medium if each.planned][:1], H200)
     assert text[1].endswith(" (planned)")
     assert text[2].startswith("planned: ")
 
