@@ -18,10 +18,10 @@ SMALL = (
 )
 MODES = {
     "simple": "--mode simple",
-    "3d": "--mode 3d --tp 1 --pp 2 --chunks 2",
     "zero-3": "--mode zero --zero-stage 3",
 }
 MORE = {
+    "3d": "--mode 3d --tp 1 --pp 2 --chunks 2",
     "tensor": "--mode 3d --tp 2",
     "planned": "--mode 3d --pp 2 --dpp-plan shapes",
     "static": "--mode 3d --pp 2 --no-dpp",
@@ -59,7 +59,7 @@ def resumed(folder: Path, name: str, options: str) -> list[float]:
 
 @pytest.mark.parametrize(
     "name",
-    ["3d", "zero-3", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)],
+    ["zero-3", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)],
 )
 def test_modes_agree_from_one_checkpoint(name: str, start: Path, expected: list[float]) -> None:
     assert len(expected) == 2

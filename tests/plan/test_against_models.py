@@ -56,7 +56,7 @@ CONFIGURATIONS = (
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_parameters_and_saved_bytes_are_those_of_the_models(stages: int) -> None:
     worker, ranks = Path(__file__).with_name("model_worker.py"), 2 * stages
     chosen = [each for each in CONFIGURATIONS if (PIPELINE in each) == (stages == 2)]

@@ -52,7 +52,9 @@ def gain(times, before):
     return 1 - sum(t.total for t in times) / sum(t.total for t in before)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(s, marks=pytest.mark.slow) for s in range(6, 20))]
+)
 def test_the_culprit_is_named_and_its_removal_gains_what_was_predicted(tmp_path, seed):
     run = run_for(seed)
     quiet = analysed(inject(run, "none", seed), tmp_path)

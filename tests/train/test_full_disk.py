@@ -47,7 +47,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     "form",
     [
         pytest.param("", id="torch_dist"),
-        pytest.param("--async-save", id="async"),
+        pytest.param("--async-save", id="async", marks=pytest.mark.slow),
         pytest.param("--ckpt-format torch", id="torch", marks=pytest.mark.slow),
     ],
 )

@@ -85,7 +85,13 @@ def _check(tmp_path: Path, kills: int, ranks: int, more: str) -> None:
     assert _losses(killed) == expected
 
 
-@pytest.mark.parametrize("more", ["", "--ckpt-format torch"], ids=["torch_dist", "torch"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param("", id="torch_dist"),
+        pytest.param("--ckpt-format torch", id="torch", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_killed_in_its_saves_goes_on_bitwise(tmp_path: Path, more: str) -> None:
     _check(tmp_path, kills=1, ranks=1, more=more)
 
