@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import sys
@@ -34,8 +35,13 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+@functools.cache
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with every flag."""
+    """The parser with every flag. All callers share it, so none may change it."""
+    return _new_parser()
+
+
+def _new_parser() -> argparse.ArgumentParser:
     parser = Parser(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for title, rows in (GROUPS | RUN_GROUPS | SPECIAL).items():
         group = parser.add_argument_group(title)
@@ -86,12 +92,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ConfigError: an unknown flag (with the nearest match), or a value of the wrong type.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = build_parser()
+    path = _yaml_path(argv)
+    parser = _new_parser() if path else build_parser()  # the file's settings become its defaults
     if {"-h", "--help", "--help-all"} & set(argv):
         if rank_and_world()[0] == 0:
             print(parser.format_help() if "--help-all" in argv else _short_help(parser))
         raise SystemExit(0)
-    path = _yaml_path(argv)
     if path:
         from megatron.dpp.cli.yaml_file import defaults_from_yaml
 
