@@ -39,6 +39,16 @@ def test_a_sender_that_left_is_named_at_once() -> None:
         exchange.take(Direction.FORWARD)
 
 
+def test_a_message_that_arrives_while_its_sender_leaves_is_taken() -> None:
+    """A sender may send and leave between the look for messages and that at the sender."""
+    wire: Any = Wire(torch.ones(2))
+    looks = iter([[0, 0]])
+    wire.poll = lambda: next(looks, [1, 0])
+    wire.departed, wire.wait = lambda source: True, lambda seconds: None
+    taken = ChannelExchange(wire, timeout=5.0).take(Direction.FORWARD)
+    assert torch.equal(taken, torch.ones(2))
+
+
 def test_a_sender_that_is_slow_is_waited_for() -> None:
     network = two_ranks()
     network.transport(0)
