@@ -5,6 +5,7 @@ That replayed numbers are the eager ones is test_equality.py's matter.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -96,6 +97,45 @@ def test_nothing_is_captured_before_the_steps_by_which_it_is_decided(
     assert made._pools is not None
     made.keep_size(100.0)
     assert made._pools is None, "another size allows another number of slots"
+
+
+def test_a_size_is_awaited_once_and_only_where_something_is_captured(
+    chunk: Chunk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = graphs_of(chunk)
+    assert made.awaits_size
+    made.keep_size(100.0)
+    assert not made.awaits_size
+    monkeypatch.setattr(graphs, "why_not", lambda chunk: "no")
+    assert not graphs_of(chunk)[0].awaits_size
+
+
+def test_a_frozen_block_behind_frozen_ones_has_no_backward_to_replay(chunk: Chunk) -> None:
+    """Its slot would never be given back."""
+    chunk.decoder.requires_grad_(False)
+    made, _ = graphs_of(chunk)
+    with made.bound(torch.empty(SHAPE)):
+        output = chunk.decoder(hidden_states=torch.ones(SHAPE))
+    assert not output.requires_grad and chunk.decoder.num_eager == 1
+    assert made._pools is not None and not made._pools.num_made
+
+
+def test_a_slot_is_free_after_the_weight_gradients_of_its_last_layer(chunk: Chunk) -> None:
+    chunk.decoder.layers.append(torch.nn.Linear(4, 4))
+    deferred: list[Any] = []
+    store: Any = SimpleNamespace(
+        divert=lambda: contextlib.nullcontext({}), delayed_by_modules=lambda number: None,
+        defer=lambda layer, work: deferred.append(work),
+    )  # fmt: skip
+    made = graphs.ChunkGraphs([chunk], store, print, lambda chunks: True, Rerun)
+    step(made, chunk)
+    assert made._pools is not None
+    (slots,) = made._pools.all()
+    free = [len(slots._free)]
+    for work in deferred:
+        work.compute()
+        free.append(len(slots._free))
+    assert free == [0, 0, 1]
 
 
 def test_only_lengths_that_can_be_attended_to_stay(chunk: Chunk) -> None:
@@ -377,6 +417,20 @@ def test_slots_of_several_lengths_hold_no_more_than_the_cap(chunk: Chunk) -> Non
     replays.clear()
     assert all(grad is not None for grad in forwards(made, chunk, 4, 8))
     assert len(replays) == 4, "slots that are there are used again"
+
+
+def test_a_slot_is_added_only_where_all_of_it_fits_under_the_cap() -> None:
+    """8 rows are taken of 10: another 4 would be 2 too many, 2 fit."""
+    pools = Pools(torch.zeros(8, 1, 2), [2, 4, 8], most=lambda: 1.25)
+    taken: dict[int, bool] = {}
+    for rows in (8, 4, 2):
+        slots = pools.of(torch.zeros(rows, 1, 2))
+        assert slots is not None
+        slot = slots.take("block")
+        taken[rows] = slot is not None
+        if slot is not None:
+            slots.add(slot, 1)
+    assert taken == {8: True, 4: False, 2: True}
 
 
 @pytest.mark.parametrize(
