@@ -252,6 +252,17 @@ def test_a_capture_that_fails_gives_the_tracker_its_states_back(machine: Machine
         assert machine.states_ is before and machine.use_cudagraphable_rng is False
 
 
+def test_generators_of_recomputed_parts_are_registered_with_their_backward_alone(
+    machine: Machine,
+) -> None:
+    rng, own = CapturedRng(), Generator(DEFAULT)
+    draws: Any = SimpleNamespace(generators=lambda: [own])
+    with rng.repeating(draws), rng.capturing() as generators:
+        assert generators[-1] is own and len(generators) == 2
+    with rng.capturing() as generators:
+        assert own not in generators and len(generators) == 1
+
+
 def test_a_tracker_of_generators_is_captured_as_it_is(machine: Machine) -> None:
     """``--te-rng-tracker``: its generators are those that the graph registers."""
     machine.use_cudagraphable_rng, machine.states_ = True, {"parallel": Generator(PARALLEL)}

@@ -90,6 +90,17 @@ def test_before_the_last_microbatch_and_within_a_capture_nothing_is_reduced() ->
     assert not order
 
 
+@pytest.mark.parametrize("last", [True, False])
+def test_a_capture_leaves_each_group_the_microbatch_it_was_at(last: bool) -> None:
+    """A capture may fail, and may come before the last microbatch: a reduction would be early."""
+    found, _, _, groups = setting("ab")
+    for group in groups:
+        group.is_last_microbatch = last
+    with pytest.raises(ValueError, match="capture"), found.held_back():
+        raise ValueError("the capture failed")
+    assert [group.is_last_microbatch for group in groups] == [last, last]
+
+
 @pytest.mark.parametrize("options", [None, SimpleNamespace(overlap_grad_reduce=False)])
 def test_where_ddp_reduces_at_the_end_of_a_step_nothing_is_reduced_here(options: Any) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
