@@ -91,7 +91,7 @@ def test_the_engine_scales_losses_as_the_flags_say() -> None:
 @pytest.mark.parametrize("counted", [True, False])
 def test_each_microbatch_counts_by_its_mean_and_the_last_ends_the_step(counted: bool) -> None:
     engine = Engine()
-    batches = iter([(12.0, 4), (20.0, 2), (7.0, 0)])
+    batches = iter([(12.0, 4), (20.0, 2), (7.0, 0), (0.0, 0)])
 
     def forward_step(iterator: Any, chunk: Any) -> tuple[Any, Any]:
         total, count = next(iterator)
@@ -115,6 +115,9 @@ def test_each_microbatch_counts_by_its_mean_and_the_last_ends_the_step(counted: 
     engine.told.clear()
     assert run(1, forward_only=True) == [{"lm loss": 7.0}]
     assert engine.told == [True], "an evaluation has no backward"
+    engine.told.clear()
+    run(1, forward_only=False)
+    assert engine.told == [True, (0.0, False)], "without tokens there is no loss"
 
 
 @pytest.mark.parametrize(("stage", "share"), [(1, 40), (2, 20), (3, 16)])

@@ -62,6 +62,13 @@ def test_berts_report_survives_the_division_by_microbatches(with_head: bool) -> 
     assert ("sop loss" in report) is with_head
 
 
+def test_berts_training_stops_at_a_sum_that_is_not_finite() -> None:
+    """The sentences' loss alone may be the bad one."""
+    output = (torch.ones(1, 2, requires_grad=True), torch.tensor([[float("nan"), 0.0]]))
+    with pytest.raises(DppError, match="iteration 1: the loss on rank 0 is nan"):
+        bert_loss(RUN, torch.ones(1, 2), torch.tensor([0]), output)
+
+
 def test_gpts_report_survives_it() -> None:
     loss, count, report = gpt_loss(RUN, torch.ones(1, 2), torch.tensor([[1.0, 3.0]]))
     loss /= 8
