@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +90,32 @@ def test_the_ends_of_the_pipeline_have_the_layers_that_they_are_given(
     made = configs.transformer_config(settled(flags))
     assert made.num_layers_in_first_pipeline_stage == first
     assert made.num_layers_in_last_pipeline_stage == last
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        (10, 5),  # batches of 2, 2, 2 and 4, and one that begins where the samples end
+        (12, 5),  # the last batch of the ramp ends behind the samples
+        (19, 5),
+        (20, 6),
+    ],
+)
+def test_iterations_of_a_ramp_are_counted_as_megatron_lm_counts_them(
+    samples: int, expected: int
+) -> None:
+    args: Any = SimpleNamespace(
+        rampup_batch_size=["2", "2", "12"], global_batch_size=6, micro_batch_size=1,
+        data_parallel_size=1, decrease_batch_size_if_needed=False, train_samples=samples,
+    )  # fmt: skip
+    assert configs._iterations(args) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "groups"), [("--num-query-groups 1", 2), ("--group-query-attention", 1)]
+)
+def test_heads_share_keys_only_where_it_is_asked(flags: str, groups: int) -> None:
+    assert configs.transformer_config(settled(flags)).num_query_groups == groups
 
 
 def test_outputs_are_freed_once_they_are_sent() -> None:

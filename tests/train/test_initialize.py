@@ -155,18 +155,26 @@ def test_a_rank_prepares_pytorch_as_its_flags_ask(monkeypatch: pytest.MonkeyPatc
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
-def test_a_rank_takes_the_gpu_of_its_place_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variable", "flag", "place"), [("3", 1, 3), (None, 2, 2), (None, None, 0)]
+)
+def test_a_rank_takes_the_gpu_of_its_place_on_the_node(
+    variable: str | None, flag: int | None, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launchers set the variable; the flag is for those that do not."""
     taken: list[torch.device] = []
     monkeypatch.setattr(joining.dist, "init_process_group", lambda **_: None)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setenv("MASTER_ADDR", "here")
-    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("LOCAL_RANK", variable)
     args: Any = argparse.Namespace(
         distributed_backend="nccl", world_size=8, distributed_timeout_minutes=7, device="cuda",
-        local_rank=None,
+        local_rank=flag,
     )  # fmt: skip
-    assert joining._join_process_group(args, 7) == torch.device("cuda", 3)
-    assert taken == [torch.device("cuda", 3)]
+    assert joining._join_process_group(args, 7) == torch.device("cuda", place)
+    assert taken == [torch.device("cuda", place)]
 
 
 def test_expanded_segments_are_not_registered_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
