@@ -182,3 +182,25 @@ def test_a_checkpoint_without_its_optimizer_gives_the_module_alone(
     ]  # fmt: skip
     with pytest.raises(DataError, match="gone/iter_3: DeepSpeed could not load it"):
         checkpointer._read(SimpleNamespace(path=Path("gone/iter_3"), is_deepspeed=True))
+
+
+@pytest.mark.parametrize(
+    ("by_engine", "expected"),
+    [(None, ["load", "start"]), (False, ["load", "start"]), (True, ["start", "load"])],
+)
+def test_the_engine_takes_the_parameters_of_a_checkpoint_in_megatrons_form(
+    by_engine: bool | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It copies them when it starts. Its own checkpoints are read by the engine itself."""
+    told: list[str] = []
+    found = None if by_engine is None else SimpleNamespace(is_deepspeed=by_engine)
+    monkeypatch.setattr(zero_engine.files, "find_start", lambda args: found)
+    monkeypatch.setattr(
+        zero_engine.Wanted, "of", lambda args, found: SimpleNamespace(optimizer=False)
+    )
+    monkeypatch.setattr(zero_engine.Checkpointer, "load", lambda self: told.append("load"))
+    monkeypatch.setattr(zero_engine, "start_engine", lambda run, trainee: told.append("start"))
+    made: Any = EngineCheckpointer.__new__(EngineCheckpointer)
+    made._run, made._trainee = SimpleNamespace(args=None), None
+    made.load()
+    assert told == expected
