@@ -101,7 +101,7 @@ def test_the_ends_of_the_pipeline_have_the_layers_that_they_are_given(
         (20, 6),
     ],
 )
-def test_iterations_of_a_ramp_are_counted_as_megatron_lm_counts_them(
+def test_a_ramp_counts_each_of_its_batches_and_whole_ones_alone_behind_it(
     samples: int, expected: int
 ) -> None:
     args: Any = SimpleNamespace(
