@@ -287,7 +287,10 @@ def test_graphs_are_those_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     own = schedule_of()
     place = SimpleNamespace(num_ranks=2, rank=1, num_chunks=2)
     monkeypatch.setattr(static, "pipeline_of", lambda model, groups: place)
-    usual = {"pg_collection": None, "num_microbatches": 8, "captured_rows": lambda config: [4, 8]}
+    usual = {
+        "pg_collection": None, "num_microbatches": 8, "captured_rows": lambda config: [4, 8],
+        "config": SimpleNamespace(microbatch_group_size_per_vp_stage=2),
+    }  # fmt: skip
     one, other = (SimpleNamespace(model=[torch.nn.Identity()], **usual) for _ in range(2))
     assert own._graphs_of(one) is own._graphs_of(one) is made[0]
     assert own._graphs_of(other) is made[1] and closed == [0]
@@ -296,6 +299,17 @@ def test_graphs_are_those_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     own.close()
     own.close()
     assert closed == [0, 1, 2] and not own._graphed, "the model may be freed"
+
+
+@pytest.mark.parametrize(("group", "most"), [(None, 5), (0, 5), (2, 5), (4, 7)])
+def test_graphs_have_slots_for_the_groups_of_microbatches(
+    monkeypatch: pytest.MonkeyPatch, group: int | None, most: int
+) -> None:
+    place = SimpleNamespace(num_ranks=2, rank=1, num_chunks=2)
+    monkeypatch.setattr(static, "pipeline_of", lambda model, groups: place)
+    config = SimpleNamespace(microbatch_group_size_per_vp_stage=group)
+    call = SimpleNamespace(model=[], pg_collection=None, num_microbatches=8, config=config)
+    assert static._most_held(call) == most, "the warm-up of a larger group holds more"
 
 
 @pytest.mark.parametrize(

@@ -190,8 +190,14 @@ class StaticSchedule(PipelineSchedule):
 def _most_held(call: StepCall) -> int:
     """The most activations that any rank holds."""
     topology = pipeline_of(call.model, call.pg_collection)
-    place = topology.num_ranks, topology.rank, topology.num_chunks
-    return worst_peak(Geometry(*place, call.num_microbatches))
+    geometry = Geometry(
+        num_ranks=topology.num_ranks,
+        rank=topology.rank,
+        num_chunks=topology.num_chunks,
+        num_microbatches=call.num_microbatches,
+        group=call.config.microbatch_group_size_per_vp_stage or None,
+    )
+    return worst_peak(geometry)
 
 
 def _refuse_several_tensors(keywords: dict[str, Any], topology: Topology) -> None:
