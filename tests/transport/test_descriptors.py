@@ -77,6 +77,19 @@ def test_more_descriptors_than_expected_are_refused_and_closed(
     assert num_open() == before
 
 
+def test_no_program_that_this_process_starts_inherits_what_a_peer_sent(ends: Ends) -> None:
+    """Such a program would keep the memory and the bells of ranks that have ended."""
+    link, peer = ends
+    os.set_inheritable(peer.fileno(), True)
+    handshake.send_message(peer, {}, [peer.fileno()] * 2)
+    fds = link.receive_fds(2)
+    try:
+        assert [os.get_inheritable(fd) for fd in fds] == [False, False]
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
 def test_a_link_that_gets_no_descriptor_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     dup = os.dup
 
