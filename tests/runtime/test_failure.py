@@ -204,7 +204,8 @@ def test_an_error_of_our_own_is_not_replaced() -> None:
 
 def test_a_store_that_never_answers_keeps_no_process_alive() -> None:
     answered, before = threading.Event(), set(threading.enumerate())
-    rank = threading.Thread(target=failure._within, args=(0.01, answered.wait), daemon=True)
+    # Not a daemon: a thread that it starts would be one, too, without being told so.
+    rank = threading.Thread(target=failure._within, args=(0.01, answered.wait), daemon=False)
     rank.start()
     try:
         rank.join(20)
