@@ -229,6 +229,16 @@ def test_a_token_file_keeps_the_token_out_of_the_store(
     assert DppConfig(token_file=str(secret)).token_file == str(secret)
 
 
+def test_two_jobs_of_one_token_file_listen_side_by_side(tmp_path: Path) -> None:
+    """Both have ranks of the same numbers on this host."""
+    secret = tmp_path / "token"
+    secret.write_text("a token of a user's own")
+    secret.chmod(0o600)
+    options = TransportOptions(setup_timeout=PATIENCE, token_file=str(secret))
+    with Rendezvous(HashStore(), 3, options) as one, Rendezvous(HashStore(), 3, options) as other:
+        assert one.unix_address != other.unix_address
+
+
 @pytest.mark.parametrize("other", [-1, 1])
 def test_a_token_file_of_another_user_is_refused(
     other: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
