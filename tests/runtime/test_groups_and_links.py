@@ -318,3 +318,8 @@ def test_replicas_include_the_context_ranks_of_megatrons_own_groups(
     for given, expected in (({}, "with context"), ({"tp_dp_cp": "the call's"}, "the call's")):
         call: Any = SimpleNamespace(pg_collection=SimpleNamespace(**given))
         assert stage_group._all_replicas(call) == expected
+
+
+def test_groups_in_a_chain_are_joined_to_its_end() -> None:
+    chain = [{0, 1}, {1, 2}, {2, 3}, {5, 6}]
+    assert [stage_group.joined(chain, rank) for rank in (0, 3)] == [(0, 1, 2, 3)] * 2
