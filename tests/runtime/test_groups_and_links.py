@@ -264,18 +264,20 @@ def test_links_are_opened_as_the_configuration_says(
     assert given["board_ranks"] is None and given["store"] is None, "nothing arrives"
 
 
-def test_a_microbatch_has_arrived_with_all_of_its_tensors() -> None:
+@pytest.mark.parametrize("received", [1, 2])
+def test_a_microbatch_has_arrived_with_all_of_its_tensors(received: int) -> None:
     """Each channel counts in the tensors of its own boundary."""
-    channels = Topology((0, 1, 2), 1, 1).channels([4, 4], [4, 4, 4], 4)
+    channels = Topology((0, 1, 2), 1, 1).channels([4] * received, [4, 4, 4], 4)
     network = FakeNetwork(list(channels.specs), ahead=True)
     links = Links(network.transport(1), channels)
     places = {direction: at for at, (direction, _) in enumerate(channels.receiving)}
     before, behind = network.transport(0), network.transport(2)
-    for part in range(5):
-        before.put(0, torch.zeros(1), iteration=0, microbatch=0, part=part % 2, num_parts=2)
+    for part in range(4):
+        sent = {"part": part % received, "num_parts": received}
+        before.put(0, torch.zeros(1), iteration=0, microbatch=0, **sent)
         behind.put(0, torch.zeros(1), iteration=0, microbatch=0, part=part % 3, num_parts=3)
     for counted in (links.poll(), links.coming()):
-        assert counted[places[Direction.FORWARD]] == 2
+        assert counted[places[Direction.FORWARD]] == 4 // received
         assert counted[places[Direction.BACKWARD]] == 1
     assert Links(FakeNetwork(list(channels.specs)).transport(1), channels).coming() == ()
 
