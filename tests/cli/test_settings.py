@@ -40,6 +40,8 @@ def test_yaml_settings_lie_between_defaults_and_command_line(tmp_path: Path) -> 
     assert (args.init_method_std, args.adam_beta1, args.lr) == (0.5, 0.5, 1e-3)
     assert args.attention_backend.name == "local"
     assert not args.bias_gelu_fusion
+    plain = parse_args([])
+    assert (plain.init_method_std, plain.bias_gelu_fusion) == (0.02, True), "the next has its own"
     path.write_text("language_model:\n  hiden_size: 3\n")
     with pytest.raises(ConfigError, match="did you mean hidden"):
         checked(f"--yaml-cfg {path}")

@@ -92,15 +92,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ConfigError: an unknown flag (with the nearest match), or a value of the wrong type.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    path = _yaml_path(argv)
-    parser = _new_parser() if path else build_parser()  # the file's settings become its defaults
+    parser = build_parser()
     if {"-h", "--help", "--help-all"} & set(argv):
         if rank_and_world()[0] == 0:
             print(parser.format_help() if "--help-all" in argv else _short_help(parser))
         raise SystemExit(0)
+    path = _yaml_path(argv)
     if path:
         from megatron.dpp.cli.yaml_file import defaults_from_yaml
 
+        parser = _new_parser()  # not the one that all share
         parser.set_defaults(**defaults_from_yaml(path, parser))
     args, unknown = parser.parse_known_args(argv)
     refuse_unknown(parser, unknown)
