@@ -58,3 +58,8 @@ def test_geometry_names_what_is_wrong(values, message):
     good = {"num_ranks": 4, "rank": 0, "num_chunks": 2, "num_microbatches": 8}
     with pytest.raises(ConfigError, match=message):
         Geometry(**(good | values))
+
+
+def test_one_chunk_has_groups_of_any_size():
+    """As for megatron-core, which reads the size for interleaved schedules alone."""
+    assert Geometry(4, 0, 1, 8, group=2).group == 2

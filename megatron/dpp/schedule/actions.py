@@ -91,7 +91,8 @@ class Geometry:
         num_chunks: model chunks (virtual stages) of each rank, ``v``.
         num_microbatches: microbatches of this iteration, ``m``; at least 1.
         forward_only: evaluation; there are no backwards.
-        group: Megatron's ``microbatch_group_size_per_vp_stage``; ``None`` is ``num_ranks``.
+        group: Megatron's ``microbatch_group_size_per_vp_stage``; ``None`` is ``num_ranks``. It has
+            no effect with one chunk.
         w_pieces: pieces of each chunk's ``W`` with a split backward; ``None`` is one each. A chunk
             with 0 pieces defers nothing.
 
@@ -113,7 +114,7 @@ class Geometry:
                 raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1")
         if not 0 <= self.rank < self.num_ranks:
             raise ConfigError(f"pipeline rank {self.rank}: must be in 0 .. {self.num_ranks - 1}")
-        if self.group is not None and self.group < self.num_ranks:
+        if self.num_chunks > 1 and self.group is not None and self.group < self.num_ranks:
             raise ConfigError(
                 f"microbatch group size {self.group} "
                 "(--microbatch-group-size-per-virtual-pipeline-stage): "
