@@ -110,9 +110,7 @@ def test_a_model_without_anything_to_defer_has_a_fused_backward(
 ) -> None:
     monkeypatch.setattr(dynamic, "WeightGradients", lambda chunks: Weights(chunks, (0, 0)))
     own: Any = schedule_of()
-    call = call_of(2)
-    assert own._prepare(call) is False
-    assert own._geometry(call, Topology((0, 1), 1, 2), False).w_pieces is None
+    assert own._prepare(call_of(2)) is False
 
 
 def test_without_split_backwards_delayed_modules_are_refused(
@@ -128,12 +126,10 @@ def test_without_split_backwards_delayed_modules_are_refused(
 
 @pytest.mark.parametrize("group", [None, 0, 4])
 def test_a_rank_sees_its_call_as_a_geometry(group: int | None) -> None:
-    own: Any = schedule_of()
-    own._weight_gradients = Weights([0, 1])
     call = call_of(2, forward_only=True, num_microbatches=6)
     call.config.microbatch_group_size_per_vp_stage = group
     expected = Geometry(3, 2, 2, 6, forward_only=True, group=group or None, w_pieces=(2, 0))
-    assert own._geometry(call, Topology((5, 6, 7), 2, 2), True) == expected
+    assert Topology((5, 6, 7), 2, 2).geometry(call, (2, 0)) == expected
 
 
 def test_as_many_chunks_are_needed_as_the_config_says() -> None:

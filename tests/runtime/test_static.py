@@ -285,10 +285,10 @@ def test_graphs_are_those_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(static, "ChunkGraphs", graphs)
     own = schedule_of()
-    place = SimpleNamespace(num_ranks=2, rank=1, num_chunks=2)
-    monkeypatch.setattr(static, "pipeline_of", lambda model, groups: place)
+    monkeypatch.setattr(static, "pipeline_of", lambda *_: Topology((0, 1), 1, 2))
     usual = {
-        "pg_collection": None, "num_microbatches": 8, "captured_rows": lambda config: [4, 8],
+        "pg_collection": None, "num_microbatches": 8, "forward_only": False,
+        "captured_rows": lambda config: [4, 8],
         "config": SimpleNamespace(microbatch_group_size_per_vp_stage=2),
     }  # fmt: skip
     one, other = (SimpleNamespace(model=[torch.nn.Identity()], **usual) for _ in range(2))
@@ -305,10 +305,11 @@ def test_graphs_are_those_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_graphs_have_slots_for_the_groups_of_microbatches(
     monkeypatch: pytest.MonkeyPatch, group: int | None, most: int
 ) -> None:
-    place = SimpleNamespace(num_ranks=2, rank=1, num_chunks=2)
-    monkeypatch.setattr(static, "pipeline_of", lambda model, groups: place)
+    monkeypatch.setattr(static, "pipeline_of", lambda *_: Topology((0, 1), 1, 2))
     config = SimpleNamespace(microbatch_group_size_per_vp_stage=group)
-    call = SimpleNamespace(model=[], pg_collection=None, num_microbatches=8, config=config)
+    call: Any = SimpleNamespace(
+        model=[], pg_collection=None, num_microbatches=8, forward_only=False, config=config
+    )
     assert static._most_held(call) == most, "the warm-up of a larger group holds more"
 
 

@@ -107,7 +107,7 @@ class DppSchedule(PipelineSchedule):
             function = session.rng.wrap(call.forward_step_func, call.model, iteration)
             call = dataclasses.replace(call, forward_step_func=function)
         weights = self._weight_gradients if split else None
-        geometry = self._geometry(call, topology, split)
+        geometry = topology.geometry(call, weights.num_pieces if weights else None)
         window = num_warmup(geometry) + 1
         stage = Stage(call, topology.rank, topology.num_ranks, window, weights)
         assert self._decisions is not None
@@ -249,18 +249,6 @@ class DppSchedule(PipelineSchedule):
         if self._weight_gradients is None or not measured.is_last(len(sizes) - 1):
             return LastRank(max(sizes, default=0))
         return LastRank.of(sizes, self._weight_gradients.num_pieces)
-
-    def _geometry(self, call: StepCall, topology: Topology, split: bool) -> Geometry:
-        pieces = self._weight_gradients.num_pieces if split and self._weight_gradients else None
-        return Geometry(
-            num_ranks=topology.num_ranks,
-            rank=topology.rank,
-            num_chunks=topology.num_chunks,
-            num_microbatches=call.num_microbatches,
-            forward_only=call.forward_only,
-            group=call.config.microbatch_group_size_per_vp_stage or None,
-            w_pieces=pieces,
-        )
 
     def _prepare(self, call: StepCall) -> bool:
         """Prepare this model's backwards; True if they are split."""

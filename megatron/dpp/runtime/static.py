@@ -35,7 +35,6 @@ from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.runtime.links import open_links
 from megatron.dpp.runtime.timer import TaskTimer, timer_for
 from megatron.dpp.runtime.topology import Topology, pipeline_of
-from megatron.dpp.schedule import Geometry
 from megatron.dpp.schedule.caps import worst_peak
 from megatron.dpp.transport.base import Transport
 
@@ -189,15 +188,7 @@ class StaticSchedule(PipelineSchedule):
 
 def _most_held(call: StepCall) -> int:
     """The most activations that any rank holds."""
-    topology = pipeline_of(call.model, call.pg_collection)
-    geometry = Geometry(
-        num_ranks=topology.num_ranks,
-        rank=topology.rank,
-        num_chunks=topology.num_chunks,
-        num_microbatches=call.num_microbatches,
-        group=call.config.microbatch_group_size_per_vp_stage or None,
-    )
-    return worst_peak(geometry)
+    return worst_peak(pipeline_of(call.model, call.pg_collection).geometry(call))
 
 
 def _refuse_several_tensors(keywords: dict[str, Any], topology: Topology) -> None:

@@ -17,6 +17,8 @@ from megatron.core import parallel_state
 
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.mcore.steps import StepCall
+from megatron.dpp.schedule import Geometry
 from megatron.dpp.transport.base import ChannelSpec
 
 
@@ -47,6 +49,18 @@ class Topology:
     def stage(self, chunk: int) -> int:
         """Virtual stage number of one of this rank's chunks."""
         return chunk * self.num_ranks + self.rank
+
+    def geometry(self, call: StepCall, w_pieces: tuple[int, ...] | None = None) -> Geometry:
+        """A call as schedules see it on this rank; ``w_pieces`` as in :class:`Geometry`."""
+        return Geometry(
+            num_ranks=self.num_ranks,
+            rank=self.rank,
+            num_chunks=self.num_chunks,
+            num_microbatches=call.num_microbatches,
+            forward_only=call.forward_only,
+            group=call.config.microbatch_group_size_per_vp_stage or None,
+            w_pieces=w_pieces,
+        )
 
     def channels(self, receives: Sequence[int], sends: Sequence[int], depth: int) -> Channels:
         """The channels that begin or end here, and which task each of them serves.
