@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.sources import ROOT, text_of, tree_of
 
 MOST_FUNCTION_LINES = 60
 MOST_FILE_LINES = 500
@@ -44,16 +44,6 @@ def tracked(*patterns: str) -> list[str]:
     if listed.returncode:
         pytest.skip("this is no clone: git lists no files")
     return [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
-
-
-@cache
-def text_of(name: str) -> str:
-    return (ROOT / name).read_text(encoding="utf-8")
-
-
-@cache
-def tree_of(name: str) -> ast.Module:
-    return ast.parse(text_of(name))
 
 
 def functions_of(name: str) -> Iterator[Function]:

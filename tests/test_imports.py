@@ -9,14 +9,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 import megatron.dpp
+from tests.sources import ROOT, tree_of
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron" / "dpp"
 
 # A room may import itself and the rooms named here, all of which stand above it in this table: so
@@ -100,14 +99,9 @@ PUBLIC = {
 }  # fmt: skip
 
 
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
     """Line and full dotted name of everything that a file imports, wherever in the file."""
-    yield from imports_of_nodes(ast.walk(tree_of(path)), path)
+    yield from imports_of_nodes(ast.walk(tree_of(str(path))), path)
 
 
 def imports_of_nodes(nodes: Iterable[ast.AST], path: Path) -> Iterator[tuple[int, str]]:
@@ -153,7 +147,7 @@ def arrows() -> dict[str, set[str]]:
     known = modules()
     found: dict[str, set[str]] = {}
     for module, path in known.items():
-        tree = tree_of(path)
+        tree = tree_of(str(path))
         names = [name for _, name in imports_of_nodes(top_level(tree), path)]
         below = [name.removeprefix("megatron.dpp.") for name in names if "megatron.dpp." in name]
         found[module] = {
@@ -207,7 +201,7 @@ def test_schedules_and_simulator_do_without_torch(room: str) -> None:
 
 def private_names_of_core(path: Path) -> Iterator[tuple[int, str]]:
     """Line and name of each private name of megatron-core that a file imports or reads."""
-    tree = tree_of(path)
+    tree = tree_of(str(path))
     core = {
         alias.asname or alias.name
         for node in ast.walk(tree)

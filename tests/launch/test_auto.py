@@ -35,9 +35,9 @@ def for_medium() -> list[auto.Candidate]:
 
 
 def test_auto_takes_data_parallel_while_the_model_fits(for_medium: list[auto.Candidate]) -> None:
-    best = for_medium
-    assert best[0].command().startswith(("--mode simple", "--mode zero --zero-stage 1"))
-    assert any("why" in line for line in auto.report(best[:3], H200))
+    best = for_medium[0].command()
+    assert best.startswith(("--mode simple", "--mode zero --zero-stage 1"))
+    assert any("why" in line for line in auto.report(for_medium[:3], H200))
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_microbatches_of_unlike_length() -> None:
         case("v1", 2, 5, fused, late, tight, static, **told, dropout=0.1),
         case("v2", 2, 6, fused, late, tight, follows, static, v=2, **told),
         case("v2 dist", 2, 4, late, {"transport": "dist"}, v=2, expected_over="shm", **drawn),
-        case("graphs", 2, 4, late | graphs | few, static | graphs | few, v=2,
+        case("graphs", 2, 4, late | graphs, late | graphs | few, static | graphs | few, v=2,
              **told | {"iterations": 5}),
     )  # fmt: skip
 
