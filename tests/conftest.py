@@ -8,8 +8,9 @@ turns that skip into a failure. Tests marked ``slow`` run with ``--long`` only.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -39,6 +40,14 @@ def _missing(marker: str, reason: str) -> pytest.MarkDecorator:
     if marker in required:
         return pytest.mark.usefixtures("fail_for_missing_device")
     return pytest.mark.skip(reason=reason)
+
+
+@pytest.fixture(autouse=True)
+def environment_of_the_test() -> Iterator[None]:
+    """What a test, or the code that it calls, leaves in the environment ends with the test: the
+    processes of later tests would inherit it."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture

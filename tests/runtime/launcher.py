@@ -29,6 +29,8 @@ START_SECONDS = 60.0
 """Longest time until a rank has started; the first one waits for the imports."""
 _READ_AT_START = ("PYTHON", "TORCH", "LD_", "OMP_", "CUDA")
 """Beginnings of variables that Python and PyTorch read when they start."""
+_WRITTEN_AT_IMPORT = "TORCHINDUCTOR_CACHE_DIR"
+"""A variable that PyTorch itself sets in a process that has imported some of it."""
 
 
 @dataclass(frozen=True)
@@ -119,21 +121,26 @@ def shared_gpus(rank: int) -> tuple[str, dict[str, str]]:
     return "", {"LOCAL_RANK": str(gpu), "NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo"}
 
 
-@functools.lru_cache(maxsize=1)
-def _server() -> tuple[socket.socket, dict[str, str]]:
-    """The connection to a server of forked ranks, which ends with it, and its environment.
+def has_gpu() -> bool:
+    """True with a GPU of NVIDIA's, without an import of PyTorch."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
-    A process that has met CUDA cannot be forked: with GPUs the server imports nothing, and each
-    rank begins anew.
+
+@functools.lru_cache(maxsize=1)
+def _server() -> tuple[socket.socket, dict[str, str] | None]:
+    """The connection to a server of forked ranks, which ends with it, and what Python and PyTorch
+    read when it started.
+
+    A process that has met CUDA cannot be forked: with GPUs the server imports nothing, nothing was
+    read, and each rank begins anew.
     """
     control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST)
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
     environment = _environment()
     with other:
         server = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", str(Path(__file__).with_name("fork_server.py")),
-             str(other.fileno()), "nothing" if has_gpu else "preload"],
+             str(other.fileno()), "nothing" if has_gpu() else "preload"],
             env=environment, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
@@ -143,7 +150,7 @@ def _server() -> tuple[socket.socket, dict[str, str]]:
         server.wait(10)
 
     atexit.register(end)
-    return control, {} if has_gpu else environment
+    return control, None if has_gpu() else _at_start(environment)
 
 
 def _environment(**more: str) -> dict[str, str]:
@@ -155,7 +162,11 @@ def _environment(**more: str) -> dict[str, str]:
 
 
 def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: environment[name] for name in environment if name.startswith(_READ_AT_START)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_AT_START) and name != _WRITTEN_AT_IMPORT
+    }
 
 
 def start(
@@ -167,9 +178,14 @@ def start(
     Args:
         place: the hosts of the ranks.
         fresh: start Python anew; otherwise PyTorch and megatron-core are imported already.
+
+    Raises:
+        AssertionError: variables that Python reads when it starts have changed, and ``fresh`` was
+            not asked for: each rank would take seconds longer without a word.
     """
     port = str(free_port())
-    control, servers = _server()
+    control, read = _server()
+    fresh = fresh or read is None
     ranks: list[Rank] = []
     for rank in range(num_ranks):
         network, more = place(rank) if place is not None else ("", {})
@@ -177,10 +193,11 @@ def start(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
         ) | more  # fmt: skip
+        changed = _at_start(environment).items() ^ (read or {}).items()
+        assert fresh or not changed, f"fresh=True lets ranks read {dict(changed).keys()} anew"
         request = {
             "script": str(script), "arguments": list(arguments), "folder": os.getcwd(),
-            "environment": environment, "network": network,
-            "fresh": fresh or _at_start(environment) != _at_start(servers),
+            "environment": environment, "network": network, "fresh": fresh,
         }  # fmt: skip
         output = tempfile.TemporaryFile()  # noqa: SIM115 - the rank's owner closes it
         status, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,10 +1,12 @@
-"""Ranks that are forks end as processes of their own do, and say nothing of what they inherited."""
+"""Ranks are forks, end as processes of their own do, and say nothing of what they inherited."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.runtime.launcher import start, wait
+import pytest
+
+from tests.runtime.launcher import has_gpu, start, wait
 
 _RANK = """
 import atexit, threading
@@ -38,3 +40,19 @@ def test_an_end_is_that_of_a_process_without_what_it_has_inherited(tmp_path: Pat
     ]
     assert places == sorted(places)
     assert "leaked" not in said
+
+
+@pytest.mark.skipif(has_gpu(), reason="a process that has met CUDA cannot be forked")
+def test_a_rank_is_a_fork_unless_a_variable_of_pythons_start_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable that a test had left made every later rank import PyTorch, without a word."""
+    script = tmp_path / "rank.py"
+    script.write_text("import os, sys; print('torch' in sys.modules, os.environ.get('CUDA_TEST'))")
+    (forked,) = wait(start(script, 1, []), timeout=100)
+    assert forked.output.split() == ["True", "None"]
+    monkeypatch.setenv("CUDA_TEST", "1")
+    with pytest.raises(AssertionError, match=r"fresh=True lets ranks read .*CUDA_TEST"):
+        start(script, 1, [])
+    (fresh,) = wait(start(script, 1, [], fresh=True), timeout=100)
+    assert fresh.output.split() == ["False", "1"]
