@@ -29,7 +29,7 @@ class CpuSupport:
 
     def __init__(self, *, host: bool = False) -> None:
         self._undo = contextlib.ExitStack()
-        _keep_dynamo_off()
+        self._undo.enter_context(_dynamo_off())
         for holder, name, value in _stand_ins():
             self._set(holder, name, value)
         for holder, name, value in _core_stand_ins():
@@ -254,11 +254,22 @@ def _host_stand_ins() -> Iterator[tuple[Any, str, Any]]:
         yield kernels, "load", _nothing  # initialize.py:210 asks nvcc for its version
 
 
-def _keep_dynamo_off() -> None:
-    """Turn torch.compile off, which costs minutes on a CPU (jit.py)."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    if "torch._dynamo.config" in sys.modules:
-        sys.modules["torch._dynamo.config"].disable = True  # type: ignore[attr-defined]
+@contextlib.contextmanager
+def _dynamo_off() -> Iterator[None]:
+    """Turns torch.compile off, which costs minutes on a CPU (jit.py)."""
+    name, loaded = "TORCHDYNAMO_DISABLE", sys.modules.get("torch._dynamo.config")
+    before: str | None = os.environ.get(name)
+    was_off: bool = loaded.disable if loaded is not None else before == "1"
+    os.environ[name] = "1"
+    if loaded is not None:
+        loaded.disable = True  # type: ignore[attr-defined]
+    yield
+    if before is None:
+        del os.environ[name]
+    else:
+        os.environ[name] = before
+    if "torch._dynamo.config" in sys.modules:  # from now on, if not before
+        sys.modules["torch._dynamo.config"].disable = was_off  # type: ignore[attr-defined]
 
 
 class _KeptSend:
