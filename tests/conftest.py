@@ -44,8 +44,8 @@ def _missing(marker: str, reason: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(autouse=True)
 def environment_of_the_test() -> Iterator[None]:
-    """What a test, or the code that it calls, leaves in the environment ends with the test: the
-    processes of later tests would inherit it."""
+    """Undoes what a test, or code that it calls, does to the environment: the processes of later
+    tests would inherit it."""
     with mock.patch.dict(os.environ):
         yield
 
