@@ -1,0 +1,231 @@
+"""megatron-core's stand-ins on the CPU: what they answer, and that nothing of them stays."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe import moe_utils
+
+from megatron.dpp.mcore import compat, cpu
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    with contextlib.closing(cpu.install()):
+        yield
+
+
+def stand_ins() -> list[tuple[Any, str, Any]]:
+    return [*cpu._stand_ins(), *cpu._core_stand_ins(), *cpu._host_stand_ins()]
+
+
+def test_nothing_of_the_stand_ins_stays_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that was missing is missing again, and a device is the device that was named."""
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
+    places = [(holder, name) for holder, name, _ in stand_ins()]
+    assert (moe_utils, "te_general_gemm") in places
+    before = [getattr(holder, name, "missing") for holder, name in places]
+    modes = torch.overrides._get_current_function_mode_stack()
+    support = cpu.install(host=True)
+    assert len(torch.overrides._get_current_function_mode_stack()) == len(modes) + 1
+    for _ in range(2):
+        support.close()
+        assert [getattr(holder, name, "missing") for holder, name in places] == before
+        assert torch.overrides._get_current_function_mode_stack() == modes
+
+
+def test_a_warning_of_one_generator_for_both_devices_is_left_out_and_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    with contextlib.closing(cpu.install()):
+        logger.warning("CPU RNG state changed within GPU RNG context")
+        logger.warning("another")
+    assert caplog.messages == ["another"]
+    logger.warning("CPU RNG state changed within GPU RNG context")
+    assert len(caplog.messages) == 2
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:1", "cpu", "meta"])
+@pytest.mark.parametrize("made", [str, torch.device])
+def test_tensors_for_a_gpu_are_made_and_moved_on_the_cpu(
+    name: str, made: Callable[[str], Any], on_cpu: None
+) -> None:
+    """Other devices stay: megatron-core makes tensors without memory on ``meta``."""
+    expected = "meta" if name == "meta" else "cpu"
+    tensor, device = torch.zeros(2), made(name)
+    for found in (torch.empty(2, device=device), tensor.to(device), tensor.to(device=device)):
+        assert found.device.type == expected
+    assert tensor.cuda() is tensor
+
+
+def test_memory_is_not_pinned_on_the_cpu(on_cpu: None) -> None:
+    """PyTorch refuses it without a GPU."""
+    assert not torch.zeros(2, pin_memory=True).is_pinned()
+
+
+def test_types_are_told_as_those_of_a_gpu_and_converted_as_asked(on_cpu: None) -> None:
+    """megatron-core compares the text."""
+    tensor = torch.zeros(2)
+    assert tensor.type() == "torch.cuda.FloatTensor"
+    assert tensor.type(torch.float64).dtype == tensor.type(dtype=torch.float64).dtype
+    assert tensor.type(torch.float64).dtype == torch.float64
+
+
+def test_work_of_the_cpu_is_done_and_its_device_and_generator_are_the_cpus(on_cpu: None) -> None:
+    assert torch.cuda.Event().query() and torch.cuda.current_stream().record_event().query()
+    assert torch.cuda.current_device() == torch.device("cpu")
+    assert torch.cuda.default_generators[0] is torch.default_generator
+    for module in (torch.cuda, torch.cuda.random):
+        module.manual_seed(5)
+        state, drawn = module.get_rng_state(), torch.rand(3)
+        module.set_rng_state(state)
+        assert torch.equal(torch.rand(3), drawn)
+        assert torch.equal(torch.rand(3, generator=torch.Generator().manual_seed(5)), drawn)
+
+
+def test_the_mesh_of_a_group_is_on_the_cpu(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "distributed.torch_fully_sharded_data_parallel:DeviceMesh"
+    mesh = SimpleNamespace(from_group=lambda group, device: (group, device))
+    monkeypatch.setattr(cpu, "DeviceMesh", mesh)
+    assert compat.lookup(name).from_group("ranks", "cuda") == ("ranks", "cpu")
+
+
+def test_counts_of_tokens_are_arrays_where_the_dispatcher_asks_for_them(on_cpu: None) -> None:
+    move = compat.lookup("transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu")
+    tensor = torch.arange(3)
+    assert move(tensor) is tensor and move(None, as_numpy=True) is None
+    found = move(tensor, as_numpy=True, record_stream=True)
+    assert type(found).__module__ == "numpy" and found.tolist() == [0, 1, 2]
+
+
+def test_choices_on_the_cpu_are_megatron_cores_own_without_kernels() -> None:
+    """Losses of a machine do not depend on what is installed there."""
+    if any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex")):
+        pytest.skip("megatron-core chooses the kernels that are installed here")
+    chosen = cpu._without_kernels()
+    chosen.pop("transformer.moe.moe_utils:te_general_gemm")  # a name that it lacks without them
+    assert {name: compat.lookup(name) for name in chosen} == chosen
+
+
+def asked_from(module: str) -> tuple[bool, int]:
+    """Answers of ``torch.cuda`` to a module of this name."""
+    names: dict[str, Any] = {"__name__": module, "cuda": torch.cuda}
+    exec("found = cuda.is_available(), cuda.device_count()", names)
+    found: tuple[bool, int] = names["found"]
+    return found
+
+
+def test_only_training_code_of_a_host_sees_a_gpu_for_each_rank_of_its_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other code would use what is not there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for number in ("4", None):
+        if number is None:
+            monkeypatch.delenv("LOCAL_WORLD_SIZE")
+        else:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", number)
+        with contextlib.closing(cpu.install(host=True)):
+            assert asked_from("megatron.training.initialize") == (True, int(number or 1))
+            assert asked_from("megatron.core.utils") == asked_from("torch.x") == (False, 0)
+    with contextlib.closing(cpu.install()):
+        assert asked_from("megatron.training.initialize") == (False, 0)
+
+
+def test_compilation_that_a_program_turned_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where PyTorch's settings of it are imported after the stand-ins."""
+    from torch._dynamo import config
+
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    with config.patch(disable=True):
+        cpu.install().close()
+        assert config.disable and "TORCHDYNAMO_DISABLE" not in os.environ
+    for before in (None, "0", "1"):
+        if before is not None:
+            monkeypatch.setenv("TORCHDYNAMO_DISABLE", before)
+        late = SimpleNamespace(disable=True)
+        monkeypatch.delitem(sys.modules, "torch._dynamo.config")
+        with contextlib.closing(cpu.install()):
+            monkeypatch.setitem(sys.modules, "torch._dynamo.config", late)  # type: ignore[arg-type]
+        assert late.disable is (before == "1")
+        assert os.environ.get("TORCHDYNAMO_DISABLE") == before
+
+
+class Work:
+    """A send in flight, whose second wait would not end."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+class Peers:
+    """Stands for megatron-core's ``_p2p_ops``; keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self.sent: list[torch.Tensor] = []
+
+    def __call__(self, **operations: Any) -> dict[str, Any]:
+        requests: dict[str, Any] = {}
+        for way in ("prev", "next"):
+            if operations[f"tensor_send_{way}"] is not None:
+                self.sent.append(operations[f"tensor_send_{way}"])
+                requests[f"send_{way}"] = Work()
+                self.works.append(requests[f"send_{way}"])
+            if operations[f"tensor_recv_{way}"] is not None:
+                requests[f"recv_{way}"] = "received"
+        return requests
+
+
+def operations(**given: Any) -> dict[str, Any]:
+    ways = (f"tensor_{what}_{way}" for what in ("send", "recv") for way in ("prev", "next"))
+    return dict.fromkeys(ways) | given
+
+
+@pytest.mark.parametrize("way", ["prev", "next"])
+def test_a_send_owns_what_it_sends_until_it_was_waited_for(way: str) -> None:
+    """megatron-core frees a stage's output at once. gloo would read what lies there later."""
+    peers = Peers()
+    sends = cpu._SafeSends(peers)
+    tensor = torch.ones(2, requires_grad=True)
+    recv = {"tensor_recv_prev": torch.zeros(2)}
+    requests = sends(**operations(**{f"tensor_send_{way}": tensor}, **recv))
+    tensor.data.zero_()
+    assert peers.sent[0].tolist() == [1, 1] and not peers.sent[0].requires_grad
+    assert requests["recv_prev"] == "received"
+    sent = requests[f"send_{way}"]
+    assert not sent.done and peers.works[0].waits == 0
+    assert sent.wait() and sent.wait() and sent.done
+    assert peers.works[0].waits == 1
+
+
+def test_sends_that_were_waited_for_are_let_go_and_old_ones_are_waited_for() -> None:
+    """The newest are left to megatron-core, as a peer may take them later only."""
+    peers = Peers()
+    sends, most = cpu._SafeSends(peers), cpu._MAX_KEPT_SENDS
+    for number in range(most):
+        assert len(sends._kept) == number
+        last = sends(**operations(tensor_send_next=torch.ones(1)))["send_next"]
+    assert not any(work.waits for work in peers.works)
+    sends(**operations(tensor_send_next=torch.ones(1), tensor_send_prev=torch.ones(1)))
+    assert [work.waits for work in peers.works] == [1, 1, *[0] * most]
+    for kept in list(sends._kept):
+        kept.wait()
+    assert last.done
+    sends(**operations(tensor_recv_prev=torch.zeros(1)))
+    assert len(sends._kept) == 0
