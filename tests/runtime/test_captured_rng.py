@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import random as parallel_random
 from megatron.dpp.mcore.graphs import rng as captured_rng
 from megatron.dpp.mcore.graphs import slots
 from megatron.dpp.mcore.graphs.block import GraphedBlock
-from megatron.dpp.mcore.graphs.capture import CudaGraph
+from megatron.dpp.mcore.graphs.capture import cuda_capture
 from megatron.dpp.mcore.graphs.pools import Pools
 from megatron.dpp.mcore.graphs.rng import CapturedRng, RecomputedDraws
 from tests.runtime.rerun import Rerun
@@ -300,17 +300,20 @@ def test_random_states_are_exchanged_around_replays_of_layers_that_draw(
     assert len(exchanged) == (2 if dropout else 0)
 
 
-def test_a_capture_knows_its_generators_and_no_stream_overtakes_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class Stream:
+    """A stream of a GPU that only tells what it does."""
+
+    def __init__(self, name: str, told: list[Any]) -> None:
+        self.name, self._told = name, told
+
+    def wait_stream(self, other: Any) -> None:
+        self._told.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Calls of the CUDA driver that captures make."""
     told: list[Any] = []
-
-    class Stream:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def wait_stream(self, other: Any) -> None:
-            told.append(f"{self.name} waits for {other.name}")
 
     class Graph:
         def register_generator_state(self, generator: Any) -> None:
@@ -321,13 +324,60 @@ def test_a_capture_knows_its_generators_and_no_stream_overtakes_it(
 
         def capture_end(self) -> None:
             told.append("end")
+            if "invalid" in told:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+        def replay(self) -> None:
+            told.append("replay")
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Any:
+        told.append(f"on {stream.name}")
+        yield
+        told.append(f"leaves {stream.name}")
+
+    def made() -> Stream:
+        told.append("a new stream")
+        return Stream("our own", told)
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("the current"))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    rng: Any = SimpleNamespace(capturing=lambda: contextlib.nullcontext(["one", "other"]))
-    own: Any = Stream("our own")
-    CudaGraph(lambda: told.append("work"), "pool", own, rng)
-    expected = ["our own waits for the current", "one", "other", ("begin", "pool", "thread_local"),
-                "work", "end", "the current waits for our own"]  # fmt: skip
-    assert told == expected
+    monkeypatch.setattr(torch.cuda, "Stream", made)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("the current", told))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    return told
+
+
+RNG: Any = SimpleNamespace(capturing=lambda: contextlib.nullcontext(["one", "other"]))
+CAPTURED = [
+    "our own waits for the current", "on our own", "one", "other",
+    ("begin", "pool", "thread_local"), "work", "end", "leaves our own",
+    "the current waits for our own",
+]  # fmt: skip
+
+
+def test_a_capture_knows_its_generators_and_no_stream_overtakes_it(driver: list[Any]) -> None:
+    """All captures are on one stream, which is not the steps' own."""
+    capture = cuda_capture(RNG)
+    for _ in range(2):
+        driver.clear()
+        graph = capture(lambda: driver.append("work"), "pool")
+        assert driver == CAPTURED
+    graph.replay()
+    assert driver[len(CAPTURED) :] == ["replay"]
+
+
+@pytest.mark.parametrize("valid", [True, False])
+@pytest.mark.parametrize("error", [ValueError("of the work"), KeyboardInterrupt()])
+def test_a_capture_whose_work_fails_is_ended_and_tells_the_works_error(
+    error: BaseException, valid: bool, driver: list[Any]
+) -> None:
+    """The driver would refuse what the GPU is asked after it; its own error names no reason."""
+
+    def work() -> None:
+        if not valid:
+            driver.append("invalid")
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        cuda_capture(RNG)(work, "pool")
+    assert caught.value is error and driver[-1] == "end"
