@@ -111,6 +111,37 @@ def test_what_our_attention_cannot_do_is_refused(asked: dict[str, Any], flag: st
         SdpaAttention(config_with(**asked), 1, AttnMaskType.causal, "self")
 
 
+@pytest.mark.parametrize(
+    ("mask", "own", "what"),
+    [
+        (AttnMaskType.causal, True, "--reset-attention-mask"),
+        (AttnMaskType.no_mask, False, "attention of type no_mask"),
+    ],
+)
+def test_masks_that_parts_of_a_sequence_do_not_have_are_refused(
+    mask: AttnMaskType, own: bool, what: str
+) -> None:
+    """They would be ignored, and tokens would see what they must not."""
+    config, groups = config_with(context_parallel_size=2), SimpleNamespace(cp="ranks")
+    with pytest.raises(ConfigError, match=rf"--context-parallel-size above 1 with {what}: "):
+        SdpaAttention(config, 1, mask, "self", pg_collection=groups, own_masks=own)
+    causal = SdpaAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+    assert causal.context_ranks == "ranks"
+
+
+@pytest.mark.parametrize("kernel", ["a kernel", None])
+def test_a_kernel_that_routers_have_stays(
+    kernel: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name for a missing one is None, with which routers compare it."""
+    module, name = layers.compat.resolve("transformer.moe.moe_utils:te_general_gemm")
+    monkeypatch.setattr(module, name, kernel, raising=False)
+    if kernel is None:
+        monkeypatch.delattr(module, name)
+    layers._name_missing_kernel()
+    assert getattr(module, name) == kernel
+
+
 @pytest.mark.parametrize("experts", [None, 4])
 def test_a_block_is_made_from_the_specs_of_its_own_stage(
     experts: int | None, monkeypatch: pytest.MonkeyPatch
@@ -149,6 +180,19 @@ def test_norms_tell_that_their_gradients_are_sums_over_tensor_ranks(kind: str, c
     assert {parameter.dtype for parameter in norm.parameters()} == {torch.bfloat16}
     marks = {name: p.sequence_parallel for name, p in norm.named_parameters()}
     assert set(marks.values()) == {cut} and len(marks) == (2 if kind == "LayerNorm" else 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "flag"),
+    [
+        ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p needs"),
+        ({"normalization": "L2Norm"}, "--normalization L2Norm: expected one of LayerNorm, RMSNorm"),
+    ],
+)
+def test_norms_that_pytorch_does_not_have_are_refused(asked: dict[str, Any], flag: str) -> None:
+    """A weight around 0 would be multiplied as it is."""
+    with pytest.raises(ConfigError, match=flag):
+        TorchNorm(config_with(use_cpu_initialization=True, **asked), 8)
 
 
 @pytest.mark.parametrize(
