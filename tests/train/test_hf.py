@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.models import Sizes, entries
+from megatron.dpp.models import Entry, Sizes, entries
 from megatron.dpp.train import hf
 
 _SIZES = Sizes(
@@ -119,6 +122,83 @@ def test_shards_are_those_of_data_and_context_ranks_together(
     assert asked == ["data and context"] * 2
 
 
+def folder_of_numbers() -> Any:
+    """A folder whose tensors hold their layer's number, and a half more in each next part."""
+
+    def read(entry: Entry) -> list[torch.Tensor]:
+        first = float(sum(entry.place))
+        return [torch.full(part.shape, first + i / 2) for i, part in enumerate(entry.parts)]
+
+    return SimpleNamespace(
+        entries=lambda: entries("llama", _SIZES), path="folder", read=read, dtype="bf16",
+        config=SimpleNamespace(family="llama", sizes=_SIZES), close=lambda: None,
+    )  # fmt: skip
+
+
+def fill_alone(monkeypatch: pytest.MonkeyPatch, states: list[dict[str, Any]]) -> set[Any]:
+    """Fill these chunks on the only rank; what of the folder it used."""
+    used: list[set[Any]] = []
+    monkeypatch.setattr(hf, "Folder", lambda path: folder_of_numbers())
+    monkeypatch.setattr(hf.mpu, "get_data_parallel_group", lambda **_: None)
+    monkeypatch.setattr(hf.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(hf.dist, "all_gather_object", lambda every, own: every.__setitem__(0, own))
+    monkeypatch.setattr(hf, "check_all_used", lambda path, left, found: used.append(found))
+    run: Any = SimpleNamespace(args=SimpleNamespace(load_hf="folder"), say=lambda text: None)
+    hf.fill(run, [SimpleNamespace(sharded_state_dict=lambda metadata, s=s: s) for s in states])
+    return used[0]
+
+
+def test_each_layer_of_each_chunk_is_filled_with_its_own_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also gates and their products, which are one parameter and two shards."""
+    down, gated = (f"decoder.layers.mlp.linear_{part}.weight" for part in ("fc2", "fc1"))
+    chunks, parameters = [], []
+    for layer in (1, 3):
+        own = torch.zeros(32, 48), torch.zeros(96, 32)
+        place = (0, layer, 4)
+        shards = [
+            ShardedTensor.from_rank_offsets(key, data, place, prepend_axis_num=1)
+            for key, data in zip((down, gated), own, strict=True)
+        ]
+        halves = apply_swiglu_sharded_factory(shards[1], (place,))
+        chunks.append({"down": shards[0], "gated": halves, "kept": {"other": "state"}})
+        parameters.append((float(layer), *own))
+    used = fill_alone(monkeypatch, chunks)
+    assert used == {(key, (layer,)) for key in (down, gated) for layer in (1, 3)}
+    for number, filled, both in parameters:
+        assert set(filled.unique().tolist()) == {number}
+        expected = torch.tensor([number] * 48 + [number + 0.5] * 48)
+        assert torch.equal(both, expected[:, None].expand(96, 32))
+
+
+@pytest.mark.parametrize("key", ["decoder.final_layernorm.bias", "decoder.layers.mlp.router.bias"])
+def test_a_parameter_that_the_folder_lacks_is_refused(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would keep its random values."""
+    shard = ShardedTensor.from_rank_offsets(key, torch.zeros(32))
+    with pytest.raises(DataError, match=f"--load-hf folder: its model has no {key}"):
+        fill_alone(monkeypatch, [{"one": shard}])
+
+
+def shard_of(key: str, *shape: int) -> Any:
+    return ShardedTensor.from_rank_offsets(key, torch.full(shape, float("nan")))
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(96, True), (102, True), (95, False)])
+def test_only_a_vocabulary_may_be_longer_than_the_folders(rows: int, fits: bool) -> None:
+    """Rows of others would be left as zeros."""
+    entry_of = {each.key: each for each in entries("llama", _SIZES)}
+    words, norm = "embedding.word_embeddings.weight", "decoder.final_layernorm.weight"
+    refusal = pytest.raises(DataError, match=r"is \[(96, )?32\], the run's model has ")
+    with contextlib.nullcontext() if fits else refusal:
+        hf._copy(folder_of_numbers(), entry_of[words], shard_of(words, rows, 32))
+    for size in (32, rows):
+        with contextlib.nullcontext() if size == 32 else refusal:
+            hf._copy(folder_of_numbers(), entry_of[norm], shard_of(norm, size))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_takes_its_rows_of_the_vocabulary_and_zeros_behind_them(rank: int) -> None:
     (entry,) = (each for each in entries("llama", _SIZES) if "word_embeddings" in each.key)
@@ -144,13 +224,13 @@ def test_a_rank_takes_its_rows_of_the_vocabulary_and_zeros_behind_them(rank: int
 def test_only_a_complete_training_is_exported(
     iteration: int, skips: bool, written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[Path] = []
+    calls: list[Any] = []
     said: list[str] = []
-    monkeypatch.setattr(hf, "to_hf", lambda *words, **_: calls.append(words[1]))
+    monkeypatch.setattr(hf, "to_hf", lambda *words, like, **_: calls.append((*words, like)))
     args = SimpleNamespace(
         skip_train=skips, train_iters=9, save="save", save_hf="new", load_hf="there"
     )
     run: Any = SimpleNamespace(args=args, iteration=iteration, say=said.append)
     hf.export(run)
-    assert calls == [Path("new")] * written
+    assert calls == [(Path("save"), Path("new"), Path("there"))] * written
     assert ("not written" in said[0]) is not written
