@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.dpp.train import diagnostics
-from megatron.dpp.train.diagnostics import Diagnostics, _Profile
+from megatron.dpp.train.diagnostics import Diagnostics, _Profile, note_progress
 from megatron.dpp.train.logs import StepResult
 
 
@@ -83,6 +83,18 @@ def test_the_largest_loss_counts_not_the_least() -> None:
     assert not said
 
 
+def test_a_spike_counts_among_the_losses_of_those_after_it() -> None:
+    """The way back down from it is no spike."""
+    said: list[str] = []
+    run = run_of(said)
+    with contextlib.closing(Diagnostics(run)) as made:
+        for loss in (1.0, 50.0, 45.0):
+            run.iteration += 1
+            losses = {"lm loss": torch.tensor(loss)}
+            made.after_step(StepResult(losses=losses, skipped=False, grad_norm=None))
+    assert len(said) == 1 and "iteration 2: " in said[0]
+
+
 def test_the_device_is_waited_for_and_its_memory_told_at_intervals(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +145,24 @@ def test_a_resumed_runs_progress_line_begins_where_it_was(
     assert lines == [(7, 20, True), 8, 10, "closed"]
 
 
+@pytest.mark.parametrize(
+    ("first", "terminal", "drawn"), [(True, True, True), (False, True, False), (True, False, False)]
+)
+def test_only_rank_0_draws_the_progress_line_and_only_on_a_terminal(
+    first: bool, terminal: bool, drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden: list[bool] = []
+    line = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(
+        diagnostics, "tqdm", lambda **options: hidden.append(options["disable"]) or line
+    )
+    monkeypatch.setattr(diagnostics.sys.stdout, "isatty", lambda: terminal)
+    run = run_of([])
+    run.is_first = first
+    Diagnostics(run).close()
+    assert hidden == [not drawn]
+
+
 def test_the_level_of_the_log_is_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     root = logging.getLogger()
     monkeypatch.setattr(root, "level", root.level)
@@ -140,6 +170,38 @@ def test_the_level_of_the_log_is_the_flags(monkeypatch: pytest.MonkeyPatch) -> N
     assert root.level == logging.ERROR
     Diagnostics(run_of([])).close()
     assert root.level == logging.ERROR
+
+
+def test_a_profile_begins_before_the_step_that_it_is_asked_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is asked by the number of iterations before it, as Megatron-LM counts them."""
+    asked: list[int] = []
+    monkeypatch.setattr(_Profile, "before", lambda _, iteration: asked.append(iteration))
+    run = run_of([], profile=True)
+    with contextlib.closing(Diagnostics(run)) as made:
+        for run.iteration in (0, 7):
+            made.before_step()
+    assert asked == [0, 7]
+
+
+def test_a_profile_is_written_after_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch has no events before."""
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def profiler() -> Any:
+        yield
+        told.append("ended")
+
+    monkeypatch.setattr(torch.profiler, "profile", profiler)
+    monkeypatch.setattr(_Profile, "_export", lambda *_: told.append("written"))
+    profile = _Profile(run_of([], use_pytorch_profiler=True))
+    profile.before(2)
+    assert told == []
+    for _ in range(2):
+        profile.close()
+    assert told == ["ended", "written"]
 
 
 @pytest.mark.parametrize(("board", "folder"), [("board", "board"), (None, "trace")])
@@ -154,3 +216,23 @@ def test_a_profile_lies_beside_the_values_of_tensorboard_or_the_trace(
     _Profile(run)._export(profiler)
     assert exported == [str(tmp_path / folder / "profile-rank0.pt.trace.json")]
     assert (tmp_path / folder).is_dir()
+
+
+def test_progress_is_noted_by_the_first_rank_line_after_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Restarted runs go on with the file."""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    run = run_of([], log_progress=True, save=str(tmp_path / "save"), world_size=8)
+    note_progress(run, "not by this rank")
+    assert not (tmp_path / "save").exists()
+    run.is_first = True
+    for text in ("Starting job", "Saved checkpoint"):
+        note_progress(run, text)
+    run.args.log_progress = False
+    note_progress(run, "not asked for")
+    lines = (tmp_path / "save" / "progress.txt").read_text().splitlines()
+    assert [line.split("\t")[1:] for line in lines] == [
+        ["Job ID: 17", "# GPUs: 8", "Starting job"],
+        ["Job ID: 17", "# GPUs: 8", "Saved checkpoint"],
+    ]
