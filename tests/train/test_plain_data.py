@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import pickle
 import random
 import shutil
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,9 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.rerun_state_machine import RerunMode
 from megatron.core.safe_globals import SAFE_GLOBALS
 from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.dpp.cli import checkpoint_files as files
 from megatron.dpp.cli.checkpoint_reader import ARCHIVE, read_archive
@@ -269,3 +274,103 @@ def test_arrays_that_numpy_1_saved_are_loaded() -> None:
     old = content.getvalue().replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
     with only_plain_data("it"):
         assert str(torch.load(io.BytesIO(old))) == str(saved)
+
+
+def test_numbers_of_every_numpy_type_are_loaded() -> None:
+    """States of generators and of samplers hold them."""
+    saved = [numpy.dtype(kind).type(1) for kind in "?bBhHiIlLqQefd"]
+    content = io.BytesIO()
+    torch.save(saved, content)
+    with only_plain_data("it"):
+        found = torch.load(io.BytesIO(content.getvalue()))
+    assert found == saved and [one.dtype for one in found] == [one.dtype for one in saved]
+
+
+def test_the_encoding_of_an_older_pickle_is_the_callers() -> None:
+    """NumPy asks for ``latin1`` where Python 2 has written a file."""
+    old = b"\x80\x02U\x01\xe9."  # its string of one byte
+    with only_plain_data("it"):
+        assert pickle.load(io.BytesIO(old), encoding="latin1") == "\xe9"
+        assert pickle.loads(old, encoding="bytes") == b"\xe9"
+
+
+def test_an_unreadable_file_is_named_by_its_whole_path(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    path.write_bytes(b"nothing")
+    with path.open("rb") as file, only_plain_data("it"):
+        for given in (file, path, str(path)):
+            with pytest.raises(DataError) as error:
+                torch.load(given)
+            assert str(error.value).startswith(f"{path}: unreadable (")
+
+
+def test_a_load_without_memory_does_not_blame_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(torch.OutOfMemoryError), only_plain_data("it"):
+        torch.load("weights.pt")
+
+
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_the_first_refusal_is_told_by_whatever_name_a_library_raises_it(by_torch: bool) -> None:
+    """NumPy says only that it is no pickle."""
+
+    harmful, hiding = Harmful(Path("made")), "Failed to interpret the file as a pickle"
+
+    class Named(io.BytesIO):
+        name = ""
+
+    def refused(name: str) -> None:
+        file = Named()
+        if by_torch:
+            torch.save(harmful, file)
+        else:
+            pickle.dump(harmful, file)
+        file.name = name
+        file.seek(0)
+        with contextlib.suppress(DataError):
+            (torch.load if by_torch else pickle.load)(file)
+
+    def library() -> None:
+        for name in ("the first", "the second"):
+            refused(name)
+        raise pickle.UnpicklingError(hiding)
+
+    rule = rf"^the first: asks for posix\.mkdir, which {RULE}"
+    with pytest.raises(DataError, match=rule), only_plain_data("it"):
+        library()
+    with pytest.raises(DataError, match=f"^it: .*{hiding}"), only_plain_data("it"):
+        raise pickle.UnpicklingError(hiding)
+
+
+def test_a_refusal_of_another_rank_is_told_and_other_failures_stay_as_they_are() -> None:
+    """PyTorch gathers them by rank, each with its stack."""
+    stack = traceback.StackSummary()
+    broken: Any = {0: (ValueError("a bug"), stack)}
+    other: Any = broken | {1: (DataError("file: asks for more"), stack)}
+    with pytest.raises(CheckpointException) as error, only_plain_data("it"):
+        raise CheckpointException("load", broken)
+    assert error.value.failures is broken
+    with pytest.raises(DataError, match=r"^file: asks for more$"), only_plain_data("it"):
+        raise CheckpointException("load", other)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_bytes_of_an_object_are_named_by_their_file_if_it_is_known(known: bool) -> None:
+    """Other formats than PyTorch's have no table of files."""
+    index = MetadataIndex("states/shard_0_1")
+    item = SimpleNamespace(storage_index=index, dest_index=index)
+    table = {index: SimpleNamespace(relative_path="__0_1.distcp")}
+    planner: Any = DefaultLoadPlanner(flatten_state_dict=False)
+    planner.metadata = SimpleNamespace(storage_data=table if known else None)
+    planner.original_state_dict = planner.state_dict = {}
+    content = io.BytesIO()
+    torch.save(Harmful(Path("made")), content)
+    content.seek(0)
+    where = "iter_0000003/__0_1.distcp" if known else "iter_0000003/"
+    with pytest.raises(DataError) as error, only_plain_data("iter_0000003"):
+        planner.load_bytes(item, content)
+    expected = f"{where} (states/shard_0_1): asks for posix.mkdir, which "
+    assert str(error.value).startswith(expected)
