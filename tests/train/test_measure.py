@@ -116,6 +116,31 @@ def test_the_state_of_a_rank_is_its_weights_gradients_moments_and_copies() -> No
     assert total(chunk, plain) == 96 + 16 and total(chunk, shared) == 96 + 8
 
 
+class Sharded(torch.Tensor):
+    """Stands for a DTensor, whose size is that of all ranks' parts together."""
+
+    def to_local(self) -> torch.Tensor:
+        return torch.zeros(len(self) // 4)
+
+
+def test_only_a_ranks_own_part_of_a_tensor_is_its_state() -> None:
+    """Fully sharded data parallelism keeps weights, gradients and moments in parts."""
+    chunk = SimpleNamespace(parameters=lambda: [torch.zeros(8).as_subclass(Sharded)])
+    state = {"weight": {"exp_avg": torch.zeros(16).as_subclass(Sharded)}}
+    optimizer = SimpleNamespace(optimizer=SimpleNamespace(state=state))
+    trainee: Any = SimpleNamespace(chunks=[chunk], optimizer=optimizer)
+    assert measure.state_bytes(trainee) == 8 + 8 + 16
+
+
+def test_a_run_without_a_gpu_is_estimated_for_ranks_that_share_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measure, "cpu_device", lambda ranks: f"{ranks} ranks")
+    run: Any = SimpleNamespace(args=SimpleNamespace(world_size=3), device=torch.device("cpu"))
+    found: Any = measure._device(run)
+    assert found == "3 ranks"
+
+
 @pytest.mark.parametrize(("device", "on_gpu"), [("cuda", True), ("cpu", False)])
 @pytest.mark.parametrize(("per_node", "expected"), [("2", 2), (None, 3)])
 def test_a_run_is_estimated_for_its_devices_and_ranks_of_a_node(
