@@ -83,6 +83,19 @@ def test_the_largest_loss_counts_not_the_least() -> None:
     assert not said
 
 
+@pytest.mark.parametrize("wrong", ["inf", "nan"])
+def test_a_loss_that_is_no_number_hides_no_later_spike(wrong: str) -> None:
+    """The largest of the losses before would be infinite, or nothing would be above it."""
+    said: list[str] = []
+    run = run_of(said)
+    with contextlib.closing(Diagnostics(run)) as made:
+        for loss in (float(wrong), 2.0, 3.0, 31.0):
+            run.iteration += 1
+            losses = {"lm loss": torch.tensor(loss)}
+            made.after_step(StepResult(losses=losses, skipped=False, grad_norm=None))
+    assert len(said) == 1 and "iteration 4: " in said[0] and "of the 2 before it" in said[0]
+
+
 def test_a_spike_counts_among_the_losses_of_those_after_it() -> None:
     """The way back down from it is no spike."""
     said: list[str] = []
@@ -145,6 +158,17 @@ def test_a_resumed_runs_progress_line_begins_where_it_was(
     assert lines == [(7, 20, True), 8, 10, "closed"]
 
 
+def test_a_run_without_a_gpu_has_no_memory_of_one_to_tell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(diagnostics.mpu, "get_data_parallel_rank", lambda: 0)
+    run = run_of([], log_memory_interval=1, check_for_spiky_loss=False)
+    run.device = torch.device("cpu")
+    with contextlib.closing(Diagnostics(run)) as made:
+        made.after_step(StepResult(losses={}, skipped=False, grad_norm=None))
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize(
     ("first", "terminal", "drawn"), [(True, True, True), (False, True, False), (True, False, False)]
 )
@@ -170,6 +194,8 @@ def test_the_level_of_the_log_is_the_flags(monkeypatch: pytest.MonkeyPatch) -> N
     assert root.level == logging.ERROR
     Diagnostics(run_of([])).close()
     assert root.level == logging.ERROR
+    Diagnostics(run_of([], logging_level=logging.NOTSET)).close()
+    assert root.level == logging.NOTSET
 
 
 def test_a_profile_begins_before_the_step_that_it_is_asked_from(
@@ -183,6 +209,54 @@ def test_a_profile_begins_before_the_step_that_it_is_asked_from(
         for run.iteration in (0, 7):
             made.before_step()
     assert asked == [0, 7]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_profile_that_is_open_at_the_end_of_the_run_ends_with_it(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run may end before the last iteration that the flag names."""
+    told: list[str] = []
+
+    def start(_: Any) -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        stack.callback(told.append, "closed")
+        return stack
+
+    monkeypatch.setattr(_Profile, "_start", start)
+    run = run_of([], profile=asked)
+    made = Diagnostics(run)
+    run.iteration = 2
+    made.before_step()
+    assert told == []
+    for _ in range(2):
+        made.close()
+    assert told == ["closed"] * asked
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_profile_for_nsight_is_cudas_with_the_names_of_operators(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU it is none."""
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def part(name: str) -> Any:
+        told.append(name)
+        yield
+        told.append(f"end of {name}")
+
+    monkeypatch.setattr(torch.profiler, "profile", lambda: part("PyTorch's"))
+    monkeypatch.setattr(torch.cuda.profiler, "profile", lambda: part("CUDA's"))
+    monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", lambda: part("names"))
+    run = run_of([], use_pytorch_profiler=False)
+    run.device = torch.device(device)
+    profile = _Profile(run)
+    profile.before(2)
+    profile.close()
+    expected = ["CUDA's", "names", "end of names", "end of CUDA's"]
+    assert told == (expected if device == "cuda" else [])
 
 
 def test_a_profile_is_written_after_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,3 +310,14 @@ def test_progress_is_noted_by_the_first_rank_line_after_line(
         ["Job ID: 17", "# GPUs: 8", "Starting job"],
         ["Job ID: 17", "# GPUs: 8", "Saved checkpoint"],
     ]
+
+
+def test_a_line_of_progress_that_cannot_be_written_is_told_and_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    said: list[str] = []
+    run = run_of([], log_progress=True, save=str(tmp_path), world_size=8)
+    run.is_first, run.say = True, said.append
+    (tmp_path / "progress.txt").mkdir()
+    note_progress(run, "Starting job")
+    assert said == [f"warning: {tmp_path / 'progress.txt'}: Is a directory"]

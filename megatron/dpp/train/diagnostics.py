@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 from collections import deque
@@ -87,7 +88,8 @@ class Diagnostics:
                 f"warning: iteration {self._run.iteration}: lm loss {loss:.6E} is more than "
                 f"{_SPIKE:g} times the largest of the {len(self._losses)} before it ({largest:.6E})"
             )
-        self._losses.append(loss)
+        if math.isfinite(loss):  # no loss is ten times above any other
+            self._losses.append(loss)
 
     def close(self) -> None:
         """Ends an open profile and erases the progress line; calling it twice is fine."""
