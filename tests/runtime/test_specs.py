@@ -102,6 +102,56 @@ def test_a_call_may_ask_for_another_mask_than_the_layers() -> None:
         assert not torch.allclose(one(q, k, v, None), expected)
 
 
+@pytest.mark.parametrize("kind", [AttnMaskType.causal, AttnMaskType.no_mask])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_attention_is_the_softmax_of_products_of_a_query_with_the_keys_of_its_group(
+    groups: int, kind: AttnMaskType
+) -> None:
+    """Heads lie one behind the other in the result."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(6, 2, heads, 8, generator=generator) for heads in (4, groups, groups))
+    config = config_with(attention_dropout=0.0, num_attention_heads=4, hidden_size=32)
+    seen = torch.ones(6, 6).tril() if kind == AttnMaskType.causal else torch.ones(6, 6)
+    for scale in (None, 0.2):
+        attention = SdpaAttention(config, 1, kind, "self", softmax_scale=scale)
+        ours, theirs = (each.repeat_interleave(4 // groups, dim=2) for each in (k, v))
+        products = torch.einsum("qbhd,kbhd->bhqk", q, ours) * (scale or 8**-0.5)
+        shares = products.masked_fill(seen == 0, -torch.inf).softmax(-1)
+        expected = torch.einsum("bhqk,kbhd->qbhd", shares, theirs).reshape(6, 2, 32)
+        torch.testing.assert_close(attention(q, k, v, None), expected)
+
+
+def test_packed_documents_are_masked_as_the_call_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(packed, "attend", lambda *_, mask_type, **__: asked.append(mask_type))
+    attention = SdpaAttention(config_with(), 1, AttnMaskType.causal, "self").eval()
+    q, params = torch.randn(6, 1, 2, 4), packed.packed_params(torch.tensor([0, 2, 6]), 4)
+    for kind in (AttnMaskType.padding, None):
+        with contextlib.suppress(AttributeError):  # of the result, which is none
+            attention(q, q, q, None, attn_mask_type=kind, packed_seq_params=params)
+    assert asked == [AttnMaskType.padding, AttnMaskType.causal]
+
+
+def test_parts_of_a_sequence_drop_out_too_over_the_ranks_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unless the layer is given ranks of its own."""
+    given: list[Any] = []
+    monkeypatch.setattr(layers.parallel_state, "get_context_parallel_group", lambda: "all")
+    monkeypatch.setattr(
+        layers.context, "attend",
+        lambda q, k, v, ranks, **options: given.append((ranks, options["dropout"])),
+    )  # fmt: skip
+    tracker = SimpleNamespace(fork=contextlib.nullcontext)
+    monkeypatch.setattr(layers.tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    config = config_with(context_parallel_size=2, attention_dropout=0.5)
+    for groups in (None, SimpleNamespace(cp="own")):
+        attention = SdpaAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+        for training in (True, False):
+            attention.train(training)(*torch.randn(3, 6, 1, 2, 4), None)
+    assert given == [("all", 0.5), ("all", 0.0), ("own", 0.5), ("own", 0.0)]
+
+
 @pytest.mark.parametrize(
     ("asked", "flag"),
     [({"window_size": (0, 4)}, "--window-size"), ({"softmax_type": "learnable"}, "--softmax-type")],
@@ -166,6 +216,75 @@ def test_a_block_is_made_from_the_specs_of_its_own_stage(
     }]  # fmt: skip
     assert len(block.layer_specs) == 2 and block.layer_norm is TorchNorm
     assert len(named) == (experts is not None)
+
+
+def test_blocks_by_other_packages_are_theirs_and_need_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    block = SimpleNamespace(layer_specs=[get_gpt_layer_local_spec()], layer_norm="theirs")
+    monkeypatch.setattr(layers, "get_gpt_decoder_block_spec", lambda *_, **__: block)
+    with pytest.raises(ConfigError, match="'apex': expected one of torch, megatron, transformer"):
+        layers.block_spec(config_with(), implementation="apex")
+    for found in (None, "a package"):
+        packages = {"transformer_engine": found}
+        monkeypatch.setattr(layers.importlib.util, "find_spec", packages.__getitem__)
+        refusal = pytest.raises(ConfigError, match="the package is not installed; pip install")
+        with contextlib.nullcontext() if found else refusal:
+            made: Any = layers.block_spec(config_with(), implementation="transformer_engine")
+            assert made is block
+    made = layers.block_spec(config_with(), implementation="megatron")
+    assert made.layer_norm is TorchNorm
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_masks_of_samples_reach_the_attention_of_all_layers(
+    own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that predict further tokens are normalised as the model's."""
+    asked: list[dict[str, Any]] = []
+    name = layers.compat.field_name(layers.compat.MTP_LAYER)
+
+    def further(config: Any, layer: Any, engine: bool, vp_stage: Any) -> Any:
+        parts: Any = SimpleNamespace(**{name: layer})
+        return SimpleNamespace(layer_specs=[SimpleNamespace(submodules=parts)])
+
+    def made(config: Any, engine: bool, **given: Any) -> Any:
+        asked.append(given)
+        return [get_gpt_layer_local_spec()]
+
+    monkeypatch.setattr(layers, "get_gpt_mtp_block_spec", further)
+    monkeypatch.setattr(layers, "get_gpt_decoder_layer_specs", made)
+    block = SimpleNamespace(layer_specs=[get_gpt_layer_local_spec()])
+    monkeypatch.setattr(layers, "get_gpt_decoder_block_spec", lambda *_, **__: block)
+    config = config_with(mtp_num_layers=1, normalization="RMSNorm", qk_l2_norm=True)
+    predicted: Any = layers.prediction_spec(config, own_masks=own)
+    (first,) = layers.block_spec(config, own_masks=own).layer_specs  # type: ignore[misc]
+    for layer in (first, getattr(predicted.layer_specs[0].submodules, name)):
+        core = layer.submodules.self_attention.submodules.core_attention
+        assert core.params == {"own_masks": own}
+    assert asked == [{"normalization": "RMSNorm", "qk_l2_norm": True}]
+
+
+def test_the_head_of_bert_has_our_norm_while_it_is_built() -> None:
+    head = layers.compat.resolve("models.bert.bert_lm_head:LNImpl")
+    before = getattr(*head)
+    config = config_with(
+        sequence_parallel=True, tensor_model_parallel_size=2, use_cpu_initialization=True
+    )
+    with layers.bert_head_norm():
+        norm = getattr(*head)(config=config, hidden_size=8, eps=1e-3)
+    assert isinstance(norm, torch.nn.LayerNorm) and norm.eps == 1e-3
+    assert norm.weight.sequence_parallel is True
+    assert getattr(*head) is before
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_norms_are_made_on_the_ranks_device_unless_the_cpu_is_asked_for(
+    on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
+    norm: Any = TorchNorm(config_with(use_cpu_initialization=on_cpu), 8)
+    assert norm.weight.device.type == ("cpu" if on_cpu else "meta")
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
@@ -233,6 +352,9 @@ def test_norms_of_queries_and_keys_are_ours_where_the_layer_has_them(
         made = layers._LocalLayers(config_with(), "torch").made_from(layer)
         attention = made.submodules.self_attention.submodules
         assert {getattr(attention, name) is TorchNorm for name in names} == {normed}
+        module = layer.submodules.self_attention.module
+        ours = made.submodules.self_attention.module
+        assert ours is (module if latent else packed.PackedSelfAttention)
 
 
 @pytest.mark.parametrize("stage", [0, 1, None])
