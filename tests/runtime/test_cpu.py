@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +91,47 @@ def test_work_of_the_cpu_is_done_and_its_device_and_generator_are_the_cpus(on_cp
         module.set_rng_state(state)
         assert torch.equal(torch.rand(3), drawn)
         assert torch.equal(torch.rand(3, generator=torch.Generator().manual_seed(5)), drawn)
+
+
+def test_streams_of_the_cpu_are_in_order_and_nothing_waits(on_cpu: None) -> None:
+    """Calls that would start CUDA do nothing, nor does any ask a stream for its GPU."""
+    stream, other = torch.cuda.Stream(priority=-1), torch.cuda.default_stream()
+    with torch.cuda.stream(stream) as given:
+        torch.cuda.synchronize()
+    assert given is stream
+    for wait in (stream.synchronize, stream.wait_stream, stream.wait_event, stream.wait):
+        wait(other)
+    torch.cuda.Event(enable_timing=True).record(stream)
+    compat.lookup("tensor_parallel.random:_lazy_init")()
+    called: list[int] = []
+    compat.lookup("tensor_parallel.random:_lazy_call")(lambda: called.append(1), seed_all=True)
+    assert called == [1]
+
+
+def test_kinds_of_numbers_are_those_of_the_cpu_and_compilation_is_none(on_cpu: None) -> None:
+    """Outputs of 16 bits become those of 32 for losses."""
+    for name, found in (
+        ("FLOAT", torch.FloatTensor), ("HALF", torch.HalfTensor), ("BF16", torch.BFloat16Tensor),
+    ):  # fmt: skip
+        assert compat.lookup(f"transformer.module:_{name}_TYPES") == (found,)
+    for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor"):
+        assert getattr(torch.cuda, name) is getattr(torch, name)
+    fused = compat.lookup("jit:jit_fuser")
+    assert fused(print) is print
+
+
+def test_a_host_starts_without_compiling_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capability of 8.0 is that of bfloat16, which the CPU has, too; of 9.0 would be fp8's."""
+    kernels = ModuleType("megatron.legacy.fused_kernels")
+    kernels.load = lambda args: pytest.fail("nvcc")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron.legacy", ModuleType("megatron.legacy"))
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    with contextlib.closing(cpu.install(host=True)):
+        kernels.load(None)
+        torch.cuda.set_device(3)
+        assert torch.cuda.get_device_capability() == torch.cuda.get_device_capability(0) == (8, 0)
+        found = torch.cuda.get_device_properties(0)
+        assert (found.major, found.minor) == (8, 0) and found.total_memory > 0
 
 
 def test_the_mesh_of_a_group_is_on_the_cpu(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
