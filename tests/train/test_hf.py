@@ -86,6 +86,33 @@ def test_what_any_rank_uses_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checked == [{1, 2}] and closed == [True]
 
 
+@pytest.mark.parametrize("experts", [4, 8])
+def test_a_model_with_another_number_of_experts_is_refused(experts: int) -> None:
+    entry = next(
+        each for each in entries("mixtral", replace(_SIZES, experts=4)) if "linear_fc2" in each.key
+    )
+    assert entry.counts == (4, 4)
+    places = [(axis, at, size) for axis, (at, size) in enumerate([(0, 4), (0, experts)])]
+    data = torch.zeros(entry.shape)
+    shard = ShardedTensor.from_rank_offsets(entry.key, data, *places, prepend_axis_num=2)
+    folder: Any = SimpleNamespace(
+        path="folder", config=SimpleNamespace(sizes=_SIZES), read=lambda _: [torch.ones(32, 48)]
+    )
+    refusal = pytest.raises(DataError, match=r"has \[4, 4\] layers .* the run's model \[4, 8\]")
+    with contextlib.nullcontext() if experts == 4 else refusal:
+        hf._copy(folder, entry, shard)
+        assert data.all()
+
+
+def test_one_tensor_that_no_rank_used_is_refused_by_all_its_names() -> None:
+    tensors = list(entries("llama", _SIZES))
+    left = next(each for each in tensors if "linear_qkv.weight" in each.key)
+    used = {(each.key, each.place) for each in tensors if each is not left}
+    names = r"\.q_proj\.weight, .*\.k_proj\.weight, .*\.v_proj\.weight;"
+    with pytest.raises(DataError, match=f"no place for .*{names}"):
+        hf.check_all_used(Path("folder"), tensors, used)
+
+
 def test_a_vocabulary_is_not_cut() -> None:
     """A run's may be longer, as it is padded."""
     (entry,) = (each for each in entries("llama", _SIZES) if "word_embeddings" in each.key)
@@ -152,10 +179,11 @@ def test_each_layer_of_each_chunk_is_filled_with_its_own_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also gates and their products, which are one parameter and two shards."""
+    words = "embedding.word_embeddings.weight"
     down, gated = (f"decoder.layers.mlp.linear_{part}.weight" for part in ("fc2", "fc1"))
     chunks, parameters = [], []
     for layer in (1, 3):
-        own = torch.zeros(32, 48), torch.zeros(96, 32)
+        own = [torch.nn.Parameter(torch.ones(shape)) for shape in ((32, 48), (96, 32))]
         place = (0, layer, 4)
         shards = [
             ShardedTensor.from_rank_offsets(key, data, place, prepend_axis_num=1)
@@ -164,8 +192,11 @@ def test_each_layer_of_each_chunk_is_filled_with_its_own_tensors(
         halves = apply_swiglu_sharded_factory(shards[1], (place,))
         chunks.append({"down": shards[0], "gated": halves, "kept": {"other": "state"}})
         parameters.append((float(layer), *own))
+    embedding = torch.ones(96, 32)
+    chunks[0]["words"] = ShardedTensor.from_rank_offsets(words, embedding)
     used = fill_alone(monkeypatch, chunks)
-    assert used == {(key, (layer,)) for key in (down, gated) for layer in (1, 3)}
+    assert used == {(key, (layer,)) for key in (down, gated) for layer in (1, 3)} | {(words, ())}
+    assert not embedding.any()
     for number, filled, both in parameters:
         assert set(filled.unique().tolist()) == {number}
         expected = torch.tensor([number] * 48 + [number + 0.5] * 48)
