@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -374,3 +374,46 @@ def test_the_bytes_of_an_object_are_named_by_their_file_if_it_is_known(known: bo
         planner.load_bytes(item, content)
     expected = f"{where} (states/shard_0_1): asks for posix.mkdir, which "
     assert str(error.value).startswith(expected)
+
+
+@pytest.mark.parametrize("name", ["builtins.eval", "builtins.getattr", "os.system", "torch.load"])
+def test_no_function_that_runs_what_it_is_given_is_called(name: str) -> None:
+    module, _, function = name.rpartition(".")
+    content = f"c{module}\n{function}\n(S'0'\ntR.".encode()
+    rule = rf": asks for {name}, which {RULE}"
+    with only_plain_data("it"):
+        with pytest.raises(DataError, match=rule):
+            pickle.loads(content)
+        with pytest.raises(DataError, match=rule):
+            pickle.load(io.BytesIO(content))
+
+
+def test_the_formats_of_numbers_that_an_fp8_layer_keeps_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also an array that NumPy 1 wrote in it."""
+    recipe = ModuleType("transformer_engine.common.recipe")
+    for parent in ("transformer_engine", "transformer_engine.common"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    monkeypatch.setitem(sys.modules, recipe.__name__, recipe)
+    made = []
+    for name in ("_FormatHelper", "Format", "MMParams", "QParams", "DelayedScaling"):
+        kind = type(name, (), {"__module__": recipe.__name__})
+        setattr(recipe, name, kind)
+        made.append(kind())
+    array = pickle.dumps(numpy.arange(3), protocol=2)
+    with only_plain_data("it"):
+        assert list(map(type, pickle.loads(pickle.dumps(made)))) == list(map(type, made))
+        for module in (b"numpy._core.multiarray", b"numpy.core.multiarray"):
+            old = array.replace(b"numpy._core.multiarray", module)
+            assert pickle.loads(old).tolist() == [0, 1, 2]
+
+
+def test_an_error_of_many_lines_is_told_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise ValueError("broken\n" * 1000)
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(DataError) as error, only_plain_data("it"):
+        torch.load("weights.pt")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
