@@ -116,6 +116,14 @@ def test_the_state_of_a_rank_is_its_weights_gradients_moments_and_copies() -> No
     assert total(chunk, plain) == 96 + 16 and total(chunk, shared) == 96 + 8
 
 
+def test_the_gradients_of_deepspeeds_engine_are_those_that_it_tells() -> None:
+    weight = torch.zeros(8)
+    chunk = SimpleNamespace(parameters=lambda: [weight], gradient_bytes=lambda: 7)
+    optimizer = SimpleNamespace(optimizer=SimpleNamespace(state={}))
+    trainee: Any = SimpleNamespace(chunks=[chunk], optimizer=optimizer)
+    assert measure.state_bytes(trainee) == 32 + 7
+
+
 class Sharded(torch.Tensor):
     """Stands for a DTensor, whose size is that of all ranks' parts together."""
 
@@ -139,6 +147,39 @@ def test_a_run_without_a_gpu_is_estimated_for_ranks_that_share_the_machine(
     run: Any = SimpleNamespace(args=SimpleNamespace(world_size=3), device=torch.device("cpu"))
     found: Any = measure._device(run)
     assert found == "3 ranks"
+
+
+def test_a_gpu_is_estimated_by_the_name_and_memory_of_the_ranks_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measure, "gpu_device", lambda name, memory: (name, memory))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU as {device}")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties",
+        lambda device: SimpleNamespace(total_memory=device.index),
+    )  # fmt: skip
+    run: Any = SimpleNamespace(device=torch.device("cuda", 3))
+    found: Any = measure._device(run)
+    assert found == ("a GPU as cuda:3", 3)
+
+
+@pytest.mark.parametrize(("device", "at"), [("cpu", 2), ("cuda", 5)])
+def test_graphs_are_captured_before_the_measured_iteration_and_only_a_gpu_has_a_peak(
+    device: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    args = argparse.Namespace(estimate=False, train_iters=100)
+    run: Any = SimpleNamespace(args=args, iteration=0, device=torch.device(device))
+    made: Any = Comparison(run, SimpleNamespace(), "gpt")  # type: ignore[arg-type]
+    made._found = "an estimate"
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: told.append(run.iteration))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 600)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
+    for run.iteration in range(10):
+        assert made._due is (run.iteration == at)
+        with made.memory():
+            pass
+    assert (told, made._peak) == (([], None) if device == "cpu" else ([at], 600))
 
 
 @pytest.mark.parametrize(("device", "on_gpu"), [("cuda", True), ("cpu", False)])
