@@ -173,8 +173,8 @@ def test_waits_beside_a_busy_process_sleep_at_once(tmp_path: Path) -> None:
 
 
 def test_over_dist_a_rank_that_is_silent_for_long_is_not_gone() -> None:
-    with opened("dist", pair(), setup_timeout=2.0) as (a, b):
-        time.sleep(3.0)  # longer than the set-up may take
+    with opened("dist", pair(), setup_timeout=5.0) as (a, b):
+        time.sleep(5.5)  # longer than the set-up may take
         b.poll()
         a.put(0, torch.ones(4), iteration=0, microbatch=0)
         assert take_next(b, 0, 0).tensor.tolist() == [1.0] * 4
