@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.trace.align import ClockOffset, _group_of, align, solve
+from megatron.dpp.trace.align import Alignment, ClockOffset, _group_of, align, solve
 from megatron.dpp.trace.reader import TraceFile, open_run
 from megatron.dpp.trace.schema import TraceLayout
 from tests.trace.synthetic import Run, write
@@ -70,23 +71,40 @@ def test_messages_without_a_send_time_are_paired_with_their_sends(tmp_path):
     assert abs(found.points[0][1] - 10**9) <= found.uncertainty_ns <= 200_000
 
 
+def files_on(clocks: str, starts: tuple[int, ...] = (0, 0, 0)) -> list[TraceFile]:
+    """The file of each stage of a pipeline, on the clock of that letter."""
+    return [
+        TraceFile(
+            path=Path("x"), rank=rank, device="cpu", host="h", process=1, clock=clock, run="r",
+            start_ns=start, start_unix_ns=0, complete=True,
+            layout=TraceLayout(
+                data=0, pipeline=rank, tensor=0, data_size=1, pipeline_size=len(clocks),
+                tensor_size=1,
+            ),
+        )
+        for rank, (clock, start) in enumerate(zip(clocks, starts, strict=False))
+    ]  # fmt: skip
+
+
+def arrival(source: int, sent_ns: int, arrived_ns: int, start_ns: int = 0) -> dict[str, object]:
+    """An arrival in the file that begins at ``start_ns``."""
+    args = {"source": source, "sent_ns": sent_ns, "iteration": 0, "microbatch": 0}
+    return {"ts": (arrived_ns - start_ns) / 1000, "cat": "arrival", "name": "a", "args": args}
+
+
+def aligned(
+    monkeypatch: pytest.MonkeyPatch, files: list[TraceFile], found: list[list[dict[str, object]]]
+) -> Alignment:
+    monkeypatch.setattr(
+        "megatron.dpp.trace.align.read_events", lambda file, only: iter(found[file.rank])
+    )
+    return align(files)
+
+
 @pytest.mark.parametrize("late", ["entered", "left"])
-def test_of_ranks_with_one_clock_the_last_to_enter_and_the_first_to_leave_count(
-    late, tmp_path, monkeypatch
-):
+def test_of_ranks_with_one_clock_the_last_to_enter_and_the_first_to_leave_count(late, monkeypatch):
     """Rank 1 shares the clock of rank 0, and bounds that of rank 2 the closest."""
     times = {0: (0, 1000), 1: (900, 1000) if late == "entered" else (0, 100), 2: (0, 1000)}
-    files = []
-    for rank, clock in enumerate("aab"):
-        layout = TraceLayout(
-            data=0, pipeline=rank, tensor=0, data_size=1, pipeline_size=3, tensor_size=1
-        )
-        files.append(
-            TraceFile(
-                path=tmp_path, rank=rank, layout=layout, device="cpu", host="h", process=1,
-                clock=clock, run="r", start_ns=0, start_unix_ns=0, complete=True,
-            )
-        )  # fmt: skip
 
     def events(file, only):
         enters, leaves = times[file.rank]
@@ -95,7 +113,7 @@ def test_of_ranks_with_one_clock_the_last_to_enter_and_the_first_to_leave_count(
         return iter([span])
 
     monkeypatch.setattr("megatron.dpp.trace.align.read_events", events)
-    ((_, offset, uncertainty),) = align(files).offsets["b"].points
+    ((_, offset, uncertainty),) = align(files_on("aab")).offsets["b"].points
     assert abs(offset) == 450_000 and (offset > 0) == (late == "entered")
     assert uncertainty == 550_000
 
@@ -164,3 +182,54 @@ def test_offsets_run_straight_between_windows():
     offset = ClockOffset(((100, 10, 1), (200, 30, 2)))
     assert [offset.at(t) for t in (0, 100, 150, 200, 900)] == [10, 10, 20, 30, 30]
     assert offset.uncertainty_ns == 2
+
+
+S = 10**9
+
+
+def test_a_window_that_bounds_a_clock_from_one_side_tells_nothing_and_the_others_stay(monkeypatch):
+    """Clock b is 100 s ahead, and 40 us more 20 s later. Messages take 1 us and 3 us."""
+    lead, later = 100 * S, 100 * S + 40_000
+    ahead = {1 * S: lead, 12 * S: lead, 21 * S: later}
+    to_b = [arrival(0, sent, sent + own + 1_000, lead) for sent, own in ahead.items()]
+    to_a = [arrival(1, sent + own, sent + 3_000) for sent, own in ahead.items() if sent != 12 * S]
+    found = aligned(monkeypatch, files_on("ab", (0, lead)), [to_a, to_b])
+    # The middles of the first and the third window of 10 s, each on the clock's own time.
+    assert found.offsets["a"].points == ((5 * S, 0, 0), (25 * S, 0, 0))
+    first, third = 1_000 - lead, 1_000 - later
+    assert found.offsets["b"].points == (
+        (5 * S - first, first, 2_000), (25 * S - third, third, 2_000)
+    )  # fmt: skip
+    assert found.to_global(1, 5 * S - first) == 5 * S
+    assert found.summary()[1] == {
+        "clock": "b", "ranks": [1], "offset_ns": first, "uncertainty_ns": 2_000, "windows": 2
+    }  # fmt: skip
+
+
+def test_of_several_messages_the_fastest_bounds_a_clock(monkeypatch):
+    to_b = [arrival(0, S, S + delay) for delay in (9_000, 5_000, 7_000)]
+    to_a = [arrival(1, S, S + delay) for delay in (4_000, 3_000, 8_000)]
+    found = aligned(monkeypatch, files_on("ab"), [to_a, to_b])
+    assert found.offsets["b"].points == ((5 * S + 1_000, -1_000, 4_000),)
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_on_one_clock_a_message_may_arrive_when_it_was_sent_and_no_earlier(monkeypatch, early):
+    files, found = files_on("aa"), [[], [arrival(0, 5_000 + early, 5_000)]]
+    if not early:
+        assert aligned(monkeypatch, files, found).uncertainty_ns == 0
+        return
+    with pytest.raises(DataError, match="a from rank 0 arrived 1 ns before it was sent"):
+        aligned(monkeypatch, files, found)
+
+
+def test_messages_of_ranks_without_a_file_bound_nothing(monkeypatch):
+    found = [[arrival(7, 9 * S, S)], []]
+    assert aligned(monkeypatch, files_on("aa"), found).offsets.keys() == {"a"}
+
+
+def test_files_are_read_in_order_and_their_reader_is_told(monkeypatch):
+    monkeypatch.setattr("megatron.dpp.trace.align.read_events", lambda file, only: iter(()))
+    told = []
+    align(files_on("aaa"), lambda file: told.append(file.rank))
+    assert told == [0, 1, 2]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.trace.merge import _ticks, merge
+from megatron.dpp.trace.merge import _Arrows, _ticks, merge
 from megatron.dpp.trace.reader import open_run
 from tests.trace.synthetic import Run, write
 
@@ -79,6 +79,25 @@ def test_every_send_has_an_arrow_to_its_arrival_and_none_runs_backwards(merged):
     for number, start in starts.items():
         assert ends[number]["ts"] >= start["ts"]
         assert ends[number]["pid"] != start["pid"]
+
+
+def test_parts_of_a_message_keep_their_numbers_while_sends_are_an_iteration_ahead():
+    def slice_of(cat, iteration, microbatch=0):
+        args = {"source": 0, "destination": 1, "chunk": 0, "direction": "forward"}
+        args |= {"iteration": iteration, "microbatch": microbatch}
+        return {"cat": cat, "args": args, "pid": 0, "tid": 0, "ts": 0.0}
+
+    sender, receiver = _Arrows(), _Arrows()
+    sent = [sender.event(slice_of("send", 0))["id"] for _ in range(3)]
+    assert len(set(sent)) == 3
+    arrived = [receiver.event(slice_of("arrival", 0))["id"]]
+    receiver.event(slice_of("send", 1))
+    arrived += [receiver.event(slice_of("arrival", 0))["id"] for _ in range(2)]
+    assert arrived == sent
+    for iteration in range(1, 5):
+        ids = {sender.event(slice_of("send", iteration, m))["id"] for m in range(4)}
+        assert len(ids) == 4 and not ids & set(sent)
+    assert len(sender._count) == 4, "of a single iteration"
 
 
 def test_arrivals_say_how_long_they_travelled_across_clocks(merged):

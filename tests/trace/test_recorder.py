@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import pytest
 
 from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder, parse_iterations
 from megatron.dpp.trace.reader import open_run, read_events
+from megatron.dpp.trace.writer import TraceWriter
 from tests.trace.synthetic import Channel
 
 LAYOUT = TraceLayout(
@@ -91,6 +93,73 @@ def test_events_that_the_device_never_reaches_are_counted_as_lost(
     last = json.loads(LAYOUT.path(tmp_path).read_text())[-1]
     assert last["name"] == "end" and last["args"]["dropped"] == 3
     assert [event["cat"] for event in events_of(tmp_path)] == ["counter"]
+
+
+class Marks:
+    """A device's clock of which ``times`` knows some marks; a mark is a tuple of its name."""
+
+    def __init__(self, **times: int) -> None:
+        self.times = times
+        self.given_back: list[str] = []
+
+    def resolve(self, mark: tuple[str]) -> int | None:
+        return self.times.get(mark[0])
+
+    def discard(self, mark: tuple[str]) -> None:
+        self.given_back.append(mark[0])
+
+
+def task(microbatch: int, start: object, end: object) -> tuple[object, ...]:
+    return ("T", start, end, 0, "F", 0, microbatch, 0)
+
+
+def test_an_event_without_both_of_its_times_is_dropped_and_gives_back_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.dpp.trace.writer._PERIOD_S", 60.0)
+    start = time.monotonic_ns()
+    marks = Marks(b=start + 1, f=start + 2_000, g=start + 3_000)
+    events = [
+        task(0, ("a",), None),
+        task(1, None, ("b",)),
+        task(2, None, None),
+        task(3, ("e",), ("f",)),  # the end's mark is used up, the start's is not
+        task(4, start, ("g",)),
+        task(5, 7, None),
+    ]
+    queue: deque[tuple[object, ...]] = deque(events)
+    writer = TraceWriter(
+        tmp_path / "x.json", queue, marks, rank=0, layout=LAYOUT, device="d", run="r"
+    )  # type: ignore[arg-type]
+    writer._drain()
+    assert writer.dropped == 5 and not queue
+    assert marks.given_back == ["a", "b", "e"]
+    writer.scalars.add(("I", 0, 1, 0))
+    assert writer.scalars.latest["dpp/bubble"] == pytest.approx(1 - 3_000 / (start + 3_000))
+    writer.close()
+    _, *found, last = json.loads((tmp_path / "x.json").read_text())
+    assert [event["args"]["microbatch"] for event in found] == [4]
+    assert last["args"]["dropped"] == 5
+
+
+def test_events_wait_behind_one_that_the_device_has_not_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.dpp.trace.writer._PERIOD_S", 60.0)
+    marks = Marks()
+    queue: deque[tuple[object, ...]] = deque([task(0, 5, 6), task(1, 6, ("a",)), task(2, 8, 9)])
+    writer = TraceWriter(
+        tmp_path / "x.json", queue, marks, rank=0, layout=LAYOUT, device="d", run="r"
+    )  # type: ignore[arg-type]
+    writer._drain()
+    assert [event[6] for event in queue] == [1, 2] and not writer.dropped
+    marks.times["a"] = 7
+    writer._drain()
+    assert not queue and not marks.given_back
+    writer.close()
+    _, *found, last = json.loads((tmp_path / "x.json").read_text())
+    assert [event["args"]["microbatch"] for event in found] == [0, 1, 2]
+    assert last["args"]["dropped"] == 0
 
 
 def record_iteration(recorder: Recorder, iteration: int) -> None:
