@@ -390,6 +390,13 @@ def test_twins_are_read_once_and_nothing_may_be_left_over(monkeypatch: pytest.Mo
     assert _checked(holding("b"), config) == [twin]
     with pytest.raises(DataError, match="x: holds c, which f does not have"):
         _checked(holding("a", "c"), config)
+    with pytest.raises(DataError, match="x: holds no a; it is of another model"):
+        _checked(holding(), config)
+    for names in (("a", "b"), ("b",)):
+        other = holding(*names)
+        other._tensors[names[0]].size = (3, 2)
+        with pytest.raises(DataError, match=rf"x: {names[0]} is \[3, 2\], the model's is \[2, 3"):
+            _checked(other, config)
 
 
 def test_a_checkpoint_has_the_type_that_was_asked_for(

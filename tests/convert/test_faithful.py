@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from megatron.dpp.convert import checkpoint
 from megatron.dpp.convert.checkpoint import Stored
 from megatron.dpp.convert.folder import Folder
 from megatron.dpp.convert.rules import join
-from megatron.dpp.convert.to_hf import to_hf
+from megatron.dpp.convert.to_hf import _write_config, to_hf
 from megatron.dpp.convert.to_megatron import to_megatron
 from megatron.dpp.errors import DataError
 from megatron.dpp.models import Entry, read_config, write_config
@@ -229,6 +230,31 @@ def test_tensors_of_several_types_need_one(
     )
     with pytest.raises(DataError, match=r"weight is float16, .* is float32; .*--dtype"):
         to_hf(ours, tmp_path / "x", progress=lambda _: None)
+    written: list[int] = []
+    to_hf(ours, tmp_path / "x", dtype=torch.float16, progress=written.append)
+    found = load_file(tmp_path / "x" / "model.safetensors")
+    assert {tensor.dtype for tensor in found.values()} == {torch.float16}
+    assert sum(written) == sum(2 * tensor.numel() for tensor in found.values())
+    config = json.loads((tmp_path / "x" / "config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) == "float16"
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_a_config_says_the_type_under_the_name_that_it_has(name: str, tmp_path: Path) -> None:
+    """Newer folders have ``dtype``; two names would contradict each other."""
+    _write_config(tmp_path / "c", {name: "float32", "head_dim": 8}, torch.bfloat16)
+    assert json.loads((tmp_path / "c").read_text()) == {name: "bfloat16", "head_dim": 8}
+
+
+def test_the_type_of_an_entry_is_that_of_its_own_tensor() -> None:
+    entry = Entry("decoder.layers.w", (1,), (2,), (2, 3), (), "same", twin=False, by_vocab=False)
+    found: Any = object.__new__(Stored)
+    types = {"decoder.layers.0.w": torch.float32, "decoder.layers.1.w": torch.bfloat16}
+    found._tensors = {
+        key: SimpleNamespace(properties=SimpleNamespace(dtype=kind)) for key, kind in types.items()
+    }
+    assert found.dtype(entry) == torch.bfloat16
+    assert found.dtype(replace(entry, place=(0,))) == torch.float32
 
 
 @pytest.mark.parametrize("family", FAMILIES)
