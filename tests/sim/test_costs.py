@@ -196,6 +196,13 @@ def test_the_unit_of_time_is_a_whole_ranks_forward(chunks):
     assert condition_costs("com10", shape, 0).hops[0].latency == pytest.approx(0.05 / chunks)
 
 
+def test_a_heavy_head_is_a_share_of_the_time_of_a_rank():
+    costs, shape = even_costs(4, 3, times=(2.0, 3.0, 5.0)), Shape(2, 2, 3)
+    heavy = conditions.heavy_head(0.5)(costs, shape, random.Random(0)).durations
+    assert [rows[3] for rows in heavy] == [[time + 0.5 * 2 * 2.0] * 3 for time in (2.0, 3.0, 5.0)]
+    assert [rows[:3] for rows in heavy] == [rows[:3] for rows in costs.durations]
+
+
 def test_one_rank_or_one_link_is_slow():
     shape = Shape(3, 2, 4)
     slow = condition_costs("str1.5", shape, 7).durations[Kind.B]
@@ -329,6 +336,15 @@ def test_static_schedules_hold_microbatches_by_their_size(name):
     assert kept.peak_held == [2.0, 1.75]
     with pytest.raises(ConfigError, match="schedule pipedream: expected one of gpipe"):
         run_static("pipedream", shape, even_costs(1, 3))
+
+
+def test_each_chunk_of_a_replay_has_as_many_pieces_as_it_was_recorded_with():
+    order = [
+        Action(Kind.F, 0, 0), Action(Kind.F, 1, 0), Action(Kind.B, 1, 0), Action(Kind.W, 1, 0, 0),
+        Action(Kind.W, 1, 0, 1), Action(Kind.B, 0, 0), Action(Kind.W, 0, 0, 0),
+    ]  # fmt: skip
+    costs = even_costs(2, 1, times=(1.0, 2.0, 4.0))
+    assert replay([order], costs, 2) == 2 * (1.0 + 2.0 + 4.0)
 
 
 def test_a_replay_takes_pieces_as_they_were_recorded():

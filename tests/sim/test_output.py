@@ -6,10 +6,12 @@ import pytest
 
 from megatron.dpp.commands.sim import main
 from megatron.dpp.errors import DataError
+from megatron.dpp.schedule import Action, Kind
 from megatron.dpp.sim.conditions import uniform
 from megatron.dpp.sim.costs import Shape, even_costs
+from megatron.dpp.sim.draw import _slices, draw
 from megatron.dpp.sim.measured import load_costs
-from megatron.dpp.sim.result import format_grid
+from megatron.dpp.sim.result import Result, Slot, format_grid
 from megatron.dpp.sim.schedules import ScheduleConfig
 from tests.cli.test_sequences import index
 
@@ -39,6 +41,25 @@ def test_grid():
 
 def test_a_grid_of_nothing():
     assert format_grid([[], []]) == "(nothing ran)"
+
+
+def slot(kind, microbatch, start, end, piece=0):
+    return Slot(Action(kind, 0, microbatch, piece), start, end)
+
+
+def test_a_grid_has_few_columns_however_unlike_its_tasks_are():
+    short, long = slot(Kind.F, 0, 0.0, 1.0), slot(Kind.B, 0, 1.0, 10_001.0)
+    assert format_grid([[short, long]], 20) == "rank 0   0B0 " + "-   " * 18 + "-"
+    assert format_grid([[slot(Kind.F, 0, 5.0, 5.0)]]) == "rank 0   .", "it takes no time"
+
+
+def test_a_picture_names_the_fastest_first_and_joins_the_pieces_of_a_task():
+    slow = Result([[slot(Kind.F, 0, 0.0, 4.0)]], [1.0], [2.0])
+    fast = Result([[slot(Kind.F, 0, 0.0, 1.0), slot(Kind.W, 3, 1.0, 3.0, piece=2)]], [1.0], [3.0])
+    found = draw({"abc": slow, "xyz": fast})
+    assert found.title == "Xyz takes 25.0 % less time per step than abc"
+    assert [task.name for task in _slices(fast)] == ["0F0", "0W3"]
+    assert draw({"xyz": slow}, "s").title == "One step takes 4 s, 2.000 x the least possible"
 
 
 def test_one_microbatch_is_no_plural(capsys):
@@ -167,6 +188,8 @@ def test_a_fused_cost_file_cannot_be_split(capsys, tmp_path):
         ({"stages": [{"F": [], "B": [1], "W": []}] * 4}, "F needs 1 or more"),
         ({"stages": [{"F": [-1], "B": [1], "W": []}] * 4}, "none negative"),
         ({"stages": [{"B": [1], "W": []}] * 4}, "KeyError: 'F'"),
+        ({"run": {"seconds": [0.0], "num_microbatches": 4, "dynamic": True}}, "both are above 0"),
+        ({"run": {"seconds": [1.0], "num_microbatches": 0, "dynamic": True}}, "both are above 0"),
     ],
 )
 def test_broken_cost_files_are_named(tmp_path, changes, message):
