@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.trace.follow import FollowedRun
+from megatron.dpp.trace.follow import FollowedRun, alive
 from tests.trace.injected import inject
 from tests.trace.synthetic import Run, write
 
@@ -106,3 +108,12 @@ def test_an_iteration_is_shown_when_every_rank_has_finished_it(tmp_path):
         run.files[tmp_path / str(rank)] = SimpleNamespace(iterations=own)
     found = run.iterations()
     assert [one.number for one in found] == [1, 3]
+
+
+def test_a_rank_is_alive_while_its_process_is_here_and_elsewhere_nobody_knows():
+    here, no_process = socket.gethostname(), 2**22 + 1  # Linux has no more
+    for host, process, found in (
+        (here, os.getpid(), True), (here, no_process, False),
+        (f"{here}-2", os.getpid(), None), (f"{here}-2", no_process, None),
+    ):  # fmt: skip
+        assert alive(SimpleNamespace(host=host, process=process)) is found

@@ -197,3 +197,12 @@ def test_traces_are_found_from_the_working_directory_first(
 )
 def test_both_ends_of_a_range_of_iterations_are_recorded(text: str, found: set[int]) -> None:
     assert parse_iterations(text) == found
+
+
+def test_containers_of_one_host_with_times_of_their_own_have_two_clocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = module.clock_id()
+    assert own == module.clock_id()
+    monkeypatch.setattr("os.readlink", lambda path: f"of {path}")
+    assert module.clock_id() == f"{own.split('/')[0]}/of /proc/self/ns/time" != own

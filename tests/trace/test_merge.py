@@ -8,12 +8,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.trace.merge import _Arrows, _ticks, merge
+from megatron.dpp.trace.align import Alignment, ClockOffset
+from megatron.dpp.trace.merge import _Arrows, _metadata, _Shift, _ticks, merge
 from megatron.dpp.trace.reader import open_run
+from megatron.dpp.trace.schema import TraceLayout
 from tests.trace.synthetic import Run, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +101,32 @@ def test_parts_of_a_message_keep_their_numbers_while_sends_are_an_iteration_ahea
         ids = {sender.event(slice_of("send", iteration, m))["id"] for m in range(4)}
         assert len(ids) == 4 and not ids & set(sent)
     assert len(sender._count) == 4, "of a single iteration"
+
+
+def test_an_arrival_from_a_rank_without_a_file_has_no_latency():
+    clocks = {0: "a", 1: "b"}
+    offsets = {"a": ClockOffset(((0, 0, 0),)), "b": ClockOffset(((0, -500, 0),))}
+    alignment = Alignment("a", clocks, offsets)
+    file = SimpleNamespace(rank=0, time_ns=lambda event: 9_000)
+    shift = _Shift(file, alignment, 1_000)
+    for source, latency in ((1, {"latency_us": 2.5}), (7, {})):
+        event = shift({"ts": 0, "args": {"source": source, "sent_ns": 7_000}})
+        assert event == {"ts": 8.0, "args": {"source": source} | latency}
+
+
+def test_tracks_are_sorted_pipeline_by_pipeline():
+    places = [
+        (data, tensor, stage) for data in range(2) for tensor in range(3) for stage in range(4)
+    ]
+    found = []
+    for data, tensor, stage in places:
+        layout = TraceLayout(
+            data=data, tensor=tensor, pipeline=stage, data_size=2, tensor_size=3, pipeline_size=4
+        )
+        file = SimpleNamespace(layout=layout, rank=5, host="h", device="d")
+        events = {event["name"]: event["args"] for event in _metadata(file)}
+        found.append(events["process_sort_index"]["sort_index"])
+    assert found == list(range(24))
 
 
 def test_arrivals_say_how_long_they_travelled_across_clocks(merged):

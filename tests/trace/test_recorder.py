@@ -235,6 +235,17 @@ def test_only_the_iterations_asked_for_are_recorded(tmp_path, iterations, interv
     assert found == kept
 
 
+def test_a_message_that_came_early_counts_for_its_own_iteration(tmp_path):
+    """A neighbour may be an iteration ahead; a send and its arrival would not be paired."""
+    with open_recorder(tmp_path, rank=0, layout=LAYOUT) as recorder:
+        recorder.begin_iteration(3)
+        recorder.put(CHANNEL, 2, 4096, "shm")
+        recorder.taken(CHANNEL, Taken(1, 2))
+        recorder.end_iteration()
+    found = {e["cat"]: e["args"].get("iteration") for e in events_of(tmp_path)}
+    assert (found["send"], found["arrival"]) == (3, Taken.iteration)
+
+
 def test_spans_between_iterations_are_kept_and_tasks_are_not(tmp_path):
     with open_recorder(tmp_path, rank=0, layout=LAYOUT) as recorder:
         record_iteration(recorder, 0)
