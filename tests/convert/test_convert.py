@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from megatron.dpp.cli.checkpoint_files import find
 from megatron.dpp.commands.convert import main
 from megatron.dpp.convert.checkpoint import Stored
-from megatron.dpp.convert.folder import Folder, Shards
+from megatron.dpp.convert.folder import Folder, Shards, one_dtype, some
 from megatron.dpp.convert.to_hf import _checked, to_hf
 from megatron.dpp.convert.to_megatron import to_megatron
 from megatron.dpp.errors import DataError
@@ -388,6 +388,8 @@ def test_twins_are_read_once_and_nothing_may_be_left_over(monkeypatch: pytest.Mo
     assert _checked(holding("a", "b"), config) == [first]
     assert _checked(holding("a", "optimizer.state"), config) == [first]
     assert _checked(holding("b"), config) == [twin]
+    state = "decoder.layers.mlp.linear_fc1._extra_state"
+    assert _checked(holding("a", state), config) == [first], "no parameter"
     with pytest.raises(DataError, match="x: holds c, which f does not have"):
         _checked(holding("a", "c"), config)
     with pytest.raises(DataError, match="x: holds no a; it is of another model"):
@@ -412,3 +414,27 @@ def test_a_checkpoint_has_the_type_that_was_asked_for(
     shard.unlink()
     with pytest.raises(DataError, match=f"{shard.name}: missing; the checkpoint is not whole"):
         Stored(tmp_path / "ours" / "release")
+
+
+def test_the_header_of_a_file_ends_at_a_multiple_of_8(tmp_path: Path) -> None:
+    """Readers map the tensors behind it into memory."""
+    for length in range(8):
+        name = "x" * (length + 1)
+        with Shards(tmp_path, {name: (2,)}, torch.float32, 8) as shards:
+            shards.add(name, torch.ones(2))
+            shards.finish()
+        content = (tmp_path / "model.safetensors").read_bytes()
+        header = int.from_bytes(content[:8], "little")
+        assert header % 8 == 0 and len(content) == 8 + header + 8
+        assert load_file(tmp_path / "model.safetensors")[name].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("count", "text"), [(1, "n0"), (3, "n0, n1, n2"),
+                                             (5, "n0, n1, n2 and 2 more")])  # fmt: skip
+def test_of_many_names_the_first_three_are_told(count: int, text: str) -> None:
+    assert some([f"n{i}" for i in range(count)]) == text
+
+
+def test_types_of_one_size_are_two_types() -> None:
+    with pytest.raises(DataError, match="x: a is float16, b is bfloat16; "):
+        one_dtype({"a": torch.float16, "b": torch.bfloat16}, Path("x"))
