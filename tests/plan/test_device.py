@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp.plan.device import find_machine
+from megatron.dpp.plan import device
+from megatron.dpp.plan.device import find_machine, gpu_device
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,26 @@ def test_a_gpu_without_a_size_is_no_traceback(
     assert machine.num_gpus == 1
     assert machine.device.name.endswith(name)
     assert machine.device.memory_bytes == (memory_bytes or host)
+
+
+@pytest.mark.parametrize(
+    ("shown", "number"), [(None, 4), ("0,1", 2), ("3", 1), ("", 0), ("-1", 0), ("2, -1", 1)]
+)
+def test_gpus_that_are_hidden_do_not_count(
+    shown: str | None, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_gpus", lambda: [("NVIDIA H200", 2**37)] * 4)
+    env = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
+    assert find_machine(env=env).num_gpus == number
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [("NVIDIA A10", "A10"), ("NVIDIA L40S", "L40S"), ("NVIDIA A100-SXM4-80GB", "A100"),
+     ("NVIDIA A10G", None), ("NVIDIA GB10", None), ("NVIDIA T400", None)],
+)  # fmt: skip
+def test_a_gpu_whose_name_goes_on_is_another(name: str, known: str | None) -> None:
+    found = gpu_device(name, 2**30).source
+    assert found == (
+        f"72 % of the {known}'s peak" if known else "a guess: not in the table of GPUs"
+    )

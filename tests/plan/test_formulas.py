@@ -163,7 +163,7 @@ def test_flops_of_experts_are_those_of_the_layers_that_hold_them() -> None:
     args = parse_args(
         (
             FLAGS + "--num-experts 4 --moe-layer-freq 2 --moe-router-topk 2 "
-            "--moe-ffn-hidden-size 512 --mtp-num-layers 1 --disable-bias-linear "
+            "--moe-ffn-hidden-size 384 --mtp-num-layers 1 --disable-bias-linear "
             "--position-embedding-type rope"
         ).split()
     )
@@ -173,7 +173,7 @@ def test_flops_of_experts_are_those_of_the_layers_that_hold_them() -> None:
         ffn_hidden_size=1024,
     )  # fmt: skip
     # The further layer is like the last, which is dense; it has a head and joints of its own.
-    widths = [2 * 512, 1024] * 4 + [1024]
+    widths = [2 * 384, 1024] * 4 + [1024]
     outputs = 2 * 1024 + 2 * 256 + 3
     per_token = flops_per_token(model, widths, outputs=outputs)
     assert flops_per_iteration(args, 4) == 4 * 128 * per_token

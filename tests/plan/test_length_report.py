@@ -95,6 +95,19 @@ def test_the_section_has_classes_padding_and_gains(tmp_path: Path) -> None:
     assert f"{best['plan']}, would save {best['saves']:.1%}" in text
 
 
+@pytest.mark.parametrize(("asked", "found"), [(1, 1), (2, 2), (7, 2)])
+def test_the_plans_are_those_of_the_step_asked_for_or_the_last(
+    asked: int, found: int, tmp_path: Path
+) -> None:
+    steps = {number: step(number, 6) for number in (1, 2)}
+    for number, each in steps.items():
+        write_step(tmp_path / FILE.format(0), number, each)
+    works = [work(number, each) for number, each in steps.items()]
+    section = length_report(works, SHAPE, tmp_path, asked)
+    assert section is not None and section["iteration"] == found
+    assert section["gains"] == gains(steps[found], LengthCosts(**section["costs"]), SHAPE)
+
+
 def test_the_row_that_ran_is_marked_whatever_ran() -> None:
     drawn = step(3)
     drawn = StepLengths(drawn.as_drawn(), list(range(16)), drawn.padded)
