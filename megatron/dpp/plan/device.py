@@ -6,6 +6,7 @@ tenth of a second. Nothing here imports PyTorch.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -128,12 +129,13 @@ def known_gpu(name: str) -> Device:
 
 
 def cpu_device(processes: int = 1) -> Device:
-    """The share of this CPU that one of ``processes`` gets: at most a core, whose fp32 rate is
-    measured now.
+    """The share of this CPU that one of ``processes`` gets: at most a core, whose fp32 rate this
+    process measures once.
     """
     cores = len(os.sched_getaffinity(0))
     share = min(1.0, cores / processes)
-    flops, library = _measured_flops()
+    library = "PyTorch" if "torch" in sys.modules else "numpy"
+    flops = _measured_flops(library)
     return Device(
         name="CPU",
         flops=flops * share,
@@ -179,22 +181,23 @@ def _host_memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _measured_flops() -> tuple[float, str]:
-    """FLOP/s that training reaches on one core, and the library that was measured.
+@functools.cache
+def _measured_flops(library: str) -> float:
+    """FLOP/s that training reaches on one core.
 
-    That is PyTorch where it is loaded (as in a run), else numpy, whose BLAS may be twice as fast.
-    The clock is this thread's processor time, so other processes do not count. The products are too
-    small for numpy's BLAS to use threads. A share of the rate is returned, since the rest of a
-    layer is slower.
+    That is measured with PyTorch where it is loaded (as in a run), else with numpy, whose BLAS may
+    be twice as fast. The clock is this thread's processor time, so other processes do not count.
+    The products are too small for numpy's BLAS to use threads. A share of the rate is returned,
+    since the rest of a layer is slower.
     """
     size, batch, count = 64, 64, 0
-    if torch := sys.modules.get("torch"):
-        library, share = "PyTorch", 0.9
+    if library == "PyTorch":
+        torch, share = sys.modules["torch"], 0.9
         left = torch.ones((batch, size, size), dtype=torch.float32)
     else:
         import numpy as np
 
-        library, share = "numpy", 0.5
+        share = 0.5
         left = np.ones((batch, size, size), dtype=np.float32)
     left @ left  # the first one maps the pages
     start = time.thread_time()
@@ -202,4 +205,4 @@ def _measured_flops() -> tuple[float, str]:
         left @ left
         count += 1
     seconds = (time.thread_time() - start) / count
-    return share * batch * 2 * size**3 / seconds, library
+    return share * batch * 2 * size**3 / seconds
