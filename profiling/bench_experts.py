@@ -28,8 +28,6 @@ import torch
 from megatron.dpp.mcore import cpu
 
 ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    cpu.install()
 
 _MICROBATCHES = 4
 _SKEWED = (0.40, 0.20, 0.12, 0.10, 0.08, 0.05, 0.03, 0.02)
@@ -243,6 +241,7 @@ def main() -> int:
         tokens=("4096,8192", "per microbatch; the step takes the first"), vocabulary=32000,
         rounds=5,
     ).parse_args()  # fmt: skip
+    support = None if ON_GPU else cpu.install()
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -261,6 +260,8 @@ def main() -> int:
     print(flush=True)
     harness.print_table(f"router | whole step | {columns}", list(_time_steps(args)))
     dist.destroy_process_group()
+    if support is not None:
+        support.close()
     return 0
 
 

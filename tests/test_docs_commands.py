@@ -193,6 +193,9 @@ def check_benchmark(given: list[str]) -> None:
         patched.setattr(sys, "argv", [f"bench_{given[0]}.py", *given[1:]])
         module = importlib.import_module(f"bench_{given[0]}")
         accepted(lambda _: getattr(module, "parse_arguments", module.main)(), [])
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.overrides._get_current_function_mode_stack():
+        raise Wrong(f"bench_{given[0]}.py stands in for CUDA before its arguments are read")
 
 
 def filled(words: Sequence[str]) -> list[str]:
