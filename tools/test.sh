@@ -3,8 +3,9 @@
 #
 #   tools/test.sh [--long] [--gpu] [--rdma] [--coverage] [further arguments of pytest]
 #
-# Two processes share the test files, because most tests use one core or wait. One process runs all
-# with -n 0 at the end, with --gpu, --rdma or --coverage, and on machines with GPUs.
+# Processes share the test files, one per core from 2 to 4, because most tests use one core or wait;
+# -n N at the end sets another number. One process runs all with -n 0, with --gpu, --rdma or
+# --coverage, and on machines with GPUs.
 # --long runs the tests marked slow too; --gpu turns the skips of tests that find no GPU into
 # failures. --rdma boots an emulated machine with soft-RoCE devices and tests RDMA in it (about 8
 # minutes where two cores are free; installs missing Debian packages). --coverage prints the lines of
@@ -21,7 +22,7 @@ for argument in "$@"; do
     --rdma) required+=(rdma) ;;
     --coverage) coverage=yes ;;
     -h | --help)
-      sed -n '2,11s/^# \{0,1\}//p' tools/test.sh
+      sed -n '2,12s/^# \{0,1\}//p' tools/test.sh
       exit 0
       ;;
     *) arguments+=("$argument") ;;
@@ -40,7 +41,8 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TOKENIZERS_PARALLELISM=false
 if [[ ! $coverage ]]; then
-  processes=(-n 2 --dist loadfile)
+  cores=$(nproc)
+  processes=(-n $((cores < 2 ? 2 : cores > 4 ? 4 : cores)) --dist loadfile)
   if ((${#required[@]})) || compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
     processes=()
   fi
