@@ -279,22 +279,6 @@ def test_what_experts_make_once_per_process_on_the_cpu_is_gone_after_it() -> Non
     assert dispatcher.cuda_dtoh_stream is before
 
 
-@pytest.mark.parametrize("set_before", [None, "0"])
-def test_compilation_is_off_on_the_cpu_and_as_before_after_it(
-    monkeypatch: pytest.MonkeyPatch, set_before: str | None
-) -> None:
-    """It stayed off for a model on a GPU after one on the CPU."""
-    from torch._dynamo import config
-
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    if set_before is not None:
-        monkeypatch.setenv("TORCHDYNAMO_DISABLE", set_before)
-    with config.patch(disable=False):
-        with contextlib.closing(cpu.install()):
-            assert (config.disable, os.environ["TORCHDYNAMO_DISABLE"]) == (True, "1")
-        assert (config.disable, os.environ.get("TORCHDYNAMO_DISABLE")) == (False, set_before)
-
-
 def test_kernels_of_transformer_engine_and_apex_are_not_used_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -185,6 +185,22 @@ def test_only_training_code_of_a_host_sees_a_gpu_for_each_rank_of_its_node(
         assert asked_from("megatron.training.initialize") == (False, 0)
 
 
+@pytest.mark.parametrize("set_before", [None, "0"])
+def test_compilation_is_off_on_the_cpu_and_as_before_after_it(
+    monkeypatch: pytest.MonkeyPatch, set_before: str | None
+) -> None:
+    """It stayed off for a model on a GPU after one on the CPU."""
+    from torch._dynamo import config
+
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    if set_before is not None:
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", set_before)
+    with config.patch(disable=False):
+        with contextlib.closing(cpu.install()):
+            assert (config.disable, os.environ["TORCHDYNAMO_DISABLE"]) == (True, "1")
+        assert (config.disable, os.environ.get("TORCHDYNAMO_DISABLE")) == (False, set_before)
+
+
 def test_compilation_that_a_program_turned_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where PyTorch's settings of it are imported after the stand-ins."""
     from torch._dynamo import config

@@ -257,19 +257,20 @@ def _host_stand_ins() -> Iterator[tuple[Any, str, Any]]:
 @contextlib.contextmanager
 def _dynamo_off() -> Iterator[None]:
     """Turns torch.compile off, which costs minutes on a CPU (jit.py)."""
-    name, loaded = "TORCHDYNAMO_DISABLE", sys.modules.get("torch._dynamo.config")
-    before: str | None = os.environ.get(name)
-    was_off: bool = loaded.disable if loaded is not None else before == "1"
-    os.environ[name] = "1"
-    if loaded is not None:
-        loaded.disable = True  # type: ignore[attr-defined]
+    variable, module = "TORCHDYNAMO_DISABLE", "torch._dynamo.config"
+    before = os.environ.get(variable)
+    config: Any = sys.modules.get(module)
+    was_off = before == "1" if config is None else config.disable
+    os.environ[variable] = "1"
+    if config is not None:
+        config.disable = True
     yield
-    if before is None:
-        del os.environ[name]
-    else:
-        os.environ[name] = before
-    if "torch._dynamo.config" in sys.modules:  # from now on, if not before
-        sys.modules["torch._dynamo.config"].disable = was_off  # type: ignore[attr-defined]
+    os.environ.pop(variable, None)
+    if before is not None:
+        os.environ[variable] = before
+    config = sys.modules.get(module)  # it may have been imported since
+    if config is not None:
+        config.disable = was_off
 
 
 class _KeptSend:
