@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -15,6 +14,8 @@ from pathlib import Path
 import mutation_test
 import psutil
 import pytest
+
+from tests.nodes import running
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -119,15 +120,6 @@ def test_an_endless_fault_leaves_neither_processes_nor_files(tmp_path: Path, end
     _endless(tmp_path, ended_by, 2.0 if ended_by == "limit" else 120.0)
 
 
-def _await_end(process: psutil.Process) -> None:
-    """A killed process ends when the system next runs it."""
-    deadline = time.monotonic() + 30
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while process.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline, f"{process} was not killed"
-            time.sleep(0.02)
-
-
 def _endless(tmp_path: Path, ended_by: str, limit: float) -> None:
     place = tmp_path / str(limit)
     tree, scratch, child = place / "tree", place / "scratch", place / "pid"
@@ -165,7 +157,10 @@ def _endless(tmp_path: Path, ended_by: str, limit: float) -> None:
     assert run.returncode == (143 if ended_by == "SIGTERM" else 0)
     assert ("1/1 timed out: small.py:1" in said) == (ended_by == "limit")
     assert ("interrupted; --again goes on" in said) == (ended_by == "SIGINT")
-    _await_end(started)
+    deadline = time.monotonic() + 30
+    while running([started]):  # a killed process ends when the system next runs it
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     assert (tree / "small.py").read_text() == "END = True\n"
     assert not list(scratch.glob("mutation-*"))
 

@@ -88,7 +88,7 @@ class Diagnostics:
                 f"warning: iteration {self._run.iteration}: lm loss {loss:.6E} is more than "
                 f"{_SPIKE:g} times the largest of the {len(self._losses)} before it ({largest:.6E})"
             )
-        if math.isfinite(loss):  # no loss is ten times above any other
+        if math.isfinite(loss):  # nothing is above infinity or "not a number"
             self._losses.append(loss)
 
     def close(self) -> None:
