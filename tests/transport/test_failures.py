@@ -121,9 +121,10 @@ def test_a_peer_killed_at_any_stage_is_noticed_and_named(
         try:
             patience = 3.0 if opening else PATIENCE
             transport = open_from_file(kind, pair(), 0, path, setup_timeout=patience)
+            transport.poll()  # first, so that a later change ends the wait
             while not transport.departed(1):
-                transport.poll()
                 transport.wait(PATIENCE)
+                transport.poll()
             transport.close()
             results.put(("left in good order", ""))
         except TransportError as error:
