@@ -68,6 +68,17 @@ def test_tensors_for_a_gpu_are_made_and_moved_on_the_cpu(
     assert tensor.cuda() is tensor
 
 
+def test_a_machines_gpus_are_not_there_for_a_run_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``--device cpu`` on a machine with GPUs: links, timers and measurements would take them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with contextlib.closing(cpu.install()):
+        assert (torch.cuda.is_available(), torch.cuda.device_count()) == (False, 0)
+    assert (torch.cuda.is_available(), torch.cuda.device_count()) == (True, 2)
+
+
 def test_memory_is_not_pinned_on_the_cpu(on_cpu: None) -> None:
     """PyTorch refuses it without a GPU."""
     assert not torch.zeros(2, pin_memory=True).is_pinned()

@@ -148,6 +148,9 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """Replacements inside ``torch.cuda``: (module, name, value)."""
     cpu = torch.device("cpu")
+    # A machine may have GPUs that this process does not use.
+    yield torch.cuda, "is_available", lambda: False
+    yield torch.cuda, "device_count", lambda: 0
     yield torch.cuda, "current_device", lambda: cpu
     # parallel_state.py:198,933, timers.py:152, p2p_communication.py:242,398,
     # filesystem_async.py:230
