@@ -2,25 +2,41 @@
 
 A test marked ``gpu``, ``multigpu``, ``rdma`` or ``nixl`` is skipped with its reason where the
 device or package is not there; ``DPP_REQUIRE=gpu,rdma`` (what ``tools/test.sh --gpu --rdma`` sets)
-turns that skip into a failure. Tests marked ``slow`` run with ``--long`` only.
+turns that skip into a failure. Tests without such a mark run as on a machine without a GPU. Tests
+marked ``slow`` run with ``--long`` only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from megatron.dpp.config import missing_package
+from tests.runtime.launcher import has_gpu
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests marked slow too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Properties are tried on the same examples each time, and with ``--long`` on others; how long
+    one takes is the machine's affair."""
+    settings.register_profile(
+        "tests",
+        deadline=None,
+        derandomize=not config.getoption("--long"),
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -40,6 +56,28 @@ def _missing(marker: str, reason: str) -> pytest.MarkDecorator:
     if marker in required:
         return pytest.mark.usefixtures("fail_for_missing_device")
     return pytest.mark.skip(reason=reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Shows this machine's GPUs to tests that are marked for them, and hides them from all others,
+    their fixtures and their processes."""
+    shown = any(item.get_closest_marker(name) for name in ("gpu", "multigpu"))
+    with contextlib.nullcontext() if shown else without_gpus():
+        return (yield)
+
+
+@contextlib.contextmanager
+def without_gpus() -> Iterator[None]:
+    """PyTorch, and the processes that are started, find no GPU."""
+    with contextlib.ExitStack() as stack:
+        if has_gpu():  # first: it reads the variable
+            import torch
+
+            for name, value in (("is_available", False), ("device_count", 0)):
+                stack.enter_context(mock.patch.object(torch.cuda, name, lambda value=value: value))
+        stack.enter_context(mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}))
+        yield
 
 
 @pytest.fixture(autouse=True)

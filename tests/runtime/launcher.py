@@ -122,16 +122,17 @@ def shared_gpus(rank: int) -> tuple[str, dict[str, str]]:
 
 
 def has_gpu() -> bool:
-    """True with a GPU of NVIDIA's, without an import of PyTorch."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+    """True with a GPU of NVIDIA's that is not hidden, without an import of PyTorch."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-@functools.lru_cache(maxsize=1)
-def _server() -> tuple[socket.socket, dict[str, str] | None]:
+@functools.cache
+def _server(on_gpu: bool) -> tuple[socket.socket, dict[str, str] | None]:
     """The connection to a server of forked ranks, which ends with it, and what Python and PyTorch
     read when it started.
 
-    A process that has met CUDA cannot be forked: with GPUs the server imports nothing, nothing was
+    A process that has met CUDA cannot be forked: ``on_gpu`` the server imports nothing, nothing was
     read, and each rank begins anew.
     """
     control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -140,7 +141,7 @@ def _server() -> tuple[socket.socket, dict[str, str] | None]:
     with other:
         server = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", str(Path(__file__).with_name("fork_server.py")),
-             str(other.fileno()), "nothing" if has_gpu() else "preload"],
+             str(other.fileno()), "nothing" if on_gpu else "preload"],
             env=environment, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
@@ -150,7 +151,7 @@ def _server() -> tuple[socket.socket, dict[str, str] | None]:
         server.wait(10)
 
     atexit.register(end)
-    return control, None if has_gpu() else _at_start(environment)
+    return control, None if on_gpu else _at_start(environment)
 
 
 def _environment(**more: str) -> dict[str, str]:
@@ -184,7 +185,7 @@ def start(
             not asked for: each rank would take seconds longer without a word.
     """
     port = str(free_port())
-    control, read = _server()
+    control, read = _server(has_gpu())
     fresh = fresh or read is None
     ranks: list[Rank] = []
     for rank in range(num_ranks):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.launcher import has_gpu, start, wait
+from tests.runtime.launcher import start, wait
 
 _RANK = """
 import atexit, threading
@@ -42,7 +42,6 @@ def test_an_end_is_that_of_a_process_without_what_it_has_inherited(tmp_path: Pat
     assert "leaked" not in said
 
 
-@pytest.mark.skipif(has_gpu(), reason="a process that has met CUDA cannot be forked")
 def test_a_rank_is_a_fork_unless_a_variable_of_pythons_start_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
