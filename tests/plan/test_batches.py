@@ -14,7 +14,7 @@ from megatron.dpp.plan.orders import PlannedOrder
 from megatron.dpp.sim.lengths import LengthCosts
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=6),
     st.integers(1, 8),
@@ -100,7 +100,7 @@ def test_the_batch_that_follows_is_asked_for_while_there_is_a_whole_one():
     st.lists(st.integers(1, 20), min_size=8, max_size=24),
     st.integers(1, 3), st.integers(1, 2), st.integers(1, 3),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_even_packing_makes_four_microbatches_for_each_rank_where_it_can(
     lengths, num_replicas, multiple, num_ranks
 ):

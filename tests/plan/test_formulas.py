@@ -249,7 +249,7 @@ def test_the_optimizer_that_runs_is_counted_and_by_those_who_share_it() -> None:
     assert traffic(run).data == pytest.approx(4 * each + 4 * 2 * 3 / 4 * each + 2 * each)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     micro=st.integers(1, 4),
     pipeline=st.sampled_from([1, 2, 4]),
@@ -361,7 +361,7 @@ def test_groups_that_do_not_lie_evenly_on_nodes_have_their_least_there() -> None
     assert estimate(run, slow).seconds > 2 * estimate(near, slow).seconds
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     sizes=st.tuples(*[st.sampled_from([1, 2, 3, 4, 6, 8])] * 3),
     per_node=st.integers(1, 16),

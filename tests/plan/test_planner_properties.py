@@ -41,7 +41,7 @@ def plans_of(planner):
 
 
 @given(planner=planners())
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 def test_every_layer_is_placed_once_and_no_inner_stage_is_empty(planner):
     for plan in plans_of(planner):
         stages = plan.layout.text().split("|")
@@ -58,7 +58,7 @@ def test_every_layer_is_placed_once_and_no_inner_stage_is_empty(planner):
         ModelCosts(2, PartCosts((1.0,) * 3), PartCosts((0.0,) * 3), PartCosts((3.0,) * 3)), 2, 1
     )
 )
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 def test_a_plan_is_no_slower_than_the_default_layout(planner):
     """In the example the search ends with both layers on rank 0, which no single move improves."""
     for plan in plans_of(planner):
@@ -69,14 +69,14 @@ def test_a_plan_is_no_slower_than_the_default_layout(planner):
 
 
 @given(planner=planners(memory=st.floats(50.0, 1500.0)))
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 def test_the_memory_bound_is_kept(planner):
     for plan in plans_of(planner):
         assert max(plan.peak_bytes) <= planner.memory_bytes
 
 
 @given(planner=planners(), chunks=st.integers(1, 2))
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 def test_memory_that_the_default_layout_fits_in_is_enough(planner, chunks):
     default = planner.default_layout(chunks)
     if default is not None:

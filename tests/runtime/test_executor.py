@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.dpp.config import DppConfig
@@ -26,7 +26,7 @@ from megatron.dpp.transport.fake import FakeNetwork, FakeTransport, VirtualClock
 from tests.runtime.pipelines import Arithmetic, check_values, run_pipeline
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(
     p=st.integers(1, 4),
     v=st.sampled_from([1, 2, 3]),

@@ -100,7 +100,7 @@ class Pipeline:
             assert self.ranks[rank].held == 0
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(shapes, st.data())
 def test_any_choice_at_any_time_ends(shape, data):
     """Random choices among the allowed tasks, in any order of events, at the tightest cap."""
@@ -120,7 +120,7 @@ def test_any_choice_at_any_time_ends(shape, data):
     pipeline.check(pieces if split else (0,) * v)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     shapes,
     st.sampled_from(["dynamic", "depth-first", "megatron"]),
@@ -136,7 +136,7 @@ def test_built_in_policies_end_at_any_cap(shape, policy, cap, split, rng):
     pipeline.check((int(split),) * shape[1])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shapes, st.randoms(use_true_random=False))
 def test_held_is_what_the_counters_say(shape, rng):
     beta = 0.25
@@ -201,7 +201,7 @@ def count_states(p, v, m):
     return len(seen)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_wanted_message_allows_a_task_at_once_and_something_is_always_wanted(data):
     """A task may therefore be launched ahead of any wanted message, and a rank that may run nothing

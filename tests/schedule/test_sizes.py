@@ -178,7 +178,7 @@ def sized_cases(data):
     return rng, p, v, tuple(sizes), settings
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_choice_at_any_time_ends(data):
     """Drawn sizes, shares, pieces and choices at the tightest cap; nothing is held at the end."""
@@ -196,7 +196,7 @@ def test_any_choice_at_any_time_ends(data):
     pipeline.check(pieces if split else (0,) * v)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from(["dynamic", "depth-first", "megatron"]))
 def test_built_in_policies_end(data, policy):
     rng, p, v, sizes, bounds = sized_cases(data)

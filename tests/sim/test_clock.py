@@ -84,7 +84,7 @@ def test_a_stuck_simulation_fails_with_its_grid():
     assert "returned None on pipeline rank 1" in text and "0B0 may run" in text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(list(CONDITIONS)),
     st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9)),

@@ -36,7 +36,7 @@ def test_the_unit_of_memory_is_the_longest_that_may_come():
     st.lists(st.floats(0.5, 9.0), min_size=2, max_size=8), st.floats(1.5, 4.0),
     st.floats(0.0, 40.0), st.floats(0.01, 20.0),
 )  # fmt: skip
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_slow_times_lengthen_work_by_their_factor(steps, factor, start, work):
     """Against a walk in small steps, and in one piece or two."""
     edges, intervals = 0.0, []

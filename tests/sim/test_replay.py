@@ -15,7 +15,7 @@ from megatron.dpp.sim.schedules import ScheduleConfig, replay
 STEADY = [name for name in CONDITIONS if not name.startswith("tr")]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     p=st.integers(1, 5),
     v=st.integers(1, 3),

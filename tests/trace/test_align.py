@@ -147,7 +147,7 @@ def test_one_clock_that_contradicts_itself_is_an_error(tmp_path):
         align(open_run(write(run, tmp_path)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_true_offsets_satisfy_every_bound_and_so_does_the_estimate(data):
     names = [f"c{i}" for i in range(data.draw(st.integers(2, 6)))]

@@ -38,7 +38,7 @@ def written(*event: Any) -> dict[str, Any]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(-(10**15), 10**15))
 def test_times_keep_every_nanosecond(nanoseconds: int) -> None:
     text = module._us(nanoseconds)

@@ -29,7 +29,7 @@ def test_lines_of_one_iteration_are_one_and_a_resumed_run_replaces_its_own(tmp_p
     assert read_metrics(tmp_path / "none") == []
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 6), max_size=12))
 def test_iterations_are_read_once_and_in_order(tmp_path_factory: Any, written: list[int]) -> None:
     """Those that count are the last of their number, and not beyond the last line's."""
