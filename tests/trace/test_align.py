@@ -206,6 +206,23 @@ def test_a_window_that_bounds_a_clock_from_one_side_tells_nothing_and_the_others
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("late_ns", [-1_000_000, 0, 1_000_000])
+def test_a_short_trace_at_the_border_of_two_windows_is_aligned(late_ns, monkeypatch):
+    """Rank 1 begins its iteration a millisecond after rank 0, or before: its wall clock seems to
+    differ by that much."""
+
+    def iteration(start_ns):
+        args = {"iteration": 0}
+        return {"ts": start_ns / 1000, "dur": 0, "cat": "iteration", "name": "i", "args": args}
+
+    begin = 10 * S
+    to_a = [iteration(begin), arrival(1, begin + 2_000_000, begin + 2_003_000)]
+    to_b = [iteration(begin + late_ns), arrival(0, begin + 1_000_000, begin + 1_001_000)]
+    found = aligned(monkeypatch, files_on("ab"), [to_a, to_b])
+    ((_, offset, uncertainty),) = found.offsets["b"].points
+    assert (offset, uncertainty) == (1_000, 2_000)
+
+
 def test_of_several_messages_the_fastest_bounds_a_clock(monkeypatch):
     to_b = [arrival(0, S, S + delay) for delay in (9_000, 5_000, 7_000)]
     to_a = [arrival(1, S, S + delay) for delay in (4_000, 3_000, 8_000)]

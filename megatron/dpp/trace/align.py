@@ -16,14 +16,15 @@ distance is the uncertainty that remains. Nothing is assumed about the delays.
 
 Clocks drift, so a long trace is cut into windows that are solved one by one; between the middles of
 two windows the offset runs along a straight line. What happened in one window is told by the hosts'
-wall clocks, and by how far they were apart at the first iteration that both began. Ranks of one
-host read one clock and need no estimate. A clock that is not bounded from both sides is refused by
-name.
+wall clocks, and by how far they were apart at the first iteration that both began. A trace none of
+whose windows bounds all clocks is one window. Ranks of one host read one clock and need no
+estimate. A clock that is not bounded from both sides is refused by name.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -219,9 +220,7 @@ class _Scan:
         windows: dict[int, Bounds] = {}
         for (receiver, piece), bounds in self.evidence.bounds.items():
             window = (piece * _PIECE_NS - self._ahead(receiver)) // WINDOW_NS
-            known = windows.setdefault(window, {})
-            for pair, delay in bounds.items():
-                known[pair] = min(delay, known.get(pair, delay))
+            _tighten(windows.setdefault(window, {}), bounds)
         return windows
 
     def _ahead(self, clock: str) -> int:
@@ -231,6 +230,11 @@ class _Scan:
         other = self.evidence.iterations.get(self.reference, {})
         common = next((number for number in began if number in other), None)
         return 0 if common is None else began[common] - other[common]
+
+
+def _tighten(known: Bounds, bounds: Bounds) -> None:
+    for pair, delay in bounds.items():
+        known[pair] = min(delay, known.get(pair, delay))
 
 
 def _shortest(start: str, edges: dict[str, list[tuple[str, int]]]) -> dict[str, int] | None:
@@ -321,21 +325,25 @@ def align(
     for file in files:
         scan.read(file)
         progress(file)
-    per_window = scan.finish()
+    windows = scan.finish()
     reference, clocks = scan.reference, list(dict.fromkeys(scan.clocks.values()))
+    solved = {}
+    for window, bounds in sorted(windows.items()):
+        with contextlib.suppress(LookupError):
+            solved[window] = solve(reference, clocks, bounds)
+    if not solved:  # a short trace: the two directions may be in windows that follow each other
+        whole: Bounds = {}
+        for bounds in windows.values():
+            _tighten(whole, bounds)
+        try:
+            solved[min(windows, default=0)] = solve(reference, clocks, whole)
+        except LookupError as error:
+            raise _refuse(scan.clocks, error.args[0]) from None
     unix_less_own = files[0].start_unix_ns - files[0].start_ns
     points: dict[str, list[tuple[int, int, int]]] = {clock: [] for clock in clocks}
-    lost: list[str] = []
-    for window in sorted(per_window) or [0]:
-        try:
-            solved = solve(reference, clocks, per_window.get(window, {}))
-        except LookupError as error:
-            lost = error.args[0]
-            continue
+    for window, found in solved.items():
         middle = window * WINDOW_NS + WINDOW_NS // 2 - unix_less_own
-        for clock, (offset, uncertainty) in solved.items():
+        for clock, (offset, uncertainty) in found.items():
             points[clock].append((middle - offset, offset, uncertainty))
-    if not points[reference]:
-        raise _refuse(scan.clocks, lost)
     offsets = {clock: ClockOffset(tuple(points[clock])) for clock in clocks}
     return Alignment(reference, scan.clocks, offsets)
