@@ -143,7 +143,7 @@ def test_unequal_arguments_are_refused_with_both_values(hosts: Hosts, tmp_path: 
 def test_a_worker_that_never_comes(tmp_path: Path) -> None:
     settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WAIT_SECONDS": "3"}
     log = tmp_path / "master.log"
-    words = ["bash", "run_master_gpt.sh"]
+    words = ["bash", "run_master_gpt.sh", *_FLAGS]
     master = Node(words, log, **sizes(2), **settings)
     wait_for_end(PATIENCE, master)
     assert master.process.returncode != 0
