@@ -10,19 +10,16 @@ import pytest
 from megatron.dpp.errors import DataError
 from megatron.dpp.pictures.page import _lengths
 from megatron.dpp.plan.length_report import (
-    FILE,
-    StepLengths,
     fit,
     gains,
     length_lines,
     length_report,
-    read_steps,
     samples_of,
-    write_step,
 )
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.lengths import LengthCosts, sft
 from megatron.dpp.trace.analysis.work import JobShape, Work
+from megatron.dpp.trace.step_lengths import FILE, StepLengths, read_steps, write_step
 
 COSTS = LengthCosts(fixed=1e-3, per_token=(2e-6, 3e-6, 2e-6), per_square=(1e-10, 2.5e-10, 0.0))
 SHAPE = JobShape(2, 2, {0: 0, 1: 1}, {0: (0, 0), 1: (0, 0)}, "dpp")

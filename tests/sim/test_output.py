@@ -6,10 +6,10 @@ import pytest
 
 from megatron.dpp.commands.sim import main
 from megatron.dpp.errors import DataError
+from megatron.dpp.pictures.schedules import _slices, draw
 from megatron.dpp.schedule import Action, Kind
 from megatron.dpp.sim.conditions import uniform
 from megatron.dpp.sim.costs import Shape, even_costs
-from megatron.dpp.sim.draw import _slices, draw
 from megatron.dpp.sim.measured import load_costs
 from megatron.dpp.sim.result import Result, Slot, format_grid
 from megatron.dpp.sim.schedules import ScheduleConfig

@@ -103,14 +103,13 @@ class _Pipeline:
     def wake(self, rank: int) -> None:
         if self.busy[rank] or self.schedulers[rank].done:
             return
-        stall = None if self.now == self.free[rank] else self.schedulers[rank].stall()
         action = self.schedulers[rank].next()
         if action is None:
             return
         if self.now > self.free[rank]:
-            ran = any(event[0] == "T" for event in self.events[rank])
+            ran = any(event[0] == "task" for event in self.events[rank])
             cause = "message" if ran else "warm-up"
-            gap = ("G", self.free[rank], self.now, self.iteration, cause, str(stall and "") or "")
+            gap = ("wait", self.free[rank], self.now, self.iteration, cause, "")
             self.events[rank].append(gap)
         self.begin(rank, action.kind, action.chunk, action.microbatch)
 
@@ -121,7 +120,7 @@ class _Pipeline:
             sent, arrived, number = self.waiting[source].popleft()
             assert number == microbatch
             what = (source, microbatch, sent, run.num_bytes, 0, False)
-            self.events[rank].append(("A", arrived, self.now, self.iteration, *what))
+            self.events[rank].append(("arrival", arrived, self.now, self.iteration, *what))
         length = run.task_ns(self.iteration, rank, kind.name, chunk, microbatch)
         length = round(length * self.factor(rank, kind.name, chunk, microbatch))
         self.busy[rank] = True
@@ -155,10 +154,10 @@ class _Pipeline:
 
     def end(self, rank: int, kind: Kind, chunk: int, microbatch: int, start: int) -> None:
         task = (kind.name, chunk, microbatch, 0)
-        self.events[rank].append(("T", start, self.now, self.iteration, *task))
+        self.events[rank].append(("task", start, self.now, self.iteration, *task))
         self.busy[rank], self.free[rank] = False, self.now
         held = self.schedulers[rank].held
-        self.events[rank].append(("C", self.now, self.now, self.iteration, "held", held))
+        self.events[rank].append(("counter", self.now, self.now, self.iteration, "held", held))
         target = self.target_of(rank, kind, chunk)
         if target is not None:
             self.send(target, microbatch)
@@ -169,7 +168,7 @@ class _Pipeline:
     def send(self, channel: Channel, microbatch: int) -> None:
         run, sent = self.run, self.now
         put = (channel, microbatch, run.num_bytes, "shm")
-        self.events[channel.source].append(("P", sent, sent, self.iteration, *put))
+        self.events[channel.source].append(("send", sent, sent, self.iteration, *put))
         hop = run.hop_ns(self.iteration, channel.source, channel.destination)
         hop = round(hop * self.factor(*channel, microbatch))
         arrival = max(sent + hop, self.last.get(channel, 0) + 1)
@@ -195,8 +194,8 @@ def play(run: Run) -> list[list[tuple[Any, ...]]]:
         end = pipeline.play()
         for rank, own in enumerate(pipeline.events):
             events[rank] += own
-            events[rank].append(("S", end, end + MS, iteration, "optimizer", "world"))
-            events[rank].append(("I", start, end + MS, iteration))
+            events[rank].append(("span", end, end + MS, iteration, "optimizer", "world"))
+            events[rank].append(("iteration", start, end + MS, iteration))
         start = end + 2 * MS
     return events
 
@@ -209,22 +208,22 @@ def _of_replica(events: list[tuple[Any, ...]], run: Run, rank: int, replica: int
 
     for event in events:
         code, start, end, iteration, *rest = event
-        if code in "PA":
+        if code in ("send", "arrival"):
             source, destination, *channel = rest[0]
             rest[0] = Channel(global_rank(source), global_rank(destination), *channel)
         yield (code, start, end, iteration, *rest)
-        if code == "T" and rest[0] == "F" and run.experts is not None:
+        if code == "task" and rest[0] == "F" and run.experts is not None:
             _, chunk, microbatch, _ = rest
             tokens, length = run.experts(replica, rank, microbatch)
             layer, group = chunk * run.ranks + rank + 1, rank * run.replicas
             where = (chunk, microbatch, layer, 2 * replica, group, tokens)
-            yield ("E", start, start + length, iteration, *where)
+            yield ("experts", start, start + length, iteration, *where)
 
 
 def _shifted(event: tuple[Any, ...], run: Run, rank: int) -> tuple[Any, ...]:
     own = run.offset.get(rank, 0)
     code, start, end, *rest = event
-    if code == "A":
+    if code == "arrival":
         channel, sent = rest[1], rest[3]
         rest[3] = sent + run.offset.get(channel.source, 0)
     return (code, start + own, end + own, *rest)
@@ -256,7 +255,7 @@ def write(run: Run, directory: Path, *, whole: bool = True) -> Path:
         for event in _of_replica(played[place], run, place, replica):
             moved = _shifted(event, run, rank)
             at = (moved[0], moved[1] + base, moved[2] + base, *moved[3:])
-            if moved[0] == "A":
+            if moved[0] == "arrival":
                 at = (*at[:6], at[6] + base, *at[7:])
             lines.append(text_of.line(at))
         path.write_text("".join(lines) + (last_line(rank, 0) if whole else ""))

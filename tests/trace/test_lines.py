@@ -48,34 +48,34 @@ def test_times_keep_every_nanosecond(nanoseconds: int) -> None:
 
 
 def test_events_have_their_track_their_time_and_their_length() -> None:
-    task = written("T", START - 500, START + 1500, 7, "W", 1, 3, 2)
+    task = written("task", START - 500, START + 1500, 7, "W", 1, 3, 2)
     assert (task["name"], task["tid"], task["ts"], task["dur"]) == ("1W3.2", 0, -0.5, 2.0)
     assert task["args"]["piece"] == 2 and task["args"]["iteration"] == 7
-    assert written("T", START, START, 7, "F", 0, 3, 0)["name"] == "0F3"
-    late = written("T", START + 9, START, 7, "F", 0, 3, 0)
+    assert written("task", START, START, 7, "F", 0, 3, 0)["name"] == "0F3"
+    late = written("task", START + 9, START, 7, "F", 0, 3, 0)
     assert late["dur"] == 0.0, "the marks of a device may be in no order"
-    gap = written("G", START, START + 10, 7, "message", 'F "1"')
+    gap = written("wait", START, START + 10, 7, "message", 'F "1"')
     assert gap["name"] == "wait: message" and gap["args"]["detail"] == 'F "1"'
-    assert "detail" not in written("G", START, START + 10, 7, "host", "")["args"]
+    assert "detail" not in written("wait", START, START + 10, 7, "host", "")["args"]
 
 
 def test_a_send_begins_where_its_data_is_ready_and_says_how_long_that_took() -> None:
-    send = written("P", START, START + 3000, 7, CHANNEL, 2, 4096, "shm")
+    send = written("send", START, START + 3000, 7, CHANNEL, 2, 4096, "shm")
     assert (send["tid"], send["ts"], send["dur"]) == (1, 3.0, 0.0)
     assert send["args"] == {
         "iteration": 7, "source": 3, "destination": 4, "chunk": 1, "direction": "backward",
         "microbatch": 2, "bytes": 4096, "kind": "shm", "queued_us": 3.0,
     }  # fmt: skip
-    early = written("P", START + 5, START, 7, "by name", 2, 4096, "shm")
+    early = written("send", START + 5, START, 7, "by name", 2, 4096, "shm")
     assert early["args"]["queued_us"] == 0.0 and early["args"]["channel"] == "by name"
 
 
 def test_an_arrival_says_its_part_and_whether_it_was_taken_ahead() -> None:
-    arrival = written("A", START, START + 2000, 7, CHANNEL, 2, 123, 4096, 1, False)
+    arrival = written("arrival", START, START + 2000, 7, CHANNEL, 2, 123, 4096, 1, False)
     assert (arrival["tid"], arrival["ts"], arrival["dur"]) == (2, 0.0, 2.0)
     assert (arrival["args"]["sent_ns"], arrival["args"]["part"]) == (123, 1)
     assert "ahead" not in arrival["args"]
-    ahead = written("A", START, START, 7, CHANNEL, 2, None, 4096, 0, True)
+    ahead = written("arrival", START, START, 7, CHANNEL, 2, None, 4096, 0, True)
     assert ahead["args"]["ahead"] is True and "sent_ns" not in ahead["args"]
 
 
@@ -86,14 +86,14 @@ def test_channels_are_told_apart_although_memory_is_used_again(
     made = EventLines(0, START)
     for number in range(50):
         channel = SimpleNamespace(source=number, destination=0, chunk=0, direction=0)
-        line = made.line(("P", START, START, 0, channel, 0, 1, "shm"))
+        line = made.line(("send", START, START, 0, channel, 0, 1, "shm"))
         assert f'"source":{number},' in line and '"direction":"forward"' in line
         del channel
         assert len(made._links) <= 4
     # An object at the address of one that has gone is another channel.
     one, other = Channel(0, 1, 0, 0), Channel(2, 3, 0, 0)
     made._links[id(other)] = (one, '"source":0')
-    assert '"source":2' in made.line(("P", START, START, 0, other, 0, 1, "shm"))
+    assert '"source":2' in made.line(("send", START, START, 0, other, 0, 1, "shm"))
 
 
 def layout(**changes: Any) -> TraceLayout:

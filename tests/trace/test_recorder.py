@@ -110,7 +110,7 @@ class Marks:
 
 
 def task(microbatch: int, start: object, end: object) -> tuple[object, ...]:
-    return ("T", start, end, 0, "F", 0, microbatch, 0)
+    return ("task", start, end, 0, "F", 0, microbatch, 0)
 
 
 def test_an_event_without_both_of_its_times_is_dropped_and_gives_back_what_it_has(
@@ -134,7 +134,7 @@ def test_an_event_without_both_of_its_times_is_dropped_and_gives_back_what_it_ha
     writer._drain()
     assert writer.dropped == 5 and not queue
     assert marks.given_back == ["a", "b", "e"]
-    writer.scalars.add(("I", 0, 1, 0))
+    writer.scalars.add(("iteration", 0, 1, 0))
     assert writer.scalars.latest["dpp/bubble"] == pytest.approx(1 - 3_000 / (start + 3_000))
     writer.close()
     _, *found, last = json.loads((tmp_path / "x.json").read_text())

@@ -18,7 +18,8 @@ import pytest
 from megatron.dpp.commands.report import add_run_options, build_report
 from megatron.dpp.pictures.charts import parts_of, plot_time_per_rank, plot_timeline
 from megatron.dpp.pictures.page import _layout
-from megatron.dpp.pictures.style import COLOURS, LABELS, duration
+from megatron.dpp.pictures.style import COLOURS, LABELS
+from megatron.dpp.trace.analysis.formats import duration
 from megatron.dpp.trace.scalars import IterationScalars
 from tests.trace.injected import inject
 from tests.trace.synthetic import Channel, Run, write
@@ -330,14 +331,14 @@ def test_scalars_for_tensorboard():
     channel = Channel(0, 1, 0, 0)
     assert scalars.latest == {}
     for event in (
-        ("T", 10, 40, 1, "F", 0, 0, 0),
-        ("C", 40, 40, 1, "held", 2),
-        ("C", 41, 41, 1, "held", 1),
-        ("P", 40, 41, 1, channel, 0, 100, "shm"),
-        ("P", 60, 61, 1, channel, 1, 100, "shm"),
-        ("T", 50, 80, 1, "B", 0, 0, 0),
-        ("C", 90, 90, 1, "memory", 4096),
-        ("I", 0, 100, 1),
+        ("task", 10, 40, 1, "F", 0, 0, 0),
+        ("counter", 40, 40, 1, "held", 2),
+        ("counter", 41, 41, 1, "held", 1),
+        ("send", 40, 41, 1, channel, 0, 100, "shm"),
+        ("send", 60, 61, 1, channel, 1, 100, "shm"),
+        ("task", 50, 80, 1, "B", 0, 0, 0),
+        ("counter", 90, 90, 1, "memory", 4096),
+        ("iteration", 0, 100, 1),
     ):
         scalars.add(event)
     assert scalars.latest == {
@@ -346,7 +347,7 @@ def test_scalars_for_tensorboard():
         "dpp/memory-bytes": 4096.0,
         "dpp/bubble": 0.25,
     }
-    scalars.add(("I", 100, 200, 2))
+    scalars.add(("iteration", 100, 200, 2))
     assert scalars.latest == {}
 
 

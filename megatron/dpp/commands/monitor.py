@@ -20,7 +20,7 @@ from typing import Any
 from megatron.dpp.commands.common import ROOT, guarded, new_parser
 from megatron.dpp.commands.web import serve
 from megatron.dpp.errors import require
-from megatron.dpp.pictures.style import duration, percent
+from megatron.dpp.trace.analysis.formats import duration, percent
 from megatron.dpp.trace.analysis.model import Iteration
 from megatron.dpp.trace.analysis.sentences import straggler_text
 from megatron.dpp.trace.analysis.stragglers import StragglerSearch

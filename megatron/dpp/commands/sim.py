@@ -25,13 +25,13 @@ from megatron.dpp.cli.sequence_files import read_lengths
 from megatron.dpp.commands.common import new_parser
 from megatron.dpp.errors import ConfigError, DppError, require_value
 from megatron.dpp.pictures.picture import check_png
+from megatron.dpp.pictures.schedules import draw
 from megatron.dpp.plan.lengths import orders
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.schedule.policies import BUILT_IN
 from megatron.dpp.sim import conditions
 from megatron.dpp.sim.conditions import CONDITIONS, Change, chain, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Shape
-from megatron.dpp.sim.draw import draw
 from megatron.dpp.sim.lengths import MIXES, LengthCosts, histogram, parse_lengths
 from megatron.dpp.sim.measured import MeasuredCosts, load_costs
 from megatron.dpp.sim.result import Result, format_grid

@@ -21,7 +21,7 @@ import torch
 from megatron.dpp.errors import PeerDead, TransferTimeout
 from megatron.dpp.mcore import compat
 from megatron.dpp.mcore.expert_trace import traced_experts
-from megatron.dpp.trace import Recorder
+from megatron.dpp.trace import IdleCause, Recorder
 from megatron.dpp.transport.base import ChannelSpec, Direction, Transport
 
 _COMMUNICATE = "pipeline_parallel.p2p_communication:P2PCommunicator._communicate"
@@ -292,9 +292,9 @@ class _Trace:
 
     def _waited(self, start: Any, received: dict[Direction, Any], communicator: Any) -> None:
         """Record a wait that ends now, and keep what it received."""
-        end, cause, detail = self._recorder.mark(), "send", ""
+        end, cause, detail = self._recorder.mark(), IdleCause.SEND, ""
         if received:
-            cause = "message" if self._tasks_run else "warm-up"
+            cause = IdleCause.MESSAGE if self._tasks_run else IdleCause.WARM_UP
             detail = next(iter(received)).name.lower()
         self._recorder.gap(start, end, cause, detail)
         for way, tensor in received.items():

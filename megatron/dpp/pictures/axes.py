@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.dpp.pictures.picture import Line, Picture, Rect, Text, text_width
-from megatron.dpp.pictures.style import label_of, number
+from megatron.dpp.pictures.style import label_of
+from megatron.dpp.trace.analysis.formats import number
 
 Format = Callable[[float], str]
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from megatron.dpp.pictures.axes import Bar, Curve, draw_bars, draw_curves, draw_legend
 from megatron.dpp.pictures.picture import Line, Picture, Text, check_png
-from megatron.dpp.pictures.style import duration, in_order, label_of, number, percent
+from megatron.dpp.pictures.style import in_order, label_of
 from megatron.dpp.pictures.time_axis import Slice, draw_timeline
+from megatron.dpp.trace.analysis.formats import duration, number, percent
 
 Report = dict[str, Any]
 

@@ -18,7 +18,8 @@ from megatron.dpp.pictures.charts import (
     runs_of,
     series,
 )
-from megatron.dpp.pictures.style import CHUNK_ALPHA, LABELS, duration, number, percent, style_sheet
+from megatron.dpp.pictures.style import CHUNK_ALPHA, LABELS, style_sheet
+from megatron.dpp.trace.analysis.formats import duration, number, percent
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _WIDTH = 460.0

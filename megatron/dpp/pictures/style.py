@@ -1,8 +1,10 @@
-"""Colours, number formats and style sheet that all pictures and pages share."""
+"""Colours, labels and style sheet that all pictures and pages share."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+
+from megatron.dpp.trace.vocabulary import IdleCause
 
 THEMES = ("light", "dark")
 
@@ -44,15 +46,7 @@ LABELS = {
     "W": "W: weight gradient",
     "span": "other work",
     "tail": "after the pipeline",
-    "warm-up": "warm-up",
-    "drain": "drain",
-    "message": "waits for a message",
-    "memory-cap": "waits for memory",
-    "late-member": "waits for another rank's message",
-    "late-leader": "waits for its leader",
-    "lookahead": "waits for the device",
-    "host": "host",
-    "send": "waits for the receiver",
+    **{cause.value: cause.label for cause in IdleCause},
 }
 """Class of a slice or bar -> its label in a legend."""
 
@@ -87,28 +81,3 @@ def style_sheet() -> str:
         f":root{{color-scheme:light dark;{light}}}\n"
         f"@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n{classes}\n"
     )
-
-
-def duration(ms: float) -> str:
-    """A time with four digits: ``13.05 s``, ``930.7 ms``, ``4.215 ms``, ``31.2 us``."""
-    size = abs(ms)
-    if size >= 999.95:
-        return f"{ms / 1e3:.2f} s" if size < 99_995 else f"{ms / 1e3:.0f} s"
-    if size >= 9.9995:
-        return f"{ms:.1f} ms"
-    return f"{ms:.3f} ms" if size >= 0.1 or not ms else f"{ms * 1e3:.1f} us"
-
-
-def percent(share: float) -> str:
-    """A share: ``12.3 %``."""
-    return f"{share * 100:.1f} %"
-
-
-def number(value: float) -> str:
-    """A plain number, as short as its size allows: ``4,218``, ``62.1``, ``4.83``, ``0.0213``."""
-    size = abs(value)
-    if size >= 1000:
-        return f"{value:,.0f}"
-    if size >= 100 or value == int(value):
-        return f"{value:.0f}"
-    return f"{value:.1f}" if size >= 20 else f"{value:.3g}"

@@ -8,72 +8,23 @@ is fitted to ``a + b * tokens + c * sum(length ** 2)``, and other plans are simu
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.plan.batches import BatchSettings, share_batch
 from megatron.dpp.plan.orders import PipelineModel, plan_order
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.trace.analysis.work import JobShape, Work
-
-FILE = "lengths-d{}.jsonl"
-"""Name of a replica's file."""
+from megatron.dpp.trace.step_lengths import StepLengths, read_steps
 
 _NAMES = {"F": Kind.F, "B": Kind.B, "W": Kind.W}
 _LEAST_SAMPLES = 6
 """Microbatches of unlike size that a fit needs."""
-
-
-@dataclass(frozen=True)
-class StepLengths:
-    """One step of a replica.
-
-    Args:
-        microbatches: lengths of each one's sequences, in the order that ran.
-        drawn: place of each microbatch in the drawn order.
-        padded: tokens with padding.
-    """
-
-    microbatches: list[list[int]]
-    drawn: list[int]
-    padded: int
-
-    def as_drawn(self) -> list[list[int]]:
-        """The microbatches in the drawn order."""
-        pairs = zip(self.drawn, self.microbatches, strict=True)
-        return [each for _, each in sorted(pairs, key=lambda pair: pair[0])]
-
-
-def write_step(path: Path, iteration: int, step: StepLengths) -> None:
-    """Appends a step to a replica's file."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"iteration": iteration, **vars(step)}) + "\n")
-
-
-def read_steps(folder: Path, replica: int = 0) -> dict[int, StepLengths]:
-    """The steps of a replica by iteration; empty where a run wrote no lengths.
-
-    Raises:
-        DataError: a line cannot be read.
-    """
-    path = folder / FILE.format(replica)
-    if not path.is_file():
-        return {}
-    steps = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            found = json.loads(line)
-            iteration = int(found.pop("iteration"))
-            steps[iteration] = StepLengths(**found)
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}, line {number}: not a step's lengths ({error})") from error
-    return steps
 
 
 @dataclass(frozen=True)

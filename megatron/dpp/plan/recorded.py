@@ -14,6 +14,7 @@ from megatron.dpp.trace.analysis.link_times import Link, LinkSamples
 from megatron.dpp.trace.analysis.summary import Analysis
 from megatron.dpp.trace.analysis.times import IterationTimes
 from megatron.dpp.trace.analysis.work import Work
+from megatron.dpp.trace.vocabulary import IdleCause
 
 SECOND = 1e9
 """Nanoseconds."""
@@ -116,7 +117,7 @@ def recorded(
             row = [found[i] / SECOND for i in sorted(found)]
             table.append(row or [0.0] * num_microbatches)
     stages = range(num_ranks * num_chunks - 1)
-    hosts = [times.ranks[rank].idle.get("host", 0) / SECOND for rank in ranks]
+    hosts = [times.ranks[rank].idle.get(IdleCause.HOST, 0) / SECOND for rank in ranks]
     return Recorded(
         Shape(num_ranks, num_chunks, num_microbatches),
         tables,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.dpp.schedule import DIRECTION_OF, Action, Scheduler
+from megatron.dpp.trace import IdleCause
 from megatron.dpp.transport.base import Board
 
 
@@ -165,7 +166,7 @@ class Leader(_Member):
         for channel in self.scheduler.wanted():
             index = self._index_of.get(channel)
             if index is not None and self._counted(arrived, index) > self._told[index]:
-                return "late-member"
+                return IdleCause.LATE_MEMBER
         return ""
 
     def look_ahead(self) -> None:
@@ -205,7 +206,7 @@ class Follower(_Member):
             return ""
         common = self._board.common()
         allowed = any(self._has_input(action, common) for action in ready)
-        return "late-leader" if allowed else "late-member"
+        return IdleCause.LATE_LEADER if allowed else IdleCause.LATE_MEMBER
 
     def _has_input(self, action: Action, arrived: Sequence[int]) -> bool:
         if action.kind not in DIRECTION_OF:

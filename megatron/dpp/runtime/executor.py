@@ -22,7 +22,7 @@ from megatron.dpp.runtime.agreement import Decider
 from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.timer import TaskTimer
 from megatron.dpp.schedule import DIRECTION_OF, Action, Cause, Geometry, Kind
-from megatron.dpp.trace import Recorder
+from megatron.dpp.trace import IdleCause, Recorder
 
 _NAP_SECONDS = 0.05
 """Longest sleep without a task; an arrival ends it at once."""
@@ -42,10 +42,11 @@ cap does.
 """
 
 _TRACE_CAUSES = {
-    Cause.WARMUP: "warm-up",
-    Cause.MEMORY_CAP: "memory-cap",
+    Cause.WARMUP: IdleCause.WARM_UP,
+    Cause.MEMORY_CAP: IdleCause.MEMORY_CAP,
 }
-_AGREEMENT = {"late-member", "late-leader"}
+_LOOKAHEAD, _MESSAGE = IdleCause.LOOKAHEAD, IdleCause.MESSAGE
+_AGREEMENT = {IdleCause.LATE_MEMBER, IdleCause.LATE_LEADER}
 _KIND_OF = {way: kind for kind, way in DIRECTION_OF.items()}
 _KIND_NAMES = tuple(kind.name for kind in Kind)  # faster than an enumeration's ``name``
 
@@ -162,7 +163,7 @@ class Executor:
                 continue
             pause = timer.pause()
             if pause > 0.0:
-                self._open_gap("lookahead")
+                self._open_gap(_LOOKAHEAD)
                 self._rest(pause - _WAKE_SECONDS)
                 continue
             begin = time.perf_counter_ns()
@@ -180,7 +181,7 @@ class Executor:
         """The task whose input is in flight, to be launched ahead of it if nothing else may run:
         the device then waits for the input, and not for the host.
         """
-        if self._gap_cause in ("", "lookahead") or self._tells_causes:
+        if self._gap_cause in ("", _LOOKAHEAD) or self._tells_causes:
             self._describe_gap()
         return self._decider.next_coming(self._links.coming()) if self._launch_ahead else None
 
@@ -218,7 +219,7 @@ class Executor:
         received = self._take(channel, action.microbatch)
         if ahead:
             self._awaited = channel, action.microbatch
-            self._open_gap("message")  # if it was chosen without an idle look
+            self._open_gap(_MESSAGE)  # if it was chosen without an idle look
             self._begin(action, ahead=True)
         return received
 
@@ -430,13 +431,13 @@ class Executor:
             return
         stall = self._scheduler.stall()
         waiting = " ".join(f"{_KIND_OF[way].name}{chunk}" for way, chunk in stall.channels)
-        self._open_gap(_TRACE_CAUSES.get(stall.cause, "message"), waiting)
+        self._open_gap(_TRACE_CAUSES.get(stall.cause, _MESSAGE), waiting)
 
     def _open_gap(self, cause: str, detail: str = "") -> None:
         """Begin a gap, or go on with it for another cause if it began or goes on with another
         member's delay.
         """
-        if self._gap_cause == "lookahead" != cause:
+        if self._gap_cause == _LOOKAHEAD != cause:
             self._close_gap()
         now = time.monotonic_ns()
         if not self._gap_cause:

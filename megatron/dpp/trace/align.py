@@ -32,6 +32,7 @@ from typing import Any
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.trace.reader import Event, TraceFile, message_of, read_events
+from megatron.dpp.trace.vocabulary import EventKind
 
 WINDOW_NS = 10 * 10**9
 """Within a window clocks are taken to run at one rate; 1 ppm of drift makes 10 us of error."""
@@ -39,7 +40,15 @@ _PIECE_NS = WINDOW_NS // 8
 """Evidence is collected in so short pieces, as the windows are known when all files are read."""
 _LARGEST_SLACK_NS = 1_000_000
 _SAMPLED_MICROBATCHES = 8
-_WITHIN, _ACROSS = ("arrival",), ("arrival", "send", "span", "iteration")
+_WITHIN, _ACROSS = (
+    (EventKind.ARRIVAL,),
+    (
+        EventKind.ARRIVAL,
+        EventKind.SEND,
+        EventKind.SPAN,
+        EventKind.ITERATION,
+    ),
+)
 
 Bounds = dict[tuple[str, str], int]
 """(a, b) -> the least ``arrived on b - sent on a`` seen: an upper bound of offset[a] - offset[b].
@@ -156,9 +165,9 @@ class _Scan:
         spans: dict[tuple[Any, ...], int] = {}
         for event in read_events(file, _ACROSS if self._cross else _WITHIN):
             cat = event["cat"]
-            if cat == "arrival":
+            if cat == EventKind.ARRIVAL:
                 self._arrival(file, event)
-            elif cat == "send":
+            elif cat == EventKind.SEND:
                 self._send(file, event)
             else:
                 self._span(file, event, spans)
@@ -192,7 +201,7 @@ class _Scan:
 
     def _span(self, file: TraceFile, event: Event, seen: dict[tuple[Any, ...], int]) -> None:
         args, name = event["args"], event["name"]
-        shared = "data" if event["cat"] == "iteration" else args.get("group")
+        shared = "data" if event["cat"] == EventKind.ITERATION else args.get("group")
         if shared is None:
             return
         own = (name, shared, args["iteration"])
@@ -201,7 +210,7 @@ class _Scan:
         collective = self.evidence.collectives.setdefault(key, _Collective())
         start, clock = file.time_ns(event), file.clock
         end = start + file.duration_ns(event)
-        if event["cat"] == "iteration":
+        if event["cat"] == EventKind.ITERATION:
             began = start + file.start_unix_ns - file.start_ns
             self.evidence.iterations.setdefault(clock, {}).setdefault(args["iteration"], began)
         collective.entered[clock] = max(start, collective.entered.get(clock, start))

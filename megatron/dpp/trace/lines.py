@@ -22,6 +22,7 @@ from megatron.dpp.trace.schema import (
     TASK_TRACK,
     TraceLayout,
 )
+from megatron.dpp.trace.vocabulary import EventKind
 
 _MOST_LINKS = 1024
 
@@ -110,24 +111,24 @@ class EventLines:
         self._place = [f'"pid":{rank},"tid":{track}' for track in range(3)]
         self._links: dict[int, tuple[object, str]] = {}
         self._body = {
-            "T": self._task,
-            "E": self._experts,
-            "G": self._gap,
-            "P": self._send,
-            "A": self._arrival,
-            "S": self._span,
-            "I": self._iteration,
+            EventKind.TASK: self._task,
+            EventKind.EXPERTS: self._experts,
+            EventKind.WAIT: self._wait,
+            EventKind.SEND: self._send,
+            EventKind.ARRIVAL: self._arrival,
+            EventKind.SPAN: self._span,
+            EventKind.ITERATION: self._iteration,
         }
 
     def line(self, event: tuple[Any, ...]) -> str:
         """One recorded event (see ``recorder``), whose times are in nanoseconds."""
-        code, began, ended = event[:3]
-        if code == "C":
+        kind, began, ended = event[:3]
+        if kind == EventKind.COUNTER:
             return self._counter(event)
-        if code == "P":
+        if kind == EventKind.SEND:
             began = ended
         times = f'"ts":{_us(began - self._start_ns)},"dur":{_us(max(ended - began, 0))}'
-        return f",\n{{{self._body[code](event)},{times}}}"
+        return f",\n{{{self._body[kind](event)},{times}}}"
 
     def _head(self, name: str, cat: str, track: int, iteration: int, args: str = "") -> str:
         return (
@@ -149,7 +150,7 @@ class EventLines:
         )
         return self._head(f"experts of layer {layer}", "experts", TASK_TRACK, iteration, args)
 
-    def _gap(self, event: tuple[Any, ...]) -> str:
+    def _wait(self, event: tuple[Any, ...]) -> str:
         _, _, _, iteration, cause, detail = event
         more = f',"detail":{json.dumps(detail)}' if detail else ""
         args = f',"cause":"{cause}"{more}'

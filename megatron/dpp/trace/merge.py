@@ -18,6 +18,7 @@ from typing import Any, TextIO
 from megatron.dpp.trace.align import Alignment, align, message_key
 from megatron.dpp.trace.reader import Event, TraceFile, read_events
 from megatron.dpp.trace.schema import ARRIVAL_TRACK, SCHEMA_VERSION, SEND_TRACK, TASK_TRACK
+from megatron.dpp.trace.vocabulary import EventKind
 
 _TICK_US = 1.0
 _BLOCK = 8192
@@ -52,13 +53,13 @@ class _Arrows:
         arrow: Event = {
             "name": "message",
             "cat": "message",
-            "ph": "s" if cat == "send" else "f",
+            "ph": "s" if cat == EventKind.SEND else "f",
             "id": _flow_id(slice_, occurrence),
             "pid": slice_["pid"],
             "tid": slice_["tid"],
             "ts": slice_["ts"],
         }
-        return arrow if cat == "send" else arrow | {"bp": "e"}
+        return arrow if cat == EventKind.SEND else arrow | {"bp": "e"}
 
 
 def _metadata(file: TraceFile) -> Iterator[Event]:
@@ -87,7 +88,7 @@ def _ticks(block: list[Event]) -> Iterator[Event]:
             later = math.inf
         elif following["ts"] > event["ts"]:
             later = following["ts"]
-        if event["cat"] == "arrival":
+        if event["cat"] == EventKind.ARRIVAL:
             event["args"]["queued_us"] = event["dur"]
         event["dur"] = min(_TICK_US, later - event["ts"])
         following = event
@@ -116,14 +117,14 @@ def _events_of(file: TraceFile, shift: _Shift) -> Iterator[Event]:
     arrows, block = _Arrows(), list[Event]()
     for event in read_events(file):
         shift(event)
-        if event.get("cat") in ("send", "arrival"):
+        if event.get("cat") in (EventKind.SEND, EventKind.ARRIVAL):
             arrow = arrows.event(event)
             if arrow is not None:
                 yield arrow
             block.append(event)
         else:
             yield event
-        if event.get("cat") == "iteration" or len(block) >= _BLOCK:
+        if event.get("cat") == EventKind.ITERATION or len(block) >= _BLOCK:
             yield from _ticks(block)
             block.clear()
     yield from _ticks(block)

@@ -18,7 +18,11 @@ from typing import Any, Protocol
 
 from megatron.dpp.trace.clock import DeviceClock, HostClock, clock_for
 from megatron.dpp.trace.schema import TraceLayout
+from megatron.dpp.trace.vocabulary import EventKind
 from megatron.dpp.trace.writer import TraceWriter
+
+_TASK, _EXPERTS, _WAIT, _SEND, _ARRIVAL, _SPAN, _ITERATION, _COUNTER = EventKind
+"""Names of this module: reading a member of an enumeration takes ten times as long."""
 
 QUEUE_EVENTS = 1 << 16
 """Most events that wait for the writing thread: about 20 MB, seconds of work of a busy rank."""
@@ -87,7 +91,7 @@ class Recorder:
 
     def gap(self, start: Any, end: Any, cause: str, detail: str = "") -> None:
         """Record that no task ran from ``start`` to ``end``, two times in ns or two marks;
-        ``cause`` is one of ``schema.CAUSES``.
+        ``cause`` is an ``IdleCause``.
         """
 
     def put(self, channel: object, microbatch: int, num_bytes: int, kind: str) -> None:
@@ -174,7 +178,7 @@ class FileRecorder(Recorder):
     def end_iteration(self) -> None:
         if self._recording:
             self.counter("memory", self._clock.peak_memory())
-            self._append("I", self._iteration_start, self._clock.mark(), self.iteration)
+            self._append(_ITERATION, self._iteration_start, self._clock.mark(), self.iteration)
         self._recording = False
 
     def begin_task(self, kind: str, chunk: int, microbatch: int, piece: int = 0) -> None:
@@ -184,7 +188,7 @@ class FileRecorder(Recorder):
 
     def end_task(self) -> None:
         if self._task is not None:
-            self._append("T", self._task_start, self._clock.mark(), self.iteration, *self._task)
+            self._append(_TASK, self._task_start, self._clock.mark(), self.iteration, *self._task)
             self._task = None
 
     @property
@@ -200,16 +204,16 @@ class FileRecorder(Recorder):
         if self._task is not None:
             _, chunk, microbatch, _ = self._task
             where = (chunk, microbatch, layer, first, group)
-            self._append("E", start, end, self.iteration, *where, counts)
+            self._append(_EXPERTS, start, end, self.iteration, *where, counts)
 
     def gap(self, start: Any, end: Any, cause: str, detail: str = "") -> None:
         if self._recording:
-            self._append("G", start, end, self.iteration, cause, detail)
+            self._append(_WAIT, start, end, self.iteration, cause, detail)
 
     def put(self, channel: object, microbatch: int, num_bytes: int, kind: str) -> None:
         if self._recording:
             called, ready = time.monotonic_ns(), self._clock.mark()
-            self._append("P", called, ready, self.iteration, channel, microbatch, num_bytes, kind)
+            self._append(_SEND, called, ready, self.iteration, channel, microbatch, num_bytes, kind)
 
     def taken(self, channel: object, message: TakenMessage, *, ahead: bool = False) -> None:
         if self._recording:
@@ -218,7 +222,7 @@ class FileRecorder(Recorder):
             num_bytes = getattr(getattr(message, "tensor", None), "nbytes", 0)
             what = (channel, message.microbatch, message.sent_ns, num_bytes)
             part = getattr(message, "part", 0)
-            self._append("A", arrived, taken, message.iteration, *what, part, ahead)
+            self._append(_ARRIVAL, arrived, taken, message.iteration, *what, part, ahead)
 
     @contextlib.contextmanager
     def _timed(self, name: str, group: str) -> Iterator[None]:
@@ -226,7 +230,7 @@ class FileRecorder(Recorder):
         try:
             yield
         finally:
-            self._append("S", start, self._clock.mark(), self.iteration, name, group)
+            self._append(_SPAN, start, self._clock.mark(), self.iteration, name, group)
 
     def span(self, name: str, group: str = "") -> contextlib.AbstractContextManager[None]:
         return self._timed(name, group) if self._spans else _NOTHING
@@ -234,7 +238,7 @@ class FileRecorder(Recorder):
     def counter(self, name: str, value: float) -> None:
         if self._recording:
             now = time.monotonic_ns()
-            self._append("C", now, now, self.iteration, name, value)
+            self._append(_COUNTER, now, now, self.iteration, name, value)
 
     def scalars(self) -> dict[str, float]:
         return self._writer.scalars.latest

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.dpp.trace.vocabulary import EventKind
+
 
 class IterationScalars:
     """Takes events with resolved times; ``latest`` is what the last whole iteration came to.
@@ -28,19 +30,19 @@ class IterationScalars:
 
     def add(self, event: tuple[Any, ...]) -> None:
         """Count one event (see ``recorder``), whose times are in nanoseconds."""
-        code, start, end = event[:3]
-        if code == "T":
+        kind, start, end = event[:3]
+        if kind == EventKind.TASK:
             self._busy += end - start
             self._last = max(self._last, end)
-        elif code == "P":
+        elif kind == EventKind.SEND:
             source = getattr(event[4], "source", None)
             if source is not None:
                 name = f"dpp/bytes/{source}-{event[4].destination}"
                 self._values[name] = self._values.get(name, 0.0) + event[6]
-        elif code == "C":
+        elif kind == EventKind.COUNTER:
             name = "dpp/memory-bytes" if event[4] == "memory" else f"dpp/{event[4]}"
             self._values[name] = max(self._values.get(name, 0.0), float(event[5]))
-        elif code == "I":
+        elif kind == EventKind.ITERATION:
             if self._last > start:
                 self._values["dpp/bubble"] = 1.0 - self._busy / (self._last - start)
             self.latest = self._values

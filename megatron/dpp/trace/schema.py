@@ -18,13 +18,6 @@ SCHEMA_VERSION = 1
 HEADER_NAME = "megatron-dpp-trace"
 """Name of the first event, which carries the schema version and the rank's coordinates."""
 
-CAUSES = (
-    "warm-up", "message", "memory-cap", "late-member", "late-leader", "lookahead", "host", "send",
-)  # fmt: skip
-"""Causes of idle time. ``message`` names its channel; ``send`` waits for a receiver. Two are those
-of ranks that run one order: another member lacks a message, the leader has not decided yet.
-"""
-
 TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK = 0, 1, 2
 """``tid`` of the three tracks of a rank (``pid`` is its global rank)."""
 

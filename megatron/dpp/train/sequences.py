@@ -27,8 +27,8 @@ from megatron.dpp.cli.sequence_files import answers_prefix
 from megatron.dpp.errors import DataError
 from megatron.dpp.plan.batches import BatchPlans, BatchSettings
 from megatron.dpp.plan.flops import length_costs
-from megatron.dpp.plan.length_report import FILE, StepLengths, write_step
 from megatron.dpp.plan.orders import OrderPlanner, PipelineModel
+from megatron.dpp.trace.step_lengths import FILE, StepLengths, write_step
 from megatron.dpp.train.exits import prepare_worker
 
 Sample = dict[str, np.ndarray]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.trace.analysis.sentences import CAUSE_TEXTS
+from megatron.dpp.trace.vocabulary import IdleCause
 
 _OPERATORS = {
     ">=": operator.ge,
@@ -48,8 +48,8 @@ class Limit:
         name, _, cause = self.name.partition(".")
         value = totals.get(name)
         if name == "bubble" and cause:
-            if cause not in CAUSE_TEXTS:
-                known = sorted(CAUSE_TEXTS)
+            if cause not in set(map(str, IdleCause)):
+                known = sorted(map(str, IdleCause))
                 raise ConfigError(
                     f"--fail-if {self.name}: no such cause; there are {', '.join(known)}"
                 )

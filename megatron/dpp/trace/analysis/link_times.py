@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron.dpp.trace.analysis.model import Arrival, Iteration, RankIteration
+from megatron.dpp.trace.vocabulary import IdleCause
 
 _LOOK_NS = 100_000
 ENOUGH = 3
@@ -51,7 +52,10 @@ def _waited_for(rank: RankIteration, arrival: Arrival, start: int, kind: str) ->
     if arrival.ahead:
         return all(t.end <= start or t.start >= arrival.arrived for t in rank.tasks)
     for wait in rank.waits:
-        if wait.cause == "lookahead" or not wait.start <= arrival.arrived <= wait.end + _LOOK_NS:
+        if (
+            wait.cause == IdleCause.LOOKAHEAD
+            or not wait.start <= arrival.arrived <= wait.end + _LOOK_NS
+        ):
             continue
         if wait.start <= start or (kind != "p2p" and arrival.arrived > wait.start + _LOOK_NS):
             return True

@@ -14,9 +14,7 @@ from typing import NamedTuple
 
 from megatron.dpp.trace.align import Alignment
 from megatron.dpp.trace.reader import Event, MessageId, TraceFile, message_of, read_events
-
-_OTHER_NAMES = {"tp-agreement": "late-leader"}
-"""Causes of waits by the names that older files have."""
+from megatron.dpp.trace.vocabulary import EventKind, read_cause
 
 
 class TaskRun(NamedTuple):
@@ -145,7 +143,7 @@ class IterationBuilder:
 
     def feed(self, event: Event) -> RankIteration | None:
         """The iteration that this event ends, if it does."""
-        if event.get("cat") != "iteration":
+        if event.get("cat") != EventKind.ITERATION:
             self._add(self._current, event)
             return None
         whole, self._current = self._current, RankIteration(self._file.rank, -1)
@@ -157,21 +155,21 @@ class IterationBuilder:
 
     def _add(self, current: RankIteration, event: Event) -> None:
         cat, args = event["cat"], event["args"]
-        if cat == "counter":
+        if cat == EventKind.COUNTER:
             name, value = event["name"], float(args["value"])
             current.peaks[name] = max(value, current.peaks.get(name, value))
             return
         start, end = self._interval(event)
-        if cat == "task":
+        if cat == EventKind.TASK:
             what = (args["kind"], args["chunk"], args["microbatch"], args["piece"])
             current.tasks.append(TaskRun(start, end, *what))
-        elif cat == "experts":
+        elif cat == EventKind.EXPERTS:
             where = (args[name] for name in ExpertsRun._fields[2:])
             current.experts.append(ExpertsRun(start, end, *where))
-        elif cat == "wait":
-            cause = _OTHER_NAMES.get(args["cause"], args["cause"])
+        elif cat == EventKind.WAIT:
+            cause = read_cause(args["cause"])
             current.waits.append(Wait(start, end, cause, args.get("detail", "")))
-        elif cat == "span":
+        elif cat == EventKind.SPAN:
             current.spans.append(Span(start, end, event["name"]))
         else:
             self._add_message(current, event, start, end)
@@ -180,7 +178,7 @@ class IterationBuilder:
         message, args = message_of(event), event["args"]
         if message is None:
             return
-        if event["cat"] == "send":
+        if event["cat"] == EventKind.SEND:
             current.sends.append(Send(start, message, args["bytes"], args["kind"]))
             return
         sent = args.get("sent_ns")

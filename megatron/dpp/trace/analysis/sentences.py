@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.dpp.pictures.style import duration, percent
+from megatron.dpp.trace.analysis.formats import duration, percent
+from megatron.dpp.trace.vocabulary import words_of
 
 LEAST = 0.01
 """A cause that costs a smaller share of an iteration is none."""
@@ -14,19 +15,6 @@ EVEN_LAYERS = "layers laid out evenly"
 
 EVEN_EXPERTS = "as many tokens on all ranks of an expert-parallel group"
 """Name of the what-if without imbalance of experts."""
-
-CAUSE_TEXTS = {
-    "message": "waiting for a message from a neighbour",
-    "warm-up": "filling the pipeline at the start",
-    "drain": "draining it at the end",
-    "memory-cap": "held back by the activation cap",
-    "late-member": "waiting for a message that another rank of the stage lacks",
-    "late-leader": "waiting for the stage's leader to decide",
-    "lookahead": "waiting for the device to catch up",
-    "host": "the host: launching, deciding, Python",
-    "send": "waiting for a receiver",
-}
-"""Cause of idle time -> its meaning in words."""
 
 _KINDS = {
     "slow-rank": "{name} computes {factor:.2f} times slower than its peers",
@@ -99,7 +87,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
         f"takes {totals['ideal_ratio']:.3f} times the least possible.",
         f"On average {percent(totals['bubble'])} of the pipeline's time is idle: "
         + ", ".join(
-            f"{percent(share)} {CAUSE_TEXTS.get(cause, cause)}"
+            f"{percent(share)} {words_of(cause)}"
             for cause, share in totals["bubble_by_cause"].items()
             if share >= 0.001
         )

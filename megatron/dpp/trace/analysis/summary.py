@@ -22,6 +22,7 @@ from megatron.dpp.trace.analysis.stragglers import Culprit, StragglerSearch
 from megatron.dpp.trace.analysis.times import IterationTimes, RankTimes, iteration_times
 from megatron.dpp.trace.analysis.work import JobShape, Work, work_of
 from megatron.dpp.trace.reader import TraceFile
+from megatron.dpp.trace.vocabulary import IdleCause
 
 _MS = 1e6
 
@@ -64,7 +65,7 @@ class Analysis:
         waits: dict[int, int] = {}
         for times in self.times:
             for rank in times.ranks.values():
-                waits[rank.rank] = waits.get(rank.rank, 0) + rank.idle.get("message", 0)
+                waits[rank.rank] = waits.get(rank.rank, 0) + rank.idle.get(IdleCause.MESSAGE, 0)
         search = StragglerSearch(self.shape, self.works, self.links, waits, threshold=threshold)
         self.culprits = search.find()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.dpp.trace.analysis.model import Iteration, RankIteration
+from megatron.dpp.trace.vocabulary import IdleCause
 
 Interval = tuple[int, int]
 
@@ -105,7 +106,7 @@ def _idle(rank: RankIteration, gaps: list[Interval], first: int, last: int) -> d
             idle[cause] = idle.get(cause, 0) + length(intervals)
 
     drain = clip(gaps, last, gaps[-1][1]) if gaps else []
-    count("drain", drain)
+    count(IdleCause.DRAIN, drain)
     gaps = subtract(gaps, drain)
     for cause in sorted({wait.cause for wait in rank.waits}):
         waited = union([(w.start, w.end) for w in rank.waits if w.cause == cause])
@@ -114,8 +115,8 @@ def _idle(rank: RankIteration, gaps: list[Interval], first: int, last: int) -> d
             idle[cause] = idle.get(cause, 0) + length(gaps) - length(rest)
         gaps = rest
     before = [(start, end) for start, end in gaps if end <= first]
-    count("warm-up", before)
-    count("host", subtract(gaps, before))
+    count(IdleCause.WARM_UP, before)
+    count(IdleCause.HOST, subtract(gaps, before))
     return idle
 
 
@@ -129,7 +130,7 @@ def _tail(rank: RankIteration, start: int) -> dict[str, int]:
             tail[span.name] = tail.get(span.name, 0) + taken
         left = rest
     if length(left):
-        tail["host"] = tail.get("host", 0) + length(left)
+        tail[IdleCause.HOST] = tail.get(IdleCause.HOST, 0) + length(left)
     return tail
 
 

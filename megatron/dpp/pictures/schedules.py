@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from megatron.dpp.pictures.axes import draw_legend
 from megatron.dpp.pictures.picture import Picture
-from megatron.dpp.pictures.style import in_order, percent
+from megatron.dpp.pictures.style import in_order
 from megatron.dpp.pictures.time_axis import Slice, draw_timeline
 from megatron.dpp.sim.result import Result
+from megatron.dpp.trace.analysis.formats import percent
 
 _WIDTH = 1200.0
 

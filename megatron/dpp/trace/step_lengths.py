@@ -1,0 +1,58 @@
+"""The sequence lengths of a run's microbatches: a file per replica beside the trace."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.dpp.errors import DataError
+
+FILE = "lengths-d{}.jsonl"
+"""Name of a replica's file."""
+
+
+@dataclass(frozen=True)
+class StepLengths:
+    """One step of a replica.
+
+    Args:
+        microbatches: lengths of each one's sequences, in the order that ran.
+        drawn: place of each microbatch in the drawn order.
+        padded: tokens with padding.
+    """
+
+    microbatches: list[list[int]]
+    drawn: list[int]
+    padded: int
+
+    def as_drawn(self) -> list[list[int]]:
+        """The microbatches in the drawn order."""
+        pairs = zip(self.drawn, self.microbatches, strict=True)
+        return [each for _, each in sorted(pairs, key=lambda pair: pair[0])]
+
+
+def write_step(path: Path, iteration: int, step: StepLengths) -> None:
+    """Appends a step to a replica's file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"iteration": iteration, **vars(step)}) + "\n")
+
+
+def read_steps(folder: Path, replica: int = 0) -> dict[int, StepLengths]:
+    """The steps of a replica by iteration; empty where a run wrote no lengths.
+
+    Raises:
+        DataError: a line cannot be read.
+    """
+    path = folder / FILE.format(replica)
+    if not path.is_file():
+        return {}
+    steps = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            found = json.loads(line)
+            iteration = int(found.pop("iteration"))
+            steps[iteration] = StepLengths(**found)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}, line {number}: not a step's lengths ({error})") from error
+    return steps
