@@ -74,7 +74,8 @@ def test_berts_prefixes_need_weights(tmp_path: Path) -> None:
 
 def _data(prefix: str | Path, *flags: str, vocab_size: int = 100) -> argparse.Namespace:
     args = parse_args(["--data-path", str(prefix), "--seq-length", "7", *flags])
-    args.padded_vocab_size, args.variable_lengths = vocab_size, False
+    args.padded_vocab_size, args.loss_vocab_size = vocab_size, None
+    args.variable_lengths = False
     return args
 
 

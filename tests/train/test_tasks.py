@@ -21,6 +21,10 @@ FLAGS = (
 )
 
 
+def parsed(*flags: str) -> Any:
+    return argparse.Namespace(**vars(parse_args([*FLAGS.split(), *flags])), loss_vocab_size=None)
+
+
 @pytest.mark.parametrize("more", ["", "--moe-grouped-gemm"])
 def test_grouped_products_are_asked_of_all_layers(more: str, monkeypatch: Any) -> None:
     asked: list[bool] = []
@@ -31,7 +35,7 @@ def test_grouped_products_are_asked_of_all_layers(more: str, monkeypatch: Any) -
     monkeypatch.setattr(tasks, "block_spec", spec)
     monkeypatch.setattr(tasks, "prediction_spec", spec)
     monkeypatch.setattr(tasks, "GPTModel", lambda **_: None)
-    args = parse_args(f"{FLAGS} {more}".split())
+    args = parsed(*more.split())
     tasks.build_gpt(args, None, vp_stage=None, pre_process=True)  # type: ignore[arg-type]
     assert asked == [bool(more)] * 2
 
@@ -49,7 +53,7 @@ def test_layers_are_asked_for_the_masks_of_documents(
     monkeypatch.setattr(tasks, "block_spec", spec)
     monkeypatch.setattr(tasks, "prediction_spec", spec)
     monkeypatch.setattr(tasks, "GPTModel", lambda **_: None)
-    args: Any = parse_args([*FLAGS.split(), *["--reset-attention-mask"] * given])
+    args = parsed(*["--reset-attention-mask"] * given)
     tasks.build_gpt(args, None, vp_stage=None, pre_process=True)  # type: ignore[arg-type]
     assert asked == [given] * 2
 
@@ -63,7 +67,7 @@ def built(kind: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, 
     monkeypatch.setattr(tasks, "prediction_spec", lambda *_, **__: "further")
     for name in ("GPTModel", "BertModel"):
         monkeypatch.setattr(tasks, name, lambda **options: given.update(options))
-    args = parse_args([*FLAGS.split(), *flags])
+    args = parsed(*flags)
     build = tasks.build_gpt if kind == "gpt" else tasks.build_bert
     build(args, None, vp_stage=1, pre_process=True, post_process=False)  # type: ignore[arg-type]
     return given

@@ -310,7 +310,7 @@ def check_tokens(args: RunConfig) -> None:
     if args.mock_data:
         return
     for prefix in _all_prefixes(args):
-        _check_ids(prefix, args.padded_vocab_size)
+        _check_ids(prefix, args.loss_vocab_size or args.padded_vocab_size)
 
 
 def _check_ids(prefix: str, vocab_size: int) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
+from megatron.dpp.cli.checkpoint_args import saved_args
+from megatron.dpp.cli.checkpoint_files import Found, find_start
 from megatron.dpp.cli.hf_model import check_same
 from megatron.dpp.errors import DataError, flag_name
 from megatron.dpp.models import read_config
@@ -56,6 +59,36 @@ def _check_save(args: argparse.Namespace) -> None:
         )
     if not args.load_hf:
         _check_model(args, origin, given)
+
+
+def loaded_tokens(args: argparse.Namespace) -> int | None:
+    """Tokens of the Hugging Face model that a run loads, at its start or earlier; None for a model
+    that was trained from random parameters. The run's model may have more rows, which are padding.
+
+    Raises:
+        DataError: the model or checkpoint to start from is broken.
+    """
+    found = find_start(args)
+    if found is None:
+        return read_config(Path(args.load_hf)).sizes.vocab if args.load_hf else None
+    return tokens_of(found, saved_args(found) or args)
+
+
+def tokens_of(found: Found, saved: Any) -> int | None:
+    """The same for a checkpoint.
+
+    Args:
+        saved: arguments of the run that saved it; of the run that loads it, if it holds none.
+    """
+    known = getattr(saved, "loss_vocab_size", None)
+    if known is not None:
+        return int(known)
+    started = [getattr(saved, name, None) for name in ("load_hf", "pretrained_checkpoint", "load")]
+    folder = find_origin(found.path.parent, started)
+    try:
+        return read_config(folder).sizes.vocab if folder else None
+    except DataError:  # another model's since
+        return None
 
 
 def _refuse_engines(args: argparse.Namespace, given: str, instead: str) -> None:

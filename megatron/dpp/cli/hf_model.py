@@ -19,7 +19,8 @@ def saved_args(config: HfConfig) -> argparse.Namespace:
     """The flags of a model as a checkpoint holds them."""
     parsed = parse_args(config.words())
     return argparse.Namespace(
-        **{name: getattr(parsed, name) for name in (*parsed.given, *STRUCTURE)}
+        **{name: getattr(parsed, name) for name in (*parsed.given, *STRUCTURE)},
+        loss_vocab_size=config.sizes.vocab,
     )
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from megatron.dpp.cli import arguments
 from megatron.dpp.cli.checkpoint_args import take_checkpoint_args
 from megatron.dpp.cli.files import check_files, check_tokens, written_directories
+from megatron.dpp.cli.hf_files import loaded_tokens
 from megatron.dpp.cli.planned import take_plan
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate import validate
@@ -158,7 +159,10 @@ def _check_addresses(config: DppConfig, world_size: int) -> None:
 
 
 def build_vocabulary(args: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """``args`` with ``padded_vocab_size``, and the tokenizer.
+    """``args`` with ``padded_vocab_size`` and ``loss_vocab_size``, and the tokenizer.
+
+    ``loss_vocab_size`` is the number of tokens that a loaded model has: the loss does not count the
+    rows behind them. It is None where it counts all rows, as Megatron's does.
 
     Raises:
         ConfigError: a given ``--padded-vocab-size`` is too small.
@@ -175,6 +179,9 @@ def build_vocabulary(args: RunConfig) -> tuple[RunConfig, Tokenizer]:
             f"--padded-vocab-size {args.padded_vocab_size} is below the vocabulary's "
             f"{tokenizer.vocab_size}"
         )
+    existing = loaded_tokens(args)
+    if existing is not None:  # a token that was added to the tokenizer exists, too
+        args = args.with_(loss_vocab_size=max(existing, tokenizer.vocab_size))
     return args, tokenizer
 
 

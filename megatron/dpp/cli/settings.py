@@ -96,7 +96,10 @@ def text(args: RunConfig) -> str:
             derived.append("# " + _line(name, now))
         elif _plain(given) == _plain(default):
             rest.append("# " + _line(name, default))
-    for name in ("data_parallel_size", "virtual_pipeline_model_parallel_size", "params_dtype"):
+    for name in (
+        *("data_parallel_size", "virtual_pipeline_model_parallel_size", "params_dtype"),
+        "loss_vocab_size",
+    ):
         derived.append("# " + _line(name, getattr(args, name, None)))
     parts = ["# Settings of this run, for --yaml-cfg.", *chosen, "", "# Derived:", *derived]
     return "\n".join([*parts, "", "# Defaults:", *rest]) + "\n"

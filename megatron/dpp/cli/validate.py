@@ -104,6 +104,7 @@ def _shape(args: Args) -> None:
     args.seq_length = args.seq_length or args.encoder_seq_length
     require(args.seq_length, "--seq-length is required")
     args.encoder_seq_length = args.seq_length
+    args.loss_vocab_size = None  # until build_vocabulary has read the files
     args.decoder_seq_length = None  # of no model here, yet static schedules would send that much
     for name in (*_SIZES, "ffn_hidden_size", "kv_channels", "seq_length"):
         value = getattr(args, name)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.dpp.cli.checkpoint_args import saved_args
 from megatron.dpp.cli.checkpoint_files import Found, check_whole, find_named
+from megatron.dpp.cli.hf_files import tokens_of
 from megatron.dpp.cli.hf_model import check_same, completed
 from megatron.dpp.commands.chats import ChatEncoder, find_template
 from megatron.dpp.errors import ConfigError, DataError, one_line, require_value
@@ -217,9 +218,12 @@ def ends_of(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def vocabulary_of(source: Source, tokenizer: Tokenizer) -> int:
-    """Tokens that exist: rows of ``config.json``, else the tokenizer's tokens. The model may have
-    more rows, which are padding."""
-    return source.config.sizes.vocab if source.config else tokenizer.vocab_size
+    """Tokens that exist: those that the run counted, rows of ``config.json``, else the tokenizer's
+    tokens. The model may have more rows, which are padding."""
+    known = tokens_of(source.found, source.saved) if source.found else None
+    if known is None and source.config:
+        known = source.config.sizes.vocab
+    return known or tokenizer.vocab_size
 
 
 def check_ids(ids: Sequence[int], vocabulary: int, where: str) -> None:

@@ -65,6 +65,7 @@ def to_hf(
     if args is not None:
         where = str(like / CONFIG) if like else f"--family {family}"
         check_same(completed(args), config, str(source), where, "give the model's own (--like DIR)")
+        config = _with_tokens(config, getattr(args, "loss_vocab_size", None), where)
     tensors = _checked(stored, config)
     kind = dtype or one_dtype({each.key: stored.dtype(each) for each in tensors}, found.path)
     shapes = {part.name: part.shape for each in tensors for part in each.parts}
@@ -80,6 +81,13 @@ def to_hf(
             copy_files(like, scratch)
         _write_config(scratch / CONFIG, config.content, kind)
     return config
+
+
+def _with_tokens(config: HfConfig, count: int | None, where: str) -> HfConfig:
+    """``config`` with the tokens that a run counted; its tokenizer may have had more."""
+    if count is None or count <= config.sizes.vocab:
+        return config
+    return parse_config({**config.content, "vocab_size": count}, where)
 
 
 def _checked(stored: Stored, config: HfConfig) -> list[Entry]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
 from megatron.core.datasets.bert_dataset import (
     BERTMaskedWordPieceDataset,
     BERTMaskedWordPieceDatasetConfig,
@@ -90,6 +91,28 @@ def _model_values(args: Args, config: TransformerConfig) -> dict[str, Any]:
 # --- GPT ---
 
 
+class _LoadedModel(GPTModel):  # type: ignore[misc]
+    """A model whose loss counts the first tokens of the vocabulary only. The rows behind them pad
+    it: they get a probability of 0, and gradients of 0."""
+
+    def __init__(self, num_tokens: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._num_tokens = num_tokens
+
+    def compute_language_model_loss(
+        self, labels: torch.Tensor, logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Losses [b, s] of ``labels`` [b, s]. ``logits`` [s, b, v/t] are this rank's share; their
+        padded columns are overwritten."""
+        width = logits.shape[-1]
+        here = max(0, self._num_tokens - width * mpu.get_tensor_model_parallel_rank())
+        with torch.no_grad():  # in place: a copy would take as much memory as the logits
+            # finite: a rank may hold padding alone, and a fused kernel subtracts its maximum
+            logits[..., here:] = torch.finfo(logits.dtype).min
+        losses: torch.Tensor = super().compute_language_model_loss(labels, logits)
+        return losses
+
+
 def build_gpt(
     args: Args, config: TransformerConfig, *, vp_stage: int | None, **place: bool
 ) -> GPTModel:
@@ -100,7 +123,9 @@ def build_gpt(
         "own_masks": args.reset_attention_mask,
         "grouped_experts": args.moe_grouped_gemm,
     }
-    return GPTModel(
+    count, rows = args.loss_vocab_size, args.padded_vocab_size
+    is_padded = count is not None and count < rows
+    return (partial(_LoadedModel, count) if is_padded else GPTModel)(
         **_model_values(args, config),
         transformer_layer_spec=block_spec(config, arch="gpt", **layers),
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
