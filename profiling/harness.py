@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import queue
 import shlex
+import signal
 import socket
 import statistics
 import subprocess
@@ -26,6 +27,8 @@ from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from megatron.dpp.processes import bound_to_this, end_with_parent  # noqa: E402
 
 Arm = TypeVar("Arm")
 Sample = TypeVar("Sample")
@@ -159,6 +162,7 @@ def start_ranks(num_ranks: int, *flags: str, **variables: str) -> int:
         subprocess.Popen(
             [sys.executable, *sys.argv, *flags],
             env={**os.environ, **variables, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            preexec_fn=bound_to_this(signal.SIGKILL),
         )
         for rank in range(num_ranks)
     ]
@@ -219,6 +223,7 @@ def run_members(
 
 
 def _member(target: Callable[..., Any], rank: int, arguments: Any, results: Any) -> None:
+    end_with_parent()
     results.put((rank, target(rank, *arguments)))
 
 

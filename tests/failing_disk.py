@@ -98,7 +98,7 @@ class Disk:
             self._call("open", path)
             if self._off or not path.startswith(self._root):
                 return original(file, mode, *rest, **options)
-            raw = _Raw(path, mode.replace("t", ""), self._call)
+            raw = _Raw(path, mode.replace("t", ""), self._call, options.get("opener"))
             if options.get("buffering") == 0 or rest[:1] == (0,):
                 return raw
             buffered = io.BufferedWriter(raw) if raw.writable() else io.BufferedReader(raw)
@@ -127,8 +127,10 @@ class Disk:
 
 
 class _Raw(io.FileIO):
-    def __init__(self, path: str, mode: str, call: Callable[..., None]) -> None:
-        super().__init__(path, mode.replace("b", ""))
+    def __init__(
+        self, path: str, mode: str, call: Callable[..., None], opener: Callable[..., int] | None
+    ) -> None:
+        super().__init__(path, mode.replace("b", ""), opener=opener)
         self._path, self._call = path, call
 
     def write(self, data: Any) -> int:

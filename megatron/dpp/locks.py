@@ -7,26 +7,31 @@ also names host and process: a name of another host that was never cleared becom
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import glob
 import itertools
 import json
 import os
 import re
+import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.safe_files import open_to_read, open_to_write
 
 LOCK_NAME = ".lock"
 """File in a directory that only one run may write."""
 _PATIENCE_S = 0.2
 """Longer than a probe of another process holds a lock, and than a killed one takes to end."""
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-_OWNER = re.compile(rb'"host": ?"([^"]*)", ?"process": ?(\d+)')
+_OWNER = re.compile(rb'"host": ?"([^"]*)", ?"process": ?(\d{1,18})')
 _HEAD_BYTES = 4096
 
 
@@ -68,16 +73,18 @@ def lock_directory(directory: str | Path, flag: str) -> Lock:
         flag: the flag that names the directory, for errors.
 
     Raises:
-        DataError: another process holds it, or it cannot be written.
+        DataError: another process holds it, it cannot be written, or its lock is no file of this
+            user, which stays as it is then.
     """
     path = Path(directory) / LOCK_NAME
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+b", buffering=0)
+        file = open_to_write(path, append=True, private=True, buffered=False)
     except OSError as error:
-        raise DataError(f"{flag} {directory}: {error.strerror}") from error
-    lock_file(file, path, f"{flag} {directory}")
-    left = _owner(path)
+        where = f"{path}: " if error.filename == str(path) else ""
+        raise DataError(f"{flag} {directory}: {where}{error.strerror}") from error
+    lock_file(file, f"{flag} {directory}")
+    left = _owner(file)
     warning = ""
     if left is not None and left[0] != socket.gethostname():
         warning = (
@@ -94,19 +101,19 @@ def lock_directory(directory: str | Path, flag: str) -> Lock:
     return Lock(file, warning, own=True)
 
 
-def lock_file(file: IO[bytes], path: Path, named: str) -> None:
+def lock_file(file: IO[bytes], named: str) -> None:
     """Lock an open file until it is closed.
 
     Args:
-        path: of the file, whose head names its owner where it is locked already.
+        file: readable; its head names its owner where it is locked already.
         named: what the user calls it, for errors.
 
     Raises:
         DataError: another process holds the lock; ``file`` is closed then.
     """
     if not _locked(file, fcntl.LOCK_EX):
-        file.close()
-        raise _taken(path, named)
+        with file:
+            raise _taken(file, named)
 
 
 def check_free(directory: str | Path, flag: str) -> None:
@@ -114,12 +121,46 @@ def check_free(directory: str | Path, flag: str) -> None:
     nothing and writes nothing."""
     path = Path(directory) / LOCK_NAME
     try:
-        file = path.open("rb")
+        file = open_to_read(path)
     except OSError:
         return  # never locked; what else is wrong with it, others say
     with file:
         if not _locked(file, fcntl.LOCK_SH):
-            raise _taken(path, f"{flag} {directory}")
+            raise _taken(file, f"{flag} {directory}")
+
+
+@contextlib.contextmanager
+def scratch_directory(parent: Path, prefix: str) -> Iterator[Path]:
+    """A directory for files on their way, which goes away at the end. Others of this name that a
+    killed process of this host left in ``parent`` go away as well.
+
+    Raises:
+        OSError: it cannot be made.
+        DataError: it cannot be locked.
+    """
+    for left in parent.glob(f"{glob.escape(prefix)}*"):
+        if _is_left(left):
+            shutil.rmtree(left, ignore_errors=True)
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        with lock_directory(path, "scratch directory"):
+            yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_left(directory: Path) -> bool:
+    """True for a directory of this user whose lock names a process of this host that is gone."""
+    try:
+        file = open_to_read(directory / LOCK_NAME)
+    except OSError:
+        return False
+    with file:
+        owner = _owner(file)
+        if owner is None or owner[0] != socket.gethostname():
+            return False
+        own = directory.lstat().st_uid == os.geteuid() and not directory.is_symlink()
+        return own and not Path(f"/proc/{owner[1]}").exists() and _locked(file, fcntl.LOCK_EX)
 
 
 def check_named(words: Sequence[str], env: Mapping[str, str]) -> None:
@@ -172,17 +213,16 @@ def _locked(file: IO[bytes], kind: int) -> bool:
         time.sleep(0.02)
 
 
-def _owner(path: Path) -> tuple[str, int] | None:
+def _owner(file: IO[bytes]) -> tuple[str, int] | None:
     """Host and process that the file names."""
     try:
-        with path.open("rb") as file:
-            found = _OWNER.search(file.read(_HEAD_BYTES))
+        found = _OWNER.search(os.pread(file.fileno(), _HEAD_BYTES, 0))
     except OSError:
         return None
-    return (found[1].decode(), int(found[2])) if found else None
+    return (found[1].decode(errors="replace"), int(found[2])) if found else None
 
 
-def _taken(path: Path, named: str) -> DataError:
-    owner = _owner(path)
+def _taken(file: IO[bytes], named: str) -> DataError:
+    owner = _owner(file)
     who = f"process {owner[1]} on host {owner[0]}" if owner else "another process"
     return DataError(f"{named}: {who} writes there; name another directory, or end that run first")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import DataError, one_line
+from megatron.dpp.safe_files import read_bytes
 
 
 def read_text(path: str | Path, flag: str = "") -> str:
@@ -20,7 +21,7 @@ def read_text(path: str | Path, flag: str = "") -> str:
     """
     named = f"{flag} {path}".strip()
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_bytes(path).decode().replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise DataError(f"{named}: {error.strerror}{nearest_path(Path(path))}") from error
     except UnicodeDecodeError as error:

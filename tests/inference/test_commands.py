@@ -199,7 +199,10 @@ def test_a_checkpoint_in_the_other_format_answers_alike(
         ("{tmp} --prompt x", "neither a Hugging Face model nor a checkpoint is there"),
         ("{model} --prompt x --step 3", "--step: "),
         ("{model} --prompts {none}", "--prompts {none}: No such file"),
-        ("{model} --prompts /dev/null", "--prompts /dev/null: holds no prompt"),
+        (
+            "{model} --prompts /dev/null",
+            "--prompts /dev/null: is a device, expected a regular file",
+        ),
         ("{model} --chat {none}.jsonl", "--chat {none}.jsonl: no such file"),
         ("{model} --prompt x --tokenizer {none}", "--tokenizer {none}: no such file"),
         ("{model} --prompt x --batch-size 0", "--batch-size 0: must be at least 1"),

@@ -77,7 +77,7 @@ def test_a_reader_that_takes_little_at_a_time_gets_all(
 
     with monkeypatch.context() as patch:
         patch.setattr(home, "os", SimpleNamespace(read=os.read, write=write))
-        home._copy({read_end: 1}, tmp_path / "log")
+        home._copy({read_end: 1}, (tmp_path / "log").open("ab", buffering=0))
     os.close(read_end)
     assert b"".join(taken) == (tmp_path / "log").read_bytes() == b"a long line\n"
 

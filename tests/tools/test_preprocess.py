@@ -8,16 +8,20 @@ import hashlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.dpp.commands import preprocess
+from megatron.dpp.locks import scratch_directory
 from megatron.dpp.tokenizers import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,6 +207,45 @@ def test_a_dead_worker_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     args = argparse.Namespace(workers=2)
     with pytest.raises(preprocess.DataError, match="fewer than --workers 2"):
         list(preprocess.encode_all(args, batches))
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
+def test_a_killed_run_leaves_no_process_and_no_partial_folder_for_long(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    source = tmp_path / "long.jsonl"
+    source.write_text(json.dumps({"text": "nothing is left " * 400}) + "\n")
+    source.write_bytes(source.read_bytes() * 4_000)
+    words = ["--input", str(source), "--output-prefix", str(tmp_path / "out"), *GPT]
+    command = [sys.executable, "-m", "megatron.dpp", "preprocess", *words, "--workers", "2"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        children: list[psutil.Process] = []
+        while len(children) < 4:  # the resource tracker, the fork server, two workers
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+            children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        process.wait(60)
+        _, alive = psutil.wait_procs(children, timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert not alive
+    assert process.returncode == (143 if number == signal.SIGTERM else -number)
+    assert len(list(tmp_path.glob(".*partial*"))) == (0 if number == signal.SIGTERM else 1)
+    assert run(corpus(tmp_path, {"text": "good"}), tmp_path / "out", *GPT) == 0
+    assert not list(tmp_path.glob(".*partial*"))
+
+
+def test_a_partial_folder_of_a_living_run_stays(tmp_path: Path) -> None:
+    with scratch_directory(tmp_path, ".out_text_document.partial-") as scratch:
+        assert run(corpus(tmp_path, {"text": "good"}), tmp_path / "out", *GPT) == 0
+        assert scratch.is_dir()
+    assert not scratch.exists()
 
 
 def test_a_worker_that_cannot_build_its_tokenizer_says_why(

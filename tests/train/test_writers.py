@@ -12,7 +12,8 @@ import pytest
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-from megatron.dpp.mcore.training import parent, writers
+from megatron.dpp import processes
+from megatron.dpp.mcore.training import writers
 
 
 @pytest.mark.parametrize(("known", "ends"), [(0, False), (1, True), (None, False)])
@@ -24,10 +25,10 @@ def test_a_process_whose_parent_has_ended_already_ends_now(
     killed: list[tuple[int, int]] = []
     own = None if known is None else SimpleNamespace(pid=os.getppid() + known)
     library = SimpleNamespace(prctl=lambda *given: asked.append(given))
-    monkeypatch.setattr(parent, "_C_LIBRARY", library)
-    monkeypatch.setattr(parent.multiprocessing, "parent_process", lambda: own)
-    monkeypatch.setattr(parent.os, "kill", lambda *given: killed.append(given))
-    parent.end_with_parent()
+    monkeypatch.setattr(processes, "_C_LIBRARY", library)
+    monkeypatch.setattr(processes.multiprocessing, "parent_process", lambda: own)
+    monkeypatch.setattr(processes.os, "kill", lambda *given: killed.append(given))
+    processes.end_with_parent()
     assert asked == [(1, signal.SIGKILL, 0, 0, 0)]
     assert killed == [(os.getpid(), signal.SIGKILL)] * ends
 
@@ -62,7 +63,7 @@ def test_a_save_in_the_background_has_one_manager_that_ends_with_the_rank(
     for _ in range(2):
         with writers.bound_writers(in_background=True):
             assert filesystem_async._get_write_results_queue() == "the manager's"
-    assert Manager.started == [parent.end_with_parent]
+    assert Manager.started == [processes.end_with_parent]
 
 
 def test_every_writer_ends_with_the_process_that_started_it(

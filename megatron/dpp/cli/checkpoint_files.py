@@ -21,6 +21,7 @@ from pathlib import Path
 from megatron.dpp.cli import checksums, durable
 from megatron.dpp.cli.checkpoint_reader import read_pickle
 from megatron.dpp.errors import DataError
+from megatron.dpp.safe_files import private_directory, share_directory
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _UNFINISHED, _REPLACED, _REMOVED = ".unfinished", ".replaced", ".removed"
@@ -76,11 +77,12 @@ def rank_directory(tensor: int, pipeline: int | None, expert: int | None) -> str
 
 
 def begin(root: str | Path, iteration: int) -> Path:
-    """Make an empty directory to write into; one left by an earlier attempt goes away."""
+    """Make an empty directory to write into, which nobody else may enter until :func:`commit`; one
+    left by an earlier attempt goes away."""
     path = unfinished_directory(root, iteration)
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(path)
-    path.mkdir(parents=True)
+    private_directory(path)
     return path
 
 
@@ -88,6 +90,7 @@ def commit(root: str | Path, iteration: int) -> None:
     """Add checksums to the directory from :func:`begin`, and make it the newest checkpoint."""
     final = directory(root, iteration)
     checksums.write(final.with_suffix(_UNFINISHED))
+    share_directory(final.with_suffix(_UNFINISHED))
     old = final.with_suffix(_REPLACED)
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)

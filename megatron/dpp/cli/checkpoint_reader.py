@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.safe_files import open_to_read, read_bytes
 
 METADATA = re.compile(
     r"collections\.OrderedDict|builtins\.(set|frozenset)"
@@ -83,7 +84,7 @@ def load_plain(path: Path) -> Any:
     Raises:
         DataError: as :class:`PlainUnpickler`; a broken file raises anything.
     """
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         return PlainUnpickler(file, path).load()
 
 
@@ -122,7 +123,7 @@ def read_pickle(path: Path) -> Any:
     Raises:
         DataError: as :class:`PlainUnpickler`; a broken file raises anything.
     """
-    return _Reader(path.read_bytes(), path, METADATA).load()
+    return _Reader(read_bytes(path), path, METADATA).load()
 
 
 def read_archive(path: Path) -> Any:
@@ -131,6 +132,6 @@ def read_archive(path: Path) -> Any:
     Raises:
         DataError: as :class:`PlainUnpickler`; a broken file raises anything.
     """
-    with zipfile.ZipFile(path) as archive:
+    with open_to_read(path) as file, zipfile.ZipFile(file) as archive:
         (name,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
         return _Reader(archive.read(name), path, ARCHIVE).load()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron.dpp.cli import durable
 from megatron.dpp.errors import DataError
+from megatron.dpp.safe_files import open_text_to_write, open_to_read, read_bytes
 
 NAME = "checksums.json"
 _NOTES = ".checksums-"
@@ -26,8 +27,8 @@ def note(target: Path, paths: Iterable[Path], rank: int) -> None:
     """Leave the checksums of files that this rank wrote in ``target`` for :func:`write`."""
     sums = {str(path.relative_to(target)): _sum(path) for path in paths}
     path = target / f"{_NOTES}{rank}"
-    with durable.naming(path):
-        path.write_text(json.dumps(sums), encoding="utf-8")
+    with durable.naming(path), open_text_to_write(path) as file:
+        file.write(json.dumps(sums))
 
 
 def write(target: Path) -> None:
@@ -38,7 +39,7 @@ def write(target: Path) -> None:
     sums: Sums = {}
     for path in target.glob(f"{_NOTES}*"):
         with durable.naming(path), contextlib.suppress(ValueError):
-            sums |= json.loads(path.read_bytes())
+            sums |= json.loads(read_bytes(path))
         path.unlink()
     for path in sorted(each for each in target.rglob("*") if each.is_file()):
         name = str(path.relative_to(target))
@@ -57,7 +58,7 @@ def read(path: Path) -> Sums | None:
     """
     file = path / NAME
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(read_bytes(file))
         sums: Sums = content["crc32"]
         damaged = content["own"] != _own(sums)
     except FileNotFoundError:
@@ -94,7 +95,7 @@ def check(path: Path, sums: Sums, names: Sequence[str]) -> None:
 
 def _sum(path: Path) -> str:
     crc = size = 0
-    with durable.naming(path), path.open("rb") as file:
+    with durable.naming(path), open_to_read(path) as file:
         while block := file.read(_BLOCK_BYTES):
             crc, size = zlib.crc32(block, crc), size + len(block)
     return f"{crc:08x} {size}"

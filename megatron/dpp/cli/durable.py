@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.dpp.safe_files import open_text_to_write
+
 
 @contextlib.contextmanager
 def naming(path: Path, *others: type[Exception]) -> Iterator[None]:
@@ -36,7 +38,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OSError: with the file's name.
     """
-    with naming(path), path.open("w", encoding="utf-8") as file:
+    with naming(path), open_text_to_write(path) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -23,6 +23,7 @@ from megatron.dpp.cli.sequence_files import (
 )
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.plan.flops import length_costs
+from megatron.dpp.safe_files import open_to_read
 from megatron.dpp.text_files import read_mapping, read_text
 from megatron.dpp.trace import TraceLayout
 
@@ -278,7 +279,7 @@ def check_index(prefix: str) -> tuple[int, int]:
                 f"{path}: no such file (data prefixes are given without .bin and .idx; "
                 "megatron-dpp preprocess makes both)"
             )
-    with index.open("rb") as file:
+    with open_to_read(index) as file:
         header: Any = file.read(34)
         if len(header) < 34 or header[:9] != _IDX_MAGIC:
             raise DataError(f"{index}: not a Megatron index (bad header)")
@@ -316,7 +317,7 @@ def check_tokens(args: RunConfig) -> None:
 def _check_ids(prefix: str, vocab_size: int) -> None:
     import numpy
 
-    with open(prefix + ".idx", "rb") as index:
+    with open_to_read(prefix + ".idx") as index:
         index.seek(len(_IDX_MAGIC) + 8)  # behind the version
         kind = _TOKEN_TYPES.get(index.read(1)[0])
     path = Path(prefix + ".bin")

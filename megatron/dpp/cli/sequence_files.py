@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import struct
-from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.safe_files import open_to_read
 
 OVERLONG = ("cut", "skip", "error")
 """Treatments of a document above ``--seq-length``."""
@@ -39,7 +39,7 @@ def read_lengths(prefix: str) -> Any:
     """Tokens of each document in ``prefix.idx``, which is whole."""
     import numpy
 
-    with Path(prefix + ".idx").open("rb") as index:
+    with open_to_read(prefix + ".idx") as index:
         (count,) = struct.unpack("<Q", index.read(_HEADER)[18:26])
         return numpy.fromfile(index, dtype=numpy.int32, count=count)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.dpp.cli.arguments import build_parser
 from megatron.dpp.cli.run_config import RunConfig
+from megatron.dpp.safe_files import open_text_to_write
 
 FILE_NAME = "settings.yaml"
 
@@ -79,7 +80,8 @@ def save(args: RunConfig, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE_NAME
     scratch = path.with_suffix(".new")
-    scratch.write_text(text(args), encoding="utf-8")
+    with open_text_to_write(scratch) as file:
+        file.write(text(args))
     scratch.replace(path)
     return path
 

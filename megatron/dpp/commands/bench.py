@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
 
 from megatron.dpp.commands.common import from_source_tree, guarded
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.processes import run_child
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp bench") -> int:
@@ -30,4 +30,4 @@ def _run(words: list[str]) -> int:
         return 0
     if words[0] not in scripts:
         raise ConfigError(f"no benchmark {words[0]!r}: expected one of {', '.join(scripts)}")
-    return subprocess.run([sys.executable, str(scripts[words[0]]), *words[1:]]).returncode
+    return run_child([sys.executable, str(scripts[words[0]]), *words[1:]])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import DataError, DppError
+from megatron.dpp.processes import exits_on_sigterm
 
 ROOT = Path(__file__).resolve().parents[3]
 """The source tree. In an installed package: the folder of the packages."""
@@ -29,7 +30,8 @@ def new_parser(prog: str, description: str, usage: str = "[options]") -> argpars
 def guarded(prog: str, run: Callable[[], int]) -> int:
     """Exit status of ``run``; an error becomes one line on standard error, and status 1."""
     try:
-        return run()
+        with exits_on_sigterm():
+            return run()
     except BrokenPipeError:
         raise
     except (DppError, OSError) as error:

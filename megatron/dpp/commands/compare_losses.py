@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.commands.common import from_source_tree, guarded, new_parser
+from megatron.dpp.processes import run_child
 
 _SCRIPTS = {
     "gpt": "examples/gpt3/train_gpt3_175b_distributed.sh",
@@ -123,12 +124,10 @@ def _run(commands: list[list[str]], metrics: Path, log: Path) -> None:
     }  # fmt: skip
     with log.open("w", encoding="utf-8") as file:
         for command in [*before, training]:
-            done = subprocess.run(
-                command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False
-            )
-            if done.returncode:
+            code = run_child(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+            if code:
                 tail = log.read_text(encoding="utf-8", errors="replace")[-4000:]
-                sys.exit(f"{tail}\n{log.stem}: exit code {done.returncode}, see {log}")
+                sys.exit(f"{tail}\n{log.stem}: exit code {code}, see {log}")
 
 
 def _describe(name: str, result: _Training, seconds: float) -> None:

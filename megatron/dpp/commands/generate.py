@@ -25,6 +25,7 @@ from megatron.dpp.commands.model_source import (
 )
 from megatron.dpp.commands.prompts import Prompt, chat_prompts, read_texts, text_prompts
 from megatron.dpp.errors import DataError, require_value
+from megatron.dpp.safe_files import open_text_to_write
 from megatron.dpp.tokenizers import Tokenizer
 
 
@@ -120,7 +121,7 @@ def _new_file(path: Path) -> Iterator[TextIO]:
     which the next attempt replaces; without an answer it goes away."""
     scratch = path.with_name(f"{path.name}.unfinished")
     try:
-        with scratch.open("w", encoding="utf-8") as file:
+        with open_text_to_write(scratch) as file:
             yield file
     except BaseException:
         if scratch.is_file() and not scratch.stat().st_size:

@@ -18,6 +18,7 @@ from megatron.dpp.cli.hf_model import check_same, completed
 from megatron.dpp.commands.chats import ChatEncoder, find_template
 from megatron.dpp.errors import ConfigError, DataError, one_line, require_value
 from megatron.dpp.launch.vocabulary import tokenizer_flags
+from megatron.dpp.locks import scratch_directory
 from megatron.dpp.models import HfConfig, read_config
 from megatron.dpp.models.fields import CONFIG, find_origin
 from megatron.dpp.text_files import nearest_path, read_text
@@ -291,8 +292,9 @@ def exported(source: Source) -> Iterator[Path]:
         )
     from megatron.dpp.convert.to_hf import to_hf
 
-    with tempfile.TemporaryDirectory(prefix="megatron-dpp-") as scratch:
-        target = Path(scratch) / "model"
+    place = Path(tempfile.gettempdir())
+    with scratch_directory(place, "megatron-dpp-") as scratch:
+        target = scratch / "model"
         to_hf(
             source.found.path,
             target,

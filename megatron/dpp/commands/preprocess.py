@@ -8,13 +8,13 @@ error, and the output gets its names only when all of it is written.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import gzip
 import importlib
 import multiprocessing
 import os
 import sys
-import tempfile
 import time
 import warnings
 from collections import deque
@@ -38,6 +38,9 @@ from megatron.dpp.commands.common import new_parser, progress_bar
 from megatron.dpp.commands.json_lines import BadLine, parse_line, text_of
 from megatron.dpp.commands.sentences import SPLITTERS, make_splitter
 from megatron.dpp.errors import ConfigError, DataError, DppError, flag_name, require_value
+from megatron.dpp.locks import scratch_directory
+from megatron.dpp.processes import end_with_starter, exits_on_sigterm
+from megatron.dpp.safe_files import open_to_read
 from megatron.dpp.tokenizers import PIECE_TYPES, TOKENIZER_TYPES, tokenizer_for
 
 _BATCH_LINES = 64
@@ -172,7 +175,7 @@ def find_inputs(pattern: str) -> list[str]:
 def read_batches(paths: list[str]) -> Iterator[Batch]:
     """Cuts the files into batches of lines, in order; ``.gz`` files are decompressed."""
     for path in paths:
-        with open(path, "rb") as raw:
+        with open_to_read(path) as raw:
             stream: Any = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw
             consumed, number = 0, 1
             while True:
@@ -213,7 +216,7 @@ def encode_all(
     # A fork server has no threads and has imported the tokenizers once for all its children.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron.dpp.tokenizers"])
-    with ProcessPoolExecutor(args.workers, context) as executor:
+    with ProcessPoolExecutor(args.workers, context, end_with_starter) as executor:
         window: deque[tuple[Batch, Future[list[dict[str, Encoded] | str]]]] = deque()
         try:
             for batch in batches:
@@ -253,20 +256,19 @@ class Writer:
     def __enter__(self) -> Writer:
         first = next(iter(self._targets.values()))
         first.parent.mkdir(parents=True, exist_ok=True)
-        self._folder = tempfile.TemporaryDirectory(
-            prefix=f".{first.name}.partial-", dir=first.parent
-        )
-        for key, target in self._targets.items():
-            path = self._partial(target, ".bin")
-            self._builders[key] = _indexed_dataset().IndexedDatasetBuilder(
-                str(path), dtype=self._dtype
-            )
+        with contextlib.ExitStack() as stack:
+            scratch = scratch_directory(first.parent, f".{first.name}.partial-")
+            self._folder = stack.enter_context(scratch)
+            for key, target in self._targets.items():
+                path = self._partial(target, ".bin")
+                builder = _indexed_dataset().IndexedDatasetBuilder(str(path), dtype=self._dtype)
+                stack.callback(builder.data_file.close)
+                self._builders[key] = builder
+            self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for builder in self._builders.values():
-            builder.data_file.close()
-        self._folder.cleanup()
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def add(self, encoded: dict[str, Encoded]) -> None:
         for key, document in encoded.items():
@@ -290,7 +292,7 @@ class Writer:
         return published
 
     def _partial(self, target: Path, suffix: str) -> Path:
-        return Path(self._folder.name) / f"{target.name}{suffix}"
+        return self._folder / f"{target.name}{suffix}"
 
 
 def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
@@ -414,7 +416,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp preproc
     try:
         args = _parser(prog).parse_args(argv)
         _check_arguments(args)
-        totals, files = preprocess(args)
+        with exits_on_sigterm():
+            totals, files = preprocess(args)
     except (DppError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

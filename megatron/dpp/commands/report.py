@@ -23,6 +23,7 @@ from megatron.dpp.pictures.page import page
 from megatron.dpp.plan.length_report import length_lines, length_report
 from megatron.dpp.plan.recorded import Recorded, cost_file, recorded_runs
 from megatron.dpp.plan.whatif import WhatIf, effects, predict_all, without_imbalance
+from megatron.dpp.safe_files import open_text_to_write
 from megatron.dpp.trace.align import Alignment, align
 from megatron.dpp.trace.analysis.experts import lost_per_forward
 from megatron.dpp.trace.analysis.limits import Limit
@@ -148,19 +149,24 @@ def _numbers(report: dict[str, Any]) -> dict[str, Any]:
     return numbers
 
 
+def _write(path: Path, text: str) -> None:
+    with open_text_to_write(path) as file:
+        file.write(text)
+
+
 def _run(options: argparse.Namespace, prog: str) -> int:
     limits = [Limit.parse(text) for text in options.fail_if]
     report, runs = build_report(options)
     output = Path(options.output or Path(report["run"]["directory"]) / "report.html")
-    output.write_text(page(report), encoding="utf-8")
+    _write(output, page(report))
     if options.costs:
         if not runs:
             raise DataError("--costs: no iteration was recorded in full")
-        Path(options.costs).write_text(json.dumps(cost_file(runs)) + "\n", encoding="utf-8")
+        _write(Path(options.costs), json.dumps(cost_file(runs)) + "\n")
     if options.length_costs:
         costs = (report["lengths"] or {}).get("costs")
         require(costs, "--length-costs: the run has no lengths, or too few unlike ones")
-        Path(options.length_costs).write_text(json.dumps(costs) + "\n", encoding="utf-8")
+        _write(Path(options.length_costs), json.dumps(costs) + "\n")
     if options.plots:
         write_plots(report, Path(options.plots))
     if options.json:

@@ -27,6 +27,7 @@ from megatron.dpp.errors import ConfigError, DppError, require_value
 from megatron.dpp.pictures.picture import check_png
 from megatron.dpp.pictures.schedules import draw
 from megatron.dpp.plan.lengths import orders
+from megatron.dpp.safe_files import read_bytes
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.schedule.policies import BUILT_IN
 from megatron.dpp.sim import conditions
@@ -247,7 +248,7 @@ def _number(text: str) -> float | None:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_bytes(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--lengths {path}: expected sft, long, SIGMA, lengths like 1000,8000, or a file of "

@@ -35,6 +35,7 @@ from megatron.dpp.cli.checkpoint_reader import load_plain
 from megatron.dpp.convert.folder import some
 from megatron.dpp.errors import DataError, one_line
 from megatron.dpp.models import Entry, Sizes
+from megatron.dpp.safe_files import open_to_read
 
 _HEAD = {
     "sharded_backend": "torch_dist",
@@ -267,7 +268,7 @@ class Stored:
     def _load(self, info: Any) -> torch.Tensor:
         path = self._path / info.relative_path
         try:
-            with path.open("rb") as file:
+            with open_to_read(path) as file:
                 file.seek(info.offset)
                 content = io.BytesIO(file.read(info.length))
             tensor: torch.Tensor = torch.load(content, map_location="cpu", weights_only=True)

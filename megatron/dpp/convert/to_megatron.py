@@ -18,6 +18,7 @@ from megatron.dpp.errors import DataError
 from megatron.dpp.locks import lock_directory
 from megatron.dpp.models import Entry
 from megatron.dpp.models.fields import CONFIG, ORIGIN
+from megatron.dpp.safe_files import private_directory
 
 Progress = Callable[[int], None]
 
@@ -80,6 +81,7 @@ def unfinished(target: Path) -> Iterator[Path]:
     try:
         if target.exists():
             raise DataError(f"{target}: exists; name another target, or remove it")
+        private_directory(scratch)
         with lock_directory(scratch, "convert:"):
             new = scratch / "new"
             try:

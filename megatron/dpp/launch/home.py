@@ -18,11 +18,13 @@ import time
 import tty
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from megatron.dpp.cli import settings
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.errors import DataError
 from megatron.dpp.locks import Lock, check_free
+from megatron.dpp.safe_files import open_to_write, read_bytes
 
 _RUNS, _METRICS = Path("runs"), "metrics.jsonl"
 _READ_BYTES = 1 << 16
@@ -97,7 +99,7 @@ def _goes_on(args: argparse.Namespace, home: Path, saved: str | None) -> bool:
 def _saved_by(home: Path) -> str | None:
     """The directory that the run in ``home`` saved its checkpoints to."""
     with contextlib.suppress(OSError, ValueError):
-        text = (home / settings.FILE_NAME).read_text(encoding="utf-8")
+        text = read_bytes(home / settings.FILE_NAME).decode()
         found = re.search(r"^save: (.+)$", text, re.MULTILINE)
         saved: str | None = json.loads(found[1]) if found else None
         return saved
@@ -144,11 +146,19 @@ def copy_output(log: Path, lock: Lock | None = None) -> None:
 
     Args:
         lock: of the run's directory; the child releases it at its end.
+
+    Raises:
+        DataError: the log cannot be opened, or is no file of this user.
     """
+    try:
+        file = open_to_write(log, append=True, buffered=False)
+    except OSError as error:
+        raise DataError(f"{log}: {error.strerror}") from error
     sys.stdout.flush()
     sys.stderr.flush()
     streams = {_channel(1): 1, _channel(2): 2}
     if os.fork():
+        file.close()
         for (read_end, write_end), stream in streams.items():
             os.close(read_end)
             os.dup2(write_end, stream)
@@ -160,7 +170,7 @@ def copy_output(log: Path, lock: Lock | None = None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for _, write_end in streams:
             os.close(write_end)
-        _copy({read_end: stream for (read_end, _), stream in streams.items()}, log)
+        _copy({read_end: stream for (read_end, _), stream in streams.items()}, file)
         status = 0
     finally:
         if lock is not None:
@@ -177,8 +187,8 @@ def _channel(stream: int) -> tuple[int, int]:
     return master, slave
 
 
-def _copy(streams: dict[int, int], log: Path) -> None:
-    with log.open("ab", buffering=0) as file, selectors.DefaultSelector() as selector:
+def _copy(streams: dict[int, int], file: IO[bytes]) -> None:
+    with file, selectors.DefaultSelector() as selector:
         for read_end in streams:
             selector.register(read_end, selectors.EVENT_READ)
         while selector.get_map():

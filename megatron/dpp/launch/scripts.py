@@ -32,6 +32,7 @@ from megatron.dpp.launch.job import (
     whole,
 )
 from megatron.dpp.launch.start import prepare, set_up
+from megatron.dpp.processes import run_child
 
 _BAD_INPUT = 2
 _ROLES = ("node", "master", "worker")
@@ -353,7 +354,7 @@ def sample_tokens(model: str, settings: Settings, python: str) -> list[str]:
         words = [python, *data.preparation]
         if is_dry_run():
             show_command(words)
-        elif os.spawnvp(os.P_WAIT, python, words):
+        elif run_child(words):
             raise DataError("the sample corpus could not be preprocessed")
     return [str(data.flags["--data-path"])]
 

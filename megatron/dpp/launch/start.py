@@ -24,6 +24,8 @@ from megatron.dpp.launch.vocabulary import (
     sample_vocabulary,
     tokenizer_flags,
 )
+from megatron.dpp.processes import run_child
+from megatron.dpp.safe_files import open_to_read
 from megatron.dpp.text_files import nearest_path
 from megatron.dpp.tokenizers import PIECE_TYPES, PIECES, tokenizer_for
 
@@ -237,7 +239,7 @@ def _output(text: Path, vocabulary: list[str], tokenizer: list[str], *, sample: 
     digest = hashlib.sha256()
     for name in [str(text), *vocabulary]:
         try:
-            with open(name, "rb") as file:
+            with open_to_read(name) as file:
                 while block := file.read(1 << 20):
                     digest.update(block)
         except OSError as error:
@@ -292,7 +294,7 @@ def set_up(command: Sequence[str]) -> str:
 
 def run_preparation(command: list[str]) -> None:
     """Tokenise, with a progress bar. Where that fails, the program ends."""
-    code = subprocess.run(command).returncode
+    code = run_child(command)
     if code:
         sys.exit(code)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import DataError, one_line
+from megatron.dpp.safe_files import open_to_read
 from megatron.dpp.text_files import read_text
 
 WEIGHTS = "model.safetensors"
@@ -73,7 +74,7 @@ def _header(file: Path) -> dict[str, Any]:
         raise DataError(f"{file}: missing")
     size = file.stat().st_size
     try:
-        with file.open("rb") as opened:
+        with open_to_read(file) as opened:
             length = int.from_bytes(opened.read(8), "little")
             if length > size:
                 raise ValueError(f"a header of {length} bytes in {size}")

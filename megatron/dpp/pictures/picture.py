@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.pictures.style import COLOURS, FONT, colour
+from megatron.dpp.safe_files import open_text_to_write, open_to_write
 
 FORMATS = ("png", "svg")
 _TITLE, _NOTE, _MARGIN = 16, 11, 14
@@ -128,7 +129,8 @@ class Picture:
     def write(self, path: Path, theme: str = "light") -> None:
         """Write an SVG where the name ends so, else a PNG."""
         if path.suffix == ".svg":
-            path.write_text(self.svg(), encoding="utf-8")
+            with open_text_to_write(path) as file:
+                file.write(self.svg())
         else:
             _write_png(self._framed(), path, theme)
 
@@ -194,7 +196,8 @@ def _write_png(picture: Picture, path: Path, theme: str) -> None:
         for artist in _artists(kind, group, theme):
             artist.set_zorder(layer + 1)
             axes.add_artist(artist)
-    figure.savefig(path, dpi=200)
+    with open_to_write(path) as file:
+        figure.savefig(file, dpi=200, format=path.suffix.removeprefix("."))
 
 
 def _groups(shapes: Sequence[Shape]) -> Iterator[tuple[type, list[Any]]]:

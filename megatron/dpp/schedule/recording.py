@@ -8,6 +8,7 @@ of it.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.dpp.errors import ConfigError, DataError, ReplayError, ScheduleError
+from megatron.dpp.safe_files import open_text_to_write, open_to_read
 from megatron.dpp.schedule.actions import Action, Geometry
 from megatron.dpp.schedule.refusals import allowed, refusal
 from megatron.dpp.schedule.state import View
@@ -72,7 +74,7 @@ class DecisionRecorder:
         self._iteration = 0
         file = recording_path(path, geometry.rank)
         try:
-            self._file = file.open("w", encoding="utf-8")
+            self._file = open_text_to_write(file)
         except OSError as error:
             raise ConfigError(f"--dpp-record {file}: {error.strerror}") from error
         self._write(header)
@@ -254,7 +256,7 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the lines of a recording, its header first."""
     number = 0
     try:
-        with file.open(encoding="utf-8") as lines:
+        with io.TextIOWrapper(open_to_read(file), encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 parsed = _parse(file, number, line)
                 if number == 1:

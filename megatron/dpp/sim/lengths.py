@@ -12,10 +12,10 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.safe_files import read_bytes
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.costs import Costs, Hop
 
@@ -104,7 +104,7 @@ def read_costs(path: str) -> LengthCosts:
         DataError: the file cannot be read, or holds no costs.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = json.loads(read_bytes(path))
         fixed = float(found["fixed"])
         kinds = [tuple(float(x) for x in found[name]) for name in ("per_token", "per_square")]
         (a, b, c), (d, e, f) = kinds

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.safe_files import read_bytes
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.costs import Costs, Hop, Shape
 
@@ -96,7 +97,7 @@ def load_costs(path: str | Path) -> MeasuredCosts:
         DataError: it is missing, has another format, or is incomplete; names what is wrong.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(read_bytes(path))
     except OSError as error:
         raise DataError(f"cost file {path}: {error.strerror}") from error
     except ValueError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.safe_files import read_bytes
 from megatron.dpp.tokenizers.base import Tokenizer, config_beside, named_in
 
 PIECES = "tokenizer.model"
@@ -90,7 +91,7 @@ def _load_pieces(file: Path) -> tuple[Any, Any]:
             "pip install sentencepiece protobuf"
         ) from error
     try:
-        content = file.read_bytes()
+        content = read_bytes(file)
         model = sentencepiece_model_pb2.ModelProto.FromString(content)
         model.normalizer_spec.add_dummy_prefix = False
         within = SentencePieceProcessor(model_proto=model.SerializeToString())

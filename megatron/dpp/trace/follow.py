@@ -13,6 +13,7 @@ from collections import deque
 from pathlib import Path
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.safe_files import open_to_read
 from megatron.dpp.trace.analysis.model import Iteration, IterationBuilder, RankIteration
 from megatron.dpp.trace.reader import FILE_PATTERN, TraceFile, parse_event, read_header
 
@@ -41,7 +42,7 @@ class FollowedFile:
 
     def poll(self) -> None:
         """Read what has been added."""
-        with self.header.path.open("rb") as file:
+        with open_to_read(self.header.path) as file:
             file.seek(self._offset)
             while added := file.read(_PIECE_BYTES):
                 self._offset += len(added)

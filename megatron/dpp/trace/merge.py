@@ -6,8 +6,10 @@ iteration of one rank in memory. Perfetto and chrome://tracing read the result.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
+import io
 import json
 import math
 import os
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron.dpp.safe_files import open_to_write
 from megatron.dpp.trace.align import Alignment, align, message_key
 from megatron.dpp.trace.reader import Event, TraceFile, read_events
 from megatron.dpp.trace.schema import ARRIVAL_TRACK, SCHEMA_VERSION, SEND_TRACK, TASK_TRACK
@@ -130,10 +133,15 @@ def _events_of(file: TraceFile, shift: _Shift) -> Iterator[Event]:
     yield from _ticks(block)
 
 
-def _open(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "wt", encoding="utf-8", compresslevel=3)
-    return path.open("w", encoding="utf-8")
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[TextIO]:
+    with open_to_write(path) as raw:
+        if path.suffix == ".gz":
+            with gzip.open(raw, "wt", encoding="utf-8", compresslevel=3) as packed:
+                yield packed
+            return
+        with io.TextIOWrapper(raw, encoding="utf-8") as text:
+            yield text
 
 
 def _write_events(

@@ -6,6 +6,7 @@ holding a whole file.
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.safe_files import open_to_read
 from megatron.dpp.trace.schema import HEADER_NAME, SCHEMA_VERSION, TraceLayout
 
+_LONGEST_HEAD = 1 << 16
 FILE_PATTERN = "benchmark-data-*-pipeline-*-tensor-*.json"
 _SAME_START_NS = 600 * 10**9
 _NAMED = 8
@@ -61,7 +64,7 @@ class TraceFile:
 
 
 def _is_complete(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         file.seek(max(0, path.stat().st_size - 256))
         return b'"name":"end"' in file.read()
 
@@ -73,8 +76,8 @@ def read_header(path: Path) -> TraceFile:
         DataError: the file is empty, no trace of this project, or of another schema version.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            first, second = file.readline(), file.readline()
+        with open_to_read(path) as file:
+            first, second = (file.readline(_LONGEST_HEAD).decode() for _ in range(2))
         head = json.loads(second.rstrip().rstrip(","))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a readable trace file ({error})") from None
@@ -112,7 +115,7 @@ def read_events(file: TraceFile, only: tuple[str, ...] = ()) -> Iterator[Event]:
         DataError: another line is no event; the message names file and line.
     """
     marks = tuple(f'"cat":"{category}"' for category in only)
-    with file.path.open(encoding="utf-8", errors="replace") as lines:
+    with io.TextIOWrapper(open_to_read(file.path), encoding="utf-8", errors="replace") as lines:
         broken: int | None = None
         for number, line in enumerate(lines, 1):
             if number <= 2 or line in ("]\n", "]"):

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from megatron.dpp.safe_files import open_to_read, read_bytes
+
 _TAIL_BYTES = 1 << 16
 METRICS, SETTINGS = "metrics.jsonl", "settings.yaml"
 
@@ -25,7 +27,7 @@ def read_metrics(path: Path, *, last_only: bool = False) -> list[dict[str, Any]]
     left out, as are evaluations. ``last_only`` reads no more than the file's end.
     """
     found: list[dict[str, Any]] = []
-    with contextlib.suppress(OSError), path.open("rb") as file:
+    with contextlib.suppress(OSError), open_to_read(path) as file:
         if last_only:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         for line in file:
@@ -46,7 +48,7 @@ def read_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     given: dict[str, Any] = {}
     every: dict[str, Any] = {}
     with contextlib.suppress(OSError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in read_bytes(path).decode(errors="replace").splitlines():
             match = re.fullmatch(r"(# )?(\w+): (.+)", line)
             with contextlib.suppress(ValueError):
                 if match:

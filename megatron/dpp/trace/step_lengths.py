@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.safe_files import open_text_to_write, read_bytes
 
 FILE = "lengths-d{}.jsonl"
 """Name of a replica's file."""
@@ -34,7 +35,7 @@ class StepLengths:
 
 def write_step(path: Path, iteration: int, step: StepLengths) -> None:
     """Appends a step to a replica's file."""
-    with path.open("a", encoding="utf-8") as file:
+    with open_text_to_write(path, append=True) as file:
         file.write(json.dumps({"iteration": iteration, **vars(step)}) + "\n")
 
 
@@ -48,7 +49,7 @@ def read_steps(folder: Path, replica: int = 0) -> dict[int, StepLengths]:
     if not path.is_file():
         return {}
     steps = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_bytes(path).decode().splitlines(), 1):
         try:
             found = json.loads(line)
             iteration = int(found.pop("iteration"))

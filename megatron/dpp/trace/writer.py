@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.locks import lock_file
+from megatron.dpp.safe_files import open_to_write
 from megatron.dpp.trace.clock import DeviceClock, HostClock
 from megatron.dpp.trace.lines import EventLines, first_line, header, last_line
 from megatron.dpp.trace.scalars import IterationScalars
@@ -49,8 +50,8 @@ class TraceWriter:
         start_ns = time.monotonic_ns()
         self._lines = EventLines(rank, start_ns)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
-        lock_file(self._file, path, str(path))
+        self._file = open_to_write(path, append=True)
+        lock_file(self._file, str(path))
         self._file.truncate(0)
         first = header(rank, layout, device, run, start_ns)
         self._write(first_line(first))

@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from tqdm import tqdm
 
+from megatron.dpp.safe_files import open_text_to_write
 from megatron.dpp.train.initialize import Run
 from megatron.dpp.train.logs import StepResult
 
@@ -150,7 +151,7 @@ def note_progress(run: Run, text: str) -> None:
     job = f"Job ID: {os.environ.get('SLURM_JOB_ID', '')}\t# GPUs: {args.world_size}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
+        with open_text_to_write(path, append=True) as file:
             file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\t{job}\t{text}\n")
     except OSError as error:  # of a line for people, not of what it reports
         run.say(f"warning: {path}: {error.strerror}")

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.dpp.mcore.training.parent import end_with_parent
+from megatron.dpp.processes import end_with_parent
 from megatron.dpp.train.initialize import Run
 
 

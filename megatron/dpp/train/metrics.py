@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.safe_files import open_text_to_write
 from megatron.dpp.train.initialize import Run
 
 
@@ -35,7 +36,7 @@ class MetricsFile:
         if path:
             try:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
-                self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
+                self._file = open_text_to_write(path, append=True)
             except OSError as error:
                 raise DataError(f"--metrics-file {path}: {error.strerror}") from error
 

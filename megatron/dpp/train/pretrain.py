@@ -16,7 +16,7 @@ from megatron.dpp.cli.files import warnings_of_data, written_directories
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, DataError, DppError, tell_torchrun
 from megatron.dpp.locks import lock_directory
-from megatron.dpp.mcore.training.parent import end_with_parent
+from megatron.dpp.processes import end_with_parent
 from megatron.dpp.tokenizers import Tokenizer
 
 _FAILED = 1

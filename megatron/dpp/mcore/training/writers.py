@@ -21,7 +21,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from megatron.dpp.mcore import compat
-from megatron.dpp.mcore.training.parent import end_with_parent
+from megatron.dpp.processes import end_with_parent
 
 _FILES = "dist_checkpointing.strategies.filesystem_async"
 _QUEUE = f"{_FILES}:_results_queue"

@@ -1,0 +1,90 @@
+"""Binds processes to each other: none outlives the one that works with its results."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_C_LIBRARY = ctypes.CDLL(None)  # opened before any fork: another thread may hold the loader's lock
+_PATIENCE_S = 5.0
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends. A process of
+    ``multiprocessing`` whose parent has ended already ends now.
+    """
+    parent = multiprocessing.parent_process()
+    _end_with(None if parent is None else parent.pid, signal.SIGKILL)
+
+
+def end_with_starter() -> None:
+    """End this process of ``multiprocessing`` when the one that started it ends, also where a fork
+    server stands between them."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_wait_for, args=(parent.sentinel,), daemon=True).start()
+
+
+def bound_to_this(number: int = signal.SIGTERM) -> Callable[[], None]:
+    """For ``preexec_fn`` of a child, which gets signal ``number`` when this process ends."""
+    return functools.partial(_end_with, os.getpid(), number)
+
+
+def run_child(command: Sequence[str], **options: Any) -> int:
+    """The exit status of a program that gets SIGTERM when this process ends in any way.
+
+    Args:
+        options: of :class:`subprocess.Popen`.
+    """
+    started = subprocess.Popen(command, preexec_fn=bound_to_this(), **options)
+    with exits_on_sigterm(), started as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_PATIENCE_S)
+            process.kill()
+            raise
+
+
+@contextlib.contextmanager
+def exits_on_sigterm() -> Iterator[None]:
+    """Turn the first SIGTERM in the block into SystemExit, so that what was begun is removed. No
+    effect in other threads than the main one, or where the signal has a handler."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _leave(number: int, _: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(128 + number)
+
+
+def _end_with(parent: int | None, number: int) -> None:
+    _C_LIBRARY.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+def _wait_for(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)

@@ -1,0 +1,50 @@
+"""Programs that are started end with the one that started them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from megatron.dpp.processes import exits_on_sigterm, run_child
+from tests.runtime.launcher import REPOSITORY
+
+_STARTER = """
+import sys
+from megatron.dpp.processes import run_child
+sys.exit(run_child([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_a_child_ends_with_its_starter(number: signal.Signals) -> None:
+    starter = subprocess.Popen(
+        [sys.executable, "-c", _STARTER],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        assert starter.stdout is not None and starter.stdout.readline() == b"up\n"
+        (child,) = psutil.Process(starter.pid).children()
+        starter.send_signal(number)
+        _, alive = psutil.wait_procs([child], timeout=30)
+        assert not alive
+        assert starter.wait(30) != 0
+    finally:
+        starter.kill()
+        starter.communicate()
+
+
+def test_a_childs_status_is_told() -> None:
+    assert run_child([sys.executable, "-c", "import sys; sys.exit(7)"]) == 7
+
+
+def test_sigterm_is_an_exit_that_cleans_up() -> None:
+    with pytest.raises(SystemExit) as left, exits_on_sigterm():
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(10)
+    assert left.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
