@@ -17,6 +17,7 @@ import pytest
 
 from megatron.dpp import locks
 from megatron.dpp.cli import preflight
+from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.files import written_directories
 from megatron.dpp.errors import DataError
 from megatron.dpp.launch.job import find_job, refuse_taken
@@ -110,8 +111,10 @@ def test_a_trace_without_a_named_place_meets_no_other_run(
     monkeypatch.setenv("WORLD_SIZE", "1")
     (folder,) = (path for _, path in written_directories(preflight.check("gpt", words, 1)[0]))
     with locks.lock_directory(folder, "--trace-dir"):
-        assert preflight._main("gpt", words) == 0
-        assert preflight._main("gpt", [*words, "--trace-dir", "benchmark"]) == 2
+        preflight.check_not_taken(preflight.check("gpt", words, 1)[0], by_launcher=True)
+        args, _ = preflight.check("gpt", [*words, "--trace-dir", "benchmark"], 1)
+        with pytest.raises(DataError, match=r"^--trace-dir "):
+            preflight.check_not_taken(args, by_launcher=True)
 
 
 DOORS = (
@@ -166,23 +169,23 @@ def test_a_launcher_looks_where_the_locks_are_held(
 
 
 def test_layouts_share_a_trace_directory(tmp_path: Path) -> None:
-    """A launcher knows no layout; preflight refuses a second run of the same one."""
+    """A launcher knows no layout; the check of the whole run refuses a second one."""
     with locks.lock_directory(tmp_path / "data-1", "--trace-dir"):
         for words in (["--trace-dir", str(tmp_path)], ["--trace", f"--trace-dir={tmp_path}"]):
             locks.check_named(words, {"TRACE": "1"})
 
 
 def test_the_launcher_knows_the_directory_of_a_layouts_trace(tmp_path: Path) -> None:
-    """It refuses a second run of a layout before set-up and preflight."""
+    """It refuses a second run of a layout before set-up and the check of the whole run."""
     job = find_job({"GPUS_PER_NODE": "4"})
     words = ["--use-dpp", "--pipeline-model-parallel-size", "2", "--trace-dir", str(tmp_path)]
     folder = tmp_path / "data-2-pipeline-2-tensor-1-dpp"
     with locks.lock_directory(folder, "--trace-dir"):
         with pytest.raises(DataError, match=f"^--trace-dir {folder}: process "):
-            refuse_taken(job, [*words, "--trace"])
-        refuse_taken(job, words)
-        refuse_taken(job, [*words, "--trace", "--tensor-model-parallel-size", "2"])
-        refuse_taken(job, ["--trace"])
+            refuse_taken(job, parse_args([*words, "--trace"]))
+        refuse_taken(job, parse_args(words))
+        refuse_taken(job, parse_args([*words, "--trace", "--tensor-model-parallel-size", "2"]))
+        refuse_taken(job, parse_args(["--trace"]))
 
 
 def test_the_last_word_names_the_directory(tmp_path: Path) -> None:
@@ -221,11 +224,8 @@ def test_two_runs_that_save_to_one_directory(tmp_path: Path) -> None:
         second = wait(start(script, 1, words), timeout=150)[0]
         assert second.returncode == 2
         assert f"error: --save {tmp_path}: process {first[0].pid} on host" in second.output
-        preflight = subprocess.run(
-            [sys.executable, "-m", "megatron.dpp.cli.preflight", "gpt", *words],
-            capture_output=True, text=True, cwd=REPOSITORY,
-        )  # fmt: skip
-        assert preflight.returncode == 2 and f"process {first[0].pid} on" in preflight.stderr
+        with pytest.raises(DataError, match=f"process {first[0].pid} on"):
+            preflight.check_not_taken(preflight.check("gpt", words, 1)[0])
         assert first[0].poll() is None
     finally:
         wait(first, timeout=0)

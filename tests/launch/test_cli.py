@@ -95,7 +95,7 @@ def test_an_estimate_is_printed_once(
 ) -> None:
     """``train`` prints the estimate only in a dry run; otherwise the run prints it."""
     started: list[bool] = []
-    monkeypatch.setattr("megatron.dpp.launch.main.find_python", lambda dry_run: "python")
+    monkeypatch.setattr("megatron.dpp.launch.main.find_python", lambda words, dry_run: "python")
     monkeypatch.setattr(
         "megatron.dpp.launch.main.launch", lambda *args, dry_run: started.append(not dry_run)
     )

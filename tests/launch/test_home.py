@@ -14,9 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.dpp.cli.arguments import parse_args
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import DataError
 from megatron.dpp.launch import home
-from megatron.dpp.launch.home import check_home, flags_of_home, make_home
+from megatron.dpp.launch.home import check_home, make_home, with_home
 from megatron.dpp.locks import LOCK_NAME, lock_directory
 from megatron.dpp.train.job import _link_trace
 from tests.conftest import REPOSITORY
@@ -24,25 +26,32 @@ from tests.conftest import REPOSITORY
 ARGV = ["--num-layers", "4", "--hidden-size", "64", "--pipeline-model-parallel-size", "2"]
 
 
+def placed(home: Path, argv: list[str]) -> RunConfig:
+    """Settings of a run in ``home``."""
+    return with_home(RunConfig(vars(parse_args(argv))), home)
+
+
 def test_every_run_has_a_directory_and_latest_is_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    homes = [make_home("gpt", ARGV, 4, {}) for _ in range(3)]
+    homes = [make_home("gpt", parse_args(ARGV), 4, {}) for _ in range(3)]
     assert len(set(homes)) == 3
     assert all("-gpt-4x64-tp1-pp2-dp2" in home.name for home in homes)
     assert (tmp_path / "runs" / "latest").resolve() == homes[-1].resolve()
-    named = make_home("gpt", ARGV, 4, {"RUN_DIR": "mine"})
+    named = make_home("gpt", parse_args(ARGV), 4, {"RUN_DIR": "mine"})
     assert named == tmp_path / "mine" and named.is_dir()
     assert (tmp_path / "runs" / "latest").resolve() == homes[-1].resolve()
 
 
 def test_flags_that_name_a_place_are_kept(tmp_path: Path) -> None:
     argv = [*ARGV, "--trace", "--trace-dir", "benchmark", "--metrics-file", "m.jsonl"]
-    assert not {"--trace-dir", "--metrics-file"} & set(flags_of_home(tmp_path, argv))
-    flags = flags_of_home(tmp_path, [*ARGV, "--trace"])
-    assert flags[flags.index("--trace-dir") + 1] == str(tmp_path / "traces")
-    assert flags[flags.index("--metrics-file") + 1] == str(tmp_path / "metrics.jsonl")
+    args = placed(tmp_path, argv)
+    assert (args.trace_dir, args.metrics_file) == ("benchmark", "m.jsonl")
+    args = placed(tmp_path, [*ARGV, "--trace"])
+    assert args.trace_dir == args.parsed["trace_dir"] == str(tmp_path / "traces")
+    assert args.given["trace_dir"] == "--trace-dir"
+    assert args.metrics_file == str(tmp_path / "metrics.jsonl")
 
 
 def test_the_log_holds_what_is_printed_and_streams_stay_apart(tmp_path: Path) -> None:
@@ -84,8 +93,8 @@ def test_a_reader_that_takes_little_at_a_time_gets_all(
 
 def test_checkpoints_go_into_the_directory_where_an_interval_asks_for_them(tmp_path: Path) -> None:
     def saves(*words: str) -> list[str]:
-        flags = flags_of_home(tmp_path, [*ARGV, *words])
-        return flags[flags.index("--save") + 1 :][:1] if "--save" in flags else []
+        save = placed(tmp_path, [*ARGV, *words]).save
+        return [save] if save and save.startswith(str(tmp_path)) else []
 
     assert saves("--train-iters", "100", "--save-interval", "50") == [str(tmp_path / "checkpoints")]
     assert not saves("--train-iters", "100", "--save-interval", "10000")
@@ -94,7 +103,7 @@ def test_checkpoints_go_into_the_directory_where_an_interval_asks_for_them(tmp_p
 
 
 def check(home: Path, *words: str, first_node: bool = True) -> None:
-    check_home([*ARGV, *words], {"RUN_DIR": str(home)}, first_node=first_node)
+    check_home(parse_args([*ARGV, *words]), {"RUN_DIR": str(home)}, first_node=first_node)
 
 
 def test_a_directory_takes_no_second_run_but_the_one_that_goes_on(tmp_path: Path) -> None:

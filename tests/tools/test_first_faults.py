@@ -212,7 +212,7 @@ DOORS = (
     *("tools/preprocess_data.py", "profiling/aggregate.py", "profiling/report.py"),
     *("profiling/plan.py", "profiling/compare_losses.py"),
 )
-MODULES = ("megatron.dpp", "megatron.dpp.run", "megatron.dpp.cli.preflight", "megatron.dpp.sim")
+MODULES = ("megatron.dpp", "megatron.dpp.run", "megatron.dpp.sim")
 
 
 @pytest.mark.parametrize("door", [*DOORS, *MODULES])

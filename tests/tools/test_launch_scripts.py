@@ -10,6 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import yaml
 
 from megatron.dpp.cli.arguments import parse_args
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.launch import job, nodes, scripts
 from megatron.dpp.launch.start import Data
@@ -59,6 +61,11 @@ class Started(Exception):
     """Raised instead of becoming torchrun."""
 
 
+def unchecked(arch: str, parsed: Namespace, *_: int) -> tuple[RunConfig, None]:
+    """Settings as a check would return them."""
+    return RunConfig(vars(parsed)), None
+
+
 @pytest.mark.parametrize(
     ("flags", "given", "queues"),
     [
@@ -79,7 +86,7 @@ def test_hardware_queues(
         raise Started
 
     monkeypatch.setattr(os, "execvpe", become)
-    monkeypatch.setattr(job, "check", lambda *_: None)
+    monkeypatch.setattr(job, "check_parsed", unchecked)
     monkeypatch.setattr(job, "make_home", lambda *_: tmp_path)
     monkeypatch.setattr(job, "copy_output", lambda log, lock: lock.close())
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
@@ -97,7 +104,7 @@ def test_an_interface_that_the_environment_names_is_kept(
         raise Started(env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"])
 
     monkeypatch.setattr(os, "execvpe", become)
-    monkeypatch.setattr(job, "check", lambda *_: None)
+    monkeypatch.setattr(job, "check_parsed", unchecked)
     found = {"GLOO_SOCKET_IFNAME": "found", "NCCL_SOCKET_IFNAME": "=found"}
     monkeypatch.setattr(job, "meet", lambda _: found)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.dpp.cli.fields import add_flags, core_fields
@@ -108,6 +108,21 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.given = given_flags(parser, argv)
     args.parsed = dict(vars(args))
     return args
+
+
+def give(args: argparse.Namespace, flags: Mapping[str, Any]) -> None:
+    """Add flags with values of their own type to parsed ``args``, as if they had been given.
+
+    Args:
+        flags: as the command line spells them; a switch has the value True.
+    """
+    options = build_parser()._option_string_actions
+    for name, value in flags.items():
+        action = options[name]
+        found = action.const if action.nargs == 0 else value
+        setattr(args, action.dest, found)
+        args.given[action.dest] = name
+        args.parsed[action.dest] = found
 
 
 _IN_SHORT = (

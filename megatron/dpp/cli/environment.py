@@ -80,9 +80,9 @@ _SLURM = (
 )
 _RANKS = (
     ("RANK", "0", "number of this process", "training"),
-    ("WORLD_SIZE", "1", "processes of the run", "training, preflight"),
+    ("WORLD_SIZE", "1", "processes of the run", "training"),
     ("LOCAL_RANK", "0", "number of this process on its node: its GPU", "training"),
-    ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "processes of this node", "training, preflight"),
+    ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "processes of this node", "training"),
     ("TORCHELASTIC_RUN_ID", _UNSET, "tells runs apart in a trace", "trace"),
     ("TORCHELASTIC_ERROR_FILE", _UNSET, "file in which torchrun reads a rank's error", "training"),
     ("TORCHELASTIC_RESTART_COUNT", _UNSET, "tells restarts apart in a trace", "trace"),

@@ -1,17 +1,14 @@
 """Checks a run by its flags and files alone, in a fraction of a second.
 
-``pretrain`` calls :func:`check` first; the launcher runs this module before it starts any process.
-Neither torch nor megatron-core is imported. What needs a GPU, a process group or the other ranks is
-left to ``initialize``.
-
-Usage: ``python -m megatron.dpp.cli.preflight gpt|bert FLAGS``, with WORLD_SIZE set; ``flags`` in
-place of the model checks only that the flags exist.
+The launcher calls :func:`check_parsed` before it starts any process; ranks that were started with
+flags call :func:`check`. Neither torch nor megatron-core is imported. What needs a GPU, a process
+group or the other ranks is left to ``initialize``.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 from collections.abc import Sequence
 
 from megatron.dpp.cli import arguments
@@ -23,7 +20,7 @@ from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate import validate
 from megatron.dpp.cli.validate_experts import replicas_in_step
 from megatron.dpp.config import DppConfig, missing_package
-from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector
 from megatron.dpp.locks import check_free
 from megatron.dpp.schedule import (
@@ -57,19 +54,32 @@ def check(
         ConfigError: a flag is unknown, or settings do not fit together.
         DataError: a file is missing or broken.
     """
+    here = os.environ.get("LOCAL_WORLD_SIZE")
     parsed = arguments.parse_args(argv)
+    return check_parsed(task_name, parsed, world_size, int(here) if here else None)
+
+
+def check_parsed(
+    task_name: str, parsed: argparse.Namespace, world_size: int, here: int | None
+) -> tuple[RunConfig, Tokenizer]:
+    """As :func:`check`, of flags that are parsed already.
+
+    Args:
+        here: processes of this node; None where nothing says so.
+    """
     take_checkpoint_args(parsed)
     args = validate(parsed, world_size, task_name)
-    if args.multi_node and int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world_size:
+    if args.multi_node and here == world_size:
         raise ConfigError(
             f"--multi-node: all {world_size} processes are on this node; start the others "
             "(NUM_NODES, run_worker_*.sh), or leave the flag out"
         )
+    here = here or world_size
     check_values(args)
     if missing := missing_package(args.dpp.transport):
         raise ConfigError(missing)
     if args.use_dpp:
-        _check_addresses(args.dpp, world_size)
+        _check_addresses(args.dpp, world_size, here)
     check_files(args, task_name)
     args, tokenizer = build_vocabulary(args)
     if arguments.rank_and_world()[0] == 0:
@@ -77,7 +87,6 @@ def check(
     if args.dpp_plan:
         args = take_plan(args)
     if args.use_dpp:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         check_schedule(args, one_node=here == world_size)
     return args, tokenizer
 
@@ -144,9 +153,8 @@ def check_schedule(args: RunConfig, *, one_node: bool) -> None:
                 check_recording(path, geometry, ramped=ramped)
 
 
-def _check_addresses(config: DppConfig, world_size: int) -> None:
+def _check_addresses(config: DppConfig, world_size: int, ranks_per_node: int) -> None:
     """``--node-ips``: one per node or one per rank, and no two nodes share one."""
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     nodes: dict[str | None, int] = {}
     for rank in range(world_size):
         address = config.node_ip(rank, world_size, ranks_per_node)
@@ -183,20 +191,3 @@ def build_vocabulary(args: RunConfig) -> tuple[RunConfig, Tokenizer]:
     if existing is not None:  # a token that was added to the tokenizer exists, too
         args = args.with_(loss_vocab_size=max(existing, tokenizer.vocab_size))
     return args, tokenizer
-
-
-def _main(task_name: str, argv: Sequence[str]) -> int:
-    try:
-        if task_name == "flags":
-            arguments.parse_args(argv)
-        else:
-            args, _ = check(task_name, argv, arguments.rank_and_world()[1])
-            check_not_taken(args, by_launcher=True)
-    except (ConfigError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1], sys.argv[2:]))

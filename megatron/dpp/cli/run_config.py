@@ -38,6 +38,12 @@ class RunConfig(argparse.Namespace):
         extra = {"given": self.given, "parsed": self.parsed}
         return RunConfig({**vars(self), **extra, **changes})
 
+    def with_given(self, flags: dict[str, tuple[str, Any]]) -> RunConfig:
+        """A copy with settings that count as given: destination -> flag and value."""
+        values = {name: value for name, (_, value) in flags.items()}
+        spelled = {name: flag for name, (flag, _) in flags.items()}
+        return self.with_(given=self.given | spelled, parsed=self.parsed | values, **values)
+
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"{name}: checked settings are frozen; with_({name}=...) copies them")
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -16,12 +15,13 @@ import signal
 import sys
 import time
 import tty
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
 from megatron.dpp.cli import settings
-from megatron.dpp.cli.arguments import parse_args
+from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import DataError
 from megatron.dpp.locks import Lock, check_free
 from megatron.dpp.safe_files import open_to_write, read_bytes
@@ -30,11 +30,11 @@ _RUNS, _METRICS = Path("runs"), "metrics.jsonl"
 _READ_BYTES = 1 << 16
 
 
-def make_home(arch: str, argv: Sequence[str], world_size: int, env: Mapping[str, str]) -> Path:
+def make_home(arch: str, args: Namespace, world_size: int, env: Mapping[str, str]) -> Path:
     """Make the directory of a run that starts now.
 
     Args:
-        argv: flags of the training script.
+        args: parsed flags of the training script.
 
     Raises:
         DataError: it cannot be made.
@@ -44,7 +44,7 @@ def make_home(arch: str, argv: Sequence[str], world_size: int, env: Mapping[str,
         if named:
             Path(named).mkdir(parents=True, exist_ok=True)
             return Path(named).absolute()
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{_model_and_layout(arch, argv, world_size)}"
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{_model_and_layout(arch, args, world_size)}"
         home = _new_directory(_RUNS.absolute() / name)
         latest = home.with_name("latest")
         scratch = home.with_name(f".latest-{os.getpid()}")
@@ -58,18 +58,18 @@ def make_home(arch: str, argv: Sequence[str], world_size: int, env: Mapping[str,
     return home
 
 
-def check_home(argv: Sequence[str], env: Mapping[str, str], *, first_node: bool) -> None:
+def check_home(args: Namespace, env: Mapping[str, str], *, first_node: bool) -> None:
     """Refuse directories that another run writes into, and a ``RUN_DIR`` in which an earlier run
     began to train. Only a run that goes on from that run's checkpoints may add to its files.
 
     Args:
-        argv: flags of the training script, or those among them that say where checkpoints lie.
+        args: parsed flags of the training script.
         first_node: of the run, which holds the locks of its directories.
 
     Raises:
         DataError: naming the other run's process, or its files.
     """
-    args, named = parse_args(argv), env.get("RUN_DIR")
+    named = env.get("RUN_DIR")
     for flag, directory in (("--save", args.save), ("RUN_DIR", named)):
         if directory and first_node:
             check_free(directory, flag)
@@ -86,7 +86,7 @@ def check_home(argv: Sequence[str], env: Mapping[str, str], *, first_node: bool)
         )
 
 
-def _goes_on(args: argparse.Namespace, home: Path, saved: str | None) -> bool:
+def _goes_on(args: Namespace, home: Path, saved: str | None) -> bool:
     """True where the run loads what the run in ``home`` saved. Its path may read otherwise by now:
     the directory was moved, is mounted elsewhere, or was named from another directory."""
     if not args.load or args.finetune:
@@ -106,22 +106,21 @@ def _saved_by(home: Path) -> str | None:
     return None
 
 
-def flags_of_home(home: Path, argv: Sequence[str]) -> list[str]:
-    """Flags that put into ``home`` what ``argv`` names no place for."""
-    args, flags = parse_args(argv), []
+def with_home(args: RunConfig, home: Path) -> RunConfig:
+    """``args`` with places in ``home`` for what they name no place for."""
+    names = []
     if not args.metrics_file:
-        flags += ["--metrics-file", str(home / _METRICS)]
+        names.append(("metrics_file", "--metrics-file", _METRICS))
     if not args.tensorboard_dir and importlib.util.find_spec("tensorboard"):
-        flags += ["--tensorboard-dir", str(home / "tensorboard")]
+        names.append(("tensorboard_dir", "--tensorboard-dir", "tensorboard"))
     if args.trace and "trace_dir" not in args.given:
-        flags += ["--trace-dir", str(home / "traces")]
+        names.append(("trace_dir", "--trace-dir", "traces"))
     if not args.save and 0 < (args.save_interval or 0) <= (args.train_iters or 0):
-        flags += ["--save", str(home / "checkpoints")]
-    return flags
+        names.append(("save", "--save", "checkpoints"))
+    return args.with_given({name: (flag, str(home / own)) for name, flag, own in names})
 
 
-def _model_and_layout(arch: str, argv: Sequence[str], world_size: int) -> str:
-    args = parse_args(argv)
+def _model_and_layout(arch: str, args: Namespace, world_size: int) -> str:
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     replicas = world_size // (tensor * pipeline * args.context_parallel_size)
     sizes = f"{arch}-{args.num_layers}x{args.hidden_size}"

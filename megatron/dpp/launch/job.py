@@ -6,22 +6,24 @@ import os
 import re
 import shlex
 import socket
-import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from megatron.dpp.cli import environment
+from megatron.dpp.cli import environment, run_file
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.files import written_directories
+from megatron.dpp.cli.preflight import check_not_taken, check_parsed
 from megatron.dpp.cli.run_config import RunConfig
-from megatron.dpp.errors import ConfigError, require
+from megatron.dpp.errors import ConfigError, DataError, require
 from megatron.dpp.hosts import is_loopback, own_interface, with_port
-from megatron.dpp.launch.flags import ROOT
-from megatron.dpp.launch.home import check_home, copy_output, flags_of_home, make_home
+from megatron.dpp.launch.flags import ROOT, Flags
+from megatron.dpp.launch.home import check_home, copy_output, make_home, with_home
+from megatron.dpp.launch.start import import_path
 from megatron.dpp.locks import check_free, lock_directory
 
 INTERRUPTED = 130
@@ -71,10 +73,14 @@ class Job:
         """File name of this node's log."""
         return f"train-node{self.node_rank}.log" if self.num_nodes > 1 else "train.log"
 
-    def flags(self) -> list[str]:
+    def config_name(self) -> str:
+        """File name of the settings that this node's ranks read."""
+        return f"run_config-node{self.node_rank}.json" if self.num_nodes > 1 else "run_config.json"
+
+    def flags(self) -> Flags:
         """Flags of the training script that follow from the nodes."""
-        flags = ["--multi-node"] if self.num_nodes > 1 else []
-        return [*flags, "--node-ips", ",".join(self.ips)] if self.ips else flags
+        flags: Flags = {"--multi-node": True} if self.num_nodes > 1 else {}
+        return flags | ({"--node-ips": ",".join(self.ips)} if self.ips else {})
 
     def torchrun(self, python: str) -> list[str]:
         """The command that the training script and its flags follow."""
@@ -154,7 +160,7 @@ def node_rank(text: str, num_nodes: int) -> int:
     return int(text)
 
 
-def hardware_queues(argv: Sequence[str]) -> str:
+def hardware_queues(args: Namespace) -> str:
     """``CUDA_DEVICE_MAX_CONNECTIONS`` of a run with these flags, where the environment has none.
 
     megatron-core's tensor and context parallelism rely on one hardware queue. Everything else needs
@@ -162,40 +168,50 @@ def hardware_queues(argv: Sequence[str]) -> str:
     sends behind its receives, and a reduction behind the replayed backward beside which it could
     run.
     """
-    args = parse_args(argv)
     relies = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
     return "1" if relies and not args.use_torch_fsdp2 else "8"
 
 
 def launch(
-    job: Job, python: str, script: str, argv: Sequence[str], *, dry_run: bool = False
+    job: Job,
+    python: str,
+    script: str,
+    argv: Sequence[str],
+    parsed: Namespace | None = None,
+    *,
+    dry_run: bool = False,
 ) -> None:
-    """Check the run, let the nodes meet, and become torchrun. Returns from a dry run only, which
-    prints the command. ``DRY_RUN=1`` makes every run one.
+    """Check the run, let the nodes meet, and become torchrun, whose ranks read the checked
+    settings. Returns from a dry run only, which prints the command with all flags. ``DRY_RUN=1``
+    makes every run one.
 
     Args:
         script: file name of the training script, in the repository.
+        parsed: ``argv`` where it is parsed already.
 
     Raises:
-        ConfigError: the nodes cannot meet.
-        SystemExit: the flags were refused; preflight has said why.
+        ConfigError: flags that cannot work, or the nodes cannot meet.
+        DataError: a file is missing or broken, or another run writes a directory of this one.
     """
     command = [*job.torchrun(python), str(ROOT / script)]
     if dry_run or is_dry_run():
         show_command([*command, *argv])
         return
     arch = Path(script).stem.removeprefix("pretrain_")
-    refuse_taken(job, argv)
-    check(arch, argv, python, job)
+    if parsed is None:
+        parsed = parse_args(argv)
+    refuse_taken(job, parsed)
+    args, _ = check_parsed(arch, parsed, job.world_size, job.per_node)
+    check_not_taken(args, by_launcher=True)
     home = lock = None
     if os.environ.get("RUN_DIR") or job.num_nodes == 1:  # several nodes cannot agree on a date
-        home = make_home(arch, argv, job.world_size, os.environ)
+        home = make_home(arch, args, job.world_size, os.environ)
         if job.node_rank == 0:
             lock = lock_directory(home, "RUN_DIR")
             lock.keep_over_exec()
-        argv = [*argv, *flags_of_home(home, argv)]
+        args = with_home(args, home)
     defaults = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": hardware_queues(argv),
+        "CUDA_DEVICE_MAX_CONNECTIONS": hardware_queues(args),
         "OMP_NUM_THREADS": environment.value("OMP_NUM_THREADS", os.environ),
         "PYTHONWARNINGS": _QUIET,
     }
@@ -208,20 +224,31 @@ def launch(
         copy_output(home / job.log_name(), lock)
         print(f"run: {home}", flush=True)
     sys.stdout.flush()
-    os.execvpe(python, [*command, *argv], env)
+    os.execvpe(python, [*command, run_file.FLAG, _hand_over(args, arch, job, home)], env)
 
 
-def refuse_taken(job: Job, argv: Sequence[str]) -> None:
-    """Refuse directories of other runs; cheap enough to come before set-up. Ends with ``--help``.
+def _hand_over(args: RunConfig, arch: str, job: Job, home: Path | None) -> str:
+    """Path of the file in which the ranks of this node find their settings."""
+    if home is None:
+        return run_file.in_memory(args, arch)
+    path = home / job.config_name()
+    try:
+        return str(run_file.write(args, arch, path))
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+
+
+def refuse_taken(job: Job, parsed: Namespace) -> None:
+    """Refuse directories of other runs; cheap enough to come before set-up.
 
     Args:
-        argv: all flags of the run; its layout names the directory of its trace.
+        parsed: all flags of the run; its layout names the directory of its trace.
 
     Raises:
         DataError: naming the other run.
     """
-    args = parse_args(argv)
-    check_home(argv, os.environ, first_node=job.node_rank == 0)
+    args = Namespace(**vars(parsed))
+    check_home(args, os.environ, first_node=job.node_rank == 0)
     if not args.trace or "trace_dir" not in args.given or job.node_rank != 0:
         return
     ranks = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
@@ -234,24 +261,6 @@ def refuse_taken(job: Job, argv: Sequence[str]) -> None:
 def is_dry_run() -> bool:
     """True where ``DRY_RUN`` asks to print commands only."""
     return environment.value("DRY_RUN", os.environ) != "0"
-
-
-def import_path() -> str:
-    """``PYTHONPATH`` with the repository in front."""
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-
-
-def check(arch: str, argv: Sequence[str], python: str, job: Job) -> None:
-    """Refuse flags that cannot work, with the Python that will train: the program ends with
-    preflight's exit code, which has said why."""
-    words = [python, "-m", "megatron.dpp.cli.preflight", arch, *argv]
-    sizes = {"WORLD_SIZE": str(job.world_size), "LOCAL_WORLD_SIZE": str(job.per_node)}
-    sys.stdout.flush()
-    code = subprocess.run(
-        words, env={**os.environ, "PYTHONPATH": import_path(), **sizes}
-    ).returncode
-    if code:
-        sys.exit(code)
 
 
 def meet(job: Job) -> dict[str, str]:

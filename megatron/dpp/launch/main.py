@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--help" in words or "-h" in words:
             print(cli.help_text(_mode_of(words)))
             return 0
-        _start(plan(words))
+        _start(plan(words), words)
         return 0  # of a dry run
     except DppError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -207,22 +207,23 @@ def _planned(asked: Resolved) -> str:
     return f", layers laid out by what they took in {plan}" if plan else ""
 
 
-def _start(found: Plan) -> None:
-    """Set up, preprocess, and become torchrun."""
+def _start(found: Plan, words: Sequence[str]) -> None:
+    """Set up, preprocess, and become torchrun. With another Python than this one, do all of it
+    again there: what it has installed decides what a run can do."""
     options, resolved = found.options, found.resolved
     sizes = {"GPUS_PER_NODE": str(found.setting.per_node), **found.nodes.environment()}
     job = find_job({**os.environ, **sizes})
     if options.run_dir:
         os.environ["RUN_DIR"] = options.run_dir
     if not options.dry_run:
-        refuse_taken(job, resolved.argv)
+        refuse_taken(job, resolved.parsed)
         if options.procs is None:
             check_visible_gpus(os.environ)
+    python = find_python(words, dry_run=options.dry_run)
     # The run that follows says it itself, unless a preparation keeps it waiting.
     says_itself = "--estimate" in resolved.flags and not (options.dry_run or found.preparation)
     needs = [] if says_itself else lines(found.estimate)
     print("\n".join([*found.heading, *needs, *found.warnings]), flush=True)
-    python = find_python(dry_run=options.dry_run)
     if found.preparation:
         preparation = [python, *found.preparation]
         if options.dry_run:
@@ -230,15 +231,15 @@ def _start(found: Plan) -> None:
         else:
             run_preparation(preparation)
             if found.own_split:
-                resolved.flags.update(split_of(resolved.flags))
+                resolved.give(split_of(resolved.flags))
             tokens = [describe_tokens(resolved.flags), *length_note(resolved.flags)]
             print("\n".join(tokens), flush=True)
     script = f"pretrain_{resolved.arch}.py"
     print(f"\nflags of {script}:\n{show(resolved.argv)}\n", flush=True)
     if not found.setting.on_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    argv = [*resolved.argv, *job.flags()]
-    launch(job, python, script, argv, dry_run=options.dry_run)
+    resolved.give(job.flags())
+    launch(job, python, script, resolved.argv, resolved.parsed, dry_run=options.dry_run)
 
 
 def find_setting(options: argparse.Namespace, nodes: Nodes) -> Setting:

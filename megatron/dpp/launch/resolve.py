@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.cli.arguments import parse_args
+from megatron.dpp.cli.arguments import give, parse_args
 from megatron.dpp.cli.planned import SHAPES
 from megatron.dpp.cli.validate_layout import NOT_PLANNED
 from megatron.dpp.errors import ConfigError
@@ -75,6 +76,16 @@ class Resolved:
     def argv(self) -> list[str]:
         """The flags as words."""
         return to_argv(self.flags)
+
+    @functools.cached_property
+    def parsed(self) -> argparse.Namespace:
+        """The flags as the training script's parser reads them."""
+        return parse_args(self.argv)
+
+    def give(self, flags: Flags) -> None:
+        """Add flags that were found late."""
+        self.flags.update(flags)
+        give(self.parsed, flags)
 
 
 def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Setting) -> Flags:

@@ -20,7 +20,7 @@ from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.validate import check_sizes
 from megatron.dpp.errors import ConfigError, DataError, DppError, require
 from megatron.dpp.hosts import addresses, is_loopback
-from megatron.dpp.launch.flags import ROOT, Flags, from_argv
+from megatron.dpp.launch.flags import ROOT, Flags, from_argv, to_argv
 from megatron.dpp.launch.job import (
     INTERRUPTED,
     Job,
@@ -31,7 +31,7 @@ from megatron.dpp.launch.job import (
     show_command,
     whole,
 )
-from megatron.dpp.launch.start import prepare, set_up
+from megatron.dpp.launch.start import go_on, prepare, set_up
 from megatron.dpp.processes import run_child
 
 _BAD_INPUT = 2
@@ -162,8 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_flags(script: str, argv: Sequence[str]) -> None:
     """Start a training script whose flags are all given."""
     job = find_job(os.environ)
-    python = _find_python()
-    launch(job, python, script, [*argv, *job.flags()])
+    python = _find_python(["flags", script, *argv])
+    launch(job, python, script, [*argv, *to_argv(job.flags())])
 
 
 def run_recipe(recipe: str, role: str, words: Sequence[str]) -> None:
@@ -172,6 +172,7 @@ def run_recipe(recipe: str, role: str, words: Sequence[str]) -> None:
     Args:
         role: ``node``, or ``master`` or ``worker`` of a run over several nodes.
     """
+    again = [recipe, role, *words]
     model, _, sample = recipe.partition("-")
     given, further = take_paths(model, words)
     for line in misspelt(os.environ):
@@ -181,18 +182,21 @@ def run_recipe(recipe: str, role: str, words: Sequence[str]) -> None:
     if not is_dry_run():
         checkpoints = settings["CHECKPOINT_PATH"]
         words = ["--save", checkpoints, "--load", checkpoints] if checkpoints else []
-        refuse_taken(job, [*words, *further])  # before minutes of set-up, as for a wrong word
+        refuse_taken(job, parse_args([*words, *further]))  # before minutes of set-up
         environment.check_visible_gpus(os.environ)
-    python = _find_python()
+    python = _find_python(again)
     data = settings["DATA_PATH"].split() or sample_tokens(model, settings, python)
     flags = flags_of(model, settings, data, job)
     launch(job, python, f"pretrain_{model}.py", [*flags, *further])
 
 
-def _find_python() -> str:
-    """The interpreter that training runs with. A dry run sets nothing up."""
+def _find_python(words: Sequence[str]) -> str:
+    """The interpreter that training runs with: this one, or this process goes on with it. A dry
+    run sets nothing up, and only names it."""
     setup = ("bash", str(ROOT / "tools" / "setup.sh"))
-    return set_up((*setup, "--which") if is_dry_run() else setup)
+    if is_dry_run():
+        return set_up((*setup, "--which"))
+    return go_on(setup, ["megatron.dpp.launch", *words])
 
 
 def misspelt(env: Mapping[str, str]) -> list[str]:
@@ -374,7 +378,7 @@ def flags_of(model: str, settings: Settings, data: Sequence[str], job: Job) -> l
     for name, asked, flags in _OPTIONAL:
         given = settings[name]
         words += _words(flags, settings) if given and asked in (given, _ANY) else []
-    return [*words, *job.flags()]
+    return [*words, *to_argv(job.flags())]
 
 
 def _words(template: str, settings: Settings) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.dpp.cli import preflight
-from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.planned import take_plan
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.cli.validate import validate
@@ -26,7 +25,7 @@ def checked(resolved: Resolved, setting: Setting) -> RunConfig:
     Raises:
         ConfigError: flags that are unknown or do not fit together.
     """
-    args = validate(parse_args(resolved.argv), setting.world_size, resolved.arch)
+    args = validate(resolved.parsed, setting.world_size, resolved.arch)
     preflight.check_values(args)
     if args.use_dpp and not args.dpp_plan:  # else the number of chunks is not known yet
         preflight.check_schedule(args, one_node=setting.num_nodes == 1)

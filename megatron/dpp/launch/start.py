@@ -273,13 +273,42 @@ def split_of(flags: Flags) -> Flags:
     return {"--split": few if documents < _LEAST else _SPLIT}
 
 
-def find_python(*, dry_run: bool) -> str:
-    """The interpreter that training runs with; it is set up where something is missing. Where that
-    fails, the program ends."""
+def find_python(words: Sequence[str], *, dry_run: bool) -> str:
+    """The interpreter that training runs with: this one. Where set-up chooses another, this
+    process becomes ``megatron-dpp train`` there. What is missing is installed; where that fails,
+    the program ends.
+
+    Args:
+        words: options and flags of ``train``.
+    """
     if dry_run:
         return sys.executable
     keep = ["--keep"] if os.environ.get("PYTHON") else []  # as tools/setup.sh does it
-    return set_up([sys.executable, str(ROOT / "tools" / "setup_environment.py"), *keep])
+    setup = [sys.executable, str(ROOT / "tools" / "setup_environment.py"), *keep]
+    return go_on(setup, ["megatron.dpp", "train", *words])
+
+
+_CHOSEN = "DPP_TRAIN_PYTHON"
+"""Set to ``set up`` for a Python that set-up has chosen: it looks for no other."""
+
+
+def go_on(setup: Sequence[str], words: Sequence[str]) -> str:
+    """The interpreter that set-up chooses, which is this one: this process becomes another by
+    ``python -m WORDS``."""
+    if os.environ.pop(_CHOSEN, "") == "set up":
+        return sys.executable
+    python = set_up(setup)
+    own, other = Path(sys.executable), Path(python)
+    if other.parent != own.parent or not (other.exists() and other.samefile(own)):
+        sys.stdout.flush()
+        env = {**os.environ, _CHOSEN: "set up", "PYTHONPATH": import_path()}
+        os.execve(python, [python, "-m", *words], env)
+    return sys.executable
+
+
+def import_path() -> str:
+    """``PYTHONPATH`` with the repository in front."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def set_up(command: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ parts of a run share. The process groups live in megatron-core's ``parallel_stat
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -274,20 +275,26 @@ def differences(own: dict[str, str], first: dict[str, str], rank: int, host: str
 
 
 def check_agreement(args: RunConfig, rank: int, world_size: int, store: Any) -> None:
-    """Compares all ranks' settings and versions with rank 0's through the job's store, before
-    anything is built.
+    """Compares the digest of all ranks' settings and versions with rank 0's through the job's
+    store, before anything is built. The settings themselves travel where digests differ.
 
     Raises:
         VersionMismatch: on every rank; names each difference, both values and the host.
     """
     own = description(args)
+    text = json.dumps(own)
+    digest = hashlib.sha256(text.encode()).hexdigest()
     if rank == 0:
-        store.set("dpp/arguments", json.dumps(own))
+        store.set("dpp/arguments", text)
+        store.set("dpp/arguments/digest", digest)
         found = [store.get(f"dpp/arguments/{peer}").decode() for peer in range(1, world_size)]
         store.set("dpp/arguments/verdict", next(filter(None, found), ""))
     else:
-        first = json.loads(store.get("dpp/arguments").decode())
-        store.set(f"dpp/arguments/{rank}", differences(own, first, rank, platform.node()))
+        said = ""
+        if store.get("dpp/arguments/digest").decode() != digest:
+            first = json.loads(store.get("dpp/arguments").decode())
+            said = differences(own, first, rank, platform.node())
+        store.set(f"dpp/arguments/{rank}", said)
     verdict = store.get("dpp/arguments/verdict").decode()
     if verdict:
         raise VersionMismatch(f"{verdict}: start all nodes with equal arguments and versions")

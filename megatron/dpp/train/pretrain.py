@@ -1,5 +1,8 @@
 """Entry point of ``pretrain_gpt.py`` and ``pretrain_bert.py``: from command line to exit code.
 
+A launcher that has checked a run hands its settings over in a file (``--run-config``). A
+``torchrun`` of one's own gives flags, which each rank checks.
+
 Settings that cannot work are printed once, as one line, and end every rank with exit code 2 before
 a process group exists; most are found before PyTorch is imported.
 """
@@ -11,13 +14,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron.dpp.cli import arguments, preflight
+from megatron.dpp.cli import arguments, preflight, run_file
 from megatron.dpp.cli.files import warnings_of_data, written_directories
 from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, DataError, DppError, tell_torchrun
 from megatron.dpp.locks import lock_directory
 from megatron.dpp.processes import end_with_parent
-from megatron.dpp.tokenizers import Tokenizer
+from megatron.dpp.tokenizers import Tokenizer, tokenizer_for
 
 _FAILED = 1
 _INTERRUPTED = 130
@@ -35,7 +38,7 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
     rank, world_size = arguments.rank_and_world()
     held = contextlib.ExitStack()
     try:
-        args, tokenizer = preflight.check(task_name, argv, world_size)
+        args, tokenizer = _settings(task_name, argv, world_size)
         if rank == 0:  # at once: the lock is taken only when PyTorch is there
             preflight.check_not_taken(args)
         args = _settled(args)
@@ -54,6 +57,19 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
         return preflight.BAD_INPUT
     with held:
         return _train(args, task_name, rank, tokenizer)
+
+
+def _settings(
+    task_name: str, argv: Sequence[str] | None, world_size: int
+) -> tuple[RunConfig, Tokenizer]:
+    """The checked settings, and the tokenizer."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if run_file.FLAG not in words:
+        return preflight.check(task_name, words, world_size)
+    if len(words) != 2 or words[0] != run_file.FLAG:
+        raise ConfigError(f"{run_file.FLAG} FILE holds all settings: no other flag goes with it")
+    args = run_file.read(words[1], task_name, world_size)
+    return args, tokenizer_for(args)
 
 
 def _train(args: RunConfig, task_name: str, rank: int, tokenizer: Tokenizer) -> int:
