@@ -286,7 +286,7 @@ def train_planned(found: Any) -> list[dict[str, Any]]:
     from megatron.dpp.launch.job import hardware_queues
 
     resolved = found.resolved
-    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or hardware_queues(resolved.argv)
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or hardware_queues(resolved.parsed)
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
     script = f"pretrain_{resolved.arch}.py"
     return train(script, found.setting.per_node, resolved.argv, variables)

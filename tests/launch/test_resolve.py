@@ -50,7 +50,7 @@ def test_without_tensor_parallelism_there_are_several_queues(words: str, queues:
     are reduced only after a replayed backward.
     """
     found = plan(f"--mode {words} --gpus 4 --gpu h200 --dry-run {ARTIFICIAL}".split())
-    assert hardware_queues(found.resolved.argv) == queues
+    assert hardware_queues(found.resolved.parsed) == queues
 
 
 @pytest.mark.parametrize("said", ["bf16", "fp16"])
