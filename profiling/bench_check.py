@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron.dpp.errors import flag_name, require
+from megatron.dpp.errors import require
 from megatron.dpp.inject import Injector
+from megatron.dpp.naming import flag_name
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.schedule.reference import padded_microbatches
 

@@ -18,9 +18,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from megatron.dpp.config import missing_package
+from megatron.dpp.errors import use_names
+from megatron.dpp.naming import in_flags
 from tests.runtime.launcher import has_gpu
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+_WITH_FLAGS = ("cli", "convert", "inference", "launch", "plan", "tools", "train")
+"""Folders of tests of what command lines lead to, where errors name flags."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -139,3 +145,11 @@ def reference() -> Path:
     if not (folder / "expected.json").is_file():
         pytest.skip(f"no reference data in {folder} (DPP_REFERENCE names another folder)")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _names(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Spells settings as the programs do whose parts a test calls."""
+    folder = request.path.relative_to(REPOSITORY / "tests").parts[0]
+    with use_names(in_flags) if folder in _WITH_FLAGS else contextlib.nullcontext():
+        yield

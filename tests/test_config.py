@@ -12,12 +12,21 @@ from megatron.dpp import ConfigError, DppConfig
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"slots": 0}, "--dpp-slots 0: must be at least 1, and finite"),
-        ({"timeout": float("nan")}, "--dpp-timeout nan: must be at least 0.001, and finite"),
-        ({"lookahead": float("inf")}, "--dpp-lookahead inf: must be at least -1.0, and finite"),
-        ({"record": "./x", "replay": "x"}, "--dpp-record ./x and --dpp-replay x name one file"),
+        ({"slots": 0}, r"DppConfig\(slots=0\): must be at least 1, and finite"),
+        (
+            {"timeout": float("nan")},
+            r"DppConfig\(timeout=nan\): must be at least 0.001, and finite",
+        ),
+        (
+            {"lookahead": float("inf")},
+            r"DppConfig\(lookahead=inf\): must be at least -1.0, and finite",
+        ),
+        (
+            {"record": "./x", "replay": "x"},
+            r"record='./x'\) and DppConfig\(replay='x'\) name one file",
+        ),
     ],
 )
-def test_refusals_name_the_flag(settings: dict[str, Any], said: str) -> None:
+def test_refusals_name_the_field(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         DppConfig(**settings)

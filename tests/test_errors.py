@@ -1,4 +1,4 @@
-"""Exit statuses and messages of programs."""
+"""Settings in texts; exit statuses and messages of programs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from megatron.dpp.errors import (
+    ConfigError,
+    DppError,
+    Setting,
+    core_setting,
+    render,
+    setting,
+    use_names,
+)
+from megatron.dpp.naming import in_flags, renamed
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -26,3 +37,66 @@ def test_a_reader_that_leaves_ends_the_program_quietly(words: str) -> None:
     assert program.stderr.read() == ""
     assert program.wait(120) == 1
     program.stderr.close()
+
+
+TEXT = f"{setting('slots', 3)}, {core_setting('seq_length')}, {setting('only', owner='HostTrace')}"
+
+
+def test_a_text_names_settings_as_the_program_spells_them() -> None:
+    error = ConfigError(f"{TEXT}: no")
+    assert error.settings == (
+        Setting("DppConfig", "slots", 3), Setting("", "seq_length"), Setting("HostTrace", "only"),
+    )  # fmt: skip
+    assert str(error) == "DppConfig(slots=3), seq_length, HostTrace(only=...): no"
+    assert error.said(in_flags) == "--dpp-slots 3, --seq-length, --dpp-trace-only: no"
+    variables = renamed({"slots": "DPP_SLOTS", "seq_length": "SEQ_LENGTH"}, "=")
+    assert error.said(variables) == "DPP_SLOTS=3, SEQ_LENGTH, --dpp-trace-only: no"
+    with use_names(in_flags):
+        assert str(error) == error.said(in_flags)
+    assert str(error).startswith("DppConfig")
+
+
+@pytest.mark.parametrize(
+    ("value", "in_python", "flag"),
+    [
+        ("a b", "'a b'", "--dpp-record a b"),
+        ("\x02x\x03", "'\\x02x\\x03'", "--dpp-record \x02x\x03"),
+        (1, "1", "--dpp-record 1"),
+        (True, "True", "--dpp-record"),
+        (False, "False", "--no-dpp-record"),
+        (float("inf"), "inf", "--dpp-record inf"),
+        (None, "None", "--dpp-record None"),
+        (Path("a"), "'a'", "--dpp-record a"),
+    ],
+)
+def test_a_value_is_spelled_as_it_was_given(value: object, in_python: str, flag: str) -> None:
+    text = setting("record", value)
+    assert render(text) == f"DppConfig(record={in_python})"
+    assert render(text, in_flags) == flag
+
+
+def test_an_error_that_leaves_a_program_keeps_its_names_and_those_of_its_cause() -> None:
+    @use_names(in_flags)
+    def program() -> None:
+        try:
+            raise DppError(setting("slots"))
+        except DppError as error:
+            raise ConfigError(f"{setting('policy', 'x')}: {error}") from error
+
+    with pytest.raises(ConfigError) as raised:
+        program()
+    assert str(raised.value) == "--dpp-policy x: --dpp-slots"
+    assert str(raised.value.__cause__) == "--dpp-slots"
+
+
+@pytest.mark.parametrize("cut", range(len(setting("slots", "two"))))
+def test_a_text_that_was_cut_off_is_still_read(cut: int) -> None:
+    """A peer's text may end anywhere."""
+    text = setting("slots", "two")[:cut]
+    assert render(f"rank 1: {text}") == f"rank 1: {text[1:]}"
+
+
+def test_bytes_of_a_peer_that_name_no_setting_are_shown() -> None:
+    assert render("\x02DppConfig.slots=two\x03 \x02nothing\x03 \x03") == (
+        "DppConfig.slots=two nothing \x03"
+    )

@@ -23,6 +23,7 @@ PACKAGE = ROOT / "megatron" / "dpp"
 # no arrow runs upwards.
 MAY_IMPORT = {
     "errors": set(),
+    "naming": {"errors"},
     "direction": set(),
     "config": {"errors"},
     "hosts": {"errors"},
@@ -37,7 +38,7 @@ MAY_IMPORT = {
     "trace": {"config", "direction", "errors", "locks", "schedule", "safe_files"},
     "sim": {"config", "direction", "errors", "schedule", "trace", "safe_files"},
     "pictures": {"errors", "sim", "trace", "safe_files"},
-    "plan": {"config", "errors", "schedule", "sim", "trace", "safe_files"},
+    "plan": {"config", "errors", "naming", "schedule", "sim", "trace", "safe_files"},
     "transport": {"config", "direction", "errors", "hosts"},
     "mcore": {"config", "direction", "errors", "processes", "trace", "transport"},
     "runtime": {
@@ -46,7 +47,7 @@ MAY_IMPORT = {
     },
     "cli": {
         *("config", "errors", "locks", "text_files", "tokenizers", "schedule", "trace", "plan"),
-        *("inject", "models", "safe_files"),
+        *("inject", "models", "naming", "safe_files"),
     },
     "convert": {"cli", "errors", "locks", "models", "safe_files", "text_files"},
     "launch": {
@@ -63,12 +64,13 @@ MAY_IMPORT = {
             "schedule",
             "plan",
             "cli",
+            "naming",
         ),
     },
     "train": {
         *("config", "errors", "locks", "text_files", "tokenizers", "schedule", "trace", "plan"),
         *("transport", "mcore", "runtime", "cli", "convert", "models"),
-        *("processes", "safe_files"),
+        *("naming", "processes", "safe_files"),
     },
     "inference": {"errors", "models", "plan", "mcore", "cli", "train"},
     "plugin": {"config", "errors", "mcore", "runtime", "schedule", "trace"},
@@ -76,7 +78,7 @@ MAY_IMPORT = {
         *("config", "errors", "hosts", "text_files", "pictures", "tokenizers", "schedule"),
         *("trace", "sim"),
         *("plan", "transport", "mcore", "cli", "launch", "plugin", "convert", "models"),
-        *("inference", "locks", "processes", "safe_files"),
+        *("inference", "locks", "naming", "processes", "safe_files"),
     },
 }
 RECORDING = {
@@ -90,6 +92,7 @@ DOORS = {"__init__", "__main__", "doctor", "estimate", "run", "sim.__main__"}
 WITHOUT_TORCH = {
     *(
         "errors",
+        "naming",
         "direction",
         "config",
         "hosts",

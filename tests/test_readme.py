@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp.config import DppConfig, flag_of, option_fields
+from megatron.dpp.config import DppConfig, option_fields
+from megatron.dpp.naming import flag_of
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

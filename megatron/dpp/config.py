@@ -1,6 +1,6 @@
 """Settings of the dynamic pipeline, as a frozen dataclass that checks itself.
 
-``cli`` makes the ``--dpp-*`` flags from its fields, so a default or a help text exists once.
+Command lines make their flags from its fields, so a default or a help text exists once.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, setting
 
 TRANSPORT_KINDS = (
     "auto",
     *sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent / "transport/kinds")])),
 )
-"""Values of ``--dpp-transport``: ``auto``, and one per module of ``transport/kinds/``."""
+"""Values of ``transport``: ``auto``, and one per module of ``transport/kinds/``."""
 
 KIND_PACKAGES = {"nixl": "pip install --no-deps nixl nixl-cu12 (or nixl-cu13)"}
 """Kinds that need the package of their name, with the command that installs it."""
 
 CUDA_GRAPHS = ("auto", "on", "off")
-"""Values of ``--dpp-cuda-graphs``."""
+"""Values of ``cuda_graphs``."""
 
 ENGINE_ROWS = 128
 """Transformer Engine's attention (cuDNN 9.19) is right in CUDA graphs for sequences of multiples of
@@ -37,7 +37,7 @@ this; of 16 and 64 a replay accessed memory that is not its own.
 """
 
 GRAPHS_PAY_FROM = 0.75
-"""Share of launching in the tasks' time from which ``--dpp-cuda-graphs auto`` captures graphs."""
+"""Share of launching in the tasks' time from which ``cuda_graphs="auto"`` captures graphs."""
 
 _BUCKETS_FROM, _BUCKET_RATIO = 256, math.sqrt(2.0)
 """First length and growth of geometric buckets: 20 % of padding for lengths of fine-tuning, and 13
@@ -45,7 +45,7 @@ lengths up to 16,384.
 """
 
 GPUDIRECT = ("auto", "on", "off")
-"""Values of ``--dpp-gpudirect`` and ``--dpp-rdma-adaptive-routing``."""
+"""Values of ``gpudirect`` and ``rdma_adaptive_routing``."""
 
 _RANGES = (
     ("tcp_connections", 1, 16),
@@ -64,8 +64,8 @@ def missing_package(kind: str) -> str | None:
     if kind not in KIND_PACKAGES or importlib.util.find_spec(kind) is not None:
         return None
     return (
-        f"--dpp-transport {kind}: {sys.executable} has no package {kind}: {KIND_PACKAGES[kind]}, "
-        "on every node"
+        f"{setting('transport', kind)}: {sys.executable} has no package {kind}: "
+        f"{KIND_PACKAGES[kind]}, on every node"
     )
 
 
@@ -75,11 +75,8 @@ def _option(default: Any, help_text: str, needs: str = "dpp") -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class DppConfig:
-    """Settings of the dynamic pipeline and its transport.
-
-    Every field ``x`` is also the flag ``--dpp-x`` of the training scripts (underscores become
-    dashes), except ``workload`` and ``node_ips``, which keep their older names ``--workload`` and
-    ``--node-ips``.
+    """Settings of the dynamic pipeline and its transport. Command lines have a flag for each field
+    (:mod:`megatron.dpp.naming`).
     """
 
     policy: str = _option(
@@ -120,7 +117,7 @@ class DppConfig:
     rdma_devices: str | None = _option(
         None,
         "over rdma: ports to use, like mlx5_0,mlx5_3:1, or nearest for all of them; a GPU takes "
-        "the nearest one on the PCI bus. By default all, unless --node-ips has an address per "
+        "the nearest one on the PCI bus. By default all, unless {node_ips} has an address per "
         "rank; without a GPU, or with one card, the port with this host's address",
         needs="links",
     )
@@ -164,8 +161,8 @@ class DppConfig:
     cuda_graphs: str = _option(
         "auto",
         "on a GPU: capture each chunk's forward, backward and weight gradients once and replay "
-        "them: auto (with --use-dpp, where launching them takes nearly as long as running them), "
-        "on (without --use-dpp, too), off",
+        "them: auto (in the dynamic pipeline, where launching them takes nearly as long as running "
+        "them), on (in static schedules, too), off",
         needs="nothing",
     )
     length_buckets: str = _option(
@@ -214,7 +211,7 @@ class DppConfig:
     record: str | None = _option(
         None, "file that every scheduling decision is written to (one per rank: .rankN is added)"
     )
-    replay: str | None = _option(None, "file written by --dpp-record whose decisions are run again")
+    replay: str | None = _option(None, "file written by {record} whose decisions are run again")
     inject: str | None = _option(
         None,
         "slow things down on purpose, for measurements: jitter:0.3, transient:2x:20%%, "
@@ -225,17 +222,19 @@ class DppConfig:
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORT_KINDS:
             raise ConfigError(
-                f"--dpp-transport {self.transport}: expected one of {', '.join(TRANSPORT_KINDS)}"
+                f"{setting('transport', self.transport)}: expected one of "
+                f"{', '.join(TRANSPORT_KINDS)}"
             )
         if self.cuda_graphs not in CUDA_GRAPHS:
             raise ConfigError(
-                f"--dpp-cuda-graphs {self.cuda_graphs}: expected one of {', '.join(CUDA_GRAPHS)}"
+                f"{setting('cuda_graphs', self.cuda_graphs)}: expected one of "
+                f"{', '.join(CUDA_GRAPHS)}"
             )
         self.buckets(sys.maxsize)
         for name in ("gpudirect", "rdma_adaptive_routing"):
             if getattr(self, name) not in GPUDIRECT:
                 raise ConfigError(
-                    f"{flag_of(name)} {getattr(self, name)}: expected one of {', '.join(GPUDIRECT)}"
+                    f"{setting(name, getattr(self, name))}: expected one of {', '.join(GPUDIRECT)}"
                 )
         for name, least in (
             ("slots", 1),
@@ -247,21 +246,21 @@ class DppConfig:
         ):
             value = getattr(self, name)
             if not least <= value < math.inf:
-                raise ConfigError(f"{flag_of(name)} {value}: must be at least {least}, and finite")
+                raise ConfigError(f"{setting(name, value)}: must be at least {least}, and finite")
         for name, least, most in _RANGES:
             if not least <= getattr(self, name) <= most:
                 raise ConfigError(
-                    f"{flag_of(name)} {getattr(self, name)}: must be from {least} to {most}"
+                    f"{setting(name, getattr(self, name))}: must be from {least} to {most}"
                 )
         for address in self.node_ips.split(",") if self.node_ips else ():
             if fault := _fault_of_address(address):
-                raise ConfigError(f"--node-ips {self.node_ips}: {address!r} {fault}")
+                raise ConfigError(f"{setting('node_ips', self.node_ips)}: {address!r} {fault}")
         self.port_range()
         files = [os.path.realpath(each) for each in (self.record, self.replay) if each]
         if len(files) > len(set(files)):
             raise ConfigError(
-                f"--dpp-record {self.record} and --dpp-replay {self.replay} name one file: a "
-                "replay must not overwrite its source"
+                f"{setting('record', self.record)} and {setting('replay', self.replay)} name one "
+                "file: a replay must not overwrite its source"
             )
 
     def node_ip(self, rank: int, world_size: int, ranks_per_node: int) -> str | None:
@@ -279,8 +278,8 @@ class DppConfig:
         if len(addresses) == num_nodes:
             return addresses[rank // ranks_per_node]
         raise ConfigError(
-            f"--node-ips {self.node_ips} has {len(addresses)} addresses: expected one per node "
-            f"({num_nodes}) or one per rank ({world_size})"
+            f"{setting('node_ips', self.node_ips)} has {len(addresses)} addresses: expected one "
+            f"per node ({num_nodes}) or one per rank ({world_size})"
         )
 
     def buckets(self, longest: int, multiple: int = 1) -> tuple[int, ...]:
@@ -294,7 +293,7 @@ class DppConfig:
         Raises:
             ConfigError: it is no list of ascending lengths up to ``longest``.
         """
-        text, flag = self.length_buckets, f"{flag_of('length_buckets')} {self.length_buckets}"
+        text, what = self.length_buckets, setting("length_buckets", self.length_buckets)
         if text == "off":
             return ()
         if text == "geometric":
@@ -307,13 +306,13 @@ class DppConfig:
         given = tuple(int(word) if re.fullmatch("[0-9]{1,11}", word) else 0 for word in words)
         if min(given) < 1 or list(given) != sorted(set(given)):
             raise ConfigError(
-                f"{flag}: expected off, geometric, or ascending lengths like 512,1024,4096"
+                f"{what}: expected off, geometric, or ascending lengths like 512,1024,4096"
             )
         if given[-1] > longest:
-            raise ConfigError(f"{flag}: {given[-1]} is above the longest sequence, {longest}")
+            raise ConfigError(f"{what}: {given[-1]} is above the longest sequence, {longest}")
         if wrong := [length for length in given if length % multiple]:
             raise ConfigError(
-                f"{flag}: {wrong[0]} is no multiple of {multiple}, to which sequence and context "
+                f"{what}: {wrong[0]} is no multiple of {multiple}, to which sequence and context "
                 "parallelism pad rows"
             )
         return given
@@ -332,8 +331,8 @@ class DppConfig:
             if 1 <= found[0] <= found[1] <= 65535:
                 return found
         raise ConfigError(
-            f"--dpp-listen-ports {self.listen_ports}: expected two ports from 1 to 65535, the "
-            "lower one first, like 29700-29763"
+            f"{setting('listen_ports', self.listen_ports)}: expected two ports from 1 to 65535, "
+            "the lower one first, like 29700-29763"
         )
 
 
@@ -353,24 +352,12 @@ def _fault_of_address(text: str) -> str:
     return ""
 
 
-_OLD_NAMES = {"workload": "--workload", "node_ips": "--node-ips"}
-
-
-def flag_of(field_name: str) -> str:
-    """The command line flag of a :class:`DppConfig` field.
-
-    >>> flag_of("activation_cap")
-    '--dpp-activation-cap'
-    """
-    return _OLD_NAMES.get(field_name, "--dpp-" + field_name.replace("_", "-"))
-
-
 def option_fields() -> tuple[dataclasses.Field[Any], ...]:
     """The fields of :class:`DppConfig` in the order in which flags are listed.
 
-    ``metadata["help"]`` is the flag's help (``{policies}`` stands for the built-in policies'
-    names), ``metadata["needs"]`` what a run without ``--use-dpp``
-    must have for the field to take effect: ``dpp``, so it never does; ``links`` of ours (several
-    stages and a ``--dpp-transport``); ``stages``, several of them; or ``nothing``.
+    ``metadata["help"]`` says what a field does; ``{policies}`` stands for the built-in policies'
+    names, ``{FIELD}`` for the name of another field. ``metadata["needs"]`` is what a run with a
+    static schedule must have for the field to take effect: ``dpp``, so it never does; ``links`` of
+    ours (several stages and a ``transport``); ``stages``, several of them; or ``nothing``.
     """
     return dataclasses.fields(DppConfig)

@@ -1,7 +1,10 @@
-"""The exceptions of this project, in one tree.
+"""The exceptions of this project, in one tree, and the settings that texts name.
 
 Every error that a user can meet derives from :class:`DppError`. A message names the values, the
 rule and the remedy. ``assert`` is for this project's own mistakes.
+
+A text names a setting with :func:`setting`, as a field. The program that prints it chooses the
+spelling: a field in Python, a flag on a command line, a variable in a launch script.
 """
 
 from __future__ import annotations
@@ -12,20 +15,138 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
 
+class Setting(NamedTuple):
+    """A setting that a text names.
+
+    Args:
+        owner: the class or function that takes it, such as ``DppConfig``; empty for megatron-core's
+            fields, arguments of a call, and settings of a training program.
+        name: the field or argument.
+        value: as it was given or should be, ``str``, ``bool``, ``int`` or ``float``; ``...`` where
+            the text names no value.
+    """
+
+    owner: str
+    name: str
+    value: Any = ...
+
+
+Naming = Callable[[Setting], str]
+"""Spells a setting as the users of a program write it."""
+
+_BEGIN, _END = "\x02", "\x03"
+"""Characters around a setting in a text that is not rendered yet, which no other text has."""
+
+
+def setting(name: str, value: Any = ..., *, owner: str = "DppConfig") -> str:
+    """A setting of :class:`~megatron.dpp.config.DppConfig` as a part of a text; :func:`render`
+    spells it. The arguments are those of :class:`Setting`.
+    """
+    if value is ...:
+        return f"{_BEGIN}{owner}.{name}{_END}"
+    plain = value if isinstance(value, str | bool | int | float | None) else str(value)
+    return f"{_BEGIN}{owner}.{name}={json.dumps(plain)}{_END}"
+
+
+def core_setting(name: str, value: Any = ...) -> str:
+    """The same for a field of megatron-core, an argument of a call, or a training program's."""
+    return setting(name, value, owner="")
+
+
+def in_python(given: Setting) -> str:
+    """The spelling in Python.
+
+    >>> in_python(Setting("DppConfig", "slots", 3)), in_python(Setting("", "seq_length"))
+    ('DppConfig(slots=3)', 'seq_length')
+    """
+    value = "..." if given.value is ... else repr(given.value)
+    if given.owner:
+        return f"{given.owner}({given.name}={value})"
+    return given.name if given.value is ... else f"{given.name}={value}"
+
+
+_naming: Naming = in_python
+
+
+def render(text: str, naming: Naming | None = None) -> str:
+    """``text`` with its settings spelled by ``naming``; None takes that of :func:`use_names`."""
+    if _BEGIN not in text:
+        return text
+    naming = naming or _naming
+    first, *parts = text.split(_BEGIN)
+    rendered = [first]
+    for part in parts:
+        mark, end, rest = part.partition(_END)
+        given = _read_mark(mark) if end else None  # a peer's text may be cut off, or anything
+        rendered += [mark if given is None else naming(given), rest]
+    return "".join(rendered)
+
+
+def _read_mark(mark: str) -> Setting | None:
+    owner, dot, rest = mark.partition(".")
+    name, equals, value = rest.partition("=")
+    try:
+        return Setting(owner, name, json.loads(value) if equals else ...) if dot else None
+    except ValueError:
+        return None
+
+
+@contextlib.contextmanager
+def use_names(naming: Naming) -> Iterator[None]:
+    """Spell settings by ``naming``, in the whole process, for a block or a decorated function. An
+    error that leaves it keeps its spelling.
+    """
+    global _naming
+    before, _naming = _naming, naming
+    try:
+        yield
+    except BaseException as error:
+        _keep_spelling(error)
+        raise
+    finally:
+        _naming = before
+
+
+def _keep_spelling(error: BaseException | None) -> None:
+    while error is not None:
+        if isinstance(error, DppError):
+            error.args = (str(error),)
+        error = error.__cause__ or error.__context__
+
+
 class DppError(Exception):
-    """Base of every error that this project raises on purpose."""
+    """Base of every error that this project raises on purpose. Its text may name settings."""
+
+    def __str__(self) -> str:
+        return render(super().__str__())
+
+    def said(self, naming: Naming) -> str:
+        """The text, its settings spelled by ``naming``."""
+        return render(super().__str__(), naming)
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """The settings that the text names."""
+        found: list[Setting] = []
+
+        def note(given: Setting) -> str:
+            found.append(given)
+            return ""
+
+        self.said(note)
+        return tuple(found)
 
 
 class ConfigError(DppError, ValueError):
-    """A setting, flag or combination of them cannot work; names the flag and the nearest choice."""
+    """A setting or a combination of them cannot work; names it and the nearest choice."""
 
 
 class DataError(DppError, ValueError):
@@ -89,23 +210,18 @@ def require(condition: object, message: str) -> None:
         raise ConfigError(message)
 
 
-def flag_name(name: str) -> str:
-    """The flag whose value argparse calls ``name``: ``--hidden-size`` for ``hidden_size``."""
-    return "--" + name.replace("_", "-")
-
-
 def require_value(args: Namespace, name: str, good: object, rule: str) -> None:
-    """Raises :class:`ConfigError` ``--FLAG VALUE: must be RULE`` unless ``good`` holds."""
-    require(good, f"{flag_name(name)} {getattr(args, name)}: must be {rule}")
+    """Raises :class:`ConfigError` ``SETTING: must be RULE`` unless ``good`` holds."""
+    require(good, f"{core_setting(name, getattr(args, name))}: must be {rule}")
 
 
 def require_multiple(args: Namespace, name: str, *others: str) -> None:
-    """Raises :class:`ConfigError` unless the product of the values of the flags ``others`` divides
-    that of the flag ``name``."""
-    sizes = [f"{flag_name(other)} {getattr(args, other)}" for other in others]
+    """Raises :class:`ConfigError` unless the product of the values of the settings ``others``
+    divides that of the setting ``name``."""
+    sizes = [core_setting(other, getattr(args, other)) for other in others]
     divisor = math.prod(getattr(args, other) for other in others)
     value = getattr(args, name)
-    shown = f"{flag_name(name)} {value} is not divisible by {' x '.join(sizes)}"
+    shown = f"{core_setting(name, value)} is not divisible by {' x '.join(sizes)}"
     require(value % divisor == 0, shown)
 
 

@@ -95,8 +95,8 @@ def own_interface(master: str, own: Sequence[str] = ()) -> tuple[str, str]:
 
     Args:
         master: name or address of node 0.
-        own: addresses that ``--node-ips`` gives to this host; the route to ``master`` decides
-            without them.
+        own: addresses that ``DppConfig.node_ips`` gives to this host; the route to ``master``
+            decides without them.
 
     Raises:
         ConfigError: an address of ``own`` is not one of this host.

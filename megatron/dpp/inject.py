@@ -1,6 +1,6 @@
 """Injected delays: slow tasks, slow ranks, slow links, for measurements and tests.
 
-A specification such as ``jitter:0.3,transient:2x:20%,slow-link:0-1:5ms`` (flag ``--dpp-inject``)
+A specification such as ``jitter:0.3,transient:2x:20%,slow-link:0-1:5ms`` (``DppConfig.inject``)
 becomes an :class:`Injector`, which gives the factor by which a task takes longer and the seconds by
 which a message is late. Both are pure functions of the seed and of the task or message, so all
 schedules meet the same delays. A message is known by its number on its channel; dynamic schedules
@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, setting
 
 _FORMS = (
     "jitter:SIGMA, transient:2x:20%, slow-rank:RANK:FACTOR, slow-link:A-B:5ms, lengths:SIGMA, "
@@ -108,7 +108,7 @@ class Injector:
         except (KeyError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"--dpp-inject {item!r}: expected {_FORMS}") from error
+            raise ConfigError(f"{setting('inject', item)}: expected {_FORMS}") from error
 
     def _add_jitter(self, text: str) -> None:
         sigma = _number(text)
@@ -123,7 +123,9 @@ class Injector:
         factor_text, share_text = text.split(":")
         factor, share = _factor(factor_text), _number(share_text.rstrip("%")) / 100
         if not 0.0 < share < 1.0:
-            raise ConfigError(f"--dpp-inject transient:{text}: the share must be 1% to 99%")
+            raise ConfigError(
+                f"{setting('inject', f'transient:{text}')}: the share must be 1% to 99%"
+            )
 
         def rule(task: Task) -> float:
             slow = self._slow_work(task.iteration, share, task.begin, task.begin + task.cost)
@@ -158,8 +160,9 @@ class Injector:
         wraps = self._num_chunks > 1 and a == 0 < b == self._num_ranks - 1
         if b != a + 1 and not wraps:
             raise ConfigError(
-                f"--dpp-inject slow-link:{text}: pipeline ranks {a} and {b} share no link; those "
-                f"with neighbouring numbers do, and with several chunks 0 and {self._num_ranks - 1}"
+                f"{setting('inject', f'slow-link:{text}')}: pipeline ranks {a} and {b} share no "
+                "link; those with neighbouring numbers do, and with several chunks 0 and "
+                f"{self._num_ranks - 1}"
             )
         self._links[a, b] = _seconds(late)
 
@@ -193,7 +196,7 @@ class Injector:
     def _check_rank(self, rank: int, item: str) -> None:
         if not 0 <= rank < self._num_ranks:
             raise ConfigError(
-                f"--dpp-inject {item}: pipeline rank {rank} is outside the pipeline of "
+                f"{setting('inject', item)}: pipeline rank {rank} is outside the pipeline of "
                 f"{self._num_ranks} ranks"
             )
 
@@ -221,7 +224,9 @@ def _number(text: str) -> float:
 def _factor(text: str) -> float:
     factor = _number(text.rstrip("x"))
     if factor < 1.0:
-        raise ConfigError(f"--dpp-inject: factor {text}: must be at least 1, nothing gets faster")
+        raise ConfigError(
+            f"{setting('inject')}: factor {text}: must be at least 1, nothing gets faster"
+        )
     return factor
 
 

@@ -48,7 +48,7 @@ REFUSED = {
     "--dpp-activation-cap: 0.1p whole-model activations is 0.2": (
         f"{GOOD} --use-dpp --pipeline-model-parallel-size 2 --dpp-activation-cap 0.1p"
     ),
-    "--dpp-inject 'jiter:0.3'": f"{GOOD} --use-dpp --dpp-inject jiter:0.3",
+    "--dpp-inject jiter:0.3: expected": f"{GOOD} --use-dpp --dpp-inject jiter:0.3",
     "--dpp-replay /nowhere/order.rank0: No such file": (
         f"{GOOD} --use-dpp --dpp-replay /nowhere/order"
     ),

@@ -77,7 +77,7 @@ def test_a_budget_below_the_longest_sequence_is_refused(chats: Path) -> None:
 
 def test_costs_are_read_before_the_run(chats: Path, tmp_path: Path) -> None:
     costs = tmp_path / "costs.json"
-    with pytest.raises(DataError, match=r"--length-costs .*costs.json: expected the file of"):
+    with pytest.raises(DataError, match=r"--length-costs .*costs.json: expected the file that"):
         checked(chats, length_costs=str(costs))
     costs.write_text('{"fixed": 0.1, "per_token": [1, 2, 3], "per_square": [0, 0, 0]}')
     checked(chats, length_costs=str(costs))

@@ -11,8 +11,9 @@ import pytest
 
 from megatron.dpp.cli.run_config import dpp_config
 from megatron.dpp.commands.run import main, take_flags, usage
-from megatron.dpp.config import DppConfig, flag_of, option_fields
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.config import DppConfig, option_fields
+from megatron.dpp.errors import ConfigError, TransportError
+from megatron.dpp.naming import flag_of
 from tests.runtime.launcher import REPOSITORY
 
 SCRIPT = """
@@ -98,6 +99,26 @@ def test_a_missing_script_and_a_bad_setting_end_with_2(
     assert main([str(script), "--use-dpp", "--dpp-policy", "best"]) == 2
     error = capsys.readouterr().err
     assert "nowhere.py: no such script" in error and "--dpp-policy best: expected one of" in error
+
+
+def test_a_refusal_names_the_variable_that_gave_the_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(0)")
+    monkeypatch.setenv("DPP_SLOTS", "0")
+    assert main([str(script), "--use-dpp"]) == 2
+    assert capsys.readouterr().err.startswith("error: DPP_SLOTS=0: must be at least 1")
+    assert main([str(script), "--use-dpp", "--dpp-slots", "-1"]) == 2
+    assert capsys.readouterr().err.startswith("error: --dpp-slots -1: must be at least 1")
+
+
+def test_an_error_inside_of_a_script_names_flags(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    lines = ("from megatron.dpp.errors import TransportError, setting",)
+    script.write_text("\n".join([*lines, "raise TransportError(setting('timeout'))"]))
+    with pytest.raises(TransportError, match=r"^--dpp-timeout$"):
+        main([str(script)])
 
 
 @pytest.mark.parametrize("words", [["--use-dpp"], []])

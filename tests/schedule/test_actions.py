@@ -49,7 +49,7 @@ def test_wrong_word_is_refused(word):
         ({"rank": 4}, "rank 4"),
         ({"num_chunks": 0}, "num_chunks 0"),
         ({"num_microbatches": 0}, "num_microbatches 0"),
-        ({"group": 3}, "group size 3"),
+        ({"group": 3}, "microbatch_group_size_per_vp_stage=3: must be at least"),
         ({"w_pieces": (1,)}, "expected 2"),
         ({"w_pieces": (1, -1)}, "below 0"),
     ],

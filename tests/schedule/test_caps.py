@@ -1,4 +1,4 @@
-"""Values of --dpp-activation-cap, valid and invalid."""
+"""Values of ``activation_cap``, valid and invalid."""
 
 import pytest
 
@@ -219,11 +219,11 @@ def test_what_a_refusal_advises_is_accepted(p, v, m):
     where = Geometry(p, p - 1, v, m)
     with pytest.raises(ConfigError, match="strict") as refused:
         parse_cap("0.01p", where)
-    advised = refused.value.args[0].split()[-3].rstrip(",")
+    advised = str(refused.value).split()[-3].rstrip(",")
     assert parse_cap(advised, where).chunks >= peak_in_flight(where)
     with pytest.raises(ConfigError, match="breadth-first") as refused:
         Scheduler(where, policy="breadth-first")
-    advised = refused.value.args[0].split("--dpp-activation-cap ")[1].split()[0]
+    advised = refused.value.settings[1].value
     room = beside_head(parse_cap(advised, where), where).chunks
     assert Scheduler(where, policy="breadth-first", cap=room)
 
@@ -392,9 +392,9 @@ def test_bytes_below_the_order_of_the_longest_microbatches_name_what_to_give() -
     with pytest.raises(ConfigError) as refused:
         parse_cap("4MiB", shape, 2.2 * (1 << 20))
     assert str(refused.value) == (
-        "--dpp-activation-cap: 4MiB at 2.2 MiB for each of the longest microbatch is 1.81818 chunk "
-        "activations on pipeline rank 0, but Megatron's own order needs 5 there; less could stop "
-        "the pipeline. Give at least 11MiB, or strict"
+        "DppConfig(activation_cap=...): 4MiB at 2.2 MiB for each of the longest microbatch is "
+        "1.81818 chunk activations on pipeline rank 0, but Megatron's own order "
+        "needs 5 there; less could stop the pipeline. Give at least 11MiB, or strict"
     )
     assert parse_cap("11MiB", shape, 2.2 * (1 << 20)).chunks == pytest.approx(5)
 

@@ -182,7 +182,9 @@ def test_a_group_may_have_more_microbatches_than_there_are_ranks() -> None:
 
 
 def test_an_activation_without_bytes_gives_no_cap() -> None:
-    with pytest.raises(ConfigError, match=r"4GiB: a chunk's activation was measured as 0\.0 bytes"):
+    with pytest.raises(
+        ConfigError, match=r"4GiB'\): a chunk's activation was measured as 0\.0 bytes"
+    ):
         parse_cap("4GiB", Geometry(2, 0, 1, 4), 0.0)
 
 

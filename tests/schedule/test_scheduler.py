@@ -283,11 +283,11 @@ def test_settings_that_cannot_work_are_refused():
 
 def test_breadth_first_says_how_much_room_it_needs():
     geometry = Geometry(2, 0, 2, 8)
-    with pytest.raises(ConfigError, match=r"16.*--dpp-activation-cap 4.25p"):
+    with pytest.raises(ConfigError, match=r"16.*activation_cap='4.25p'"):
         Scheduler(geometry, policy="breadth-first")
-    with pytest.raises(ConfigError, match=r"--dpp-activation-cap 4p \("):  # no room for a head
+    with pytest.raises(ConfigError, match=r"activation_cap='4p'\) \("):  # no room for a head
         Scheduler(geometry, policy="breadth-first", split_backward=False)
-    with pytest.raises(ConfigError, match=r"--dpp-activation-cap 8p \("):  # nor on a single rank
+    with pytest.raises(ConfigError, match=r"activation_cap='8p'\) \("):  # nor on a single rank
         Scheduler(Geometry(1, 0, 1, 8), policy="breadth-first", cap=7)
     scheduler = Scheduler(geometry, policy="breadth-first", cap=16)
     scheduler.arrived(Direction.FORWARD, 1, 2)
@@ -300,7 +300,7 @@ def test_users_policies_are_found_by_name_and_checked():
     assert scheduler.next() is None
     assert scheduler.stall().cause is Cause.POLICY
     with pytest.raises(
-        ScheduleError, match=r"--dpp-policy .*:Insists: pipeline rank 0: 0B0 may not run"
+        ScheduleError, match=r"policy=.*:Insists'\): pipeline rank 0: 0B0 may not run"
     ):
         Scheduler(Geometry(1, 0, 1, 1), policy=f"{__name__}:Insists").next()
 
@@ -346,7 +346,7 @@ def test_waiting_is_allowed_as_long_as_a_message_may_come():
 )
 def test_a_policy_that_fails_is_named(policy, why):
     scheduler = Scheduler(Geometry(1, 0, 1, 1), policy=f"{__name__}:{policy}")
-    with pytest.raises(ScheduleError, match=f"--dpp-policy {__name__}:{policy} {why}"):
+    with pytest.raises(ScheduleError, match=rf"policy='{__name__}:{policy}'\) {why}"):
         scheduler.next()
 
 
@@ -358,7 +358,7 @@ def test_a_policy_that_fails_is_named(policy, why):
     ],
 )  # fmt: skip
 def test_unknown_policies_are_refused(name):
-    with pytest.raises(ConfigError, match="--dpp-policy"):
+    with pytest.raises(ConfigError, match=r"^DppConfig\(policy="):
         find_policy(name)
 
 

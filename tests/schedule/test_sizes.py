@@ -459,7 +459,7 @@ def test_a_static_peak_is_that_of_the_worst_batch_so_far(weights):
 
 
 def static_cap(p, rank, v, sizes, so_far, announced):
-    """A scheduler with --dpp-activation-cap static, which knows all batches up to this one."""
+    """A scheduler with activation_cap="static", which knows all batches up to this one."""
     geometry = Geometry(p, rank, v, len(sizes))
     if announced:
         so_far.add(geometry, sizes, ())

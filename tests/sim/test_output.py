@@ -138,7 +138,7 @@ def test_lengths_come_from_token_files(capsys, tmp_path):
         (["--pp", "0"], "must be at least 1"),
         (["--policy", "fastest"], "error: --policy fastest"),
         (["--cap", "0.1p"], "error: --cap: 0.1p"),
-        (["--group", "2"], "microbatch group size 2 (--group)"),
+        (["--group", "2"], "--group 2: must be at least the number"),
         (["--slow-rank", "one"], "expected a value like 1:1.5"),
         (["--slow-rank", "4:2"], "ranks 0 .. 3"),
         (["--slow-rank", "1:0"], "above 0"),

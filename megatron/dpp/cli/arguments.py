@@ -23,8 +23,9 @@ from megatron.dpp.cli.flags import GROUPS, UNSET_FIELDS, WITHOUT_EFFECT, Flag
 from megatron.dpp.cli.flags_run import RUN_GROUPS
 from megatron.dpp.cli.flags_special import SPECIAL, answer
 from megatron.dpp.cli.run_config import RunConfig
-from megatron.dpp.config import flag_of, option_fields
+from megatron.dpp.config import option_fields
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.naming import flag_of
 from megatron.dpp.schedule import BUILT_IN
 
 
@@ -70,11 +71,13 @@ def _add_row(group: Any, row: Flag) -> None:
 def add_dpp_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag per field of :class:`~megatron.dpp.config.DppConfig`."""
     group = parser.add_argument_group("dynamic pipeline: schedule and transport")
+    names = {field.name: flag_of(field.name) for field in option_fields()}
+    names["policies"] = ", ".join(BUILT_IN)
     for field in option_fields():
         options: dict[str, Any] = {
             "dest": f"dpp_{field.name}",
             "default": field.default,
-            "help": field.metadata["help"].replace("{policies}", ", ".join(BUILT_IN)),
+            "help": field.metadata["help"].format_map(names),
         }
         if isinstance(field.default, bool):
             options["action"] = argparse.BooleanOptionalAction

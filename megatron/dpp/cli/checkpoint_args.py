@@ -13,7 +13,8 @@ from typing import Any
 
 from megatron.dpp.cli.checkpoint_files import Found, find_start
 from megatron.dpp.cli.checkpoint_reader import read_archive
-from megatron.dpp.errors import ConfigError, DataError, flag_name
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.naming import flag_name
 
 SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
 _UNLESS_GIVEN = (

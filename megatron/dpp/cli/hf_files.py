@@ -10,10 +10,11 @@ from typing import Any
 from megatron.dpp.cli.checkpoint_args import saved_args
 from megatron.dpp.cli.checkpoint_files import Found, find_start
 from megatron.dpp.cli.hf_model import check_same
-from megatron.dpp.errors import DataError, flag_name
+from megatron.dpp.errors import DataError
 from megatron.dpp.models import read_config
 from megatron.dpp.models.fields import CONFIG, find_origin
 from megatron.dpp.models.weights import find_weights
+from megatron.dpp.naming import flag_name
 from megatron.dpp.text_files import read_text
 from megatron.dpp.tokenizers import PIECE_TYPES, PIECES
 

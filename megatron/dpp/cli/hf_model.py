@@ -8,8 +8,9 @@ from typing import Any
 
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.checkpoint_args import SIZES, STRUCTURE
-from megatron.dpp.errors import DataError, flag_name
+from megatron.dpp.errors import DataError
 from megatron.dpp.models import HfConfig
+from megatron.dpp.naming import flag_name
 
 _BESIDE = ("mtp_num_layers", "experimental_attention_variant", "apply_layernorm_1p")
 """Further attributes of a model; no family has one. The last is of old Megatron-LM checkpoints."""

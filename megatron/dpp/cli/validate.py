@@ -25,13 +25,8 @@ from megatron.dpp.cli.validate_ranges import (
     check_yarn,
 )
 from megatron.dpp.cli.validate_sequences import check_sequences
-from megatron.dpp.errors import (
-    ConfigError,
-    flag_name,
-    require,
-    require_multiple,
-    require_value,
-)
+from megatron.dpp.errors import ConfigError, core_setting, require, require_multiple, require_value
+from megatron.dpp.naming import flag_name
 from megatron.dpp.tokenizers import PIECE_TYPES
 from megatron.dpp.trace import parse_iterations
 
@@ -100,9 +95,9 @@ _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embe
 def _shape(args: Args) -> None:
     args.num_layers = args.num_layers or args.encoder_num_layers
     for name in _SIZES:
-        require(getattr(args, name), f"{flag_name(name)} is required")
+        require(getattr(args, name), f"{core_setting(name)} is required")
     args.seq_length = args.seq_length or args.encoder_seq_length
-    require(args.seq_length, "--seq-length is required")
+    require(args.seq_length, f"{core_setting('seq_length')} is required")
     args.encoder_seq_length = args.seq_length
     args.loss_vocab_size = None  # until build_vocabulary has read the files
     args.decoder_seq_length = None  # of no model here, yet static schedules would send that much
@@ -114,16 +109,16 @@ def _shape(args: Args) -> None:
         args.ffn_hidden_size = wide if args.swiglu else 4 * args.hidden_size
         require(
             args.ffn_hidden_size,
-            f"--swiglu with --hidden-size {args.hidden_size}: two thirds of four times that, in "
-            "multiples of 64, are 0; give --ffn-hidden-size",
+            f"--swiglu with {core_setting('hidden_size', args.hidden_size)}: two thirds of "
+            "four times that, in multiples of 64, are 0; give --ffn-hidden-size",
         )
     if args.kv_channels is None:
         require_multiple(args, "hidden_size", "num_attention_heads")
         args.kv_channels = args.hidden_size // args.num_attention_heads
     require(
         args.max_position_embeddings >= args.seq_length,
-        f"--max-position-embeddings {args.max_position_embeddings} is below "
-        f"--seq-length {args.seq_length}",
+        f"{core_setting('max_position_embeddings', args.max_position_embeddings)} is below "
+        f"{core_setting('seq_length', args.seq_length)}",
     )
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
@@ -149,9 +144,10 @@ def _layout(args: Args) -> None:
         require_value(args, name, getattr(args, name) >= 1, "at least 1")
     require(
         args.world_size % model == 0,
-        f"{args.world_size} processes cannot hold --tensor-model-parallel-size {tensor} x "
-        f"--pipeline-model-parallel-size {pipeline} x --context-parallel-size {context}: "
-        f"start a multiple of {model}",
+        f"{args.world_size} processes cannot hold "
+        f"{core_setting('tensor_model_parallel_size', tensor)} x "
+        f"{core_setting('pipeline_model_parallel_size', pipeline)} x "
+        f"{core_setting('context_parallel_size', context)}: start a multiple of {model}",
     )
     args.data_parallel_size = args.world_size // model
     require(
@@ -164,16 +160,17 @@ def _layout(args: Args) -> None:
     if context > 1:
         require(
             args.seq_length % (2 * context) == 0,
-            f"--seq-length {args.seq_length} is not a multiple of twice "
-            f"--context-parallel-size {context}",
+            f"{core_setting('seq_length', args.seq_length)} is not a multiple of twice "
+            f"{core_setting('context_parallel_size', context)}",
         )
     if tensor == 1:
         args.sequence_parallel = False
     if args.sequence_parallel:
         require(
             args.seq_length % (tensor * context) == 0,
-            f"--seq-length {args.seq_length} is not divisible by --tensor-model-parallel-size "
-            f"{tensor} x --context-parallel-size {context} (--sequence-parallel)",
+            f"{core_setting('seq_length', args.seq_length)} is not divisible by "
+            f"{core_setting('tensor_model_parallel_size', tensor)} x "
+            f"{core_setting('context_parallel_size', context)} (--sequence-parallel)",
         )
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = tensor
@@ -182,15 +179,16 @@ def _layout(args: Args) -> None:
 def _batch(args: Args) -> None:
     require(
         args.micro_batch_size is not None and args.micro_batch_size > 0,
-        "--micro-batch-size is required",
+        f"{core_setting('micro_batch_size')} is required",
     )
     step = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size is None:
         args.global_batch_size = step
     require(
         args.global_batch_size % step == 0 or args.decrease_batch_size_if_needed,
-        f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
-        f"{args.micro_batch_size} x {args.data_parallel_size} data-parallel replicas",
+        f"{core_setting('global_batch_size', args.global_batch_size)} is not a multiple of "
+        f"{core_setting('micro_batch_size', args.micro_batch_size)} x {args.data_parallel_size} "
+        "data-parallel replicas",
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.dpp.errors import require
+from megatron.dpp.errors import core_setting, require
 from megatron.dpp.plan.layer_patterns import layout_stages
 
 Args = argparse.Namespace
@@ -44,24 +44,25 @@ def check_plan(args: Args) -> None:
 def virtual_stages(args: Args) -> None:
     """Derive the number of chunks; once more where ``--dpp-plan`` has settled the layout."""
     pipeline = args.pipeline_model_parallel_size
-    ways = {
-        "--num-layers-per-virtual-pipeline-stage": args.num_layers_per_virtual_pipeline_stage,
-        "--num-virtual-stages-per-pipeline-rank": args.num_virtual_stages_per_pipeline_rank,
-        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
-    }
-    given = [name for name, value in ways.items() if value is not None]
+    ways = (
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+        "pipeline_model_parallel_layout",
+    )
+    given = [core_setting(name) for name in ways if getattr(args, name) is not None]
     require(len(given) <= 1, f"{' and '.join(given)} exclude each other")
     chunks = _num_chunks(args)
     args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
     if chunks > 1:
         require(
             pipeline > 1,
-            f"{given[0]}: virtual stages need --pipeline-model-parallel-size of at least 2",
+            f"{given[0]}: virtual stages need {core_setting('pipeline_model_parallel_size')} of at "
+            "least 2",
         )
         require(
             args.overlap_p2p_comm or pipeline > 2 or args.use_dpp,
             "--no-overlap-p2p-communication with virtual stages needs "
-            "--pipeline-model-parallel-size of at least 3",
+            f"{core_setting('pipeline_model_parallel_size')} of at least 3",
         )
     elif not _to_be_planned(args):
         args.overlap_p2p_comm = args.align_param_gather = False
@@ -75,6 +76,7 @@ def _to_be_planned(args: Args) -> bool:
 def _num_chunks(args: Args) -> int:
     """Model chunks per pipeline rank."""
     pipeline = args.pipeline_model_parallel_size
+    ranks = core_setting("pipeline_model_parallel_size", pipeline)
     if _to_be_planned(args):
         return 1
     if args.pipeline_model_parallel_layout is not None:
@@ -84,23 +86,23 @@ def _num_chunks(args: Args) -> int:
     layers += args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
     if args.num_virtual_stages_per_pipeline_rank is not None:
         chunks = int(args.num_virtual_stages_per_pipeline_rank)
+        of_rank = core_setting("num_virtual_stages_per_pipeline_rank", chunks)
         require(
             0 < chunks * pipeline <= args.num_layers,
-            f"--num-virtual-stages-per-pipeline-rank {chunks} x --pipeline-model-parallel-size "
-            f"{pipeline} = {chunks * pipeline} virtual stages; --num-layers is {args.num_layers}: "
-            "each stage needs a layer",
+            f"{of_rank} x {ranks} = {chunks * pipeline} virtual stages; "
+            f"{core_setting('num_layers')} is {args.num_layers}: each stage needs a layer",
         )
         if uneven == (None, None):
             require(
                 layers % (chunks * pipeline) == 0,
-                f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size "
-                f"{pipeline} x --num-virtual-stages-per-pipeline-rank {chunks} virtual stages",
+                f"{core_setting('num_layers', layers)} is not divisible by {ranks} x {of_rank} "
+                "virtual stages",
             )
         return chunks
     if uneven == (None, None):
         require(
             layers % pipeline == 0,
-            f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pipeline}",
+            f"{core_setting('num_layers', layers)} is not divisible by {ranks}",
         )
     per_chunk = args.num_layers_per_virtual_pipeline_stage
     if per_chunk is None:

@@ -10,7 +10,7 @@ import argparse
 import importlib.util
 from typing import Any
 
-from megatron.dpp.errors import require, require_multiple, require_value
+from megatron.dpp.errors import core_setting, require, require_multiple, require_value
 
 Args = argparse.Namespace
 
@@ -144,10 +144,11 @@ def check_batches(args: Args) -> None:
     rest = microbatches % group if group else 0
     require(
         pipeline <= group <= microbatches and (rest == 0 or rest >= pipeline),
-        f"{microbatches} microbatches (--global-batch-size / --micro-batch-size / replicas) in "
-        f"groups of {group}: the interleaved schedule needs groups of --pipeline-model-parallel-"
-        f"size {pipeline} (--microbatch-group-size-per-virtual-pipeline-stage) or more, at least "
-        "one, and no smaller rest; --use-dpp takes any number",
+        f"{microbatches} microbatches ({core_setting('global_batch_size')} / "
+        f"{core_setting('micro_batch_size')} / replicas) in groups of {group}: the interleaved "
+        f"schedule needs groups of {core_setting('pipeline_model_parallel_size', pipeline)} "
+        "(--microbatch-group-size-per-virtual-pipeline-stage) or more, at least one, and no "
+        "smaller rest; --use-dpp takes any number",
     )
 
 

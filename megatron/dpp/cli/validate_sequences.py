@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.errors import flag_name, require, require_value
+from megatron.dpp.errors import require, require_value
+from megatron.dpp.naming import flag_name
 
 _NEED = ("overlong", "packing", "packing_budget", "order", "length_costs")
 _EXCLUDED = {

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import DataError, DppError
+from megatron.dpp.errors import DataError, DppError, use_names
+from megatron.dpp.naming import in_flags
 from megatron.dpp.processes import exits_on_sigterm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,7 +31,7 @@ def new_parser(prog: str, description: str, usage: str = "[options]") -> argpars
 def guarded(prog: str, run: Callable[[], int]) -> int:
     """Exit status of ``run``; an error becomes one line on standard error, and status 1."""
     try:
-        with exits_on_sigterm():
+        with use_names(in_flags), exits_on_sigterm():
             return run()
     except BrokenPipeError:
         raise

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from megatron.dpp.commands import doctor_rdma
 from megatron.dpp.commands.doctor_rdma import Finding
-from megatron.dpp.errors import TransportError, exit_with
+from megatron.dpp.errors import TransportError, exit_with, use_names
+from megatron.dpp.naming import in_flags
 
 
 def probe_extension() -> Finding:
@@ -148,6 +149,7 @@ def findings(*, rdma_only: bool) -> Iterator[Finding]:
     yield from (probe() for probe in PROBES)
 
 
+@use_names(in_flags)
 def main(words: Sequence[str] = ()) -> int:
     """Print all findings.
 

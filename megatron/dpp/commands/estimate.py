@@ -13,7 +13,8 @@ import math
 import sys
 from collections.abc import Sequence
 
-from megatron.dpp.errors import ConfigError, DppError, flag_name, require
+from megatron.dpp.errors import ConfigError, DppError, require, use_names
+from megatron.dpp.naming import flag_name, in_flags
 from megatron.dpp.plan.device import Device, find_machine, known_gpu
 from megatron.dpp.plan.estimate import estimate
 from megatron.dpp.plan.from_flags import shape_of
@@ -62,6 +63,7 @@ def device_of(
     return on_gpu, device
 
 
+@use_names(in_flags)
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the estimate; returns the exit status."""
     from megatron.dpp.cli.preflight import BAD_INPUT

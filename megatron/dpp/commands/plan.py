@@ -17,7 +17,8 @@ import re
 from collections.abc import Sequence
 
 from megatron.dpp.commands.common import ROOT, guarded, new_parser
-from megatron.dpp.errors import ConfigError, flag_name, require_value
+from megatron.dpp.errors import ConfigError, require_value
+from megatron.dpp.naming import flag_name
 from megatron.dpp.plan.device import known_gpu
 from megatron.dpp.plan.model_costs import ModelCosts
 from megatron.dpp.plan.planner import Planner, Prediction, from_run

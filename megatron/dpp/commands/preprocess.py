@@ -37,8 +37,9 @@ from megatron.dpp.commands.chats import (
 from megatron.dpp.commands.common import new_parser, progress_bar
 from megatron.dpp.commands.json_lines import BadLine, parse_line, text_of
 from megatron.dpp.commands.sentences import SPLITTERS, make_splitter
-from megatron.dpp.errors import ConfigError, DataError, DppError, flag_name, require_value
+from megatron.dpp.errors import ConfigError, DataError, DppError, require_value, use_names
 from megatron.dpp.locks import scratch_directory
+from megatron.dpp.naming import flag_name, in_flags
 from megatron.dpp.processes import end_with_starter, exits_on_sigterm
 from megatron.dpp.safe_files import open_to_read
 from megatron.dpp.tokenizers import PIECE_TYPES, TOKENIZER_TYPES, tokenizer_for
@@ -410,6 +411,7 @@ def _keys(args: argparse.Namespace) -> tuple[str, ...]:
     return (CHAT_KEY, ANSWERS_KEY) if args.sft else tuple(args.json_keys)
 
 
+@use_names(in_flags)
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp preprocess") -> int:
     """Run the command; returns 1 after an error."""
     start = time.monotonic()

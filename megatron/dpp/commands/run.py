@@ -25,8 +25,9 @@ from megatron.dpp.cli.arguments import (
     refuse_unknown,
 )
 from megatron.dpp.cli.run_config import dpp_config
-from megatron.dpp.config import DppConfig, flag_of, option_fields
-from megatron.dpp.errors import ConfigError, require, tell_torchrun
+from megatron.dpp.config import DppConfig, option_fields
+from megatron.dpp.errors import ConfigError, Naming, require, tell_torchrun, use_names
+from megatron.dpp.naming import flag_of, renamed
 from megatron.dpp.schedule import find_policy
 from megatron.dpp.trace.host import HostTrace, trace_fields
 
@@ -96,6 +97,17 @@ def flags_of(environment: Mapping[str, str]) -> Iterator[str]:
             yield from [chosen] if chosen else []
 
 
+def names_in(words: Sequence[str], environment: Mapping[str, str]) -> Naming:
+    """Names settings by their variables where these give them, else by flags."""
+    flags = given_flags(_parser(), words)
+    names = {
+        field.name: f"DPP_{field.name.upper()}"
+        for field in option_fields()
+        if f"dpp_{field.name}" not in flags and environment.get(f"DPP_{field.name.upper()}")
+    }
+    return renamed(names, "=")
+
+
 def take_flags(
     words: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[argparse.Namespace, list[str]]:
@@ -139,10 +151,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         script, *flags = words
         require(Path(script).is_file(), f"{script}: no such script (it comes before its flags)")
-        given, rest = take_flags(flags, os.environ)
-        config = dpp_config(given)
-        find_policy(config.policy)
-        _run(script, rest, _plugin(given, config))
+        with use_names(names_in(flags, os.environ)):
+            given, rest = take_flags(flags, os.environ)
+            config = dpp_config(given)
+            find_policy(config.policy)
+            _run(script, rest, _plugin(given, config))
     except ConfigError as error:
         tell_torchrun(f"error: {error}")
         print(f"error: {error}", file=sys.stderr)

@@ -23,7 +23,8 @@ from pathlib import Path
 from megatron.dpp.cli.files import check_index
 from megatron.dpp.cli.sequence_files import read_lengths
 from megatron.dpp.commands.common import new_parser
-from megatron.dpp.errors import ConfigError, DppError, require_value
+from megatron.dpp.errors import ConfigError, DppError, require_value, use_names
+from megatron.dpp.naming import renamed
 from megatron.dpp.pictures.picture import check_png
 from megatron.dpp.pictures.schedules import draw
 from megatron.dpp.plan.lengths import orders
@@ -50,24 +51,22 @@ _MOST = {"lead": 1e6, "hop": 1e6, "head": 1e6, "jitter": _MOST_SIGMA}
 
 _Run = Callable[[Shape, Costs], Result]
 
-_OWN_NAMES = {
-    "--dpp-activation-cap": "--cap",
-    "--dpp-policy": "--policy",
-    "--microbatch-group-size-per-virtual-pipeline-stage": "--group",
+_NAMES = {
+    "activation_cap": "--cap",
+    "policy": "--policy",
+    "microbatch_group_size_per_vp_stage": "--group",
 }
-"""Flags of training in error messages -> their names here."""
+"""Settings whose flags have other names here than in training."""
 
 
+@use_names(renamed(_NAMES))
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp sim") -> int:
     """Run the command; returns 2 for options that cannot be."""
     args = _parser(prog).parse_args(argv)
     try:
         _run(args)
     except DppError as error:
-        text = str(error)
-        for flag, own in _OWN_NAMES.items():
-            text = text.replace(flag, own)
-        print(f"{prog}: error: {text}", file=sys.stderr)
+        print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
     return 0
 

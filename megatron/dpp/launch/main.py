@@ -15,7 +15,7 @@ from megatron.dpp import __version__
 from megatron.dpp.cli.environment import check_visible_gpus
 from megatron.dpp.cli.files import check_data, check_outputs, check_start
 from megatron.dpp.cli.planned import SHAPES
-from megatron.dpp.errors import ConfigError, DataError, DppError
+from megatron.dpp.errors import ConfigError, DataError, DppError, use_names
 from megatron.dpp.launch import auto, cli
 from megatron.dpp.launch.flags import Flags, check_known, whole
 from megatron.dpp.launch.job import INTERRUPTED, find_job, launch, refuse_taken
@@ -42,6 +42,7 @@ from megatron.dpp.launch.start import (
     show,
     split_of,
 )
+from megatron.dpp.naming import in_flags
 from megatron.dpp.plan.device import cpu_device, find_machine, gpu_device, known_gpu
 from megatron.dpp.plan.estimate import Estimate, estimate
 from megatron.dpp.plan.memory import least_bytes
@@ -52,6 +53,7 @@ _BAD_INPUT = 2
 _DEFAULT_PROCS = 2
 
 
+@use_names(in_flags)
 def main(argv: Sequence[str] | None = None) -> int:
     """Resolve and start. Returns where nothing is started; else this process becomes torchrun."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -77,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+@use_names(in_flags)
 def refused() -> bool:
     """Print what is wrong with the command line, as far as that needs no package; True if so."""
     try:

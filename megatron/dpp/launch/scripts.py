@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron.dpp.cli import environment
 from megatron.dpp.cli.arguments import parse_args
 from megatron.dpp.cli.validate import check_sizes
-from megatron.dpp.errors import ConfigError, DataError, DppError, require
+from megatron.dpp.errors import ConfigError, DataError, DppError, require, use_names
 from megatron.dpp.hosts import addresses, is_loopback
 from megatron.dpp.launch.flags import ROOT, Flags, from_argv, to_argv
 from megatron.dpp.launch.job import (
@@ -32,6 +32,7 @@ from megatron.dpp.launch.job import (
     whole,
 )
 from megatron.dpp.launch.start import go_on, prepare, set_up
+from megatron.dpp.naming import in_flags, renamed
 from megatron.dpp.processes import run_child
 
 _BAD_INPUT = 2
@@ -133,6 +134,7 @@ WHOLE = (
 """Settings that are whole numbers of at least 1."""
 
 
+@use_names(in_flags)
 def main(argv: Sequence[str] | None = None) -> int:
     """Start torchrun; returns only where nothing is started."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -299,10 +301,8 @@ def check_settings(model: str, settings: Settings) -> Job:
     sizes = f"{_SIZES} {_LAYOUT} {_BATCH}"
     sizes += f" {_CHUNKS}" if settings["MODEL_CHUNKS"] != "1" else ""
     words = _words(sizes, settings) + ["--use-dpp"] * (settings["USE_DPP"] == "1")
-    try:
+    with use_names(renamed(_variables(sizes), "=")):
         check_sizes(parse_args(words), job.world_size)
-    except ConfigError as error:
-        raise ConfigError(_in_variables(str(error), sizes)) from None
     _check_data(settings["DATA_PATH"])
     for name in ("USE_DPP", "TRACE", "RECOMPUTE"):
         require(settings[name] in ("0", "1"), f"{name}={settings[name]}: must be 0 or 1")
@@ -318,20 +318,17 @@ def check_settings(model: str, settings: Settings) -> Job:
     return job
 
 
-def _in_variables(message: str, template: str) -> str:
-    """An error about flags in the names of the variables behind them.
+def _variables(template: str) -> dict[str, str]:
+    """Setting -> variable of a template's flags.
 
-    >>> _in_variables("--num-layers 6 is odd", "--num-layers {NUM_LAYERS}")
-    'NUM_LAYERS=6 is odd'
+    >>> _variables("--num-layers {NUM_LAYERS}")
+    {'num_layers': 'NUM_LAYERS'}
     """
-    names = dict(re.findall(r"(--\S+) \{(\w+)\}", template))
-    return re.sub(
-        r"(--[\w-]+)( (?=\d))?",
-        lambda found: (
-            f"{names[found[1]]}{'=' if found[2] else ''}" if found[1] in names else found[0]
-        ),
-        message,
-    )
+    flags, fields = template.split()[::2], template.split()[1::2]
+    return {
+        flag.strip("-").replace("-", "_"): field.strip("{}")
+        for flag, field in zip(flags, fields, strict=True)
+    }
 
 
 def _check_data(text: str) -> None:

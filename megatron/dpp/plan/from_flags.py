@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 
 from megatron.dpp.config import ENGINE_ROWS
-from megatron.dpp.errors import ConfigError, flag_name
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.naming import flag_name
 from megatron.dpp.plan.layer_patterns import layers_with_experts, layout_stages
 from megatron.dpp.plan.shape import ExpertShape, ModelShape, Precision, RunSchedule, RunShape
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.dpp.direction import Direction
-from megatron.dpp.errors import ConfigError, ScheduleError
+from megatron.dpp.errors import ConfigError, ScheduleError, core_setting
 
 
 class Kind(enum.IntEnum):
@@ -116,9 +116,8 @@ class Geometry:
             raise ConfigError(f"pipeline rank {self.rank}: must be in 0 .. {self.num_ranks - 1}")
         if self.num_chunks > 1 and self.group is not None and self.group < self.num_ranks:
             raise ConfigError(
-                f"microbatch group size {self.group} "
-                "(--microbatch-group-size-per-virtual-pipeline-stage): "
-                f"must be at least the number of pipeline ranks, {self.num_ranks}"
+                f"{core_setting('microbatch_group_size_per_vp_stage', self.group)}: must be at "
+                f"least the number of pipeline ranks, {self.num_ranks}"
             )
         pieces = self.w_pieces
         if pieces is not None and (len(pieces) != self.num_chunks or min(pieces) < 0):

@@ -1,4 +1,4 @@
-"""Memory caps of a rank: the meaning of ``--dpp-activation-cap``.
+"""Memory caps of a rank: the meaning of ``DppConfig.activation_cap``.
 
 The unit is the activation of one chunk for one microbatch of the largest size. A cap below the peak
 of Megatron's own order on the rank (``I_r``) could stop the pipeline, so it is refused.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.schedule.actions import Geometry
 from megatron.dpp.schedule.budget import ROUNDING, UNIT, MemoryLimit
 from megatron.dpp.schedule.reference import (
@@ -25,7 +25,6 @@ from megatron.dpp.schedule.reference import (
 
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_FLAG = "--dpp-activation-cap"
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def parse_cap(
 
 
 def default_cap(geometry: Geometry) -> Cap:
-    """The cap of ``--dpp-activation-cap auto``."""
+    """The cap of ``activation_cap="auto"``."""
     return parse_cap("auto", geometry)
 
 
@@ -243,8 +242,8 @@ def _named_cap(word: str, geometry: Geometry) -> Cap:
         chunks = _number(per_p[1], word) * geometry.num_ranks * geometry.num_chunks
         return _checked(chunks, geometry, f"{word} whole-model activations")
     raise ConfigError(
-        f"{_FLAG} {word}: expected auto, megatron, static, strict, a multiple of the pipeline size "
-        "like 1.5p, or bytes like 20GiB"
+        f"{setting('activation_cap', word)}: expected auto, megatron, static, strict, a multiple "
+        "of the pipeline size like 1.5p, or bytes like 20GiB"
     )
 
 
@@ -256,15 +255,16 @@ def _bytes_cap(
     bytes_per_chunk_activation: float | None,
 ) -> Cap:
     if amount <= 0:
-        raise ConfigError(f"{_FLAG} {word}: must be above 0")
+        raise ConfigError(f"{setting('activation_cap', word)}: must be above 0")
     if bytes_per_chunk_activation is None:
         default = default_cap(geometry)
         text = f"{default.text}; {word} takes its place once an activation's size is measured"
         return Cap(default.chunks, text, needs_measuring=True)
     if bytes_per_chunk_activation <= 0:
         raise ConfigError(
-            f"{_FLAG} {word}: a chunk's activation was measured as {bytes_per_chunk_activation} "
-            "bytes (offloaded ones are not measured); give a multiple of the pipeline size"
+            f"{setting('activation_cap', word)}: a chunk's activation was measured as "
+            f"{bytes_per_chunk_activation} bytes (offloaded ones are not measured); give a "
+            "multiple of the pipeline size"
         )
     chunks = amount * _UNITS[size[2].upper()] / bytes_per_chunk_activation
     mib = bytes_per_chunk_activation / (1 << 20)
@@ -277,7 +277,9 @@ def _number(digits: str, text: str) -> float:
     try:
         return float(digits)
     except ValueError:
-        raise ConfigError(f"{_FLAG} {text}: {digits!r} is not a number") from None
+        raise ConfigError(
+            f"{setting('activation_cap', text)}: {digits!r} is not a number"
+        ) from None
 
 
 def _checked(chunks: float, geometry: Geometry, why: str, instead: str = "") -> Cap:
@@ -285,9 +287,9 @@ def _checked(chunks: float, geometry: Geometry, why: str, instead: str = "") -> 
     least = peak_in_flight(geometry)
     if chunks < least - ROUNDING:
         raise ConfigError(
-            f"{_FLAG}: {why} is {chunks:g} chunk activations on pipeline rank {geometry.rank}, but "
-            f"Megatron's own order needs {least} there; less could stop the pipeline. Give at "
-            f"least {instead or times_p(least, geometry)}, or strict"
+            f"{setting('activation_cap')}: {why} is {chunks:g} chunk activations on pipeline rank "
+            f"{geometry.rank}, but Megatron's own order needs {least} there; less could stop the "
+            f"pipeline. Give at least {instead or times_p(least, geometry)}, or strict"
         )
     return Cap(
         chunks, f"pipeline rank {geometry.rank} may hold {chunks:g} chunk activations ({why})"

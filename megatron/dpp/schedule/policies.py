@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
 from megatron.dpp.schedule.caps import times_p
 from megatron.dpp.schedule.state import View
@@ -80,7 +80,7 @@ BUILT_IN: Mapping[str, Policy] = MappingProxyType(
         "megatron": megatron,
     }
 )
-"""The values of ``--dpp-policy``, beside a user's own ``module:function``."""
+"""The values of ``DppConfig.policy``, beside a user's own ``module:function``."""
 
 HOLDS_ALL = frozenset({"breadth-first"})
 """Built-in policies that hold the activations of all microbatches at once."""
@@ -100,16 +100,17 @@ def find_policy(name: str) -> Policy:
     if not colon:
         known = ", ".join(BUILT_IN)
         raise ConfigError(
-            f"--dpp-policy {name}: expected one of {known} or your own as module:function"
+            f"{setting('policy', name)}: expected one of {known} or your own as module:function"
         )
     try:
         policy = getattr(importlib.import_module(module_name), attribute)
         if isinstance(policy, type):
             policy = policy()
     except Exception as error:  # importing or making it runs a user's own code
-        raise ConfigError(f"--dpp-policy {name}: {type(error).__name__}: {error}") from error
+        what = setting("policy", name)
+        raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
     if not callable(policy):
-        raise ConfigError(f"--dpp-policy {name}: {policy!r} cannot be called")
+        raise ConfigError(f"{setting('policy', name)}: {policy!r} cannot be called")
     _check_takes_view(policy, name)
     return policy  # type: ignore[no-any-return]
 
@@ -123,7 +124,7 @@ def _check_takes_view(policy: Policy, name: str) -> None:
         signature.bind(None)
     except TypeError as error:
         raise ConfigError(
-            f"--dpp-policy {name}: it takes {signature}, and is called with one view: {error}"
+            f"{setting('policy', name)}: it takes {signature}, and is called with one view: {error}"
         ) from error
 
 
@@ -141,8 +142,9 @@ def check_room(
     if name and not geometry.forward_only and cap < need:
         head = split_backward and geometry.num_ranks > 1
         raise ConfigError(
-            f"--dpp-policy {name}: pipeline rank {geometry.rank} may hold {cap:g} chunk "
+            f"{setting('policy', name)}: pipeline rank {geometry.rank} may hold {cap:g} chunk "
             f"activations, but {name} holds all {geometry.num_microbatches} microbatches of "
-            f"{geometry.num_chunks} chunks, {need}. Give --dpp-activation-cap "
-            f"{times_p(need + head, geometry)} (or more bytes), or take --dpp-policy dynamic"
+            f"{geometry.num_chunks} chunks, {need}. Give "
+            f"{setting('activation_cap', times_p(need + head, geometry))} (or more bytes), or take "
+            f"{setting('policy', 'dynamic')}"
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.dpp.errors import ConfigError, DataError, ReplayError, ScheduleError
+from megatron.dpp.errors import ConfigError, DataError, ReplayError, ScheduleError, setting
 from megatron.dpp.safe_files import open_text_to_write, open_to_read
 from megatron.dpp.schedule.actions import Action, Geometry
 from megatron.dpp.schedule.refusals import allowed, refusal
@@ -41,7 +41,7 @@ def check_recording(path: str, geometry: Geometry, *, ramped: bool = False) -> N
     training iteration.
 
     Args:
-        path: as given to ``--dpp-replay``, :func:`replica_path` applied.
+        path: as given to ``replay``, :func:`replica_path` applied.
         geometry: of training; pieces of weight gradients are not compared.
         ramped: the number of microbatches changes during the run, and is not compared.
 
@@ -56,14 +56,14 @@ def check_recording(path: str, geometry: Geometry, *, ramped: bool = False) -> N
         if "num_microbatches" in was:  # otherwise it holds evaluations only
             now["num_microbatches"] = geometry.num_microbatches
     if changes := _changes(was, now):
-        raise DataError(f"--dpp-replay {file}: recorded with other settings: {changes}")
+        raise DataError(f"{setting('replay', file)}: recorded with other settings: {changes}")
 
 
 class DecisionRecorder:
     """Writes the decisions of one rank; a context manager.
 
     Args:
-        path: as given to ``--dpp-record``; ``.rankN`` is added. An older file is replaced.
+        path: as given to ``record``; ``.rankN`` is added. An older file is replaced.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -76,7 +76,7 @@ class DecisionRecorder:
         try:
             self._file = open_text_to_write(file)
         except OSError as error:
-            raise ConfigError(f"--dpp-record {file}: {error.strerror}") from error
+            raise ConfigError(f"{setting('record', file)}: {error.strerror}") from error
         self._write(header)
 
     def __enter__(self) -> DecisionRecorder:
@@ -145,11 +145,11 @@ class Recording:
             ReplayError: the iteration does not exist, or has another shape.
             DataError: its line is broken.
         """
-        place = f"--dpp-replay {self.path}, iteration {index}"
+        place = f"{setting('replay', self.path)}, iteration {index}"
         if index >= len(self.iterations):
             raise ReplayError(
-                f"--dpp-replay {self.path} holds {len(self.iterations)} iterations; iteration "
-                f"{index} cannot be replayed"
+                f"{setting('replay', self.path)} holds {len(self.iterations)} iterations; "
+                f"iteration {index} cannot be replayed"
             )
         line = self.iterations[index]
         now = _shape(geometry) | _owed(geometry, split_backward)
@@ -263,19 +263,19 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
                     _check_header(file, parsed)
                 yield parsed
     except OSError as error:
-        raise DataError(f"--dpp-replay {file}: {error.strerror}") from error
+        raise DataError(f"{setting('replay', file)}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"--dpp-replay {file}: not a recording: {error}") from error
+        raise DataError(f"{setting('replay', file)}: not a recording: {error}") from error
     if not number:
-        raise DataError(f"--dpp-replay {file}: not a recording: it is empty")
+        raise DataError(f"{setting('replay', file)}: not a recording: it is empty")
 
 
 def _check_header(file: Path, header: dict[str, Any]) -> None:
     if header.get("format") != _FORMAT:
-        raise DataError(f"--dpp-replay {file}: not a recording made with --dpp-record")
+        raise DataError(f"{setting('replay', file)}: not a recording made with {setting('record')}")
     if header.get("version") != _VERSION:
         raise DataError(
-            f"--dpp-replay {file}: format version {header.get('version')}, this program "
+            f"{setting('replay', file)}: format version {header.get('version')}, this program "
             f"reads {_VERSION}"
         )
 
@@ -284,7 +284,7 @@ def _parse(file: Path, number: int, line: str) -> dict[str, Any]:
     try:
         parsed = json.loads(line)
     except ValueError as error:
-        raise DataError(f"--dpp-replay {file}, line {number}: not JSON: {error}") from error
+        raise DataError(f"{setting('replay', file)}, line {number}: not JSON: {error}") from error
     if not isinstance(parsed, dict):
-        raise DataError(f"--dpp-replay {file}, line {number}: expected a JSON object")
+        raise DataError(f"{setting('replay', file)}, line {number}: expected a JSON object")
     return parsed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron.dpp.errors import setting
 from megatron.dpp.schedule.actions import Action, Kind
 from megatron.dpp.schedule.state import View
 
@@ -82,5 +83,5 @@ def _forward_refusal(view: View, chunk: int) -> Refusal:
         return _missing("input", before, _input_may_arrive(view, chunk))
     return Refusal(
         f"{view.held:g} of {view.cap:g} chunk activations are held, and it would leave no room for "
-        "Megatron's order of the tasks before it (--dpp-activation-cap)"
+        f"Megatron's order of the tasks before it ({setting('activation_cap')})"
     )

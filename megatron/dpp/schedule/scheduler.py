@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.dpp.direction import Direction
-from megatron.dpp.errors import ConfigError, DppError, ScheduleError
+from megatron.dpp.errors import ConfigError, DppError, ScheduleError, setting
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
 from megatron.dpp.schedule.budget import ROUNDING, UNIT, KnownSizes, MemoryLimit
 from megatron.dpp.schedule.caps import default_cap
@@ -93,7 +93,9 @@ class Scheduler:
             raise ConfigError(f"largest {largest}: a microbatch must have a size of at least 1")
         self.geometry = geometry
         self.policy = find_policy(policy) if isinstance(policy, str) else policy
-        self._policy_name = policy if isinstance(policy, str) else repr(policy)
+        self._policy_setting = setting(
+            "policy", policy if isinstance(policy, str) else repr(policy)
+        )
         # Built-in policies return only what the view offered. A check would double their cost.
         self._is_built_in = self.policy in BUILT_IN.values()
         for given in (weights, *(limit.weights for limit in limits)):
@@ -142,7 +144,7 @@ class Scheduler:
             if cap < least - ROUNDING:
                 raise ConfigError(
                     f"pipeline rank {self.geometry.rank} may hold {cap:g} chunk activations, but "
-                    f"Megatron's own order needs {least:g}; raise --dpp-activation-cap"
+                    f"Megatron's own order needs {least:g}; raise {setting('activation_cap')}"
                 )
 
     def learn(self, microbatch: int, size: int) -> None:
@@ -249,19 +251,19 @@ class Scheduler:
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             raise ScheduleError(
-                f"--dpp-policy {self._policy_name} failed on pipeline rank {self.geometry.rank}: "
+                f"{self._policy_setting} failed on pipeline rank {self.geometry.rank}: "
                 f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
             ) from error
         if isinstance(action, Action):
-            self._run_allowed(action, f"--dpp-policy {self._policy_name}: ")
+            self._run_allowed(action, f"{self._policy_setting}: ")
         elif action is not None:
             raise ScheduleError(
-                f"--dpp-policy {self._policy_name} returned {action!r}: expected an action of the "
+                f"{self._policy_setting} returned {action!r}: expected an action of the "
                 "view's own (view.forward(chunk), view.backward(chunk), view.weight()) or None"
             )
         elif not self.done and not may_arrive(self._state):
             raise ScheduleError(
-                f"--dpp-policy {self._policy_name} returned None on pipeline rank "
+                f"{self._policy_setting} returned None on pipeline rank "
                 f"{self.geometry.rank}, where nothing more will arrive until something "
                 f"runs: {self.stall().text}"
             )

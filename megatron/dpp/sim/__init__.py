@@ -2,5 +2,5 @@
 
 It serves to choose settings before a run, to explain a run, and to test ``schedule``. Read
 ``clock.py`` first, then ``costs.py`` (its input) and ``conditions.py`` (variation). Pure Python;
-only PNG files need matplotlib. The command line is ``python -m megatron.dpp.sim --help``.
+only PNG files need matplotlib. Its command line is ``python -m megatron.dpp.sim``.
 """

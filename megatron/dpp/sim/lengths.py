@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.errors import ConfigError, DataError, core_setting
 from megatron.dpp.safe_files import read_bytes
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.costs import Costs, Hop
@@ -98,7 +98,7 @@ class LengthCosts:
 
 
 def read_costs(path: str) -> LengthCosts:
-    """Costs that ``megatron-dpp report --length-costs`` wrote.
+    """Costs that ``megatron-dpp report`` wrote.
 
     Raises:
         DataError: the file cannot be read, or holds no costs.
@@ -110,7 +110,8 @@ def read_costs(path: str) -> LengthCosts:
         (a, b, c), (d, e, f) = kinds
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"--length-costs {path}: expected the file of `report --length-costs` ({error})"
+            f"{core_setting('length_costs', path)}: expected the file that `megatron-dpp report` "
+            f"writes for it ({error})"
         ) from error
     return LengthCosts(fixed=fixed, per_token=(a, b, c), per_square=(d, e, f))
 

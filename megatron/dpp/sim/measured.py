@@ -11,7 +11,7 @@ entry::
 ``stages`` has ``num_ranks * num_chunks`` entries in Megatron's order of virtual stages, ``hops``
 one fewer (stage ``s`` to ``s + 1``). ``W`` is empty for a run with a fused backward; only fused
 schedules can be simulated from it. ``activation_bytes`` and ``run`` are optional; ``run`` has the
-time of the pipeline's part of each iteration. ``megatron-dpp report --costs`` writes such files.
+time of the pipeline's part of each iteration. ``megatron-dpp report`` writes such files.
 """
 
 from __future__ import annotations

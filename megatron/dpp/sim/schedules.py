@@ -33,7 +33,7 @@ class ScheduleConfig:
 
     Args:
         policy: a policy or its name.
-        cap: as ``--dpp-activation-cap``, or ``none`` for no limit. With ``static`` the limit is
+        cap: as ``DppConfig.activation_cap``, or ``none`` for no limit. With ``static`` the limit is
             what the static schedule holds in this iteration.
         split_backward: ``W`` are tasks of their own.
         beta: share of an activation that ``B`` frees.

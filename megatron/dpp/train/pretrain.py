@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from megatron.dpp.cli import arguments, preflight, run_file
 from megatron.dpp.cli.files import warnings_of_data, written_directories
 from megatron.dpp.cli.run_config import RunConfig
-from megatron.dpp.errors import ConfigError, DataError, DppError, tell_torchrun
+from megatron.dpp.errors import ConfigError, DataError, DppError, tell_torchrun, use_names
 from megatron.dpp.locks import lock_directory
+from megatron.dpp.naming import in_flags
 from megatron.dpp.processes import end_with_parent
 from megatron.dpp.tokenizers import Tokenizer, tokenizer_for
 
@@ -26,6 +27,7 @@ _FAILED = 1
 _INTERRUPTED = 130
 
 
+@use_names(in_flags)
 def main(task_name: str, argv: Sequence[str] | None = None) -> int:
     """Trains; returns the process's exit code.
 

@@ -1,0 +1,73 @@
+"""The spellings of settings on command lines: flags and variables.
+
+The engine names a setting by its field (:func:`megatron.dpp.errors.setting`). A program that is
+called from a command line chooses one of these spellings with
+:func:`megatron.dpp.errors.use_names`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.dpp.errors import Naming, Setting
+
+_OLD_NAMES = {"workload": "--workload", "node_ips": "--node-ips"}
+"""Fields of ``DppConfig`` -> flags that are older than it."""
+
+_OWNERS = {"HostTrace": "--dpp-trace-", "install": "--dpp-"}
+"""Owner of a setting -> how its flags begin."""
+
+_OF_MEGATRON = {
+    "num_moe_experts": "--num-experts",
+    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+    "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+}
+"""Fields of megatron-core -> Megatron-LM's flags that have other names."""
+
+
+def flag_of(field_name: str) -> str:
+    """The command line flag of a :class:`~megatron.dpp.config.DppConfig` field.
+
+    >>> flag_of("activation_cap")
+    '--dpp-activation-cap'
+    """
+    return _OLD_NAMES.get(field_name, flag_name(f"dpp_{field_name}"))
+
+
+def flag_name(name: str) -> str:
+    """The flag whose value argparse calls ``name``: ``--hidden-size`` for ``hidden_size``."""
+    return "--" + name.replace("_", "-")
+
+
+def in_flags(given: Setting) -> str:
+    """A setting as a flag, with its value.
+
+    >>> in_flags(Setting("DppConfig", "split_backward", False))
+    '--no-dpp-split-backward'
+    """
+    if given.owner == "DppConfig":
+        flag = flag_of(given.name)
+    elif given.owner:
+        flag = _OWNERS[given.owner] + given.name.replace("_", "-")
+    else:
+        flag = _OF_MEGATRON.get(given.name) or flag_name(given.name)
+    if given.value is False:
+        return "--no-" + flag.removeprefix("--")
+    return flag if given.value is ... or given.value is True else f"{flag} {given.value}"
+
+
+def renamed(names: Mapping[str, str], joint: str = " ") -> Naming:
+    """Flags, but for the settings that a program calls otherwise.
+
+    Args:
+        names: name of a setting -> what the program calls it.
+        joint: stands between such a name and a value: ``=`` for variables.
+    """
+
+    def spell(given: Setting) -> str:
+        name = names.get(given.name)
+        if name is None:
+            return in_flags(given)
+        return name if given.value is ... else f"{name}{joint}{given.value}"
+
+    return spell
