@@ -314,8 +314,9 @@ class Step:
         self.stages.append((call.forward_step_func, rank, num_ranks, window, weights))
         note = self.events.append
         return SimpleNamespace(
-            measure=lambda: note("measure"), open=lambda: note("open"), finish=self._finish
-        )
+            measure=lambda: note("measure"), open=lambda: note("open"), finish=self._finish,
+            close=lambda: note("close"),
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def _span(self, name: str) -> Iterator[None]:
@@ -340,7 +341,7 @@ def test_a_training_step_is_measured_run_accounted_and_finished_in_this_order(
     own = step.schedule
     own.iteration = 7
     assert own() == ["loss"]
-    assert step.events == ["measure", "open", "run 7 True", "finish"]
+    assert step.events == ["measure", "open", "run 7 True", "finish", "close"]
     # Megatron's order holds p - rank activations here.
     assert step.stages == [("seeded", 0, 3, 3, own._weight_gradients)]
     assert step.wrapped == [7] and step.accounts == [(1.5, True)]
@@ -348,7 +349,7 @@ def test_a_training_step_is_measured_run_accounted_and_finished_in_this_order(
     own._decisions.wants_measuring = False
     step.events.clear()
     own()
-    assert step.events == ["open", "run 8 True", "finish"]
+    assert step.events == ["open", "run 8 True", "finish", "close"]
     assert step.wrapped == [7, 8] and step.accounts[1:] == [(1.5, False)]
     assert step.reduced_in == ["grad-sync"] * 2, "the trace tells it from the tasks"
 
@@ -358,7 +359,7 @@ def test_an_evaluation_measures_nothing_and_takes_no_weight_gradients(
 ) -> None:
     step = Step(monkeypatch, call_of(forward_only=True))
     assert step.schedule() == ["loss"]
-    assert step.events == ["open", "run 0 False", "finish"]
+    assert step.events == ["open", "run 0 False", "finish", "close"]
     assert [stage[0] for stage in step.stages] == ["the user's"] and step.stages[0][-1] is None
     assert not step.wrapped and not step.accounts
     assert step.schedule.iteration == 1, "evaluations are numbered too"

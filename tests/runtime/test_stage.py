@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore import boundary, steps
+from megatron.dpp.mcore import boundary, grad_sync, steps
 from megatron.dpp.mcore.steps import Stage, StepCall
 
 
@@ -19,11 +20,18 @@ class Group:
     """A bucket group that notes the reductions it is asked to start."""
 
     def __init__(self, is_first_batch: bool) -> None:
-        self.is_first_batch = is_first_batch
+        self.is_first_batch, self.is_last_microbatch = is_first_batch, True
+        self.grad_reduce_handle: Any = None
+        self.params = {torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))}
         self.started: list[bool] = []
+        self.counted: list[tuple[Any, bool]] = []
 
     def start_grad_sync(self, force_all_reduce: bool) -> None:
         self.started.append(force_all_reduce)
+
+    def register_grad_ready(self, param: Any, force_all_reduce: bool) -> None:
+        assert self.is_last_microbatch
+        self.counted.append((param, force_all_reduce))
 
 
 class Chunk(torch.nn.Module):
@@ -33,7 +41,9 @@ class Chunk(torch.nn.Module):
         super().__init__()
         self.config, self.model_type = config, 1
         self.force_all_reduce = False
-        self.ddp_config = SimpleNamespace(num_distributed_optimizer_instances=instances)
+        self.ddp_config = SimpleNamespace(
+            num_distributed_optimizer_instances=instances, overlap_grad_reduce=True
+        )
         self.bucket_groups = [Group(first)]
         self.expert_parallel_bucket_groups = [Group(first)]
 
@@ -46,7 +56,8 @@ def config_with(**settings: Any) -> Any:
     given = {
         "grad_sync_func": None, "param_sync_func": None, "timers": None,
         "num_microbatches_with_partial_activation_checkpoints": None,
-        "finalize_model_grads_func": None, "calculate_per_token_loss": False,
+        "finalize_model_grads_func": lambda *_, **given: None, "no_sync_func": None,
+        "calculate_per_token_loss": False,
         "fine_grained_activation_offloading": False, "cpu_offloading": False,
     }  # fmt: skip
     return SimpleNamespace(**{**given, **settings})
@@ -55,14 +66,15 @@ def config_with(**settings: Any) -> Any:
 def stage_of(chunks: list[Chunk], window: int = 1, **call: Any) -> Stage:
     checked = StepCall.checked(
         data_iterator=[None] * len(chunks), model=chunks, pg_collection=SimpleNamespace(),
-        forward_step_func=None, num_microbatches=1, seq_length=8, micro_batch_size=1, **call,
+        forward_step_func=None, seq_length=8, micro_batch_size=1,
+        **{"num_microbatches": 1, **call},
     )  # fmt: skip
     return Stage(checked, 0, 1, window, None)
 
 
 @pytest.fixture(autouse=True)
-def reduces_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "_reduces_early", lambda chunk: True)
+def replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grad_sync, "DistributedDataParallel", Chunk)
 
 
 def test_complete_chunks_start_their_own_reductions_in_one_order() -> None:
@@ -258,8 +270,9 @@ def test_weight_gradients_have_a_timer_of_their_own() -> None:
     assert timers.told == ["start weight-compute", "stop weight-compute"]
 
 
-def test_a_stage_holds_reductions_back_from_its_beginning_to_its_end() -> None:
-    """By the functions of the config, else by those of the chunks that would reduce early."""
+@pytest.mark.parametrize("given", ["list", "one", "none"])
+def test_a_stage_holds_reductions_back_from_its_beginning_to_its_end(given: str) -> None:
+    """Within the functions of the config, if there are any, and without them."""
     told: list[str] = []
 
     @contextlib.contextmanager
@@ -268,21 +281,23 @@ def test_a_stage_holds_reductions_back_from_its_beginning_to_its_end() -> None:
         yield
         told.append(f"free {name}")
 
-    for given in ([lambda: held("0"), lambda: held("1")], lambda: held("all"), None):
-        timers = Timers()
-        config = config_with(no_sync_func=given, timers=timers, barrier_with_L1_time=True)
-        chunks: list[Any] = [Chunk(config), Chunk(config)]
-        for number, chunk in enumerate(chunks):
-            chunk.no_sync = lambda number=number: held(f"own {number}")
-        stage = stage_of(chunks)
-        stage.open()
-        names = {list: ["0", "1"], type(None): ["own 0", "own 1"]}.get(type(given), ["all"])
-        assert told == [f"hold {name}" for name in names]
-        told.clear()
-        assert stage.finish() is stage.forward_data_store
-        assert told == [f"free {name}" for name in reversed(names)]
-        told.clear()
-        assert timers.told == ["start forward-backward", "stop forward-backward"]
+    names = {"list": ["0", "1"], "one": ["all"], "none": []}[given]
+    each: list[Any] = [functools.partial(held, name) for name in names]
+    functions: Any = {"list": each, "none": None}.get(given, each[:1] and each[0])
+    timers = Timers()
+    config = config_with(no_sync_func=functions, timers=timers, barrier_with_L1_time=True)
+    config.finalize_model_grads_func = None
+    chunks: list[Any] = [Chunk(config), Chunk(config)]
+    stage = stage_of(chunks)
+    stage.open()
+    assert told[2 * len(names) :] == [f"hold {name}" for name in names], "after a trial of them"
+    groups = [g for c in chunks for g in c.bucket_groups + c.expert_parallel_bucket_groups]
+    assert not any(group.is_last_microbatch for group in groups)
+    told.clear()
+    assert stage.finish() is stage.forward_data_store
+    assert told == [f"free {name}" for name in reversed(names)]
+    assert all(group.is_last_microbatch for group in groups)
+    assert timers.told == ["start forward-backward", "stop forward-backward"]
 
 
 @pytest.mark.parametrize("barrier", [True, False])

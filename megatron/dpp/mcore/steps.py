@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
@@ -24,6 +23,7 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore import boundary, compat
 from megatron.dpp.mcore.boundary import Boundaries, Tensors, Tokens
+from megatron.dpp.mcore.grad_sync import GradSync
 from megatron.dpp.mcore.memory import is_readable, saved_bytes
 from megatron.dpp.mcore.wgrad.linear import WeightGradients
 
@@ -263,8 +263,7 @@ class Stage:
         self._kept: dict[tuple[int, int], tuple[Tensors | None, Tensors]] = {}
         self._num_tokens = torch.zeros([], dtype=torch.int, device=_device())
         self._num_forwards = 0
-        self._no_sync = contextlib.ExitStack()
-        self._num_synced = 0
+        self._grad_sync = GradSync(call)
         self._num_param_synced = 0
         self._measuring: set[int] = set()
         self.activation_bytes: dict[int, int] = {}
@@ -282,11 +281,7 @@ class Stage:
             self._config.timers("forward-backward", log_level=1).start(
                 barrier=self._config.barrier_with_L1_time
             )
-        functions = self._config.no_sync_func
-        if functions is None:  # DDP would start reductions by itself, in the order of its hooks
-            functions = [chunk.no_sync for chunk in self.call.model if _reduces_early(chunk)]
-        for function in functions if isinstance(functions, list) else [functions]:
-            self._no_sync.enter_context(function())
+        self._grad_sync.open()
 
     def measure(self) -> None:
         """Measure the memory of each chunk's first forward and backward, unless activations are
@@ -378,29 +373,12 @@ class Stage:
             timers("weight-compute").stop()
 
     def chunk_complete(self, chunk: int) -> None:
-        """Start the reduction of a chunk's complete gradients, if it overlaps.
-
-        Data-parallel replicas must issue collectives in one order: chunks are reduced as v-1..0.
-        """
-        if chunk != self._num_chunks - 1 - self._num_synced:
-            raise AssertionError(f"chunk {chunk} is complete before chunk {chunk + 1}")
-        self._num_synced += 1
-        model: Any = self.call.model[chunk]
-        sync = self._config.grad_sync_func
-        if sync is not None:
-            (sync[chunk] if isinstance(sync, list) else sync)(model.parameters())
-        elif _reduces_early(model):
-            everywhere = self.call.force_all_reduce or model.force_all_reduce
-            for group in model.bucket_groups + model.expert_parallel_bucket_groups:
-                # In the first step DDP starts it once more at the end, unless a handle tells that
-                # it has begun; between several optimizer instances there is none.
-                instances = model.ddp_config.num_distributed_optimizer_instances
-                if instances == 1 or not group.is_first_batch:
-                    group.start_grad_sync(force_all_reduce=everywhere)
+        """Start the reduction of a chunk's complete gradients, if it overlaps."""
+        self._grad_sync.complete(chunk)
 
     def finish(self) -> list[Any]:
         """Finalise gradients after the last task; returns the result of the call."""
-        self._no_sync.close()
+        self.close()
         call, config = self.call, self._config
         if not call.forward_only and config.finalize_model_grads_func is not None:
             config.finalize_model_grads_func(
@@ -414,6 +392,10 @@ class Stage:
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return self.forward_data_store
+
+    def close(self) -> None:
+        """Leave the model's DDP as it was found, also after a task that failed."""
+        self._grad_sync.close()
 
     def _checkpointed(self) -> bool | None:
         """True if the next forward recomputes all layers (partial activation checkpoints); the
@@ -434,10 +416,6 @@ class Stage:
             function = sync[index] if isinstance(sync, list) else sync
             function(self.call.model[index].parameters())
             self._num_param_synced += 1
-
-
-def _reduces_early(chunk: torch.nn.Module) -> bool:
-    return isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_grad_reduce
 
 
 def _device() -> torch.device:

@@ -114,15 +114,16 @@ class DppSchedule(PipelineSchedule):
         measure = self._decisions.wants_measuring and not call.forward_only
         if measure:
             stage.measure()
-        stage.open()
-        with self._bound(call):
-            largest, first = self._execute(
-                session, self._decisions, stage, geometry, split, iteration
-            )
-        if not call.forward_only:
-            self._account(call, largest / first, self._decisions, stage if measure else None)
-        with self.recorder.span("grad-sync"):
-            return stage.finish()
+        with contextlib.closing(stage):
+            stage.open()
+            with self._bound(call):
+                largest, first = self._execute(
+                    session, self._decisions, stage, geometry, split, iteration
+                )
+            if not call.forward_only:
+                self._account(call, largest / first, self._decisions, stage if measure else None)
+            with self.recorder.span("grad-sync"):
+                return stage.finish()
 
     def check(self, **keywords: Any) -> None:
         """Check that a call with these keywords can run; no collective.

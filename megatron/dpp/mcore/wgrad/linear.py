@@ -32,6 +32,7 @@ from megatron.core.utils import (
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore.experts import GroupedExperts, GroupedLinear, weight_gradients
+from megatron.dpp.mcore.grad_sync import replicated
 from megatron.dpp.mcore.wgrad import fused as fused_wgrad
 from megatron.dpp.mcore.wgrad.te import DelayedModules
 
@@ -333,7 +334,7 @@ def gradient_accumulator(
     weight: torch.nn.Parameter, chunk: torch.nn.Module
 ) -> Callable[[torch.Tensor], None]:
     """A function that adds a gradient to ``weight``, through DDP's hook if DDP wraps the chunk."""
-    ddp = _ddp_of(chunk)
+    ddp = _ddp_of(chunk, weight)
     hook = None if ddp is None else ddp._make_backward_post_hook(weight)
 
     def accumulate(gradient: torch.Tensor) -> None:
@@ -344,9 +345,13 @@ def gradient_accumulator(
     return accumulate
 
 
-def _ddp_of(chunk: torch.nn.Module) -> DistributedDataParallel | None:
+def _ddp_of(chunk: torch.nn.Module, weight: torch.nn.Parameter | None = None) -> Any | None:
+    """The DDP of a chunk, or the one that holds ``weight`` where its parts have one each."""
     if isinstance(chunk, DistributedDataParallel):
         return chunk
+    for ddp in replicated(chunk):
+        if weight is None or weight in ddp.param_to_bucket_group:
+            return ddp
     if hasattr(chunk, "start_grad_sync"):
         raise ConfigError(
             f"--dpp-split-backward cannot defer weight gradients under {type(chunk).__name__}; "
