@@ -78,7 +78,7 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
     dtype = torch.bfloat16 if case.get("bf16") else torch.float32
     config = TransformerConfig(
         num_layers=case.get("layers", max(4, case["p"] * v)),
-        hidden_size=HIDDEN, num_attention_heads=4,
+        hidden_size=case.get("hidden", HIDDEN), num_attention_heads=4,
         pipeline_model_parallel_size=case["p"], tensor_model_parallel_size=case.get("tp", 1),
         expert_model_parallel_size=case.get("ep", 1), expert_tensor_parallel_size=case.get("etp"),
         virtual_pipeline_model_parallel_size=v if v > 1 else None,
@@ -98,6 +98,7 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
         use_distributed_optimizer=case.get("distributed_optimizer", False),
         num_distributed_optimizer_instances=case.get("instances", 1),
         bucket_size=case.get("bucket_size"),
+        overlap_param_gather=case.get("gather", False),
     )
     chunks = [build_chunk(case, config, ddp_config, chunk) for chunk in range(v)]
     connected = case.get("overlap") and case.get("no_sync", True)

@@ -85,6 +85,17 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Weights]:
     return made
 
 
+def test_a_model_whose_weights_are_frozen_between_steps_is_prepared_anew(
+    prepared: list[Weights],
+) -> None:
+    own: Any = schedule_of()
+    call = call_of(2, model=[torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    for frozen, times in ((False, 1), (False, 1), (True, 2), (True, 2), (False, 3)):
+        call.model[1].weight.requires_grad_(not frozen)
+        own._prepare(call)
+        assert len(prepared) == times
+
+
 def test_a_model_is_prepared_once_and_another_one_anew(prepared: list[Weights]) -> None:
     said: list[str] = []
     own: Any = schedule_of(said)

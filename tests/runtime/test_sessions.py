@@ -92,6 +92,24 @@ def test_links_have_room_for_the_longest_known_sequence_from_the_start(
     assert opened.lengths == [32]
 
 
+def test_links_have_room_for_a_wider_model_whose_length_is_nominal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An actor and a wider critic in one process, with ``seq_length`` 1: what counts is the longest
+    microbatch of each.
+    """
+    opened = Opened(monkeypatch, max_tokens=32)
+
+    def call(width: int) -> None:
+        sizes = lambda length: Boundaries(width * length, (width * length,), (width * length,))  # noqa: E731
+        given = call_of(length=1, longest=lambda most: max(1, most), boundaries=sizes)
+        opened.schedule._open_session(given)
+
+    for width in (1, 2, 1, 2):
+        call(width)
+    assert opened.lengths == [32, 64]
+
+
 def test_a_schedule_closes_twice_and_keeps_what_it_was_delayed_by(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

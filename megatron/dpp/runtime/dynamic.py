@@ -86,6 +86,8 @@ class DppSchedule(PipelineSchedule):
     _weight_gradients: WeightGradients | None = None
     _graphs: ChunkGraphs | None = None
     _prepared_model: Sequence[torch.nn.Module] = ()
+    _prepared_parameters: Sequence[torch.nn.Parameter] = ()
+    _prepared_trained: Sequence[bool] = ()
 
     def __call__(self, **keywords: Any) -> list[Any]:
         """Run all forwards and backwards of one step; keywords and result are megatron-core's.
@@ -252,8 +254,11 @@ class DppSchedule(PipelineSchedule):
         return LastRank.of(sizes, self._weight_gradients.num_pieces)
 
     def _prepare(self, call: StepCall) -> bool:
-        """Prepare this model's backwards; True if they are split."""
-        if self._prepared_model != call.model:
+        """Prepare this model's backwards, and anew when a host has frozen weights since, or trains
+        frozen ones; True if they are split.
+        """
+        trained = [parameter.requires_grad for parameter in self._prepared_parameters]
+        if self._prepared_model != call.model or trained != self._prepared_trained:
             if self._prepared_model and self._decisions is not None:
                 self._decisions.renew()
             self._forget_model()
@@ -265,6 +270,8 @@ class DppSchedule(PipelineSchedule):
             if self.config.cuda_graphs != "off" and self._captures():
                 self._graphs = self._make_graphs(call)
             self._prepared_model = list(call.model)
+            self._prepared_parameters = [p for chunk in call.model for p in chunk.parameters()]
+            self._prepared_trained = [p.requires_grad for p in self._prepared_parameters]
         return any(self._weight_gradients.num_pieces) if self._weight_gradients else False
 
     def _log_if_fused(self, weights: WeightGradients) -> None:
@@ -330,12 +337,13 @@ class DppSchedule(PipelineSchedule):
     def _forget_model(self) -> None:
         graphs, self._graphs = self._graphs, None
         self._weight_gradients, self._prepared_model = None, ()
+        self._prepared_parameters = self._prepared_trained = ()
         if graphs is not None:
             graphs.close()
 
     def _open_session(self, call: StepCall) -> _Session:
         longest = call.longest(self.config.max_tokens)
-        wanted = call.boundaries(call.length)
+        wanted = call.boundaries(longest)  # a call's own length may be nominal
         topology = pipeline_of(call.model, call.pg_collection)
         self._check_chunks(call)
         if self._session is not None:
@@ -344,7 +352,7 @@ class DppSchedule(PipelineSchedule):
             if same and wanted.usual_bytes <= opened.usual_bytes:
                 wanted.check_fits(opened)
                 return self._session
-            if same:  # lengths that grow in many steps open links in few
+            if same and longest > self._length:  # lengths that grow in many steps open links in few
                 longest = max(longest, _GROWTH * self._length)
             self._close_links()  # longer sequences or another model, on all ranks alike
         self._length = longest

@@ -11,10 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
+from megatron.dpp.mcore.steps import default_groups
 from tests.runtime.equality_worker import (
+    HIDDEN,
     MICRO_BATCH,
     SEQUENCE,
     VOCABULARY,
@@ -49,6 +53,8 @@ class Job:
         self.config = get_model_config(self.chunks[0])
         if case.get("wrapped"):
             self.chunks = [Wrapper(chunk) for chunk in self.chunks]
+        if case.get("bare"):
+            self.chunks = [chunk.module for chunk in self.chunks]
         self.generators = [drawn(case) for _ in self.chunks]
         self.losses: list[Any] = []
         self.norms: list[Any] = []
@@ -126,5 +132,127 @@ def accumulates(fetch: Fetch, case: dict[str, Any]) -> dict[str, Any]:
     return job.found()
 
 
-LOOPS: dict[str, Callable[[Fetch, dict[str, Any]], dict[str, Any]]] = {"accumulates": accumulates}
+def verl(fetch: Fetch, case: dict[str, Any]) -> dict[str, Any]:
+    """An actor, its reference without DDP, and a critic of another width: lengths are nominal, the
+    actor's weights and gradients leave memory between its turns.
+    """
+    actor = Job(case, fetch)
+    critic = Job(case | {"hidden": case.get("critic", 2 * HIDDEN)}, fetch)
+    reference = Job(case | {"bare": True}, fetch)
+    for m in (2, 4, 2):
+        reference.call(m, forward_only=True, seq_length=1, collect_non_loss_data=True)
+        actor.call(m, forward_only=True, seq_length=1, collect_non_loss_data=True)
+        for job in (critic, actor):
+            job.zero()
+            job.call(m, seq_length=1)
+            job.step()
+        offload(actor.chunks)
+        critic.call(m, forward_only=True, seq_length=1)
+        restore(actor.chunks)
+    return {name: job.found() for name, job in locals().items() if isinstance(job, Job)}
+
+
+def offload(chunks: list[Any]) -> None:
+    """Move weights to other memory, and free them and the gradients."""
+    for buffer in (each for chunk in chunks for each in chunk.buffers):
+        for name in ("param_data", "grad_data"):
+            tensor = getattr(buffer, name)
+            if tensor is None or not tensor.untyped_storage().size():
+                continue
+            if name == "param_data":
+                buffer.kept = tensor.clone()
+            buffer.kept_sizes = {**getattr(buffer, "kept_sizes", {}), name: tensor.nbytes}
+            tensor.untyped_storage().resize_(0)
+
+
+def restore(chunks: list[Any]) -> None:
+    """Undo :func:`offload`; gradients are zero."""
+    for buffer in (each for chunk in chunks for each in chunk.buffers):
+        for name, size in buffer.kept_sizes.items():
+            tensor = getattr(buffer, name)
+            tensor.untyped_storage().resize_(size)
+            tensor.copy_(buffer.kept) if name == "param_data" else tensor.zero_()
+
+
+def slime(fetch: Fetch, case: dict[str, Any]) -> dict[str, Any]:
+    """Log probabilities first, then steps of unlike counts of microbatches, for which functions are
+    set and cleared; the loss counts tokens.
+    """
+    job = Job(case | {"per_token": True}, fetch)
+
+    def loss(output: torch.Tensor) -> Any:
+        kept = output.float().flatten()[: -len(job.norms) or None]
+        values = torch.stack([kept.sum().detach(), torch.tensor(float(kept.numel()))])
+        return kept.sum(), torch.tensor(kept.numel(), dtype=torch.int), {"values": values}
+
+    job.loss = loss  # type: ignore[method-assign]
+    for number, m in enumerate((4, 2, 6)):
+        job.config.no_sync_func = job.config.finalize_model_grads_func = None
+        job.call(m, forward_only=True)
+        job.zero()
+        job.config.finalize_model_grads_func = finalize_model_grads
+        if case.get("overlap"):
+            functions = [chunk.no_sync for chunk in job.chunks]
+            job.config.no_sync_func = functions if len(functions) > 1 else functions[0]
+        if number == 1:  # a host without the function reduces at the end
+            job.config.finalize_model_grads_func = None
+            job.call(m)
+            finalize_model_grads(job.chunks, sum_of(job, m))
+        else:
+            job.call(m)
+        job.step()
+    return job.found()
+
+
+def sum_of(job: Job, m: int) -> torch.Tensor:
+    """The tokens of a step, which the last stage tells."""
+    return torch.tensor(m * (MICRO_BATCH * SEQUENCE - len(job.norms)), dtype=torch.int)
+
+
+def bridge(fetch: Fetch, case: dict[str, Any]) -> dict[str, Any]:
+    """Process groups and a communicator in every call, an evaluation after each step, whose hooks
+    are off, and a reduction that ``grad_sync_func`` begins.
+    """
+    job = Job(case, fetch)
+    more = {
+        "pg_collection": default_groups(),
+        "p2p_communicator": P2PCommunicator(
+            parallel_state.get_pipeline_model_parallel_group(), job.config
+        ),
+    }
+    hooked = case.get("gather", False)
+    for number in range(3):
+        job.zero()
+        if case.get("overlap"):
+            syncs = [chunk.start_grad_sync for chunk in job.chunks]
+            job.config.grad_sync_func = [None, syncs, None][number]
+        job.call(case["m"], decoder_seq_length=None, adjust_tensor_shapes_fn=None, **more)
+        job.step()
+        for chunk in job.chunks if hooked else ():
+            chunk.disable_forward_pre_hook()
+        job.call(case["m"], forward_only=True, **more)
+        for chunk in job.chunks if hooked else ():
+            chunk.enable_forward_pre_hook()
+    return job.found()
+
+
+def freezes(fetch: Fetch, case: dict[str, Any]) -> dict[str, Any]:
+    """Weights whose names hold one of ``turns`` are frozen every other step, on all stages or on
+    ``stage`` alone.
+    """
+    job = Job(case, fetch)
+    here = parallel_state.get_pipeline_model_parallel_rank()
+    for number in range(4):
+        for name, parameter in (each for chunk in job.chunks for each in chunk.named_parameters()):
+            if here == case.get("stage", here) and any(part in name for part in case["turns"]):
+                parameter.requires_grad_(number % 2 == 0)
+        job.zero()
+        job.call(case["m"])
+        job.step()
+    return job.found()
+
+
+LOOPS: dict[str, Callable[[Fetch, dict[str, Any]], dict[str, Any]]] = {
+    loop.__name__: loop for loop in (accumulates, verl, slime, bridge, freezes)
+}
 """By the name in a case's ``loop``."""
