@@ -4,9 +4,10 @@
 
     plugin.install()                  # before training starts; or: with plugin.installed(): ...
 
-:func:`install` replaces ``get_forward_backward_func`` in every module that has imported it, and at
-its source for modules that are imported later. A step that the dynamic pipeline cannot run goes to
-megatron-core's own schedule, after one line that names the reason.
+:func:`install` replaces ``get_forward_backward_func``, and the two schedules that some hosts call
+by their names, in every module that has imported them, and at their source for modules that are
+imported later. A step that the dynamic pipeline cannot run goes to megatron-core's own schedule,
+after one line that names the reason.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _installed: Plugin | None = None
 
 
 class Plugin:
-    """The function that stands for ``get_forward_backward_func``, and the schedule it returns.
+    """The functions that stand for megatron-core's, and the schedule that they run.
 
     Args:
         config: settings of the dynamic pipeline.
@@ -67,8 +68,8 @@ class Plugin:
         self._schedule: DppSchedule | None = None
         self._said: set[str] = set()
         self._run = self.run  # one object, so that all callers get the same schedule
-        for module in compat.importers(self._original):
-            module.get_forward_backward_func = self.get
+        self._replaced = {key: self._called_directly(key) for key in compat.DIRECT_SCHEDULES}
+        self._put({compat.GET_SCHEDULE: (self._original, self.get), **self._replaced})
 
     def get(self, *args: Any, schedule_pg_collection: Any = None, **sizes: Any) -> Any:
         """The schedule, whatever the arguments of ``get_forward_backward_func``."""
@@ -87,10 +88,29 @@ class Plugin:
         Raises:
             ConfigError: the dynamic pipeline cannot run it, and ``strict`` is set.
         """
+        return self._run_instead(None, keywords)
+
+    def _called_directly(self, key: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """One of megatron-core's schedules, and what answers hosts that call it by its name."""
+        own = compat.lookup(key)
+
+        @functools.wraps(own)
+        def schedule(**keywords: Any) -> Any:
+            if self._traces_only:
+                return self._run_own(own, **keywords)
+            return self._run_instead(own, keywords)
+
+        return own, schedule
+
+    def _run_instead(self, own: Callable[..., Any] | None, keywords: dict[str, Any]) -> list[Any]:
+        """Run one step in the place of ``own``, which runs it otherwise; None takes the schedule
+        that megatron-core has for the step.
+        """
         reason = self._why_not(keywords)
         if reason is not None:
             self._pass_through(reason)
-            return self._run_own(compat.static_schedule(self._original, keywords), **keywords)
+            own = own or compat.static_schedule(self._original, keywords)
+            return self._run_own(own, **keywords)
         if keywords.get("p2p_communicator") is not None:
             self._say(_NO_COMMUNICATOR)
         schedule = self._schedule
@@ -111,7 +131,9 @@ class Plugin:
         self._sizes = list(sizes)
 
     def _run_own(self, schedule: Callable[..., Any], **keywords: Any) -> list[Any]:
-        """Run one step with megatron-core's own schedule."""
+        """Run one step with megatron-core's own schedule, also where ours has its name."""
+        for own, ours in self._replaced.values():
+            schedule = own if schedule is ours else schedule
         if not keywords.get("forward_only"):
             self._sizes = None
         with self._trace.static_step(self._step_number(keywords), keywords):
@@ -157,9 +179,16 @@ class Plugin:
             schedule.__exit__(type(error) if error else None, error, None)
 
     def remove(self) -> None:
-        """Put ``get_forward_backward_func`` back everywhere."""
-        for module in compat.importers(self.get):
-            module.get_forward_backward_func = self._original
+        """Put megatron-core's functions back everywhere."""
+        replaced = {compat.GET_SCHEDULE: (self._original, self.get), **self._replaced}
+        self._put({key: (ours, own) for key, (own, ours) in replaced.items()})
+
+    @staticmethod
+    def _put(replaced: dict[str, tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
+        """Replace the first function of each name by the second in every module that has it."""
+        for key, (before, after) in replaced.items():
+            for module in compat.importers(before, key):
+                setattr(module, key.partition(":")[2], after)
 
 
 def install(

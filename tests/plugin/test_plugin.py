@@ -20,8 +20,10 @@ from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.dpp import DppConfig, plugin  # noqa: E402
 from megatron.dpp.errors import ConfigError, PeerDead  # noqa: E402
 from megatron.dpp.runtime.dynamic import DppSchedule  # noqa: E402
+from megatron.dpp.trace.host import HostTrace  # noqa: E402
 from tests.runtime.test_step_call import FakeGroup  # noqa: E402
 
+WITHOUT = "forward_backward_pipelining_without_interleaving"
 ORIGINAL = schedules.get_forward_backward_func
 
 
@@ -321,13 +323,61 @@ def test_groups_of_several_modules_pass_through(
     assert "those of several modules" in caplog.text
 
 
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module of a host that calls megatron-core's schedule by its name."""
+    monkeypatch.setattr(schedules, WITHOUT, lambda **given: ["static"])
+    module = ModuleType("some_host.evaluation")
+    setattr(module, WITHOUT, getattr(schedules, WITHOUT))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_a_schedule_that_a_host_calls_by_its_name_is_run_dynamically(
+    direct: ModuleType, dynamic_calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DppSchedule, "check", lambda self, **given: None)
+    own = getattr(schedules, WITHOUT)
+    plugin.install(strict=True)
+    for module in (direct, schedules):
+        assert getattr(module, WITHOUT)(**keywords()) == ["dynamic"]
+    assert len(dynamic_calls) == 2
+    plugin.uninstall()
+    assert getattr(direct, WITHOUT) is getattr(schedules, WITHOUT) is own
+
+
+def test_several_modules_of_a_host_that_calls_the_schedule_by_its_name_are_seen(
+    direct: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in Megatron-Bridge's training and evaluation of several modules."""
+    groups = MultiModuleProcessGroupCollection()
+    plugin.install()
+    for _ in range(2):
+        assert getattr(direct, WITHOUT)(**keywords(pg_collection=groups)) == ["static"]
+    assert caplog.text.count("own schedule runs: its process groups are those of several") == 1
+    plugin.uninstall()
+    plugin.install(strict=True)
+    with pytest.raises(ConfigError, match=r"--dpp-strict: .* those of several modules"):
+        getattr(direct, WITHOUT)(**keywords(pg_collection=groups))
+
+
+@pytest.mark.parametrize("only", [True, False])
+def test_one_pipeline_rank_passes_through_once(
+    direct: ModuleType, only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's own function runs, and not the one that stands for it."""
+    monkeypatch.setattr(plugin.StepTrace, "static_step", lambda *_: contextlib.nullcontext())
+    plugin.install(trace=HostTrace(only=True) if only else None)
+    assert getattr(direct, WITHOUT)(**keywords(pipeline=1)) == ["static"]
+
+
 def test_a_host_of_several_modules_gets_the_schedule_of_its_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
         schedules, "get_forward_backward_func", lambda *sizes, **more: (sizes, more)
     )
-    monkeypatch.setattr(plugin.compat, "importers", lambda function: [])
+    monkeypatch.setattr(plugin.compat, "importers", lambda *_: [])
     made = plugin.Plugin(DppConfig(), strict=False, trace=None)
     groups = MultiModuleProcessGroupCollection()
     found = made.get(2, vp_size=3, schedule_pg_collection=groups)
@@ -426,7 +476,7 @@ def test_a_host_that_is_only_traced_gets_its_schedule_for_its_own_groups(
     monkeypatch.setattr(
         plugin.compat, "lookup", lambda name: lambda **given: asked.append(given) or "own"
     )
-    monkeypatch.setattr(plugin.compat, "importers", lambda function: [])
+    monkeypatch.setattr(plugin.compat, "importers", lambda *_: [])
     monkeypatch.setattr(plugin.compat, "is_multimodule", lambda groups: False)
     made = plugin.Plugin(DppConfig(), strict=False, trace=SimpleNamespace(only=True))  # type: ignore[arg-type]
     made.get(pp_size=2, schedule_pg_collection="groups")

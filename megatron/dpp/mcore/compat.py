@@ -73,6 +73,12 @@ _WRITES = "dist_checkpointing.strategies.filesystem_async"
 GET_SCHEDULE = "pipeline_parallel.schedules:get_forward_backward_func"
 """The function by which every host fetches its schedule."""
 
+DIRECT_SCHEDULES = tuple(
+    f"pipeline_parallel.schedules:forward_backward_pipelining_{how}_interleaving"
+    for how in ("without", "with")
+)
+"""Schedules that some hosts call without fetching them."""
+
 OFFLOAD_RESET = (
     "pipeline_parallel.fine_grained_activation_offload:"
     "FineGrainedActivationOffloadingInterface.reset"
@@ -86,6 +92,7 @@ TABLE = (
     PrivateName(
         GET_SCHEDULE, "compat.py", "pp_size vp_size schedule_pg_collection", since="0.19"
     ),
+    *(PrivateName(key, "compat.py") for key in DIRECT_SCHEDULES),
     PrivateName(
         "pipeline_parallel.schedules:forward_step",
         "static.py",
@@ -397,11 +404,11 @@ def reset_offload(groups: Any, *, forward_only: bool) -> None:
         reset()
 
 
-def importers(function: Callable[..., Any]) -> list[Any]:
-    """The modules that hold ``function`` as ``get_forward_backward_func``: megatron-core's own, and
-    every host's that has imported it by name.
+def importers(function: Callable[..., Any], key: str = GET_SCHEDULE) -> list[Any]:
+    """The modules that hold ``function`` under the name of ``key``: megatron-core's own, and every
+    host's that has imported it by name.
     """
-    name = GET_SCHEDULE.partition(":")[2]
+    name = key.partition(":")[2]
     modules = [(module, getattr(module, "__dict__", {})) for module in list(sys.modules.values())]
     return [module for module, names in modules if names.get(name) == function]
 
