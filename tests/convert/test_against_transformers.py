@@ -23,14 +23,15 @@ ANSWERS = ["A baker.", "Seven, I think.", "1234567", "In the old town, beside th
 def plain_loop(folder: Path, chats: list[dict[str, Any]]) -> list[float]:
     """The mean loss of an answer's token at each step; a step takes all chats, each with the same
     weight in the gradient."""
-    encoder = ChatEncoder(HuggingFaceTokenizer(str(folder)), tiny.CHAT_TEMPLATE)
+    encoder = ChatEncoder(HuggingFaceTokenizer(str(folder)), {"default": tiny.CHAT_TEMPLATE})
     model = tiny.load(folder).train()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.95), 1e-8, weight_decay=0)
     found: list[float] = []
     for _ in range(STEPS):
         total, count = 0.0, 0
         for chat in chats:
-            ids, marks = (torch.tensor(each) for each in encoder.encode(chat))
+            (sample,), _ = encoder.encode(chat)
+            ids, marks = torch.tensor(sample.ids), torch.tensor(sample.marks)
             logits = model(input_ids=ids[None, :-1]).logits[0]
             answers = marks[1:].bool()
             losses = cross_entropy(logits[answers], ids[1:][answers], reduction="none")

@@ -112,7 +112,8 @@ def test_losses_of_chats_are_those_of_answers(
 ) -> None:
     source = generate.find_source(model, None, "auto")
     tokenizer, place = generate.tokenizer_of(source, None)
-    ids, marks = generate.chat_encoder(source, tokenizer, place).encode(CHAT)
+    (sample,), _ = generate.chat_encoder(source, tokenizer, place).encode(CHAT)
+    ids, marks = sample.ids, sample.marks
     losses = loss_of(tiny.load(model), ids)[torch.tensor(marks[1:]).bool()]
     (tmp_path / "chats.jsonl").write_text(f"{json.dumps(CHAT)}\n" * 3)
     words = f"--input {tmp_path}/chats.jsonl --output-prefix {tmp_path}/c --workers 1 --sft "

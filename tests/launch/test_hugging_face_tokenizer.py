@@ -11,7 +11,7 @@ import pytest
 
 from megatron.dpp.cli import preflight
 from megatron.dpp.commands import preprocess
-from megatron.dpp.commands.chats import ChatEncoder, find_template
+from megatron.dpp.commands.chats import ChatEncoder, find_templates
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.launch.main import main
 from megatron.dpp.launch.start import prepare
@@ -69,8 +69,9 @@ def test_ids_may_have_gaps_and_documents_begin_only_as_the_file_says(folder: Pat
 
 
 def test_a_chat_has_the_ids_of_its_template_in_transformers(folder: Path) -> None:
-    encoder = ChatEncoder(HuggingFaceTokenizer(str(folder)), find_template("auto", str(folder)))
-    ids, marks = encoder.encode({"messages": CHAT})
+    encoder = ChatEncoder(HuggingFaceTokenizer(str(folder)), find_templates("auto", str(folder)))
+    (sample,), _ = encoder.encode({"messages": CHAT})
+    ids, marks = sample.ids, sample.marks
     reference = theirs(folder)
     text = reference.apply_chat_template(CHAT, tokenize=False)
     assert reference.decode(ids) == text

@@ -95,7 +95,8 @@ def test_a_chat_has_tokens_of_its_template(folder: Path) -> None:
     configure(folder, added_tokens_decoder={"330": {"content": "<|end|>"}}, eos_token="<|end|>")
     ours = build_tokenizer("Llama2Tokenizer", tokenizer_model=str(folder))
     assert (ours.eod, ours.vocab_size) == (330, 331)
-    ids, marks = ChatEncoder(ours, TEMPLATE).encode({"messages": CHAT})
+    (sample,), _ = ChatEncoder(ours, {"default": TEMPLATE}).encode({"messages": CHAT})
+    ids, marks = sample.ids, sample.marks
     text = ours.detokenize(ids)
     assert text.count("<|end|>") == 2
     special = ours.special_tokens()

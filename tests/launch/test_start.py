@@ -70,6 +70,16 @@ def test_the_default_tokenizers_token_files_keep_their_name(text: Path) -> None:
             assert Path(found).name == f"{stem}_text_sentence"
 
 
+def test_a_changed_encoding_of_chats_has_files_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    old = prepare("gpt", str(chats), {"--sft": True}).flags["--data-path"]
+    monkeypatch.setattr("megatron.dpp.launch.start.CHAT_ENCODING", 0)
+    assert prepare("gpt", str(chats), {"--sft": True}).flags["--data-path"] != old
+
+
 def test_chats_are_preprocessed_with_their_template(tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")

@@ -11,10 +11,10 @@ import numpy
 import pytest
 
 from megatron.dpp.commands import preprocess
-from megatron.dpp.commands.chats import PLAIN, ChatEncoder, find_template
+from megatron.dpp.commands.chats import PLAIN, ChatEncoder, find_templates
 from megatron.dpp.commands.json_lines import BadLine
 from megatron.dpp.errors import DataError
-from megatron.dpp.tokenizers import GPT2BPETokenizer
+from megatron.dpp.tokenizers import GPT2BPETokenizer, Tokenizer
 from tests.conftest import REPOSITORY
 
 VOCAB = REPOSITORY / "datasets_gpt" / "vocab.json"
@@ -36,9 +36,21 @@ def chat(*texts: str) -> dict[str, Any]:
     return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)]}
 
 
+def encoder(tokenizer: Tokenizer, template: str) -> ChatEncoder:
+    return ChatEncoder(tokenizer, {"default": template})
+
+
+def samples(
+    tokenizer: Tokenizer, template: str, document: dict[str, Any]
+) -> list[tuple[list[int], list[int]]]:
+    """Ids and marks of a line."""
+    found, _ = encoder(tokenizer, template).encode(document)
+    return [(each.ids, each.marks) for each in found]
+
+
 def marked(tokenizer: GPT2BPETokenizer, template: str, document: dict[str, Any]) -> list[str]:
     """The text of each run of equal marks."""
-    ids, marks = ChatEncoder(tokenizer, template).encode(document)
+    ((ids, marks),) = samples(tokenizer, template, document)
     parts: list[list[int]] = []
     for place, token in enumerate(ids):
         if not place or marks[place] != marks[place - 1]:
@@ -58,14 +70,13 @@ def marked(tokenizer: GPT2BPETokenizer, template: str, document: dict[str, Any])
 )  # fmt: skip
 def test_answers_are_marked(tokenizer: GPT2BPETokenizer, template: str, texts: list[str]) -> None:
     assert marked(tokenizer, template, chat("Who?", "Ada.", "Why?", "Bela.")) == texts
-    ids, _ = ChatEncoder(tokenizer, template).encode(chat("Who?", "Ada."))
+    ((ids, _),) = samples(tokenizer, template, chat("Who?", "Ada."))
     assert ids[-1] == tokenizer.eod
 
 
 def test_prompt_and_completion_are_a_chat(tokenizer: GPT2BPETokenizer) -> None:
-    encoder = ChatEncoder(tokenizer, PLAIN)
     line = {"prompt": "Who?", "completion": "Ada."}
-    assert encoder.encode(line) == encoder.encode(chat("Who?", "Ada."))
+    assert samples(tokenizer, PLAIN, line) == samples(tokenizer, PLAIN, chat("Who?", "Ada."))
 
 
 @pytest.mark.parametrize(
@@ -83,18 +94,18 @@ def test_a_bad_chat_is_named(
     tokenizer: GPT2BPETokenizer, document: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(BadLine, match=why):
-        ChatEncoder(tokenizer, PLAIN).encode(document)
+        encoder(tokenizer, PLAIN).encode(document)
 
 
 def test_a_template_that_refuses_or_rewrites_is_named(tokenizer: GPT2BPETokenizer) -> None:
     refuses = "{{ raise_exception('no system message') }}"
     with pytest.raises(BadLine, match="no system message"):
-        ChatEncoder(tokenizer, refuses).encode(chat("Who?", "Ada."))
+        encoder(tokenizer, refuses).encode(chat("Who?", "Ada."))
     counts = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(BadLine, match="before message 2"):
-        ChatEncoder(tokenizer, counts).encode(chat("Who?", "Ada."))
+        encoder(tokenizer, counts).encode(chat("Who?", "Ada."))
     with pytest.raises(DataError, match="not valid"):
-        ChatEncoder(tokenizer, "{% for %}")
+        encoder(tokenizer, "{% for %}")
 
 
 def test_an_end_that_the_vocabulary_lacks_is_refused() -> None:
@@ -103,21 +114,22 @@ def test_an_end_that_the_vocabulary_lacks_is_refused() -> None:
     del tokenizer.vocab["<|endoftext|>"]
     for template in (PLAIN, "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"):
         with pytest.raises(DataError, match=r"ends answers with <\|endoftext\|>, which the"):
-            ChatEncoder(tokenizer, template)
+            encoder(tokenizer, template)
 
 
 def test_templates_are_found_beside_the_vocabulary(tmp_path: Path) -> None:
     vocab = str(tmp_path / "vocab.json")
-    assert find_template("auto", vocab) == find_template("plain", vocab) == PLAIN
+    assert find_templates("auto", vocab) == find_templates("plain", vocab) == {"default": PLAIN}
     with pytest.raises(DataError, match="name a file, or plain"):
-        find_template("default", vocab)
+        find_templates("default", vocab)
     with pytest.raises(DataError, match="expected auto, default, plain, or a file"):
-        find_template("nowhere.jinja", vocab)
+        find_templates("nowhere.jinja", vocab)
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": BRACKETS}))
-    assert find_template("default", vocab) == find_template(str(config), None) == BRACKETS
+    wanted = {"default": BRACKETS}
+    assert find_templates("default", vocab) == find_templates(str(config), None) == wanted
     (tmp_path / "chat_template.jinja").write_text("own")
-    assert find_template("auto", vocab) == "own"
+    assert find_templates("auto", vocab) == {"default": "own"}
 
 
 def test_chats_become_token_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,3 +157,168 @@ def test_lengths_of_sample_chats_are_lognormal() -> None:
         for each in chats
     )
     assert 40 < words[200] < 60 and 2 < words[336] / words[200] < 3.5
+
+
+MARKED = (
+    "{{ tools | tojson if tools else '' }}{% for m in messages %}[{{ m.role }}]"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CALLS = (
+    "{{ tools | tojson if tools else '' }}{% for m in messages %}[{{ m.role }}]"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.arguments | tojson }}{% endfor %}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def answers(tokenizer: Tokenizer, template: str, document: dict[str, Any]) -> list[str]:
+    """The text of each sample that has a loss."""
+    return [
+        tokenizer.detokenize([i for i, mark in zip(ids, marks, strict=True) if mark])
+        for ids, marks in samples(tokenizer, template, document)
+    ]
+
+
+def test_arguments_of_calls_are_rendered_as_they_are(tokenizer: GPT2BPETokenizer) -> None:
+    """They were trained with sorted keys, escaped HTML and in ASCII."""
+    arguments = {"town": "Łódź", "day": 1, "note": "it's <b>"}
+    said = '{"town": "Łódź", "day": 1, "note": "it\'s <b>"}<|endoftext|>'
+    for given in (arguments, json.dumps(arguments), json.dumps(arguments, ensure_ascii=False)):
+        call = {"type": "function", "function": {"name": "rain", "arguments": given}}
+        turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+        document = {"messages": [{"role": "user", "content": "Rain?"}, turn]}
+        assert answers(tokenizer, CALLS, document) == [said]
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_beside_the_messages_reach_the_template(
+    tokenizer: GPT2BPETokenizer, *, as_text: bool
+) -> None:
+    """They were dropped without a word."""
+    tools = [{"type": "function", "function": {"name": "rain", "description": "a <b>"}}]
+    document = {**chat("Rain?", "No."), "tools": json.dumps(tools) if as_text else tools}
+    text = "".join(marked(tokenizer, CALLS, document))
+    assert text.startswith(json.dumps(tools) + "[user]Rain?")
+    with pytest.raises(BadLine, match='has no place for "tools"'):
+        encoder(tokenizer, PLAIN).encode(document)
+    ids, _ = encoder(tokenizer, CALLS).ask(document)
+    assert "rain" in tokenizer.detokenize(ids)
+
+
+@pytest.mark.parametrize("template", [BRACKETS, MARKED])
+def test_answers_in_a_prompt_have_no_loss(tokenizer: GPT2BPETokenizer, template: str) -> None:
+    messages = chat("Who?", "Ada.", "Why?", "Bread.")["messages"]
+    document = {"prompt": messages[:3], "completion": messages[3:]}
+    assert answers(tokenizer, template, document) == ["Bread.<|endoftext|>"]
+
+
+@pytest.mark.parametrize("template", [BRACKETS, MARKED])
+@pytest.mark.parametrize("field", [{"weight": 0}, {"train": False}, {"training": False}])
+def test_an_answer_without_weight_has_no_loss(
+    tokenizer: GPT2BPETokenizer, template: str, field: dict[str, Any]
+) -> None:
+    document = chat("Who?", "Ada.", "Why?", "Bread.")
+    document["messages"][1] |= field
+    assert answers(tokenizer, template, document) == ["Bread.<|endoftext|>"]
+    document["messages"][3] |= field
+    with pytest.raises(BadLine, match="none of its answers has a loss"):
+        encoder(tokenizer, template).encode(document)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *({name: [1]} for name in ("chosen", "rejected", "images", "image", "videos", "audios")),
+        {"functions": [{}]}, {"function_call": {}}, {"label": False}, {"chat_template_kwargs": [1]},
+        {"tools": "no JSON"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fields_that_change_the_training_are_refused_by_name(
+    tokenizer: GPT2BPETokenizer, field: dict[str, Any]
+) -> None:
+    if field == {"function_call": {}}:
+        field = {"function_call": {"name": "rain"}}
+    with pytest.raises(BadLine, match=next(iter(field))):
+        encoder(tokenizer, CALLS).encode({**chat("Who?", "Ada."), **field})
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"weight": 0.5}, {"train_detail": [{"begin_offset": 0}]}, {"training_detail": [1]},
+        {"refusal": "No."}, {"audio": {"id": 1}}, {"function_call": {"name": "x"}},
+        {"tool_calls": {"name": "x"}},
+        {"content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fields_of_an_answer_that_change_the_training_are_refused_by_name(
+    tokenizer: GPT2BPETokenizer, field: dict[str, Any]
+) -> None:
+    document = chat("Who?", "Ada.")
+    document["messages"][1] |= field
+    name = next(iter(field))
+    with pytest.raises(BadLine, match="message 2 has a part" if name == "content" else name):
+        encoder(tokenizer, CALLS).encode(document)
+
+
+def test_other_fields_are_named(tokenizer: GPT2BPETokenizer) -> None:
+    document = {**chat("Who?", "Ada."), "id": 7, "source": "x", "empty": None}
+    _, notes = encoder(tokenizer, PLAIN).encode(document)
+    assert notes == ("read as messages", 'field "id" is not used', 'field "source" is not used')
+
+
+SHARE_GPT = {
+    "system": "Be terse.",
+    "conversations": [
+        {"from": "human", "value": "Rain?"},
+        {"from": "function_call", "value": '{"name": "rain", "arguments": {"town": "Köln"}}'},
+        {"from": "observation", "value": "no"},
+        {"from": "gpt", "value": "None."},
+    ],
+}
+ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3", "history": [["Hi", "Ho"]]}
+
+
+def test_other_forms_are_chats(tokenizer: GPT2BPETokenizer) -> None:
+    assert "".join(marked(tokenizer, CALLS, SHARE_GPT)) == (
+        "[system]Be terse.<|endoftext|>[user]Rain?<|endoftext|>"
+        '[assistant]{"town": "Köln"}<|endoftext|>[tool]no<|endoftext|>'
+        "[assistant]None.<|endoftext|>"
+    )
+    assert marked(tokenizer, PLAIN, ALPACA) == [
+        "User: Hi\nAssistant:", " Ho<|endoftext|>",
+        "User: Add.\n1 and 2\nAssistant:", " 3<|endoftext|>",
+    ]  # fmt: skip
+    with pytest.raises(BadLine, match="message 1 is from 'bot'"):
+        encoder(tokenizer, PLAIN).encode({"conversations": [{"from": "bot", "value": "x"}]})
+
+
+def test_each_answer_has_a_sample_where_earlier_turns_change(tokenizer: GPT2BPETokenizer) -> None:
+    """Such chats were refused: Qwen3's and Phi-3's templates make them."""
+    drops = (
+        "{% for m in messages %}[{{ m.role }}]"
+        "{{ m.content if loop.last else m.content.split('</think>')[-1] }}{{ eos_token }}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    document = chat("Who?", "<think>Hm</think>Ada.", "Why?", "<think>So</think>Bread.")
+    _, second = samples(tokenizer, drops, document)
+    assert tokenizer.detokenize(second[0]) == (
+        "[user]Who?<|endoftext|>[assistant]Ada.<|endoftext|>[user]Why?<|endoftext|>[assistant]"
+        "<think>So</think>Bread.<|endoftext|>"
+    )
+    assert answers(tokenizer, drops, document) == [
+        "<think>Hm</think>Ada.<|endoftext|>", "<think>So</think>Bread.<|endoftext|>",
+    ]  # fmt: skip
+    _, notes = encoder(tokenizer, drops).encode(document)
+    assert any(note.startswith("made one sample per answer") for note in notes)
+
+
+def test_a_prompt_that_chats_do_not_hold_precedes_no_answer(tokenizer: GPT2BPETokenizer) -> None:
+    """DeepSeek's distilled models are asked with a tag that their chats do not hold."""
+    asks = BRACKETS.replace("[assistant]{% endif", "[assistant]<think>\n{% endif")
+    for text in ("Ada.", "<b>", "<think>"):
+        assert answers(tokenizer, asks, chat("Who?", text)) == [f"{text}<|endoftext|>"]

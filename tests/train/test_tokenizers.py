@@ -74,7 +74,7 @@ class Letters(Tokenizer):
 
 def test_a_chats_special_tokens_are_one_id_and_others_are_text() -> None:
     letters = Letters({}, {})
-    ids = letters.tokenize_chat("a<|b|>c<|d|>e<|b|>", {"<|b|>": 1})
+    ids = letters.tokenize_part("a<|b|>c<|d|>e<|b|>", {"<|b|>": 1})
     assert ids == [97, 1, *map(ord, "c<|d|>e"), 1]
 
 

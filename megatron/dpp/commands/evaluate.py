@@ -176,7 +176,8 @@ def _of_lines(
                 yield Document([*tokenizer.begin, *ids])
                 continue
             encoder = encoder or new_encoder()
-            yield Document(*encoder.encode(line))
+            samples, _ = encoder.encode(line)
+            yield from (Document(sample.ids, sample.marks) for sample in samples)
         except BadLine as error:
             raise DataError(f"{path}, line {number}: {error}") from error
 

@@ -15,7 +15,7 @@ from megatron.dpp.cli.checkpoint_args import saved_args
 from megatron.dpp.cli.checkpoint_files import Found, check_whole, find_named
 from megatron.dpp.cli.hf_files import tokens_of
 from megatron.dpp.cli.hf_model import check_same, completed
-from megatron.dpp.commands.chats import ChatEncoder, find_template
+from megatron.dpp.commands.chats import ChatEncoder, find_templates
 from megatron.dpp.errors import ConfigError, DataError, one_line, require_value
 from megatron.dpp.launch.vocabulary import tokenizer_flags
 from megatron.dpp.locks import scratch_directory
@@ -196,7 +196,7 @@ def chat_encoder(
             "DIR_OR_FILE)"
         )
     form = choice or getattr(source.saved, "sft_tokenizer_prompt_format", None) or "auto"
-    return ChatEncoder(tokenizer, find_template(form, place, flag=_TEMPLATE), flag=_TEMPLATE)
+    return ChatEncoder(tokenizer, find_templates(form, place, flag=_TEMPLATE), flag=_TEMPLATE)
 
 
 def ends_of(source: Source, tokenizer: Tokenizer) -> frozenset[int]:

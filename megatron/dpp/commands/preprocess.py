@@ -17,7 +17,7 @@ import os
 import sys
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -32,7 +32,7 @@ from megatron.dpp.commands.chats import (
     ANSWERS_KEY,
     CHAT_KEY,
     ChatEncoder,
-    find_template,
+    find_templates,
 )
 from megatron.dpp.commands.common import new_parser, progress_bar
 from megatron.dpp.commands.json_lines import BadLine, parse_line, text_of
@@ -48,6 +48,7 @@ _BATCH_LINES = 64
 _BATCH_BYTES = 1 << 20
 _BATCHES_PER_WORKER = 4
 _MOST_BAD_LINES_SHOWN = 20
+_MOST_NOTES_SHOWN = 40
 _CHAT_TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", *PIECE_TYPES)
 
 
@@ -57,6 +58,14 @@ class Encoded:
 
     ids: np.ndarray
     lengths: list[int]
+
+
+@dataclass(frozen=True)
+class Line:
+    """The documents of a line, by key, and what a user should know about them."""
+
+    documents: list[dict[str, Encoded]]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,17 @@ class Totals:
     tokens: int = 0
     answers: int = 0
     bad_lines: list[str] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, documents: dict[str, Encoded]) -> None:
+        """Count a document of each key."""
+        self.documents += 1
+        for key, document in documents.items():
+            if key == ANSWERS_KEY:
+                self.answers += int(document.ids.sum())
+                continue
+            self.sentences += len(document.lengths)
+            self.tokens += document.ids.size
 
 
 class Encoder:
@@ -91,22 +111,27 @@ class Encoder:
         self._append_eod, self._keys = args.append_eod, _keys(args)
         self._tokenizer = tokenizer_for(args)
         self.vocab_size = self._tokenizer.vocab_size
-        self._chats = ChatEncoder(self._tokenizer, _template(args)) if args.sft else None
+        self._chats = ChatEncoder(self._tokenizer, _templates(args)) if args.sft else None
         self._split = None
         if args.split_sentences:
             self._split = make_splitter(
                 args.sentence_splitter, args.lang, keep_newlines=args.keep_newlines
             )
 
-    def encode_line(self, line: bytes) -> dict[str, Encoded]:
+    def encode_line(self, line: bytes) -> Line:
         """Encodes each of the asked keys of one JSON line; raises :class:`BadLine`."""
         document = parse_line(line)
-        if self._chats is not None:
-            ids, answers = self._chats.encode(document)
-            self._check(ids)
-            found = {CHAT_KEY: ids, ANSWERS_KEY: answers}
-            return {key: Encoded(np.asarray(v, np.int32), [len(v)]) for key, v in found.items()}
-        return {key: self._encode(text_of(document, key)) for key in self._keys}
+        if self._chats is None:
+            return Line([{key: self._encode(text_of(document, key)) for key in self._keys}])
+        samples, notes = self._chats.encode(document)
+        documents = []
+        for sample in samples:
+            self._check(sample.ids)
+            found = {CHAT_KEY: sample.ids, ANSWERS_KEY: sample.marks}
+            documents.append(
+                {key: Encoded(np.asarray(v, np.int32), [len(v)]) for key, v in found.items()}
+            )
+        return Line(documents, notes)
 
     def _encode(self, text: str | list[str]) -> Encoded:
         ids: list[int] = []
@@ -148,12 +173,12 @@ def _begin(args: argparse.Namespace) -> None:
     _of_process[:] = [Encoder(args)]
 
 
-def encode_batch(args: argparse.Namespace, lines: list[bytes]) -> list[dict[str, Encoded] | str]:
+def encode_batch(args: argparse.Namespace, lines: list[bytes]) -> list[Line | str]:
     """Encodes lines in a worker; a bad line becomes the text that says why it is bad."""
     if not _of_process:  # here, as an error of an initializer ends the worker without its text
         _begin(args)
     (encoder,) = _of_process
-    results: list[dict[str, Encoded] | str] = []
+    results: list[Line | str] = []
     for line in lines:
         try:
             results.append(encoder.encode_line(line))
@@ -205,7 +230,7 @@ def _next_lines(stream: IO[bytes]) -> list[bytes]:
 
 def encode_all(
     args: argparse.Namespace, batches: Iterator[Batch]
-) -> Iterator[tuple[Batch, list[dict[str, Encoded] | str]]]:
+) -> Iterator[tuple[Batch, list[Line | str]]]:
     """Encodes batches in ``--workers`` processes and yields them in their order.
 
     At most ``_BATCHES_PER_WORKER`` batches per worker are in flight, so memory stays bounded.
@@ -218,7 +243,7 @@ def encode_all(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron.dpp.tokenizers"])
     with ProcessPoolExecutor(args.workers, context, end_with_starter) as executor:
-        window: deque[tuple[Batch, Future[list[dict[str, Encoded] | str]]]] = deque()
+        window: deque[tuple[Batch, Future[list[Line | str]]]] = deque()
         try:
             for batch in batches:
                 window.append((batch, executor.submit(encode_batch, args, batch.lines)))
@@ -328,7 +353,7 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
 
 def _take_batch(
     batch: Batch,
-    results: list[dict[str, Encoded] | str],
+    results: list[Line | str],
     writer: Writer,
     totals: Totals,
     *,
@@ -341,14 +366,10 @@ def _take_batch(
                 raise DataError(f"{message} (--skip-bad-lines leaves such lines out)")
             totals.bad_lines.append(message)
             continue
-        writer.add(result)
-        totals.documents += 1
-        for key, document in result.items():
-            if key == ANSWERS_KEY:
-                totals.answers += int(document.ids.sum())
-                continue
-            totals.sentences += len(document.lengths)
-            totals.tokens += document.ids.size
+        totals.notes.update(result.notes)
+        for documents in result.documents:
+            writer.add(documents)
+            totals.add(documents)
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -403,8 +424,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
         print("warning: BERT's data needs --split-sentences", file=sys.stderr)
 
 
-def _template(args: argparse.Namespace) -> str:
-    return find_template(args.sft_tokenizer_prompt_format, args.tokenizer_model or args.vocab_file)
+def _templates(args: argparse.Namespace) -> dict[str, str]:
+    return find_templates(args.sft_tokenizer_prompt_format, args.tokenizer_model or args.vocab_file)
 
 
 def _keys(args: argparse.Namespace) -> tuple[str, ...]:
@@ -423,6 +444,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp preproc
     except (DppError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    for note, count in totals.notes.most_common(_MOST_NOTES_SHOWN):
+        print(f"note: {count} {'line' if count == 1 else 'lines'}: {note}", file=sys.stderr)
     for message in totals.bad_lines[:_MOST_BAD_LINES_SHOWN]:
         print(f"skipped: {message}", file=sys.stderr)
     tokens = f"{totals.tokens} tokens"

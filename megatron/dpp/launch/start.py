@@ -27,7 +27,7 @@ from megatron.dpp.launch.vocabulary import (
 from megatron.dpp.processes import run_child
 from megatron.dpp.safe_files import open_to_read
 from megatron.dpp.text_files import nearest_path
-from megatron.dpp.tokenizers import PIECE_TYPES, PIECES, tokenizer_for
+from megatron.dpp.tokenizers import CHAT_ENCODING, PIECE_TYPES, PIECES, tokenizer_for
 
 _TEXT = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
@@ -87,14 +87,14 @@ def prepare(
         return Data({**vocabulary, "--data-path": _prefix(path)}, None)
     if not text.is_file():
         raise DataError(f"--data {text}: no such file{nearest_path(text)}")
-    level = "chat_document" if chats else _LEVELS[arch]
     kind = _tokenizer(arch, flags)
     own = [] if kind == [TOKENIZERS[arch]] else kind
     files = [str(vocabulary[name]) for name in _FILES if name in vocabulary]
     more = _chat_words(flags) if chats else list(_PREPROCESSING[arch])
     sources = [*files, *_beside(flags, vocabulary, chats=chats)]
-    prefix = _output(text, sources, [*own, *(more if chats else [])], sample=path is None)
-    tokens = f"{prefix}_{level}"
+    words = [*own, *([*more, f"encoding {CHAT_ENCODING}"] if chats else [])]
+    prefix = _output(text, sources, words, sample=path is None)
+    tokens = f"{prefix}_{'chat_document' if chats else _LEVELS[arch]}"
     found = {**vocabulary, "--data-path": tokens}
     if all(Path(tokens + suffix).is_file() for suffix in (".bin", ".idx")):
         return Data(found, None)
@@ -234,7 +234,7 @@ def _output(text: Path, vocabulary: list[str], tokenizer: list[str], *, sample: 
 
     Args:
         vocabulary: files, with those of a chat template.
-        tokenizer: words that ask for it; none for the architecture's own.
+        tokenizer: words that ask for it, and the version of chats; none for the architecture's own.
     """
     digest = hashlib.sha256()
     for name in [str(text), *vocabulary]:

@@ -12,16 +12,24 @@ import argparse
 import json
 import math
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.text_files import read_text
-from megatron.dpp.tokenizers.base import END_OF_TEXT, Tokenizer, config_beside, named_in
+from megatron.dpp.tokenizers.base import (
+    CHAT_ENCODING,
+    END_OF_TEXT,
+    Tokenizer,
+    config_beside,
+    named_in,
+    template_tokens,
+)
 from megatron.dpp.tokenizers.pieces import PIECES, SentencePieceTokenizer
 
 __all__ = [
+    "CHAT_ENCODING",
     "PIECES",
     "PIECE_TYPES",
     "TOKENIZER_TYPES",
@@ -116,6 +124,7 @@ class HuggingFaceTokenizer(_FastTokenizer):
             if token.special
         }
         self._named = _named_tokens(file, vocab)
+        self._all_named = template_tokens(config_beside(file))
         special = {name.removesuffix("_token"): vocab[token] for name, token in self._named.items()}
         super().__init__(vocab, {"eod": special["eos"], **special}, str(file))
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
@@ -127,10 +136,24 @@ class HuggingFaceTokenizer(_FastTokenizer):
         return self._special | {token: self.vocab[token] for token in self._named.values()}
 
     def template_tokens(self) -> dict[str, str]:
-        return {"bos_token": "", **self._named}
+        return {"bos_token": "", **self._all_named, **self._named}
 
-    def tokenize_chat(self, text: str, special: dict[str, int]) -> list[int]:
-        return self.tokenize(text)  # the file says which tokens are special
+    def tokenize_chat(
+        self, text: str, answers: Sequence[tuple[int, int]], special: dict[str, int]
+    ) -> tuple[list[int], list[int]]:
+        """Those of the whole text, as in transformers: a token that an answer shares is its own.
+        The file says which tokens are special."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        marks = [0] * len(encoding.ids)
+        places = iter(answers)
+        answer = next(places, None)
+        for number, (start, end) in enumerate(encoding.offsets):
+            while answer is not None and answer[1] <= start:
+                answer = next(places, None)
+            if answer is None:
+                break
+            marks[number] = int(max(start + 1, end) > answer[0])
+        return list(encoding.ids), marks
 
 
 class BertWordPieceTokenizer(Tokenizer):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from megatron.dpp.errors import DataError
 from megatron.dpp.text_files import read_text
 
 END_OF_TEXT = "<|endoftext|>"
+CHAT_ENCODING = 2
+"""Version of the ids and marks that a chat becomes. Raise it with any change of them: names of
+token files depend on it, so that old ones are not taken for new."""
+_NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _SPECIAL = re.compile(r"<\|[^|\s]+\|>")
 
 
@@ -74,8 +79,26 @@ class Tokenizer:
         """Tokens that chat templates name."""
         return {"bos_token": "", "eos_token": END_OF_TEXT}
 
-    def tokenize_chat(self, text: str, special: dict[str, int]) -> list[int]:
-        """Ids of a chat's text, whose ``special`` tokens are one each."""
+    def tokenize_chat(
+        self, text: str, answers: Sequence[tuple[int, int]], special: dict[str, int]
+    ) -> tuple[list[int], list[int]]:
+        """Ids of a chat's text, and 1 for each of an answer, else 0.
+
+        Args:
+            answers: first character and the one behind the last, in order.
+            special: tokens that are one id each.
+        """
+        ids: list[int] = []
+        marks: list[int] = []
+        ends = [0, *(place for answer in answers for place in answer), len(text)]
+        for number, (start, end) in enumerate(itertools.pairwise(ends)):
+            new = self.tokenize_part(text[start:end], special)
+            ids += new
+            marks += [number % 2] * len(new)
+        return ids, marks
+
+    def tokenize_part(self, text: str, special: dict[str, int]) -> list[int]:
+        """Ids of a part of a chat's text, whose ``special`` tokens are one each."""
         ids: list[int] = []
         end = 0
         for match in _SPECIAL.finditer(text):
@@ -95,12 +118,20 @@ def config_beside(file: Path) -> dict[str, Any]:
         raise DataError(f"{beside}: not a JSON object ({error})") from error
 
 
+def template_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The tokens that a configuration names, such as ``eos_token``."""
+    more = config.get("extra_special_tokens")
+    named = {**(more if isinstance(more, dict) else {}), **{n: config.get(n) for n in _NAMED}}
+    tokens = {n: t.get("content") if isinstance(t, dict) else t for n, t in named.items()}
+    return {name: token for name, token in tokens.items() if isinstance(token, str)}
+
+
 def named_in(config: dict[str, Any], vocab: dict[str, int], file: Path) -> dict[str, str]:
     """``bos_token`` and ``eos_token``, as far as the configuration names them."""
     named: dict[str, str] = {}
+    found = template_tokens(config)
     for name in ("bos_token", "eos_token"):
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
+        token = found.get(name)
         if token is None:
             continue
         if token not in vocab:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.safe_files import read_bytes
-from megatron.dpp.tokenizers.base import Tokenizer, config_beside, named_in
+from megatron.dpp.tokenizers.base import Tokenizer, config_beside, named_in, template_tokens
 
 PIECES = "tokenizer.model"
 
@@ -42,6 +42,7 @@ class SentencePieceTokenizer(Tokenizer):
             f"{n}_token": names.get(getattr(self._pieces, f"{n}_id")()) for n in ("bos", "eos")
         }
         self._named = {k: v for k, v in usual.items() if v} | named_in(config, vocab, file)
+        self._all_named = template_tokens(config)
         if "eos_token" not in self._named:
             raise DataError(f"--tokenizer-model {file}: has no piece that ends a text")
         special = {name.removesuffix("_token"): vocab[token] for name, token in self._named.items()}
@@ -71,10 +72,10 @@ class SentencePieceTokenizer(Tokenizer):
         return self._special
 
     def template_tokens(self) -> dict[str, str]:
-        return {"bos_token": "", **self._named}
+        return {"bos_token": "", **self._all_named, **self._named}
 
-    def tokenize_chat(self, text: str, special: dict[str, int]) -> list[int]:
-        """Ids of a chat's text. No space is put in front of what follows a token."""
+    def tokenize_part(self, text: str, special: dict[str, int]) -> list[int]:
+        """Ids of a part of a chat's text. No space is put in front of what follows a token."""
         ids: list[int] = []
         for part in self._split.split(text):
             ids += [special[part]] if part in special else self._within.encode(part)

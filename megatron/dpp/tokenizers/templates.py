@@ -1,0 +1,156 @@
+"""Chat templates, rendered as transformers renders them.
+
+The environment of Jinja has transformers' filters, functions and tags, so that a model trains on
+the text that it is asked with later. transformers itself is no dependency: data must not depend on
+what else is installed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NoReturn
+
+from megatron.dpp.errors import DataError
+
+Span = tuple[int, int]
+"""First character, and the one behind the last."""
+
+_REASONING = "reasoning_content", "thinking", "reasoning"
+"""Names of an answer's reasoning; templates read the first or the second."""
+
+
+class TemplateRefusal(Exception):
+    """The template cannot render a chat; the text says why."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A chat's text, and where ``{% generation %}`` blocks lie in it."""
+
+    text: str
+    answers: tuple[Span, ...]
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Args:
+        text: of the template.
+        tokens: what the template may name, such as ``bos_token``.
+
+    Raises:
+        DataError: ``text`` is no template, or Jinja is not installed.
+    """
+
+    def __init__(self, text: str, tokens: Mapping[str, str]) -> None:
+        try:
+            import jinja2
+        except ModuleNotFoundError:
+            raise DataError("chats need Jinja; pip install jinja2") from None
+        self.text = text
+        self._errors = jinja2.TemplateError, TypeError, ValueError
+        self._environment = _environment()
+        try:
+            self._template = self._environment.from_string(text, globals=tokens)
+        except jinja2.TemplateError as error:
+            raise DataError(f"the chat template is not valid: {error}") from error
+
+    @property
+    def marks_answers(self) -> bool:
+        """The template has ``{% generation %}`` blocks."""
+        return bool(self._environment.has_generation)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, ask: bool, **more: Any) -> Rendered:
+        """The text of a chat.
+
+        Args:
+            ask: end with what precedes an answer (``add_generation_prompt``).
+            more: further variables, such as ``tools``.
+
+        Raises:
+            TemplateRefusal: the template does not take it.
+        """
+        given = {"tools": None, "documents": None, **more}
+        chat = [_without_none(message) for message in messages]
+        pieces: list[str] = []
+        self._environment.begin(pieces)
+        try:
+            for piece in self._template.generate(messages=chat, add_generation_prompt=ask, **given):
+                pieces.append(piece)  # one by one: blocks look at what stands before them
+        except self._errors as error:
+            raise TemplateRefusal(str(error) or type(error).__name__) from error
+        return Rendered("".join(pieces), tuple(self._environment.answers))
+
+
+def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without empty fields, with its reasoning under the names that templates read."""
+    found = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((found[name] for name in _REASONING if name in found), None)
+    if reasoning is None:
+        return found
+    return {"thinking": reasoning, **found, "reasoning_content": reasoning}
+
+
+def _environment() -> Any:
+    """transformers' environment: ``tojson`` that writes JSON as it is, ``raise_exception``,
+    ``strftime_now``, loop controls and ``{% generation %}``."""
+    from jinja2.ext import Extension
+    from jinja2.nodes import CallBlock
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Environment(ImmutableSandboxedEnvironment):
+        has_generation = False
+
+        def begin(self, pieces: list[str]) -> None:
+            self.answers: list[Span] = []
+            self.pieces = pieces
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012
+        environment: Any
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            self.environment.has_generation = True
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            text: str = caller()
+            start = sum(len(piece) for piece in self.environment.pieces)
+            self.environment.answers.append((start, start + len(text)))
+            return text
+
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)
