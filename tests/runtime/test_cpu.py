@@ -15,6 +15,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
 
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.mcore import compat, cpu
 
 
@@ -41,6 +42,88 @@ def test_nothing_of_the_stand_ins_stays_after_them(monkeypatch: pytest.MonkeyPat
         support.close()
         assert [getattr(holder, name, "missing") for holder, name in places] == before
         assert torch.overrides._get_current_function_mode_stack() == modes
+
+
+def test_stand_ins_of_several_users_are_one_and_stay_for_the_last() -> None:
+    """A second installation, beside one of a program's own, made ``torch.cuda.cuda.FloatTensor``
+    of a type, and closing them in another order left stand-ins."""
+    places = [(holder, name) for holder, name, _ in stand_ins()]
+    before = [getattr(holder, name, "missing") for holder, name in places]
+    modes = torch.overrides._get_current_function_mode_stack()
+    first, second = cpu.install(), cpu.install(host=True)
+    third = cpu.install(host=True)
+    assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+    assert torch.cuda.get_device_capability() == (8, 0)
+    for ended in (first, first, third):
+        ended.close()
+        assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+        assert torch.empty(2, device="cuda").device.type == "cpu"
+        assert torch.cuda.get_device_capability() == (8, 0)
+    second.close()
+    assert [getattr(holder, name, "missing") for holder, name in places] == before
+    assert torch.overrides._get_current_function_mode_stack() == modes
+    assert torch.zeros(2).type() == "torch.FloatTensor"
+
+
+def test_a_hosts_answer_beside_ours_is_without_its_layer_again() -> None:
+    """Answers for hosts stay as long as the host does."""
+    capability = torch.cuda.get_device_capability
+    with contextlib.closing(cpu.install()):
+        with contextlib.closing(cpu.install(host=True)):
+            assert torch.cuda.get_device_capability() == (8, 0)
+        assert torch.cuda.get_device_capability is capability
+        assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+
+
+class Other(torch.overrides.TorchFunctionMode):
+    """A host's own stand-in of a type."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.type and isinstance(found, str) and ".cuda." not in found:
+            return found.replace("torch.", "torch.cuda.", 1)
+        return found
+
+
+def test_types_are_told_right_beside_a_hosts_own_stand_in() -> None:
+    for inner, outer in ((Other, cpu.install), (cpu.install, Other)):
+        with contextlib.ExitStack() as both:
+            for each in (inner, outer):
+                made: Any = each()
+                both.enter_context(made if each is Other else contextlib.closing(made))
+            assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+            assert torch.zeros(2).type(torch.float64).dtype == torch.float64
+
+
+def test_a_host_measures_no_memory_and_profiles_nothing() -> None:
+    """``--log-memory-to-tensorboard`` ended with a KeyError, and others of its flags alike."""
+    with contextlib.closing(cpu.install(host=True)):
+        found = torch.cuda.memory_stats()
+        assert found["reserved_bytes.all.current"] == found["allocation.all.current"] == 0
+        for name in ("device_memory_used", "utilization", "temperature", "power_draw"):
+            assert getattr(torch.cuda, name)() == getattr(torch.cuda, name)(0) == 0
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaProfilerStart())
+        with torch.cuda.nvtx.range("step"):
+            torch.cuda.check_error(runtime.cudaProfilerStop())
+        torch.cuda.set_stream(torch.cuda.Stream())
+        for record in (torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot):
+            with pytest.raises(ConfigError, match="--record-memory-history: this run is on the"):
+                record("memory.pickle")
+
+
+def test_nothing_is_captured_on_the_cpu(on_cpu: None) -> None:
+    """megatron-core asks before it reads a value from a GPU; PyTorch has no answer without one."""
+    assert not torch.cuda.is_current_stream_capturing()
+    assert not torch.cuda.graphs.is_current_stream_capturing()
+
+
+def test_events_of_the_cpu_tell_the_time_between_them(on_cpu: None) -> None:
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    last.record(torch.cuda.current_stream())
+    assert first.elapsed_time(last) > 0
+    assert len(torch.cuda.Stream.priority_range()) == 2
 
 
 def test_a_warning_of_one_generator_for_both_devices_is_left_out_and_no_other(

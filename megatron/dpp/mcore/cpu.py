@@ -12,8 +12,10 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 import sys
-from collections import deque
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,45 +23,79 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from megatron.dpp.errors import ConfigError
+
 _MAX_KEPT_SENDS = 32
+_CPU_TYPE = re.compile(r"^torch\.(?!cuda\.)")
 
 
 class CpuSupport:
-    """The installed stand-ins. ``close()`` restores everything and may be called twice."""
+    """One request for the stand-ins, which are there until the last request is closed. ``close()``
+    may be called twice."""
 
     def __init__(self, *, host: bool = False) -> None:
         self._undo = contextlib.ExitStack()
-        self._undo.enter_context(_dynamo_off())
-        for holder, name, value in _stand_ins():
-            self._set(holder, name, value)
-        for holder, name, value in _core_stand_ins():
-            self._set(holder, name, value)
-        for holder, name, value in _host_stand_ins() if host else ():
-            self._set(holder, name, value)
-        self._undo.enter_context(_CudaMeansCpu())
-        random = logging.getLogger("megatron.core.tensor_parallel.random")
-        random.addFilter(self._keep_warning)
-        self._undo.callback(random.removeFilter, self._keep_warning)
-
-    def _keep_warning(self, record: logging.LogRecord) -> bool:
-        """False for random.py's warning that the CPU's generator moved inside a region of the
-        GPU's: here they are one."""
-        return not record.getMessage().startswith("CPU RNG state changed")
-
-    def _set(self, holder: Any, name: str, value: Any) -> None:
-        missing = not hasattr(holder, name)
-        old = getattr(holder, name, None)
-        setattr(holder, name, value)
-        undo = (lambda: delattr(holder, name)) if missing else (lambda: setattr(holder, name, old))
-        self._undo.callback(undo)
+        for layer in (_BASE, _HOST) if host else (_BASE,):
+            layer.take()
+            self._undo.callback(layer.leave)
 
     def close(self) -> None:
-        """Undo every change."""
+        """Undo every change, if this is the last request."""
         self._undo.close()
 
 
+class _Layer:
+    """Changes to modules that several users share: made for the first, undone after the last."""
+
+    def __init__(self, make: Callable[[contextlib.ExitStack], None]) -> None:
+        self._make, self._users = make, 0
+        self._undo = contextlib.ExitStack()
+
+    def take(self) -> None:
+        if not self._users:
+            self._make(self._undo)
+        self._users += 1
+
+    def leave(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self._undo.close()
+
+
+def _make_base(undo: contextlib.ExitStack) -> None:
+    undo.enter_context(_dynamo_off())
+    for stand_in in (*_stand_ins(), *_core_stand_ins()):
+        _set(undo, *stand_in)
+    undo.enter_context(_CudaMeansCpu())
+    random = logging.getLogger("megatron.core.tensor_parallel.random")
+    random.addFilter(_keep_warning)
+    undo.callback(random.removeFilter, _keep_warning)
+
+
+def _make_host(undo: contextlib.ExitStack) -> None:
+    for stand_in in _host_stand_ins():
+        _set(undo, *stand_in)
+
+
+_BASE, _HOST = _Layer(_make_base), _Layer(_make_host)
+
+
+def _keep_warning(record: logging.LogRecord) -> bool:
+    """False for random.py's warning that the CPU's generator moved inside a region of the GPU's:
+    here they are one."""
+    return not record.getMessage().startswith("CPU RNG state changed")
+
+
+def _set(undo: contextlib.ExitStack, holder: Any, name: str, value: Any) -> None:
+    missing = not hasattr(holder, name)
+    old = getattr(holder, name, None)
+    setattr(holder, name, value)
+    undo.callback(*(delattr, holder, name) if missing else (setattr, holder, name, old))
+
+
 def install(*, host: bool = False) -> CpuSupport:
-    """Let megatron-core run on the CPU of this process until ``close()`` of the result.
+    """Let megatron-core run on the CPU of this process until ``close()`` of the result. Several
+    calls share the stand-ins.
 
     Args:
         host: also answer what Megatron-LM's own training code asks of CUDA.
@@ -84,8 +120,9 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:  # language_module.py:244, data.py:84
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # clip_grads.py:167, optimizer.py:671, distrib_optimizer.py:361 compare this text
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+            # clip_grads.py:167, optimizer.py:671, distrib_optimizer.py:361 compare this text;
+            # a host's own stand-in may have changed it
+            return _CPU_TYPE.sub("torch.cuda.", func(*args))
         if kwargs and "device" in kwargs:
             kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
         if kwargs and "pin_memory" in kwargs:  # rope_utils.py:62
@@ -109,16 +146,29 @@ class _NoStream:
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        self._time = 0.0
 
     def nothing(self, *args: Any, **kwargs: Any) -> None:
-        """Stands for wait, record and synchronise."""
+        """Stands for wait and synchronise."""
 
-    wait_stream = wait_event = synchronize = record = wait = nothing
+    wait_stream = wait_event = synchronize = wait = nothing
+
+    def record(self, stream: Any = None) -> None:
+        """Take the time, as of an event."""
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, end: _NoStream) -> float:
+        """Milliseconds between two records (core/utils.py:1599)."""
+        return (end._time - self._time) * 1e3
 
     def record_event(self, event: Any = None) -> _NoStream:
         """An event to wait for (moe/token_dispatcher.py:895)."""
         return _NoStream()
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """All streams are alike (pipeline_parallel/utils.py:389 of 0.19)."""
+        return (0, 0)
 
     def query(self) -> bool:
         """True: all work before this point is done."""
@@ -160,12 +210,16 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     for name in ("current_stream", "default_stream"):
         yield torch.cuda, name, _NoStream
     yield torch.cuda, "stream", contextlib.nullcontext
+    yield torch.cuda, "set_stream", _nothing  # transformer/cuda_graphs.py:471
+    for holder in (torch.cuda, torch.cuda.graphs):  # nothing is ever captured
+        yield holder, "is_current_stream_capturing", lambda: False
     # tensor_parallel/random.py:41-113, checkpoints of the random state
     yield torch.cuda, "default_generators", _CpuGenerators()
     for holder in (torch.cuda, torch.cuda.random):
         yield holder, "get_rng_state", lambda device="cuda": torch.get_rng_state()
         yield holder, "set_rng_state", lambda state, device="cuda": torch.set_rng_state(state)
         yield holder, "manual_seed", _seed_cpu
+        yield holder, "initial_seed", torch.initial_seed
     for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor"):  # transformer/module.py:20-22
         yield torch.cuda, name, getattr(torch, name)
 
@@ -242,6 +296,23 @@ def _asked_by_host() -> bool:
     return caller.startswith("megatron.training.")
 
 
+class _Profiler:
+    """``torch.cuda.cudart()`` of ``--profile`` (training.py:2689), without a profiler."""
+
+    cudaProfilerStart = cudaProfilerStop = staticmethod(_nothing)
+
+
+def _refuse_history(*args: Any, **kwargs: Any) -> None:
+    raise ConfigError(
+        "--record-memory-history: this run is on the CPU, and it records the memory of a GPU; "
+        "leave it out"
+    )
+
+
+_MEASURED = ("device_memory_used", "utilization", "temperature", "power_draw", "clock_rate")
+"""Functions behind ``--log-device-memory-used`` and ``--log-straggler``."""
+
+
 def _host_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """Replacements for what Megatron-LM's training code asks: (module, name, value). Files are
     those of ``megatron/training``.
@@ -252,6 +323,16 @@ def _host_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "set_device", _nothing  # initialize.py:331
     yield torch.cuda, "get_device_capability", lambda *device: (8, 0)  # arguments.py:853
     yield torch.cuda, "get_device_properties", lambda *device: _Properties  # utils.py:448
+    # --log-memory-to-tensorboard, training.py:1940
+    yield torch.cuda, "memory_stats", lambda *device: defaultdict(int)
+    for name in _MEASURED:  # core/utils.py:1592, utils.py:289
+        yield torch.cuda, name, lambda *device: 0
+    yield torch.cuda, "cudart", _Profiler
+    yield torch.cuda, "check_error", _nothing
+    for name in ("range_push", "range_pop"):  # core/utils.py:2167 for --nvtx-ranges
+        yield torch.cuda.nvtx, name, _nothing
+    for name in ("_record_memory_history", "_dump_snapshot"):  # training.py:2013
+        yield torch.cuda.memory, name, _refuse_history
     with contextlib.suppress(ImportError):  # there are none from 0.20 on
         kernels = importlib.import_module("megatron.legacy.fused_kernels")
         yield kernels, "load", _nothing  # initialize.py:210 asks nvcc for its version
